@@ -32,14 +32,11 @@ NO_THREADS = {"OMP_NUM_THREADS": "1"}
 
 SECTIONS: dict[str, dict[str, Tool]] = {
     "Benchmarks": {
-        "restart": Tool("programs.restart", "What a restart costs: cold, exact repeat, nearest prefix."),
-        "company": Tool("programs.company", "Several requests at once, overtaking, prompts beside replies."),
-        "speculation": Tool("programs.speculation", "Decoding with guessed tokens, against without."),
-        "peers": Tool("programs.peers", "The daemon beside transformers, llama.cpp and vLLM."),
-        "shapes": Tool("programs.shapes", "Files of 7B to 30B beside llama.cpp, with random numbers."),
-        "several": Tool("programs.several", "Two models in turn behind one port, and the front alone."),
-        "quality": Tool("programs.quality", "Quantised weights: perplexity and agreement."),
-        "long": Tool("programs.long", "Gigabytes of state: saved, restored after a kill, gone on from."),
+        "restart": Tool("benchmarks.restart", "Cold, and after kill -9: same prompt, next turn, other question."),
+        "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, guessed tokens."),
+        "several": Tool("benchmarks.several", "Two models in turn behind one port, and the front alone."),
+        "quality": Tool("benchmarks.quality", "Quantised weights: perplexity and agreement."),
+        "long": Tool("benchmarks.long", "Gigabytes of state: saved, restored after a kill, gone on from."),
         "store": Tool("programs.store", "The store alone: restores, lookups, codecs."),
         "soak": Tool("programs.soak", "Ten times its budget through one store."),
         "remote": Tool("programs.remote", "Two daemons and a bucket: speed by tier, and its faults."),
@@ -47,7 +44,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
     },
     "Matrices": {
         "exactness": Tool("programs.exactness", "Restored against cold, bit for bit, for every architecture."),
-        "crash": Tool("programs.crash", "SIGKILL at random moments, and what is left of the store."),
         "powerloss": Tool("programs.powerloss", "Every state of the disk after a power failure.", NO_THREADS),
         "interleavings": Tool("programs.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("programs.corruption", "Damaged files, each opened and used twice.", NO_THREADS),

@@ -219,7 +219,7 @@ def _asked(server: Server, case: str, size: int, run: int = 1) -> Case:
 
 
 def _wait_until_saved(server: Server, least: int) -> None:
-    """Waits until all blocks are written, at least the given number. Raises `PeerError` if they are not."""
+    """Waits until all blocks are written, at least the given number. Raises `EngineError` if they are not."""
     server.settle()
     if server.connector == "diskprefix":
         wanted = max(least, int(server.metrics().get("saved_blocks", 0)))

@@ -25,7 +25,7 @@ class Restart:
 
 
 def restarted(server: Server, num_replies: int) -> Restart:
-    """Starts a server, asks, kills it, starts it and asks the same. Raises `PeerError`."""
+    """Starts a server, asks, kills it, starts it and asks the same. Raises `EngineError`."""
     server.start()
     before = _replies(server, num_replies)
     server.settle()

@@ -16,9 +16,9 @@ import httpx
 
 from diskprefix.progress import Report
 from diskprefix.store.store import Store
+from tools.benchmarks.engines import ANSWER_DEADLINE_S, EngineError, Process, started
+from tools.measuring.environments import python_of
 from tools.measuring.processes import disk_bytes, free_port
-from tools.peers.environments import python_of
-from tools.peers.peer import ANSWER_DEADLINE_S, PeerError, Process, started
 
 Connector: TypeAlias = Literal["none", "example", "diskprefix", "tier"]
 _ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ class Server:
         return ["--kv-transfer-config", json.dumps(settings)]
 
     def start(self) -> None:
-        """Returns once it answers. Raises `PeerError`."""
+        """Returns once it answers. Raises `EngineError`."""
         self.start_s = started(self.process, self._client)
 
     def kill(self) -> None:
@@ -109,7 +109,7 @@ class Server:
             file.unlink()
 
     def ask(self, prompt: str, max_tokens: int = 8, *, patience_s: float = ANSWER_DEADLINE_S) -> Reply:
-        """Hangs up when nothing comes for `patience_s`. Raises `PeerError` if there is no whole answer."""
+        """Hangs up when nothing comes for `patience_s`. Raises `EngineError` if there is no whole answer."""
         body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "logprobs": 1}
         tokens: list[str] = []
@@ -121,22 +121,22 @@ class Server:
             with self._client.stream("POST", "/v1/completions", json=body, timeout=patience_s) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise PeerError(f"it answered {response.status_code}: {response.text[:300]}")
+                    raise EngineError(f"it answered {response.status_code}: {response.text[:300]}")
                 for line in response.iter_lines():
                     if not line.startswith("data: {"):
                         continue
                     chunk = json.loads(line.removeprefix("data: "))
                     if "error" in chunk:
-                        raise PeerError(f"it answered {chunk['error']}")
+                        raise EngineError(f"it answered {chunk['error']}")
                     for choice in chunk.get("choices", []):
                         found = choice.get("logprobs") or {}
                         tokens += found.get("tokens", [])
                         logprobs += found.get("token_logprobs", [])
                         first = first or time.perf_counter()
         except httpx.HTTPError as error:
-            raise PeerError(f"the connection broke: {error}") from error
+            raise EngineError(f"the connection broke: {error}") from error
         if len(tokens) != max_tokens or first is None:
-            raise PeerError(f"it answered {len(tokens)} of {max_tokens} tokens")
+            raise EngineError(f"it answered {len(tokens)} of {max_tokens} tokens")
         return Reply(tuple(tokens), tuple(logprobs), first - began, self._restored() - before)
 
     def metrics(self) -> dict[str, float]:
@@ -164,7 +164,7 @@ class Server:
         return int(self.metrics().get("restored_tokens", 0)) if self.connector == "diskprefix" else 0
 
     def settle(self, is_done: Callable[[], bool] | None = None) -> None:
-        """Waits until `is_done`; without it, until what was saved no longer grows on the disk. Raises `PeerError` if
+        """Waits until `is_done`; without it, until what was saved no longer grows on the disk. Raises `EngineError` if
         that takes too long."""
         deadline, last = time.monotonic() + _SETTLE_S, -1
         while time.monotonic() < deadline:
@@ -173,7 +173,7 @@ class Server:
                 return
             last = now
             time.sleep(0.5)
-        raise PeerError(f"not all was saved after {_SETTLE_S:.0f} s")
+        raise EngineError(f"not all was saved after {_SETTLE_S:.0f} s")
 
 
 def environment_of() -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 from diskprefix.errors import DiskPrefixError
 from diskprefix.settings import cache_home
 from tools.fuzzing import compiled, corpus
-from tools.measuring.installing import install_once, run_installer
+from tools.measuring.environments import install_once, run_installer
 
 ATHERIS = "atheris==3.0.0"
 _ROOT = Path(__file__).parents[2]

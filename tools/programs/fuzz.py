@@ -25,12 +25,11 @@ from rich.console import Console
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
 from tools.hostile.report import tracebacks
-from tools.measuring.installing import NotInstalled
+from tools.measuring.environments import NotInstalled, python_of
 from tools.measuring.live_server import LiveServer
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring
-from tools.peers.environments import python_of
 
 PHASES = ("coverage", "fuzzing")
 LANES = 2

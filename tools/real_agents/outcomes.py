@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.measuring.report import machine
-from tools.peers.results import UnreadableResults
+from tools.measuring.report import UnreadableResults, machine
 from tools.real_agents.agents import Agent
 
 GOAL = 0.9

@@ -17,12 +17,11 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import ModelError
-from tools.measuring.installing import NotInstalled
+from tools.measuring.environments import NotInstalled
 from tools.measuring.live_server import LiveServer, LiveServerError, log_tail, step
 from tools.measuring.options import JSON
-from tools.measuring.report import new_table, print_report, say, show_machine
+from tools.measuring.report import UnreadableResults, new_table, print_report, say, show_machine
 from tools.models import real
-from tools.peers.results import UnreadableResults
 from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, TASK, Agent
 from tools.real_agents.install import installed
 from tools.real_agents.outcomes import Outcome, Outcomes

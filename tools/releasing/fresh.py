@@ -22,7 +22,7 @@ import click
 from diskprefix.errors import DiskPrefixError
 from diskprefix.settings import cache_home
 from diskprefix.version import __version__
-from tools.measuring.installing import install_once, npm_install
+from tools.measuring.environments import install_once, npm_install
 from tools.models import real
 from tools.real_agents.agents import AGENTS
 from tools.releasing.debian_root import DebianRoot, make_archive, require_programs

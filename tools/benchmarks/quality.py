@@ -1,11 +1,4 @@
-"""The loss of quantised weights: perplexity, and agreement with bfloat16.
-
-    tools/bench quality --text DIR             # the three real models
-    tools/bench quality smollm2 --text DIR
-
-Perplexity is over windows of the texts. The agreement is the share of their positions at which the most likely token is
-that of `native`.
-"""
+"""The loss of quantised weights: perplexity, and agreement with bfloat16."""
 
 from __future__ import annotations
 
@@ -81,16 +74,20 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=click.Choice(real.NAMES))
+@click.option("--model", "names", multiple=True, type=click.Choice(real.NAMES), default=real.NAMES, help="Repeatable.")
 @click.option("--text", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Texts.")
 @click.option("--windows", default=12, show_default=True, help="The number of texts.")
 @click.option("--tokens", default=512, show_default=True, help="Tokens of each.")
 @JSON
-def main(names: tuple[str, ...], text: Path, windows: int, tokens: int, as_json: bool) -> None:
-    """Compare the forms of the weights of real models: perplexity, and agreement with bfloat16."""
+def main(names: tuple[str, ...], text: Path, windows: int, tokens: int, *, as_json: bool) -> None:
+    """Compare the forms of the weights of real models: perplexity, and agreement with bfloat16.
+
+    Perplexity is over windows of the texts. The agreement is the share of their positions at which the most likely
+    token is that of `native`.
+    """
     texts = texts_of(text, windows, 6 * tokens)
     if not texts:
         raise click.ClickException(f"there are no texts in {text}")
     console = Console(stderr=True)
-    models = {name: compared(name, texts, tokens, console) for name in names or real.NAMES}
+    models = {name: compared(name, texts, tokens, console) for name in names}
     print_report({"benchmark": "quality", "models": models}, as_json, show)

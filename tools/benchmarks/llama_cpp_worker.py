@@ -103,7 +103,7 @@ def loaded(folder: Path) -> CDLL:
 
 
 class Worker:
-    def __init__(self, llama: CDLL, gguf: str, context: int, folder: str, flash_attention: str) -> None:
+    def __init__(self, llama: CDLL, gguf: str, context: int, folder: str, *, flash_attention: bool) -> None:
         self.llama = llama
         model = llama.llama_model_load_from_file(gguf.encode(), llama.llama_model_default_params())
         if model is None:
@@ -116,7 +116,7 @@ class Worker:
         settings.n_seq_max = MOST_SEQUENCES
         # Each sequence has memory of its own: five of them are several times faster so.
         settings.kv_unified = False
-        if flash_attention == "off":
+        if not flash_attention:
             settings.flash_attn_type = WITHOUT_FLASH_ATTENTION
         settings.n_threads = settings.n_threads_batch = THREADS
         self.context = llama.llama_init_from_model(model, settings)
@@ -205,8 +205,10 @@ class Worker:
 
 
 def main() -> None:
-    library, model, context, folder, flash_attention = sys.argv[1:]
-    worker = Worker(loaded(Path(library)), model, int(context) + RESERVE, folder, flash_attention)
+    library, model, context, folder, *more = sys.argv[1:]
+    if more not in ([], ["-fa", "off"]):
+        sys.exit(f"not known: {' '.join(more)}")
+    worker = Worker(loaded(Path(library)), model, int(context) + RESERVE, folder, flash_attention=not more)
     print("{}", flush=True)
     for line in sys.stdin:
         question = json.loads(line)
