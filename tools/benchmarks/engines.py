@@ -23,13 +23,13 @@ import httpx
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
 from tools.measuring.environments import llama_cpp_libraries, python_of
-from tools.measuring.processes import free_port
+from tools.measuring.processes import disk_bytes, free_port
 
 START_DEADLINE_S = 1800.0
 ANSWER_DEADLINE_S = 1800.0
 _SAVE_DEADLINE_S = 120.0
 _POLL_S = 0.02
-_VLLM_MEMORY_GIB = 2
+_ROOT, _OURS = str(Path(__file__).parents[2]), "DiskPrefixConnector"
 _USAGE = {"stream_options": {"include_usage": True}}
 
 
@@ -280,7 +280,7 @@ def _diskprefix(model: Model, workspace: Path, report: Report, more: Sequence[st
     command += ["--kv-cache-dir", str(workspace / "kv"), "--disk-prefix-cache", "full", *more]
     # What it makes of a model is made again, so that the first start is one.
     kept = workspace / "kept"
-    environment = {"XDG_CACHE_HOME": str(kept), "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {"XDG_CACHE_HOME": str(kept), "PYTHONPATH": _ROOT}
     process = Process(command, workspace / "engine.log", environment)
     off = {"prefix_cache": {"scope": "off"}}
     return HttpEngine(
@@ -295,6 +295,14 @@ def _wait_until_saved(tokens: Path, client: httpx.Client) -> None:
     request = client.build_request("GET", "/props", headers={"Authorization": f"Bearer {token}"})
     while client.send(request).json()["full_cache"]["state"]["pending_bytes"] and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+
+
+def _wait_until_grown(store: Path, _client: httpx.Client) -> None:
+    """Waits until what is saved no longer grows on the disk."""
+    deadline, last = time.monotonic() + _SAVE_DEADLINE_S, -1
+    while (now := disk_bytes(store)) != last and time.monotonic() < deadline:
+        last = now
+        time.sleep(0.5)
 
 
 def _llama_cpp(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
@@ -317,27 +325,36 @@ def _transformers(model: Model, workspace: Path, report: Report, more: Sequence[
     return WorkerEngine(Process(command, workspace / "engine.log"), restores=False)
 
 
-def _vllm(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
-    port = free_port()
-    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    extra = {"kv_connector_extra_config": {"shared_storage_path": str(workspace / "kv")}}
+def _vllm(
+    model: Model, workspace: Path, report: Report, more: Sequence[str], *, connector: str = "ExampleConnector"
+) -> Engine:
+    port, store = free_port(), str(workspace / "kv")
+    settings: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
+    if connector == _OURS:
+        settings |= {"kv_connector_module_path": "diskprefix.extras.vllm.connector"}
+        settings |= {"kv_load_failure_policy": "recompute"}
+        extra: dict[str, Any] = {"path": store, "budget": "16GiB", "scope": "full", "min_free": 0}
+    else:
+        extra = {"shared_storage_path": store}
     command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", _folder(model), "--served-model-name", "model", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(model.context)]
-    command += ["--kv-transfer-config", json.dumps(connector | extra)]
+    command += ["--kv-transfer-config", json.dumps(settings | {"kv_connector_extra_config": extra})]
     # The connector saves what the first step of a prompt computes, so a step must hold a prompt.
     command += ["--max-num-batched-tokens", str(model.context), *more]
     # By itself it leaves a core to its other processes, and another one to a connector.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    environment = {"VLLM_CPU_KVCACHE_SPACE": str(_VLLM_MEMORY_GIB), "VLLM_CPU_OMP_THREADS_BIND": cores}
+    environment = {"PYTHONPATH": _ROOT, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
     fields = {"model": "model", "ignore_eos": True, **_USAGE}
-    return HttpEngine(Process(command, workspace / "engine.log", environment), port, fields)
+    settle = partial(_wait_until_grown, workspace / "kv")
+    return HttpEngine(Process(command, workspace / "engine.log", environment), port, fields, settle=settle)
 
 
 ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Engine]] = {
     "diskprefix": _diskprefix,
     "llama.cpp": _llama_cpp,
     "vllm": _vllm,
+    "vllm-diskprefix": partial(_vllm, connector=_OURS),
     "transformers": _transformers,
 }
 

@@ -9,7 +9,6 @@ import click
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
-from tools.connector.bench import bench
 from tools.connector.faults import faults
 from tools.connector.kills import kill
 from tools.connector.theirs import theirs
@@ -34,7 +33,7 @@ def environment() -> None:
     print(python_of("vllm", report))
 
 
-for _command in (bench, kill, faults, theirs, tier):
+for _command in (kill, faults, theirs, tier):
     main.add_command(_command)
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from rich.console import Console
 
 from diskprefix.progress import Report
 from tools.benchmarks.engines import EngineError
-from tools.connector.bench import running
-from tools.connector.server import Reply, Server
+from tools.connector.server import Reply, Server, running
 from tools.measuring.options import FOLDER
 from tools.measuring.prompts import prompt_text
 from tools.measuring.workspace import measuring, model_folder

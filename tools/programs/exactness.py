@@ -26,7 +26,6 @@ from typing import Any, NoReturn, TypeAlias
 import click
 from rich.console import Console
 
-from diskprefix.errors import ModelError
 from diskprefix.extras.catalogue.architectures import installed_versions
 from diskprefix.printable import first_line
 from tests.exactness.architectures import ARCHITECTURES
@@ -36,24 +35,18 @@ from tests.exactness.rows import DTYPES, Row, Tell, run_jobs
 from tools.measuring.live_server import step
 from tools.measuring.report import new_table
 from tools.models.real import real_model
-from tools.models.weight_files import RWKV, STORIES, converted
 
-ROOT = Path(__file__).parents[2]
-WEIGHTS = ROOT.parent / "shared/data"
 SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 REAL: dict[str, tuple[tuple[str, ...], Lengths]] = {
     "smollm2": (DTYPES, Lengths.scaled(7900, block=256)),
     "qwen2.5-coder-0.5b": (("bfloat16",), Lengths.scaled(8000, block=256)),
     "gemma3-270m": (("bfloat16",), Lengths.scaled(20_500, block=256)),
-    STORIES.name: (DTYPES, Lengths.scaled(400, block=16)),
-    RWKV.name: (DTYPES, Lengths.scaled(400, block=16)),
 }
-"""The dtypes and the lengths of the prompts: the first has 8 192 positions, STORIES 512."""
+"""The dtypes and the lengths of the prompts: the first has 8 192 positions."""
 Rows: TypeAlias = list[SeveralRow]
 _TOGETHER = 6
 """Models behind one front."""
-WEIGHT_FILES = {weights.name: weights for weights in (STORIES, RWKV)}
 
 
 def tiny_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, reply: int) -> list[Job]:
@@ -64,29 +57,19 @@ def tiny_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, reply: in
     ]
 
 
-def real_jobs(names: list[str], dtypes: tuple[str, ...], weights: Path, folder: Path, console: Console) -> list[Job]:
+def real_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, console: Console) -> list[Job]:
     """Returns the jobs of the real models that are there, and prints which ones are not."""
     jobs = []
     for name in names:
-        model = _real_folder(name, weights, folder, console)
+        model = real_model(name, lambda line: console.print(f"  {line}", highlight=False, markup=False))
         if model is None:
+            console.print(f"  {name} is left out: it is not there", highlight=False, markup=False)
             continue
         known, lengths = REAL[name]
         job = Job(name=name, dtype="", folder="", model=str(model), lengths=lengths, threads=os.cpu_count() or 1)
         chosen = [dtype for dtype in known if dtype in dtypes]
         jobs += [replace(job, dtype=dtype, folder=str(folder / f"{name}-{dtype}")) for dtype in chosen]
     return jobs
-
-
-def _real_folder(name: str, weights: Path, folder: Path, console: Console) -> Path | None:
-    if name not in WEIGHT_FILES:
-        model = real_model(name, lambda line: console.print(f"  {line}", highlight=False, markup=False))
-    else:
-        model = converted(WEIGHT_FILES[name], weights, folder)
-    if model is None:
-        place = f" ({WEIGHT_FILES[name].file} is not in {weights}; see --weights)" if name in WEIGHT_FILES else ""
-        console.print(f"  {name} is left out: it is not there{place}", highlight=False, markup=False)
-    return model
 
 
 def several_models(names: list[str], dtypes: Sequence[str], folder: Path, lanes: int, reply: int, tell: Tell) -> Rows:
@@ -228,13 +211,6 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
     "--dtype", type=click.Choice([*SHORT_DTYPES, *DTYPES]), multiple=True, help="May be given twice.  [default: both]"
 )
 @click.option("--real", is_flag=True, help="The real models too, at real lengths: about fifteen minutes more.")
-@click.option(
-    "--weights",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=WEIGHTS,
-    show_default="../shared/data",
-    help="Folder of the weight files of stories260K and RWKV v4 660K.",
-)
 @click.option("--reply", type=click.IntRange(min=1), default=64, show_default=True, help="Greedy tokens per prompt.")
 @click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Tiny models at the same time.")
 @click.option(
@@ -249,7 +225,6 @@ def main(
     only: str | None,
     dtype: tuple[str, ...],
     real: bool,
-    weights: Path,
     reply: int,
     jobs: int,
     write_table: Path | None,
@@ -271,10 +246,7 @@ def main(
         _compare_several(tiny, dtypes, jobs, reply, console, as_json=as_json)
     with tempfile.TemporaryDirectory(prefix="diskprefix-exactness-") as workspace:
         folder = Path(workspace)
-        try:
-            long = real_jobs(real_names, dtypes, weights, folder, console)
-        except ModelError as error:
-            raise click.ClickException(error.message) from error
+        long = real_jobs(real_names, dtypes, folder, console)
         rows = []
         for title, chosen, lanes in (
             ("tiny models", tiny_jobs(tiny, dtypes, folder, reply), jobs),

@@ -2,7 +2,7 @@
 team of threads.
 
 It is a program of its own, because torch's threads are not compiled for the sanitizer. Each variant that the CPU has is
-compiled whole, with the program. A mutant is the same with one order or one memory of a thread taken away.
+compiled whole, with the program.
 """
 
 from __future__ import annotations
@@ -33,43 +33,6 @@ _RACES = 66
 _NOT_FOR_THIS_CPU = 2
 _SPARE_S = 600
 """Seconds that a run may take beside those that it was asked for: ended late, it hangs."""
-_MUTANT_S = 20
-_OF_A_THREAD = "static thread_local Memory memory;"
-_OF_ALL = "static Memory memory;"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """What is taken away: a text of a file, and what replaces it."""
-
-    name: str
-    file: str
-    before: str
-    after: str
-
-
-MUTANTS = (
-    Mutant(
-        "the last thread sees what the others computed",
-        "attention.h",
-        "fetch_sub(1, std::memory_order_acq_rel)",
-        "fetch_sub(1, std::memory_order_relaxed)",
-    ),
-    *(
-        Mutant(f"{file}: memory of each thread", file, _OF_A_THREAD, _OF_ALL)
-        for file in ("attention.h", "packing.h", "recurrence.h", "blocks.h")
-    ),
-    *(
-        Mutant(f"{file}: threads fail atomically", file, "std::atomic<bool> failed_{false};", "bool failed_ = false;")
-        for file in ("matrix.h", "heads.h")
-    ),
-    Mutant(
-        "recurrence.h: threads fail atomically",
-        "recurrence.h",
-        "__atomic_store_n(&is_done, false, __ATOMIC_RELAXED)",
-        "is_done = false",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -91,14 +54,11 @@ def variants() -> dict[str, tuple[str, ...]]:
     return {**build._VARIANTS.get(build._target(build._compiler()), {}), "baseline": ()}
 
 
-def compiled(folder: Path, variant: str, mutant: Mutant | None = None) -> Path:
+def compiled(folder: Path, variant: str) -> Path:
     """Compiles the program into `folder`. Raises `build.BuildError`."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(build.SOURCES, folder)
     shutil.copy(_DRIVER, folder)
-    if mutant:
-        path = folder / mutant.file
-        path.write_text(path.read_text(encoding="utf-8").replace(mutant.before, mutant.after), encoding="utf-8")
     program = folder / "races"
     defined = [f"-DVARIANT={variant}", f"-DVARIANTS=V({variant})", '-DSOURCE=""', '-DCOMPILER=""']
     flags = [*_FLAGS, *variants()[variant], *defined, "-I", str(folder)]
@@ -106,9 +66,9 @@ def compiled(folder: Path, variant: str, mutant: Mutant | None = None) -> Path:
     return program
 
 
-def run(program: Path, seconds: float, *, until_found: bool = False) -> Outcome | None:
+def run(program: Path, seconds: float) -> Outcome | None:
     """Runs a program that was compiled; None if this CPU cannot compute the variant."""
-    options = f"exitcode={_RACES}:halt_on_error={int(until_found)}"
+    options = f"exitcode={_RACES}:halt_on_error=0"
     try:
         done = subprocess.run(
             [str(program), str(seconds)],
@@ -142,28 +102,16 @@ def of_all_variants(folder: Path, seconds: float, note: Callable[[str], None]) -
     return rows
 
 
-def of_all_mutants(folder: Path, note: Callable[[str], None]) -> list[dict[str, Any]]:
-    rows = []
-    for number, mutant in enumerate(MUTANTS):
-        note(mutant.name)
-        program = compiled(folder / str(number), "baseline", mutant)
-        outcome = run(program, _MUTANT_S, until_found=True)
-        assert outcome is not None, "every CPU has this variant"
-        rows.append({"name": mutant.name, **asdict(outcome), "holds": bool(outcome.races)})
-    return rows
-
-
 def show(report: dict[str, Any], console: Console) -> None:
-    title = "Taken away" if report["mutants"] else f"All operators, {report['seconds']:g} s each"
+    title = f"All operators, {report['seconds']:g} s each"
     table = new_table(title, left=("", "race"), right=("calls", "wrong", ""))
     for row in report["rows"]:
         mark = "✓" if row["holds"] else "✗"
         table.add_row(row["name"], (row["races"] or [""])[0], f"{row['calls']:,}", f"{row['wrong']:,}", mark)
     console.print(table)
     for row in report["rows"]:
-        if not report["mutants"]:
-            for race in row["races"]:
-                say(console, f"{row['name']}: {race}")
+        for race in row["races"]:
+            say(console, f"{row['name']}: {race}")
         if row["failure"]:
             say(console, f"{row['name']}: {row['failure']}")
     show_machine(report["machine"], console)
@@ -171,20 +119,18 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 @click.command()
 @click.option("--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="For each variant.")
-@click.option("--mutants", is_flag=True, help="Take each order away once; the sanitizer must find it.")
 @JSON
-def main(seconds: float, mutants: bool, as_json: bool) -> None:
+def main(seconds: float, as_json: bool) -> None:
     """Call all operators from several threads at once, under ThreadSanitizer.
 
-    Needs a compiler with its library. Exits with 1 if there is a race, if a result differs from that of one thread, or
-    with `--mutants` if one is not found.
+    Needs a compiler with its library. Exits with 1 if there is a race, or if a result differs from that of one thread.
     """
     progress = Console(stderr=True)
     try:
         with measuring(None, progress) as folder, step(progress, "ThreadSanitizer") as note:
-            rows = of_all_mutants(folder, note) if mutants else of_all_variants(folder, seconds, note)
+            rows = of_all_variants(folder, seconds, note)
     except build.BuildError as error:
         raise click.ClickException(str(error)) from error
-    report = {"benchmark": "races", "seconds": seconds, "mutants": mutants, "machine": machine(), "rows": rows}
+    report = {"benchmark": "races", "seconds": seconds, "machine": machine(), "rows": rows}
     print_report(report, as_json, show)
     sys.exit(0 if all(row["holds"] for row in rows) else 1)
