@@ -32,7 +32,7 @@ from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
 from tests.examples import examples
 from tests.naming import name_nodes
 from tests.runner import random_prompt
-from tools.programs import exactness
+from tools.faults import exactness
 
 EACH_KIND = (
     "llama",

@@ -15,7 +15,7 @@ from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.settings import Settings
 from diskprefix.units import parse_duration, parse_size
-from tools.programs.policy import open_workload, preset_policy
+from tools.research.policy import open_workload, preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml"))

@@ -36,13 +36,14 @@ def test_the_list_appears_without_the_libraries_that_the_tools_need() -> None:
 
 
 def test_every_program_of_the_folders_is_listed() -> None:
+    folder = ROOT / "tools"
     programs = {
-        f"{file.parent.name}.{file.stem}"
-        for file in (ROOT / "tools").glob("*/*.py")
+        ".".join(file.relative_to(folder).with_suffix("").parts)
+        for file in folder.rglob("*.py")
         if "\ndef main(" in file.read_text(encoding="utf-8")
     }
     # Commands of their own, and what they start.
-    others = {"programs.demo", "programs.gpu", "connector.__main__", "connector.nursery", "real_agents.run"}
+    others = {"__main__", "benchmarks.demo", "faults.gpu", "connector.__main__", "connector.nursery", "real_agents.run"}
     others |= {"releasing.release", "releasing.fresh", "fuzzing.__main__", "fuzzing.atheris_worker", "fuzzing.compiled"}
     others |= {"benchmarks.llama_cpp_worker", "benchmarks.transformers_worker"}
     assert programs - others == {tool.module for tool in TOOLS.values()}

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.server.daemon_process import DaemonProcess, serve_flags
-from tools.hostile import bad_clients
-from tools.hostile.bad_clients import HUNG_UP, Caller, End
-from tools.hostile.crowd import bad_key, good_key
-from tools.hostile.requests import CHAT, KINDS, chat
-from tools.programs.hostile import write_keys
+from tools.faults.hostile import bad_clients
+from tools.faults.hostile.bad_clients import HUNG_UP, Caller, End
+from tools.faults.hostile.crowd import bad_key, good_key
+from tools.faults.hostile.program import write_keys
+from tools.faults.hostile.requests import CHAT, KINDS, chat
 
 CHEAP = (
     "300 patterns",

@@ -11,7 +11,7 @@ from diskprefix.server.metrics import _GATE
 from tests.closing import needs
 from tests.server.scripted import STATS
 from tests.server.test_metrics import Scraped, samples_of
-from tools.programs.monitoring import board_queries, promtool, rules
+from tools.faults.monitoring import board_queries, promtool, rules
 
 NEEDS_PROMTOOL = needs("promtool")
 

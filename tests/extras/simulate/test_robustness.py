@@ -14,7 +14,7 @@ from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
 from tests.examples import examples
 from tests.extras.simulate.disturbed import DISTURBED, simulate_disturbed
-from tools.programs.policy import open_workload
+from tools.research.policy import open_workload
 
 AUTO, FULL = Scope("auto", 30), Scope("full")
 NUM_REQUESTS = 120

@@ -30,8 +30,8 @@ from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 from tests.synthetic_model import SyntheticModel, dense_layout, open_restorer
+from tools.benchmarks.kv_sample import BLOCK_SIZE, KVSample, synthetic_sample
 from tools.measuring import page_cache
-from tools.measuring.kv_sample import BLOCK_SIZE, KVSample, synthetic_sample
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, runs_option
 from tools.measuring.report import machine, new_table, print_report

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.hostile.crowd import Attacked, Health, Seen, Turn
+from tools.faults.hostile.crowd import Attacked, Health, Seen, Turn
 from tools.measuring.live_server import LiveServer, LiveServerError
 from tools.measuring.processes import status_bytes
 

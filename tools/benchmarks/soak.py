@@ -1,6 +1,6 @@
 """The soak benchmark writes ten times its budget to one store and watches the file, the latency and the memory.
 
-`tools.measuring.churn` is the load.
+`tools.benchmarks.churn` is the load.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from diskprefix.errors import CacheError
 from diskprefix.store.codec.codec import Codec
 from diskprefix.units import format_size, parse_size
 from tests.store.building import Clock
-from tools.measuring.churn import Soak, WatchedStore, Write, failures
+from tools.benchmarks.churn import Soak, WatchedStore, Write, failures
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, codec_option
 from tools.measuring.report import at_most, machine, new_table, none_of, print_report, verdict, verdict_table

@@ -30,7 +30,7 @@ from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
 from diskprefix.units import format_size, parse_duration, parse_size
 from tools.measuring.options import DATA, JSON
-from tools.programs import workloads
+from tools.research import workloads
 
 Row: TypeAlias = dict[str, Any]
 

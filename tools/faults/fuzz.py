@@ -24,7 +24,7 @@ from rich.console import Console
 
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
-from tools.hostile.report import tracebacks
+from tools.faults.hostile.report import tracebacks
 from tools.measuring.environments import NotInstalled, python_of
 from tools.measuring.live_server import LiveServer
 from tools.measuring.options import FOLDER, JSON

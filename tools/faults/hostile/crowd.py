@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 
 import httpx
 
-from tools.hostile.bad_clients import CLOSED, Caller, End
-from tools.hostile.requests import CHAT, KINDS
+from tools.faults.hostile.bad_clients import CLOSED, Caller, End
+from tools.faults.hostile.requests import CHAT, KINDS
 from tools.measuring.prompts import AGENT_PROMPT
 
 TURNS = 8

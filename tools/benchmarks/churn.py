@@ -29,7 +29,7 @@ from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
 from tests.store.building import Clock
 from tests.synthetic_model import Restorer, SyntheticModel, dense_layout
-from tools.measuring.kv_sample import SMOLLM2, synthetic_sample
+from tools.benchmarks.kv_sample import SMOLLM2, synthetic_sample
 from tools.measuring.processes import status_bytes
 
 BUDGET_S = 360.0

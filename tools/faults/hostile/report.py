@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from tools.hostile.bad_clients import CLOSED, CUT_OFF, HUNG_UP
-from tools.hostile.crowd import Health
-from tools.hostile.requests import SLOW_READER
-from tools.hostile.watch import NUM_SHOWN_FAILURES
+from tools.faults.hostile.bad_clients import CLOSED, CUT_OFF, HUNG_UP
+from tools.faults.hostile.crowd import Health
+from tools.faults.hostile.requests import SLOW_READER
+from tools.faults.hostile.watch import NUM_SHOWN_FAILURES
 from tools.measuring.report import at_most, new_table, none_of, say, show_machine, verdict, verdict_table
 
 TTFT_GOAL, HEALTH_GOAL_S, STOP_GOAL_S = 1.5, 0.5, 10.0

@@ -1,7 +1,7 @@
 """The hostile benchmark: do well-behaved clients notice bad ones, and does the daemon end when told, with all saved?
 
-Good clients, bad clients and the one that asks `/health` are processes of their own (`tools.hostile.crowd`). This
-one starts them, reads the daemon's memory, and counts.
+Good clients, bad clients and the one that asks `/health` are processes of their own (`crowd.py`). This one starts them,
+reads the daemon's memory, and counts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import httpx
 from rich.console import Console
 
 from diskprefix.model.load.embedded import EMBEDDED
-from tools.hostile.crowd import Attacked, Turn, bad_key, good_key, run_bad, run_good, run_health
-from tools.hostile.report import health_figures, memory_figures, show, tracebacks, verdicts
-from tools.hostile.requests import CHAT, KINDS
-from tools.hostile.watch import Phase, Watch, figures
+from tools.faults.hostile.crowd import Attacked, Turn, bad_key, good_key, run_bad, run_good, run_health
+from tools.faults.hostile.report import health_figures, memory_figures, show, tracebacks, verdicts
+from tools.faults.hostile.requests import CHAT, KINDS
+from tools.faults.hostile.watch import Phase, Watch, figures
 from tools.measuring.live_server import LiveServer, step
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import machine, print_report, say

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from tools.hostile.bad_clients import BadManners, Behaviour, Caller, End
+from tools.faults.hostile.bad_clients import BadManners, Behaviour, Caller, End
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 _MIB = 1 << 20
