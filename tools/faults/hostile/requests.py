@@ -54,44 +54,14 @@ def _patterns(number: int) -> dict[str, Any]:
     return {"type": "object", "patternProperties": {f"^a{{{i}}}.*b{{{i}}}$": {"type": "string"} for i in range(number)}}
 
 
-@kind("2 000 patterns")
-def _many_patterns(caller: Caller) -> Behaviour:
-    return _asking(caller, _schema(_patterns(2000)), patience_s=3)
-
-
-@kind("300 patterns")
-def _some_patterns(caller: Caller) -> Behaviour:
-    return _asking(caller, _schema(_patterns(300)))
-
-
 @kind("allOf of 39 patterns")
 def _all_of(caller: Caller) -> Behaviour:
     patterns = [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(39)]
     return _asking(caller, _schema({"allOf": patterns}), patience_s=3)
 
 
-@kind("nested regex, n 16")
-def _nested_regex(caller: Caller) -> Behaviour:
-    return _asking(caller, chat(structured_outputs={"regex": "((a{100}){100}){100}"}, n=16, max_tokens=32))
-
-
 def _text_of(text: str, num_bytes: int) -> bytes:
     return chat(messages=[{"role": "user", "content": text * (num_bytes // len(text))}])
-
-
-@kind("16 MiB of digits")
-def _digits(caller: Caller) -> Behaviour:
-    return _asking(caller, _text_of("1" * 299 + "x", 16 * _MIB))
-
-
-@kind("32 MiB of digits")
-def _most_digits(caller: Caller) -> Behaviour:
-    return _asking(caller, _text_of("1" * 299 + "x", 32 * _MIB - 1024))
-
-
-@kind("31 MiB of blanks")
-def _blanks(caller: Caller) -> Behaviour:
-    return _asking(caller, _text_of(" ", 31 * _MIB))
 
 
 def _many(before: str, part: str, after: str) -> bytes:
@@ -105,25 +75,10 @@ def _arrays(caller: Caller) -> Behaviour:
     return _asking(caller, _many(before, "[]", "]}}"))
 
 
-@kind("31 MiB of messages")
-def _messages(caller: Caller) -> Behaviour:
-    return _asking(caller, _many('{"max_tokens": 1, "messages": [', '{"role":"user","content":"x"}', "]}"))
-
-
 @kind("31 MiB of parts")
 def _parts(caller: Caller) -> Behaviour:
     before = '{"max_tokens": 1, "messages": [{"role": "user", "content": ['
     return _asking(caller, _many(before, '{"type":"text","text":"x"}', "]}]}"))
-
-
-@kind("31 MiB to tokenize")
-def _tokenize(caller: Caller) -> Behaviour:
-    return _asking(caller, json.dumps({"content": "hello there " * (31 * _MIB // 12)}).encode(), "/tokenize")
-
-
-@kind("31 MiB of a model's name")
-def _long_name(caller: Caller) -> Behaviour:
-    return _asking(caller, chat(model="x" * (31 * _MIB)))
 
 
 def _nested(depth: int) -> str:
@@ -163,11 +118,6 @@ def _echo(caller: Caller) -> Behaviour:
     return _asking(caller, _respond(tools=tools, tool_choice="none", stream=True), RESPONSES)
 
 
-@kind("log probabilities, n 16")
-def _log_probabilities(caller: Caller) -> Behaviour:
-    return _asking(caller, chat(n=16, logprobs=True, top_logprobs=20, max_tokens=500, logit_bias={"2": -100}))
-
-
 @kind("stored responses")
 def _stored(caller: Caller) -> Behaviour:
     """Stores responses that are small on disk and large in an answer, and reads eight of them at a time."""
@@ -185,11 +135,6 @@ def _stored(caller: Caller) -> Behaviour:
         return max(ends, key=lambda end: end.how)
 
     return run
-
-
-@kind("wrong host")
-def _wrong_host(caller: Caller) -> Behaviour:
-    return _asking(caller, chat(), host="rebound.example")
 
 
 @kind("new salts")
@@ -222,11 +167,6 @@ def _odd_names(caller: Caller) -> Behaviour:
     return run
 
 
-@kind("tools that are skipped")
-def _skipped(caller: Caller) -> Behaviour:
-    return _asking(caller, _respond(tools=[{"type": f"hosted_{i}_" + "x" * 1000} for i in range(1000)]), RESPONSES)
-
-
 def _png(width: int, height: int) -> bytes:
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -241,6 +181,32 @@ def _image(caller: Caller) -> Behaviour:
     url = "data:image/png;base64," + base64.b64encode(_png(1, 6000)).decode()
     content = [{"type": "image_url", "image_url": {"url": url}}]
     return _asking(caller, chat(messages=[{"role": "user", "content": content}]))
+
+
+KINDS |= {
+    "2 000 patterns": lambda caller: _asking(caller, _schema(_patterns(2000)), patience_s=3),
+    "300 patterns": lambda caller: _asking(caller, _schema(_patterns(300))),
+    "nested regex, n 16": lambda caller: _asking(
+        caller, chat(structured_outputs={"regex": "((a{100}){100}){100}"}, n=16, max_tokens=32)
+    ),
+    "16 MiB of digits": lambda caller: _asking(caller, _text_of("1" * 299 + "x", 16 * _MIB)),
+    "32 MiB of digits": lambda caller: _asking(caller, _text_of("1" * 299 + "x", 32 * _MIB - 1024)),
+    "31 MiB of blanks": lambda caller: _asking(caller, _text_of(" ", 31 * _MIB)),
+    "31 MiB of messages": lambda caller: _asking(
+        caller, _many('{"max_tokens": 1, "messages": [', '{"role":"user","content":"x"}', "]}")
+    ),
+    "31 MiB to tokenize": lambda caller: _asking(
+        caller, json.dumps({"content": "hello there " * (31 * _MIB // 12)}).encode(), "/tokenize"
+    ),
+    "31 MiB of a model's name": lambda caller: _asking(caller, chat(model="x" * (31 * _MIB))),
+    "log probabilities, n 16": lambda caller: _asking(
+        caller, chat(n=16, logprobs=True, top_logprobs=20, max_tokens=500, logit_bias={"2": -100})
+    ),
+    "wrong host": lambda caller: _asking(caller, chat(), host="rebound.example"),
+    "tools that are skipped": lambda caller: _asking(
+        caller, _respond(tools=[{"type": f"hosted_{i}_" + "x" * 1000} for i in range(1000)]), RESPONSES
+    ),
+}
 
 
 def _manners(name: str, behave: Callable[[BadManners], Behaviour]) -> None:
