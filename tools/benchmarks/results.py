@@ -18,18 +18,23 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 
+from diskprefix.errors import DiskPrefixError
 from tools.benchmarks.engines import ENGINES, Engine, EngineError, Model, made
 from tools.benchmarks.shapes import SHAPES, shape_file
 from tools.measuring import page_cache
 from tools.measuring.environments import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER
-from tools.measuring.report import UnreadableResults, machine, new_table, say, short, show_machine
+from tools.measuring.report import machine, new_table, say, short, show_machine
 from tools.measuring.workspace import model_folder
 from tools.models import real
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _MORE_IS_BETTER = ("prefill", "rate", "together", "edits", "chat")
+
+
+class UnreadableResults(DiskPrefixError):
+    """The file of results is not one that this tool wrote."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import click
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.store.codec.codec import Codec, Piece, decode_piece, encode_piece
@@ -34,7 +33,7 @@ from tools.benchmarks.kv_sample import BLOCK_SIZE, KVSample, synthetic_sample
 from tools.measuring import page_cache
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, runs_option
-from tools.measuring.report import machine, new_table, print_report
+from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring
 
 THREADS = 2
@@ -73,9 +72,6 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
         "restore": restore,
         "match": match,
     }
-
-
-# Codecs
 
 
 def _measure_codec(sample: KVSample, codec: Codec, runs: int) -> dict[str, float]:
@@ -128,9 +124,6 @@ def _decode_s(work: Sequence[tuple[memoryview, Piece]], outs: Sequence[Bytes]) -
         return time.perf_counter() - before
 
 
-# Restores
-
-
 class Restore:
     """One prompt, in a store for each codec, which is restored many times."""
 
@@ -168,15 +161,14 @@ class Restore:
         with self.opened(codec) as model, open_restorer(model, capacity=len(self.prompt)) as restorer:
             return restorer.seconds(self.prompt), restorer.seconds(self.prompt)
 
-    def cold_s(self, codec: Codec) -> tuple[float, float]:
-        """Returns the seconds of a restore without the page cache, and the share of the file that opening read."""
+    def cold_s(self, codec: Codec) -> float:
+        """Returns the seconds of a restore without the page cache."""
         page_cache.drop(self.file(codec))
         store = self._open(codec)
         with open_restorer(self._model(store), capacity=len(self.prompt)) as restorer:
-            resident = page_cache.resident_share(self.file(codec))
             seconds = restorer.seconds(self.prompt)
         store.close()
-        return seconds, resident
+        return seconds
 
     @contextmanager
     def opened(self, codec: Codec) -> Iterator[SyntheticModel]:
@@ -213,24 +205,19 @@ def _measure_restore(plan: Plan, console: Console) -> dict[str, Any]:
                 again[codec].append(twice)
     cold: dict[Codec, list[float]] = {codec: [] for codec in CODECS}
     direct: list[float] = []
-    resident = 0.0
     with step(console, f"restoring {megabytes:.0f} MB, page cache dropped, {plan.runs} times"):
         for _ in range(plan.runs):
             for codec in CODECS:
                 direct += _direct_read(restore.file(Codec.RAW), restore.num_bytes)
-                seconds, share = restore.cold_s(codec)
-                cold[codec].append(seconds)
-                resident = max(resident, share)
+                cold[codec].append(restore.cold_s(codec))
     copy_s, read_s = statistics.median(copies), statistics.median(direct) if direct else None
 
     def report(codec: Codec) -> dict[str, float | None]:
         first_s, again_s, cold_s = (statistics.median(samples[codec]) for samples in (first, again, cold))
         return {
-            "file_bytes": restore.file(codec).stat().st_size,
             "first_gb_s": round(restore.num_bytes / first_s / 1e9, 2),
             "again_gb_s": round(restore.num_bytes / again_s / 1e9, 2),
             "cold_gb_s": round(restore.num_bytes / cold_s / 1e9, 2),
-            "first_to_copy": round(copy_s / first_s, 3),
             "again_to_copy": round(copy_s / again_s, 3),
             "cold_to_direct_read": None if read_s is None else round(read_s / cold_s, 3),
         }
@@ -240,7 +227,6 @@ def _measure_restore(plan: Plan, console: Console) -> dict[str, Any]:
         "bytes": restore.num_bytes,
         "copy_gb_s": round(restore.num_bytes / copy_s / 1e9, 2),
         "direct_read_gb_s": None if read_s is None else round(restore.num_bytes / read_s / 1e9, 2),
-        "resident_share_before_cold": round(resident, 4),
         "codecs": {codec.name.lower(): report(codec) for codec in CODECS},
     }
 
@@ -251,9 +237,6 @@ def _direct_read(file: Path, num_bytes: int) -> list[float]:
         return [page_cache.direct_read_s(file, num_bytes)]
     except OSError:
         return []
-
-
-# The lookup
 
 
 def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
@@ -282,57 +265,24 @@ def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
     }
 
 
-# The report
-
-
 def show(report: dict[str, Any], console: Console) -> None:
-    for table in (_codec_table(report), _restore_table(report), _match_table(report)):
-        console.print(table)
-        console.print()
-    restore, facts = report["restore"], report["machine"]
-    direct = restore["direct_read_gb_s"]
-    console.print(
-        f"memory copy {restore['copy_gb_s']} GB/s on {THREADS} threads; "
-        f"direct read {'none' if direct is None else f'{direct} GB/s'}; at most "
-        f"{restore['resident_share_before_cold']:.1%} of a file was in the page cache before a cold restore; "
-        f"{facts['cpus']} cpus, Python {facts['python']}, {facts['platform']}; load {facts['load_average_1min']}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _codec_table(report: dict[str, Any]) -> Table:
-    figures = ("ratio", "encode\n1 thread", f"decode\n{THREADS} threads")
-    table = new_table("Codecs, GB/s of raw KV", left=("codec",), right=figures)
+    restore, match = report["restore"], report["match"]
+    title = f"{restore['bytes'] / 1e6:.0f} MB of KV, medians of {report['runs']}, in GB/s; of a copy, of a direct read"
+    right = ("ratio", "encode\n1 thread", f"decode\n{THREADS} threads", "restore\nwarm", "of a\ncopy", "first\none")
+    table = new_table(title, left=("codec",), right=(*right, "pages\ndropped", "of a\nread"))
     for name, codec in report["codecs"].items():
-        table.add_row(name, f"{codec['ratio']:.2f}", f"{codec['encode_gb_s']:.1f}", f"{codec['decode_gb_s']:.1f}")
-    return table
-
-
-def _restore_table(report: dict[str, Any]) -> Table:
-    title = f"Restoring {report['restore']['bytes'] / 1e6:.0f} MB of KV, GB/s, median of {report['runs']}"
-    warm = ("page cache\nwarm", "of a\ncopy", "first after\nopening", "of a\ncopy")
-    table = new_table(title, left=("codec",), right=(*warm, "pages\ndropped", "of a direct\nread"))
-    for name, codec in report["restore"]["codecs"].items():
-        direct = codec["cold_to_direct_read"]
-        table.add_row(
-            name,
-            f"{codec['again_gb_s']:.1f}",
-            f"{codec['again_to_copy']:.0%}",
-            f"{codec['first_gb_s']:.1f}",
-            f"{codec['first_to_copy']:.0%}",
-            f"{codec['cold_gb_s']:.1f}",
-            "" if direct is None else f"{direct:.0%}",
-        )
-    return table
-
-
-def _match_table(report: dict[str, Any]) -> Table:
-    match = report["match"]
-    title = f"Lookup of {match['prompt_tokens']:,} tokens in {match['blocks']:,} blocks"
-    table = new_table(title, right=("median\nms", "p99\nms"))
-    table.add_row(f"{match['median_ms']:.2f}", f"{match['p99_ms']:.2f}")
-    return table
+        found = restore["codecs"][name]
+        figures = [codec["ratio"], codec["encode_gb_s"], codec["decode_gb_s"], found["again_gb_s"]]
+        figures += [found[key] for key in ("again_to_copy", "first_gb_s", "cold_gb_s", "cold_to_direct_read")]
+        table.add_row(name, *("" if figure is None else f"{figure:.2f}" for figure in figures))
+    console.print(table)
+    say(console, f"memory copy {restore['copy_gb_s']} GB/s; direct read {restore['direct_read_gb_s'] or 'none'} GB/s")
+    say(
+        console,
+        f"lookup of {match['prompt_tokens']:,} tokens in {match['blocks']:,} blocks: {match['median_ms']:.2f} ms, "
+        f"p99 {match['p99_ms']:.2f} ms",
+    )
+    show_machine(report["machine"], console)
 
 
 @click.command()

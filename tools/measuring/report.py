@@ -15,12 +15,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from diskprefix.errors import DiskPrefixError
-
-
-class UnreadableResults(DiskPrefixError):
-    """The file of results is not one that this tool wrote."""
-
 
 def machine() -> dict[str, Any]:
     """Returns what a figure depends on besides the code: processors, versions and the load of the last minute."""
