@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def main(
     except DiskPrefixError as error:
         print(f"tools/fuzz: {error}", file=sys.stderr)
         sys.exit(1)
-    rows = [outcome.as_json() for outcome in outcomes]
+    rows = [asdict(outcome) for outcome in outcomes]
     report = {
         "minutes": minutes,
         "machine": machine(),

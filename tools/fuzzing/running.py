@@ -9,10 +9,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.settings import cache_home
@@ -48,9 +47,6 @@ class Outcome:
     inputs: int
     finding: str = ""
     input: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

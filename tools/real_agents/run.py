@@ -28,7 +28,6 @@ from tools.real_agents.scratch import scratch
 from tools.real_agents.tap import Exchange, Tap
 from tools.real_agents.tiny_model import write_tiny
 
-REAL_POSITIONS = 32_768
 TABLE_COLUMNS = 110
 SHOWN_CHARS, SHOWN_FILES = 1500, 6
 GOAL = 0.9
