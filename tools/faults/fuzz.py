@@ -24,9 +24,8 @@ from rich.console import Console
 
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
-from tools.faults.hostile.report import tracebacks
 from tools.measuring.environments import NotInstalled, python_of
-from tools.measuring.live_server import LiveServer
+from tools.measuring.live_server import LiveServer, num_tracebacks
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring
@@ -217,7 +216,7 @@ def report_of(found: dict[str, Found], log: Path, seed: int, minutes: float) -> 
         "requests": sum(one.statuses.total() for one in found.values()),
         "busy": sum(one.statuses["busy"] for one in found.values()),
         "failures": [vars(failure) for failure in failures],
-        "tracebacks": len(tracebacks(log)),
+        "tracebacks": num_tracebacks(log),
         "machine": machine(),
     }
 

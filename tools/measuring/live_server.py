@@ -314,6 +314,10 @@ def time_import_torch_s() -> float:
     return time.perf_counter() - started
 
 
+def num_tracebacks(log_path: Path) -> int:
+    return log_path.read_text(encoding="utf-8", errors="replace").count("Traceback (most recent call last):")
+
+
 def log_tail(log_path: Path, num_lines: int = 20) -> str:
     if not log_path.exists():
         return ""

@@ -126,8 +126,17 @@ async def _ask(number: int, client: httpx.AsyncClient, messages: Messages, seen:
         failure = "" if is_whole and ttft_s is not None else f"{answer.status_code} {last[:200]}"
     except (httpx.HTTPError, TimeoutError) as error:
         failure = f"{type(error).__name__}: {error}"
-    turn = {"client": number, "started": started, "ended": time.monotonic(), "ttft_s": ttft_s}
-    seen.put(Turn(**turn, failure=failure, messages=messages, **told))
+    seen.put(
+        Turn(
+            client=number,
+            started=started,
+            ended=time.monotonic(),
+            ttft_s=ttft_s,
+            failure=failure,
+            messages=messages,
+            **told,
+        )
+    )
     return None if failure else text
 
 

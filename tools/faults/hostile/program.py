@@ -29,7 +29,7 @@ from rich.console import Console
 from tools.faults.hostile.bad_clients import CUT_OFF
 from tools.faults.hostile.crowd import Attacked, Health, Seen, Turn, bad_key, good_key, run_bad, run_good, run_health
 from tools.faults.hostile.requests import CHAT, KINDS, SLOW_READER
-from tools.measuring.live_server import LiveServer, LiveServerError, step
+from tools.measuring.live_server import LiveServer, LiveServerError, num_tracebacks, step
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.processes import family, status_bytes
 from tools.measuring.report import (
@@ -171,9 +171,9 @@ def measure(
     # Clients of a kind share its body.
     parts = [(part, context.Event()) for i in range(BAD_PROCESSES) if (part := kinds[i::BAD_PROCESSES])]
     bad = [(run_bad, (server.port, part, ready, begin, settle_s, seen)) for part, ready in parts]
-    others = [(run_good, (server.port, good, think_s, prompt_chars, seen)), (run_health, (server.port, seen))]
+    good_ones = (run_good, (server.port, good, think_s, prompt_chars, seen))
     watch = Watch(server, seen, lambda line: say(console, f"    {line}"))
-    with processes([*bad, *others]):
+    with processes([*bad, good_ones, (run_health, (server.port, seen))]):
         # The first requests compute what the later ones restore.
         warm = _after(2 * think_s + settle_s)
         watch.until("first prompts", lambda: warm() and all(ready.is_set() for _, ready in parts))
@@ -198,7 +198,7 @@ def measure(
         },
         "stop": {"seconds": stop_s, "exit_code": code},
         "restored": _asked_again(server, watch, console),
-        "tracebacks": server.log_path.read_text("utf-8", errors="replace").count("Traceback (most recent call last)"),
+        "tracebacks": num_tracebacks(server.log_path),
     }
 
 
