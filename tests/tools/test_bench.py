@@ -74,8 +74,15 @@ def test_missing_data_are_one_clear_line_and_no_traceback(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_restart_is_measured_and_shown_again_from_the_file(chat_model: Path, tmp_path: Path) -> None:
-    arguments: tuple[str, ...] = ("restart", "--model", str(chat_model), "--size", "128", "--rounds", "1")
-    arguments += ("--json", str(tmp_path / "results.json"), "--folder", str(tmp_path))
+    arguments: tuple[str, ...] = ("restart", "--model", str(chat_model), "--size", "256", "--rounds", "1")
+    arguments += (
+        "--engine",
+        "diskprefix --kv-cache-gate off",
+        "--json",
+        str(tmp_path / "results.json"),
+        "--folder",
+        str(tmp_path),
+    )
     ran = bench(*arguments)
     assert ran.returncode == 0, ran.stderr
     cases = {sample["case"] for sample in json.loads((tmp_path / "results.json").read_text())["samples"]}

@@ -51,13 +51,14 @@ class Model:
 @dataclass(frozen=True)
 class Reply:
     """`at_s` are the client's seconds from the question (at `asked` on `time.perf_counter`) to each piece of a reply,
-    a token or a few. `text` is empty where an engine does not say it."""
+    a token or a few. `text` is empty where an engine does not say it, and so is what it `restored` of the prompt."""
 
     prompt_tokens: int | None
     tokens: int
     at_s: tuple[float, ...]
     text: str = ""
     asked: float = 0.0
+    restored: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -231,7 +232,8 @@ class HttpEngine:
         if not at_s:
             raise EngineError("it answered without a reply")
         tokens = usage.get("completion_tokens") or len(at_s)
-        return Reply(usage.get("prompt_tokens"), tokens, tuple(at_s), text, asked)
+        restored = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Reply(usage.get("prompt_tokens"), tokens, tuple(at_s), text, asked, restored)
 
 
 class WorkerEngine:

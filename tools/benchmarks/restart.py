@@ -103,9 +103,13 @@ def _restarted(engine: Engine, size: int, round_: int, text: str, *, checks: boo
 
 
 def _after_kill(engine: Engine, prompt: str) -> tuple[float, Reply]:
+    """Returns the seconds of the start, and the reply. Raises `EngineError` if nothing was restored."""
     engine.kill()
     started_s = engine.start()
-    return started_s, engine.ask([prompt], _FIRST_TOKENS)[0]
+    (reply,) = engine.ask([prompt], _FIRST_TOKENS)
+    if isinstance(engine, HttpEngine) and engine.without_cache and not reply.restored:
+        raise EngineError("nothing was restored after kill -9")
+    return started_s, reply
 
 
 @click.command()
