@@ -17,7 +17,6 @@ from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.engine.forward import prefill
-from diskprefix.errors import ModelError
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
@@ -33,8 +32,7 @@ from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
 from tests.examples import examples
 from tests.naming import name_nodes
 from tests.runner import random_prompt
-from tools.models.weight_files import FILE, converted
-from tools.programs import exactness
+from tools.faults import exactness
 
 EACH_KIND = (
     "llama",
@@ -340,10 +338,3 @@ def test_the_tool_prints_rows_and_exits_with_1_if_one_is_not_exact(
     # The same rows once more, of which now one is not as it should be.
     monkeypatch.setattr(rows, "UNSUPPORTED", frozenset())
     assert invoke(*arguments).exit_code == 1
-
-
-def test_a_weight_file_that_is_missing_or_damaged_is_no_model(tmp_path: Path) -> None:
-    assert converted(tmp_path, tmp_path) is None
-    (tmp_path / FILE).write_bytes(b"not what it says it is, at all")
-    with pytest.raises(ModelError, match="is not a weight file of stories260k"):
-        converted(tmp_path, tmp_path)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows
 from tests.exactness.jobs import Lengths
-from tools.programs import exactness
+from tools.faults import exactness
 
 LENGTHS = Lengths.scaled(165, block=16)
 ARCHITECTURES = ["gemma3", "qwen3_next"]

@@ -14,7 +14,7 @@ import pytest
 
 from tests.examples import thorough
 from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE, DataFile
-from tools.programs.corruption import build
+from tools.faults.corruption import build
 
 ROOT = Path(__file__).parent.parent.parent
 CASES = 1
@@ -23,7 +23,7 @@ KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_CHECK = """
 from diskprefix.store import store_file
 store_file._require_sound = lambda *_: None
-from tools.programs.corruption import main
+from tools.faults.corruption import main
 main()
 """
 

@@ -18,7 +18,7 @@ from diskprefix.store.savings import SavingsLog
 from tests.faults.interleavings import threads
 from tests.faults.interleavings.mutants import MUTANTS, Mutant
 from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
-from tools.programs.interleavings import run_histories
+from tools.faults.interleavings import run_histories
 
 ROOT = Path(__file__).parents[2]
 

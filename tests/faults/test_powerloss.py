@@ -10,7 +10,7 @@ from tests.closing import needs
 from tests.faults.power import deeds
 from tests.faults.power.images import Moment
 from tests.faults.power.recording import FOLDER, Disk, Event, Op, record
-from tools.programs.powerloss import (
+from tools.faults.powerloss import (
     FAULTS,
     MUTANTS,
     PARTS,

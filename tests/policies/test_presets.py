@@ -16,7 +16,7 @@ from diskprefix.extras.simulate.trace import Trace
 from diskprefix.settings import Settings
 from diskprefix.units import parse_duration, parse_size
 from tests.extras.simulate.workloads import CATALOG
-from tools.programs.policy import preset_policy
+from tools.research.policy import preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "normalisers")

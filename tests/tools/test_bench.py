@@ -1,7 +1,8 @@
-"""`tools/bench` lists all tools, quickly, and each of them explains itself."""
+"""`tools/bench` lists all tools, quickly, each of them explains itself, and one of them runs."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -35,15 +36,16 @@ def test_the_list_appears_without_the_libraries_that_the_tools_need() -> None:
 
 
 def test_every_program_of_the_folders_is_listed() -> None:
+    folder = ROOT / "tools"
     programs = {
-        f"{file.parent.name}.{file.stem}"
-        for file in (ROOT / "tools").glob("*/*.py")
+        ".".join(file.relative_to(folder).with_suffix("").parts)
+        for file in folder.rglob("*.py")
         if "\ndef main(" in file.read_text(encoding="utf-8")
     }
-    # The demo, the agents, vLLM, the GPU, fuzzing, releases and fresh machines are commands of their own.
-    others = {"programs.demo", "connector.__main__", "connector.nursery", "real_agents.run", "programs.gpu"}
-    others |= {"releasing.release", "releasing.fresh"}
-    others |= {"fuzzing.__main__", "fuzzing.atheris_worker", "fuzzing.compiled"}
+    # Commands of their own, and what they start.
+    others = {"__main__", "benchmarks.demo", "faults.gpu", "connector.__main__", "connector.nursery", "real_agents.run"}
+    others |= {"releasing.release", "releasing.fresh", "fuzzing.__main__", "fuzzing.atheris_worker", "fuzzing.compiled"}
+    others |= {"benchmarks.llama_cpp_worker", "benchmarks.transformers_worker"}
     assert programs - others == {tool.module for tool in TOOLS.values()}
 
 
@@ -68,3 +70,22 @@ def test_missing_data_are_one_clear_line_and_no_traceback(tmp_path: Path) -> Non
     assert refused.returncode == 1
     assert "synthetic_trace.jsonl" in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_restart_is_measured_and_shown_again_from_the_file(chat_model: Path, tmp_path: Path) -> None:
+    arguments: tuple[str, ...] = ("restart", "--model", str(chat_model), "--size", "256", "--rounds", "1")
+    arguments += (
+        "--engine",
+        "diskprefix --kv-cache-gate off",
+        "--json",
+        str(tmp_path / "results.json"),
+        "--folder",
+        str(tmp_path),
+    )
+    ran = bench(*arguments)
+    assert ran.returncode == 0, ran.stderr
+    cases = {sample["case"] for sample in json.loads((tmp_path / "results.json").read_text())["samples"]}
+    assert {"first_start_s", "cold_s", "recovery_s", "exact_s", "next_s", "other_s"} <= cases
+    again = bench(*arguments)
+    assert again.stdout.splitlines()[:-1] == ran.stdout.splitlines()[:-1]

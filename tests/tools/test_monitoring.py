@@ -11,7 +11,7 @@ from diskprefix.server.metrics import _GATE
 from tests.closing import needs
 from tests.server.scripted import STATS
 from tests.server.test_metrics import Scraped, samples_of
-from tools.programs.monitoring import board_queries, faults, promtool, rules
+from tools.faults.monitoring import board_queries, promtool, rules
 
 NEEDS_PROMTOOL = needs("promtool")
 
@@ -65,17 +65,3 @@ def test_promtool_finds_no_fault_in_the_rules_and_their_tests_pass() -> None:
 @NEEDS_PROMTOOL
 def test_promtool_finds_no_fault_in_what_is_scraped() -> None:
     assert promtool("check", "metrics", text=Scraped().text()) is None
-
-
-def test_a_query_without_data_a_rule_that_fires_and_a_lost_rule_are_faults() -> None:
-    report = {
-        "queries": [{"panel": "Steps", "line": "steps", "samples": []}],
-        "rules": [{"name": "DiskprefixDown", "health": "ok", "error": None, "state": "firing"}],
-        "promtool": {"check rules": "wrong"},
-    }
-    assert [line.split(":")[0] for line in faults(report)] == [
-        "Steps, steps",
-        f"Prometheus loaded 1 of {len(rules())} rules",
-        "DiskprefixDown fires",
-        "promtool check rules",
-    ]

@@ -9,13 +9,11 @@ import click
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
-from tools.connector.bench import bench
-from tools.connector.crash import crash
 from tools.connector.faults import faults
 from tools.connector.kills import kill
 from tools.connector.theirs import theirs
 from tools.connector.tier import tier
-from tools.peers.environments import python_of
+from tools.measuring.environments import python_of
 
 
 def _say(line: str) -> None:
@@ -35,7 +33,7 @@ def environment() -> None:
     print(python_of("vllm", report))
 
 
-for _command in (bench, kill, crash, faults, theirs, tier):
+for _command in (kill, faults, theirs, tier):
     main.add_command(_command)
 
 if __name__ == "__main__":

@@ -18,12 +18,11 @@ import click
 from rich.console import Console
 
 from diskprefix.progress import Report
-from tools.connector.bench import running
-from tools.connector.server import Reply, Server
+from tools.benchmarks.engines import EngineError
+from tools.connector.server import Reply, Server, running
 from tools.measuring.options import FOLDER
 from tools.measuring.prompts import prompt_text
 from tools.measuring.workspace import measuring, model_folder
-from tools.peers.peer import PeerError
 
 _TOKENS = 700
 _DTYPE = "float32"
@@ -182,7 +181,7 @@ def _tells_why(server: Server, what: str, verdicts: Verdicts) -> None:
 
 def _hang_up(server: Server, number: int) -> None:
     """Asks, and hangs up before the reply."""
-    with suppress(PeerError):
+    with suppress(EngineError):
         server.ask(prompt_text(_TOKENS, 50 + number), patience_s=0.2 + 0.5 * number)
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -15,16 +14,13 @@ from typing import Any, Literal, TypeAlias
 import httpx
 
 from diskprefix.progress import Report
-from diskprefix.store.store import Store
+from tools.benchmarks.engines import ANSWER_DEADLINE_S, EngineError, Process, started
+from tools.measuring.environments import python_of
 from tools.measuring.processes import disk_bytes, free_port
-from tools.peers.environments import python_of
-from tools.peers.peer import ANSWER_DEADLINE_S, PeerError, Process, started
 
-Connector: TypeAlias = Literal["none", "example", "diskprefix", "tier"]
+Connector: TypeAlias = Literal["none", "diskprefix"]
 _ROOT = Path(__file__).parents[2]
 _MEMORY_GIB = 1
-_PRIMARY_BYTES = 2**30
-"""The memory of the tier above ours."""
 _SETTLE_S = 60.0
 
 
@@ -54,62 +50,41 @@ class Server:
         *,
         context: int = 2304,
         dtype: str = "bfloat16",
-        python: Path | None = None,
         arguments: tuple[str, ...] = (),
-        environment: dict[str, str] | None = None,
         **config: Any,
     ) -> None:
-        """`folder` gets the log and, in `kv`, the store. `config` are settings of our connector; with "tier" those of
-        our tier, and its `spec` are vLLM's. `environment` has more variables. `python` is one that has vLLM, None for
-        the environment that is made for it."""
+        """`folder` gets the log and, in `kv`, the store. `config` are settings of our connector."""
         self.connector: Connector = connector
         self.store = folder / "kv"
-        self.start_s = 0.0
-        """The seconds of the last start."""
-        self._port, self._engine_id = free_port(), secrets.token_hex(8)
-        command = [str(python or python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
+        self._port = free_port()
+        command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "model", "--host", "127.0.0.1"]
         command += ["--port", str(self._port), "--dtype", dtype, "--max-model-len", str(context), "--enforce-eager"]
-        # The example connector saves what the first step of a prompt computes, so a step must hold a prompt.
         command += ["--max-num-batched-tokens", str(context), *arguments, *self._connector(connector, config)]
-        self.process = Process(command, folder / "server.log", environment_of() | (environment or {}))
+        self.process = Process(command, folder / "server.log", environment_of())
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{self._port}", timeout=ANSWER_DEADLINE_S)
 
     def _connector(self, connector: Connector, config: dict[str, Any]) -> list[str]:
         if connector == "none":
             return []
+        extra = {"path": str(self.store), "budget": "2GiB", "scope": "full", "min_free": 0} | config
         settings: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-        if connector == "example":
-            settings |= {"kv_connector": "ExampleConnector"}
-            settings |= {"kv_connector_extra_config": {"shared_storage_path": str(self.store)}}
-        elif connector == "tier":
-            ours: dict[str, Any] = {"type": "DiskPrefixTier", "module_path": "diskprefix.extras.vllm.offload_tier"}
-            ours |= {"path": str(self.store), "budget": "2GiB", "min_free": 0} | config
-            spec = {"spec_name": "TieringOffloadingSpec"} | ours.pop("spec", {})
-            extra = spec | {"cpu_bytes_to_use": _PRIMARY_BYTES, "secondary_tiers": [ours]}
-            settings |= {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
-            settings |= {"engine_id": self._engine_id}
-        else:
-            settings |= {
-                "kv_connector": "DiskPrefixConnector",
-                "kv_connector_module_path": "diskprefix.extras.vllm.connector",
-            }
-            extra = {"path": str(self.store), "budget": "2GiB", "scope": "full", "min_free": 0} | config
-            settings |= {"kv_connector_extra_config": extra}
+        settings |= {
+            "kv_connector": "DiskPrefixConnector",
+            "kv_connector_module_path": "diskprefix.extras.vllm.connector",
+            "kv_connector_extra_config": extra,
+        }
         return ["--kv-transfer-config", json.dumps(settings)]
 
     def start(self) -> None:
-        """Returns once it answers. Raises `PeerError`."""
-        self.start_s = started(self.process, self._client)
+        """Returns once it answers. Raises `EngineError`."""
+        started(self.process, self._client)
 
     def kill(self) -> None:
-        """Kills it, and removes the memory of vLLM's own tier, which nobody would after a kill."""
         self.process.kill()
-        for file in Path("/dev/shm").glob(f"vllm_offload_{self._engine_id}*"):
-            file.unlink()
 
     def ask(self, prompt: str, max_tokens: int = 8, *, patience_s: float = ANSWER_DEADLINE_S) -> Reply:
-        """Hangs up when nothing comes for `patience_s`. Raises `PeerError` if there is no whole answer."""
+        """Hangs up when nothing comes for `patience_s`. Raises `EngineError` if there is no whole answer."""
         body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "logprobs": 1}
         tokens: list[str] = []
@@ -121,22 +96,22 @@ class Server:
             with self._client.stream("POST", "/v1/completions", json=body, timeout=patience_s) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise PeerError(f"it answered {response.status_code}: {response.text[:300]}")
+                    raise EngineError(f"it answered {response.status_code}: {response.text[:300]}")
                 for line in response.iter_lines():
                     if not line.startswith("data: {"):
                         continue
                     chunk = json.loads(line.removeprefix("data: "))
                     if "error" in chunk:
-                        raise PeerError(f"it answered {chunk['error']}")
+                        raise EngineError(f"it answered {chunk['error']}")
                     for choice in chunk.get("choices", []):
                         found = choice.get("logprobs") or {}
                         tokens += found.get("tokens", [])
                         logprobs += found.get("token_logprobs", [])
                         first = first or time.perf_counter()
         except httpx.HTTPError as error:
-            raise PeerError(f"the connection broke: {error}") from error
+            raise EngineError(f"the connection broke: {error}") from error
         if len(tokens) != max_tokens or first is None:
-            raise PeerError(f"it answered {len(tokens)} of {max_tokens} tokens")
+            raise EngineError(f"it answered {len(tokens)} of {max_tokens} tokens")
         return Reply(tuple(tokens), tuple(logprobs), first - began, self._restored() - before)
 
     def metrics(self) -> dict[str, float]:
@@ -163,17 +138,15 @@ class Server:
     def _restored(self) -> int:
         return int(self.metrics().get("restored_tokens", 0)) if self.connector == "diskprefix" else 0
 
-    def settle(self, is_done: Callable[[], bool] | None = None) -> None:
-        """Waits until `is_done`; without it, until what was saved no longer grows on the disk. Raises `PeerError` if
-        that takes too long."""
+    def settle(self) -> None:
+        """Waits until what was saved no longer grows on the disk. Raises `EngineError` if that takes too long."""
         deadline, last = time.monotonic() + _SETTLE_S, -1
         while time.monotonic() < deadline:
-            now = disk_bytes(self.store)
-            if now == last if is_done is None else is_done():
+            if (now := disk_bytes(self.store)) == last:
                 return
             last = now
             time.sleep(0.5)
-        raise PeerError(f"not all was saved after {_SETTLE_S:.0f} s")
+        raise EngineError(f"not all was saved after {_SETTLE_S:.0f} s")
 
 
 def environment_of() -> dict[str, str]:
@@ -183,7 +156,11 @@ def environment_of() -> dict[str, str]:
     return {"PYTHONPATH": str(_ROOT)} | memory
 
 
-def stored_blocks(folder: Path) -> int:
-    """Returns how many blocks a store has."""
-    with closing(Store(folder, read_only=True)) as store:
-        return store.counts()["blocks"]
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """A server that is started, and killed at the end."""
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()

@@ -17,9 +17,9 @@ from rich.console import Console
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
+from tools.measuring.environments import python_of
 from tools.measuring.options import FOLDER
 from tools.measuring.workspace import measuring, model_folder
-from tools.peers.environments import python_of
 
 VERSION = "0.32.0"
 _ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def theirs(folder: Path | None) -> None:
 
 def _sources(report: Report) -> Path:
     """The folder of vLLM's tests, fetched once from the package index."""
-    folder = cache_home() / "peers" / f"vllm-{VERSION}-tests"
+    folder = cache_home() / "environments" / f"vllm-{VERSION}-tests"
     if (folder / "finished").exists():
         return folder
     report(f"fetching the sources of vLLM {VERSION}; this is done once")

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import DiskPrefixError
-from tools.fuzzing import corpus, mutants, running
+from tools.fuzzing import corpus, running
 from tools.fuzzing.running import Fuzzed, Outcome
 from tools.measuring.live_server import step
 from tools.measuring.options import JSON
@@ -44,15 +45,6 @@ def show(report: dict[str, Any], console: Console) -> None:
     show_machine(report["machine"], console)
 
 
-def show_mutants(report: dict[str, Any], console: Console) -> None:
-    table = new_table(
-        "What is taken away, and whether a target finds it", left=("target", "taken away", "found"), right=("seconds",)
-    )
-    for row in report["mutants"]:
-        table.add_row(row["target"], row["taken_away"], row["finding"][:100] or "NOT FOUND", f"{row['seconds']:.0f}")
-    console.print(table)
-
-
 def fuzzed(targets: list[Fuzzed], minutes: float, jobs: int, workspace: Path, progress: Console) -> list[Outcome]:
     """Runs each target for `minutes`, `jobs` of them side by side."""
 
@@ -70,7 +62,6 @@ def fuzzed(targets: list[Fuzzed], minutes: float, jobs: int, workspace: Path, pr
 @click.argument("names", nargs=-1, metavar="[TARGET]...")
 @click.option("--minutes", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="For each target.")
 @click.option("--jobs", type=click.IntRange(min=1), default=_JOBS, show_default=True, help="Targets side by side.")
-@click.option("--mutants", "with_mutants", is_flag=True, help="Take checks away one by one; each must be found.")
 @click.option(
     "--input", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Run one target on it once."
 )
@@ -80,7 +71,6 @@ def main(
     names: tuple[str, ...],
     minutes: float,
     jobs: int,
-    with_mutants: bool,
     path: Path | None,
     keep: bool,
     as_json: bool,
@@ -88,17 +78,12 @@ def main(
     """Fuzz what reads bytes that others may have written, and the operators in C++, under ASan and UBSan.
 
     Needs a clang with libFuzzer (Debian: clang-19, libclang-rt-19-dev). Atheris is installed on first use. Exits with
-    1 if something is found, or a mutant is not.
+    1 if something is found.
     """
     progress = Console(stderr=True)
     try:
         with tempfile.TemporaryDirectory(prefix="diskprefix-fuzz-") as folder:
             workspace = Path(folder)
-            if with_mutants:
-                with step(progress, "mutants"):
-                    rows = mutants.tried(names, workspace)
-                print_report({"mutants": rows}, as_json, show_mutants)
-                sys.exit(0 if all(row["finding"] for row in rows) else 1)
             with step(progress, "compiling"):
                 targets = running.targets(names)
             if keep:
@@ -112,7 +97,7 @@ def main(
     except DiskPrefixError as error:
         print(f"tools/fuzz: {error}", file=sys.stderr)
         sys.exit(1)
-    rows = [outcome.as_json() for outcome in outcomes]
+    rows = [asdict(outcome) for outcome in outcomes]
     report = {
         "minutes": minutes,
         "machine": machine(),

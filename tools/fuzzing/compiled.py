@@ -47,42 +47,24 @@ def clang() -> str:
     raise CannotCompile("no clang with libFuzzer was found (on Debian: clang-19 and libclang-rt-19-dev)")
 
 
-def compiled(
-    cache: Path,
-    *,
-    native: Path = NATIVE,
-    targets: Sequence[str] | None = None,
-    variants: Sequence[str] | None = None,
-) -> Path:
-    """Returns a folder below `cache` with a program for each of `targets`. What is there already is not compiled again.
+def compiled(cache: Path) -> Path:
+    """Returns a folder below `cache` with a program for each target. What is there already is not compiled again.
 
-    `native` holds the sources of the operators and their `build.py`. `variants` are those of the operators; all that
-    the compiler has if there are none. Raises `CannotCompile`.
+    Raises `CannotCompile`.
     """
-    flags, link = [*_SANITIZED, _FUZZED], [*_SANITIZED, _FUZZER]
-    return build(cache, [clang()], flags, link, native=native, targets=targets, variants=variants)
+    return build(cache, [clang()], [*_SANITIZED, _FUZZED], [*_SANITIZED, _FUZZER])
 
 
-def build(
-    cache: Path,
-    compiler: Sequence[str],
-    flags: Sequence[str],
-    link: Sequence[str],
-    *,
-    native: Path = NATIVE,
-    targets: Sequence[str] | None = None,
-    variants: Sequence[str] | None = None,
-) -> Path:
-    """Compiles the operators and `targets`. Returns the folder with the programs. Raises `CannotCompile`."""
-    source, common = native / "source", [*compiler, *_FLAGS, *flags]
-    chosen = {
-        name: own for name, own in _instructions(native, compiler).items() if variants is None or name in variants
-    }
+def build(cache: Path, compiler: Sequence[str], flags: Sequence[str], link: Sequence[str]) -> Path:
+    """Compiles the operators and the targets. Returns the folder with the programs. Raises `CannotCompile`."""
+    source, common = NATIVE / "source", [*compiler, *_FLAGS, *flags]
+    # The flags of each variant of the operators are those that `native/build.py` has.
+    module = _build_module()
+    chosen = {**module._VARIANTS.get(module._target(compiler), {}), "baseline": ()}
     named = " ".join(f"V({name})" for name in chosen)
     jobs = [(source / "library.cpp", ['-DCOMPILER=""', '-DSOURCE=""', f"-DVARIANTS={named}"])]
     jobs += [(source / "variant.cpp", [*own, f"-DVARIANT={name}"]) for name, own in chosen.items()]
-    wanted = sorted(targets or names())
-    parts = [(TARGETS / f"{name}.cpp", [f"-I{source}"]) for name in wanted]
+    parts = [(TARGETS / f"{name}.cpp", [f"-I{source}"]) for name in names()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(lambda job: _object(cache, [*common, *job[1]], job[0]), [*jobs, *parts]))
         operators, of_targets = objects[: len(jobs)], objects[len(jobs) :]
@@ -90,7 +72,7 @@ def build(
         folder.mkdir(parents=True, exist_ok=True)
         links = [
             ([*compiler, str(own), *map(str, operators), *link, "-lpthread"], folder / name)
-            for name, own in zip(wanted, of_targets, strict=True)
+            for name, own in zip(names(), of_targets, strict=True)
         ]
         list(pool.map(lambda job: _made(*job), links))
     return folder
@@ -128,17 +110,11 @@ def replayer(folder: Path, library: Path) -> Path:
     source.write_text("\n".join([*lines, f"#define TARGETS {table}", '#include "replay.h"']), encoding="utf-8")
     flags = ["-std=c++17", "-O0", "-w", f"-I{TARGETS}", f"-I{NATIVE / 'source'}"]
     linked = [str(source), str(library), f"-Wl,-rpath,{library.parent}", "-lpthread"]
-    return _made([*_build_module(NATIVE)._compiler(), *flags, *linked], folder / "replayer")
+    return _made([*_build_module()._compiler(), *flags, *linked], folder / "replayer")
 
 
-def _instructions(native: Path, compiler: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the flags of each variant of the operators, as `native/build.py` has them."""
-    module = _build_module(native)
-    return {**module._VARIANTS.get(module._target(compiler), {}), "baseline": ()}
-
-
-def _build_module(native: Path) -> Any:
-    spec = importlib.util.spec_from_file_location("diskprefix_native_build", native / "build.py")
+def _build_module() -> Any:
+    spec = importlib.util.spec_from_file_location("diskprefix_native_build", NATIVE / "build.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

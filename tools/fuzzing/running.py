@@ -9,15 +9,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.settings import cache_home
 from tools.fuzzing import compiled, corpus
-from tools.measuring.installing import install_once, run_installer
+from tools.measuring.environments import install_once, run_installer
 
 ATHERIS = "atheris==3.0.0"
 _ROOT = Path(__file__).parents[2]
@@ -48,9 +47,6 @@ class Outcome:
     inputs: int
     finding: str = ""
     input: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,18 +38,11 @@ class LiveServerError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One streamed completion.
-
-    `sent_at` is on the clock of `time.perf_counter`, `text_s` counts from there: each chunk with text. `ttft_s` is the
-    client's: from sending the request to the first chunk with text, or to the end of a reply that has none (its first
-    token ends it). `total_s` goes on to the end of the stream.
-    """
+    """One streamed completion. `ttft_s` is the client's: from sending the request to the first chunk with text, or to
+    the end of a reply that has none (its first token ends it). `timings` are the server's."""
 
     text: str
-    sent_at: float
-    text_s: list[float]
     ttft_s: float
-    total_s: float
     prompt_tokens: int
     completion_tokens: int
     cache: dict[str, Any]
@@ -58,17 +51,6 @@ class Answer:
     @property
     def restored(self) -> int:
         return int(self.cache["restored"])
-
-    @property
-    def times_ms(self) -> dict[str, float]:
-        """`ttft_ms` and `total_ms` are the client's, the others are the server's own."""
-        own = {name: self.timings[name] for name in ("lookup_ms", "restore_ms", "prefill_ms")}
-        server_ttft_ms = self.timings["ttft_ms"]
-        return own | {
-            "server_ttft_ms": server_ttft_ms,
-            "ttft_ms": self.ttft_s * 1e3,
-            "total_ms": self.total_s * 1e3,
-        }
 
 
 class _NewLines:
@@ -86,28 +68,6 @@ class _NewLines:
             self._position = file.tell()
         if lines:
             self._note(lines[-1])
-
-
-@dataclass
-class _Reading:
-    """The part of a stream that has been read."""
-
-    text: list[str] = field(default_factory=list)
-    text_s: list[float] = field(default_factory=list)
-    ttft_s: float | None = None
-    last: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, chunk: dict[str, Any], elapsed_s: float) -> None:
-        if "error" in chunk:
-            raise LiveServerError(f"the server answered: {chunk['error']['message']}")
-        for choice in chunk.get("choices", []):
-            piece = choice.get("text") or choice.get("delta", {}).get("content")
-            if piece:
-                self.text.append(piece)
-                self.text_s.append(elapsed_s)
-            if self.ttft_s is None and (piece or choice.get("finish_reason")):
-                self.ttft_s = elapsed_s
-        self.last |= {key: chunk[key] for key in ("usage", "prefix_cache", "timings") if chunk.get(key)}
 
 
 class LiveServer:
@@ -280,7 +240,7 @@ class LiveServer:
         body["stream_options"] = {"include_usage": True}
         if scope is not None:
             body["prefix_cache"] = {"scope": scope}
-        reading = _Reading()
+        text, ttft_s, last = "", None, dict[str, Any]()
         started = time.perf_counter()
         try:
             with self._client.stream("POST", path, json=body) as response:
@@ -288,24 +248,25 @@ class LiveServer:
                     response.read()
                     raise LiveServerError(f"the server answered {response.status_code}: {response.text[:300]}")
                 for chunk in _events(response):
-                    reading.take(chunk, time.perf_counter() - started)
+                    if "error" in chunk:
+                        raise LiveServerError(f"the server answered: {chunk['error']['message']}")
+                    for choice in chunk.get("choices", []):
+                        piece = choice.get("text") or choice.get("delta", {}).get("content")
+                        text += piece or ""
+                        if ttft_s is None and (piece or choice.get("finish_reason")):
+                            ttft_s = time.perf_counter() - started
+                    last |= {key: chunk[key] for key in ("usage", "prefix_cache", "timings") if chunk.get(key)}
         except httpx.HTTPError as error:
             raise LiveServerError(f"the connection to the server broke: {error}") from error
-        total_s = time.perf_counter() - started
-        if reading.ttft_s is None:
+        if ttft_s is None:
             raise LiveServerError("the server answered without a reply")
-        usage = reading.last["usage"]
         return Answer(
-            text="".join(reading.text),
-            sent_at=started,
-            text_s=reading.text_s,
-            ttft_s=reading.ttft_s,
-            total_s=total_s,
-            prompt_tokens=usage["prompt_tokens"],
-            completion_tokens=usage["completion_tokens"],
-            # Another server says only what OpenAI's does.
-            cache=reading.last.get("prefix_cache") or {"restored": usage["prompt_tokens_details"]["cached_tokens"]},
-            timings=reading.last["timings"],
+            text=text,
+            ttft_s=ttft_s,
+            prompt_tokens=last["usage"]["prompt_tokens"],
+            completion_tokens=last["usage"]["completion_tokens"],
+            cache=last["prefix_cache"],
+            timings=last["timings"],
         )
 
     def _workers(self) -> list[int]:
@@ -351,6 +312,10 @@ def time_import_torch_s() -> float:
     started = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     return time.perf_counter() - started
+
+
+def num_tracebacks(log_path: Path) -> int:
+    return log_path.read_text(encoding="utf-8", errors="replace").count("Traceback (most recent call last):")
 
 
 def log_tail(log_path: Path, num_lines: int = 20) -> str:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import click
 
 from diskprefix.settings import CODECS
-from tools.models import real
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -19,18 +18,6 @@ FOLDER = click.option(
     help="Where temporary stores are made, to measure another disk.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample instead of tables.")
-MODEL = click.option(
-    "--model", default=real.DEFAULT, show_default=True, help="A real model's name or a model's folder."
-)
-MODELS = click.option(
-    "--model",
-    "models",
-    multiple=True,
-    default=(real.DEFAULT, "qwen2.5-coder-0.5b"),
-    type=click.Choice(real.NAMES),
-    show_default=True,
-    help="Repeatable.",
-)
 DATA = click.option(
     "--data",
     type=click.Path(file_okay=False, path_type=Path),

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import time
 from pathlib import Path
 
-import numpy as np
-
 _READ_BYTES = 4 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def drop(path: Path) -> None:
@@ -22,20 +18,6 @@ def drop(path: Path) -> None:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
-
-
-def resident_share(path: Path) -> float:
-    """Returns the share of a file that lies in the page cache, 0 to 1."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        num_pages = -(-len(view) // mmap.PAGESIZE)
-        residency = np.zeros(num_pages, np.uint8)
-        pages = np.frombuffer(view, np.uint8)
-        address, length = ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(len(view))
-        failed = _libc.mincore(address, length, ctypes.c_void_p(residency.ctypes.data))
-        del pages
-    if failed:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return float((residency & 1).mean())
 
 
 def warm(path: Path) -> None:

@@ -50,3 +50,13 @@ def peak_of(num_bytes: Callable[[], int]) -> Iterator[SimpleNamespace]:
         is_over.set()
         thread.join()
         found.peak_bytes = max(found.peak_bytes, num_bytes())
+
+
+def family(pid: int) -> list[int]:
+    """Returns a process and those below it."""
+    found = [pid]
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text(encoding="ascii").split():
+                found += family(int(child))
+    return found

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
-from tools.measuring.installing import install_once, npm_install, run_installer
+from tools.measuring.environments import install_once, npm_install, run_installer
 from tools.real_agents.agents import AGENTS
 
 

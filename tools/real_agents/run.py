@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,53 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import ModelError
-from tools.measuring.installing import NotInstalled
+from tools.measuring.environments import NotInstalled
 from tools.measuring.live_server import LiveServer, LiveServerError, log_tail, step
 from tools.measuring.options import JSON
-from tools.measuring.report import new_table, print_report, say, show_machine
+from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.models import real
-from tools.peers.results import UnreadableResults
 from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, TASK, Agent
 from tools.real_agents.install import installed
-from tools.real_agents.outcomes import Outcome, Outcomes
 from tools.real_agents.scratch import scratch
 from tools.real_agents.tap import Exchange, Tap
 from tools.real_agents.tiny_model import write_tiny
 
-REAL_POSITIONS = 32_768
 TABLE_COLUMNS = 110
 SHOWN_CHARS, SHOWN_FILES = 1500, 6
+GOAL = 0.9
+"""The least share of the prompts after the first one that is restored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The outcome of one agent. Times are medians over its turns, in milliseconds, as a client sees them."""
+
+    agent: str
+    version: str
+    is_done: bool
+    exit_code: int | None
+    turns: int
+    side_requests: int
+    calls: list[str]
+    prompt_tokens: list[int]
+    restored: list[int]
+    restored_share: float | None
+    first_byte_ms: float | None
+    first_token_ms: float | None
+    restarts: int
+    refused: list[str]
+    retries: int
+    cut_off: int
+    hosts_refused: list[str]
+    changed: list[str]
+    new: list[str]
+
+    @property
+    def is_good(self) -> bool:
+        """Returns whether the task is done and nothing failed. It may have taken one turn only."""
+        share = 1.0 if self.restored_share is None else self.restored_share
+        has_failed = self.refused or self.retries or self.cut_off or self.changed
+        return self.is_done and not has_failed and share >= GOAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +227,6 @@ def _refusal(exchange: Exchange) -> str:
     return f"{exchange.method} {exchange.path} {exchange.status} {said[:300]}"
 
 
-def title_of(is_real: bool) -> str:
-    """Returns the title of the table, which says with which model the agents worked."""
-    computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
-    return f"Prepared replies over {computing}"
-
-
 def show(report: Mapping[str, Any], console: Console) -> None:
     outcomes = [Outcome(**each) for each in report["agents"]]
     tokens, times = ("first\nprompt", "last\nprompt", "restored"), ("first\nbyte", "first\ntoken")
@@ -244,15 +269,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 @click.option(
     "--bodies", type=click.Path(file_okay=False, path_type=Path), help="A folder in which to keep what is sent."
 )
-@click.option(
-    "--results",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="A file that gets the row of each agent when it ends. Agents with a good row there are not run again.",
-)
 @JSON
-def main(
-    names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | None, results: Path | None, as_json: bool
-) -> None:
+def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | None, as_json: bool) -> None:
     """Real command-line agents mend a file in a scratch repository: read it, edit it, run it.
 
     AGENT is one of qwen-code, claude-code, codex, opencode, cline, continue, pi, goose and aider; without one all work,
@@ -267,7 +285,7 @@ def main(
     The model is a random one of two layers with the tokenizer and the chat template of Qwen2.5-Coder, or with --real
     that model itself, which takes minutes for a first prompt. Everything else is the daemon as it is.
 
-    An agent that fails does not keep the others from running, and with `--results` a run that is stopped goes on.
+    An agent that fails does not keep the others from running.
 
     Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done, files are
     other than before, or less than 90 % of the prompts after the first were restored; 2 wrong usage.
@@ -279,33 +297,31 @@ def main(
 
     if bodies is not None:
         bodies.mkdir(parents=True, exist_ok=True)
-    chosen, is_good = [AGENTS[each] for each in names or AGENTS], True
+    chosen, outcomes = [AGENTS[each] for each in names or AGENTS], list[Outcome]()
     with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:
         workspace = Path(name)
         try:
-            outcomes = Outcomes(results, title_of(is_real))
             commands = installed(line)
             model = real.fetched(real.QWEN2_CODER.name, line)
             if not is_real:
                 model = write_tiny(workspace / "model", model)
-        except (UnreadableResults, NotInstalled, ModelError) as error:
+        except (NotInstalled, ModelError) as error:
             line(f"error: {error}")
             sys.exit(1)
         run = Run(workspace=workspace, commands=commands, model=model, console=console, bodies=bodies, is_real=is_real)
-        for agent in outcomes.missing(chosen):
+        for agent in chosen:
             log = workspace / agent.name / "server.log"
             try:
-                outcome = run.agent(agent, limit_s)
+                outcomes.append(run.agent(agent, limit_s))
             except (LiveServerError, subprocess.CalledProcessError) as error:
-                is_good = False
                 line(f"error: {agent.name}: {error}")
                 line(log_tail(log))
-            else:
-                outcomes.add(outcome)
             if bodies is not None and log.exists():
                 shutil.copy(log, bodies / f"{agent.name}.log")
-    print_report(outcomes.report, as_json, show)
-    sys.exit(0 if is_good and not outcomes.missing(chosen) else 1)
+    computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
+    report = {"title": f"Prepared replies over {computing}", "machine": machine()}
+    print_report(report | {"agents": [asdict(each) for each in outcomes]}, as_json, show)
+    sys.exit(0 if len(outcomes) == len(chosen) and all(each.is_good for each in outcomes) else 1)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.settings import cache_home
-from tools.measuring.installing import install_once, run_installer
+from tools.measuring.environments import install_once, run_installer
 
 ROOT = Path(__file__).parent.parent.parent
 CONSTRAINTS = ROOT / "tools/constraints.txt"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -22,22 +19,12 @@ import click
 from diskprefix.errors import DiskPrefixError
 from diskprefix.settings import cache_home
 from diskprefix.version import __version__
-from tools.measuring.installing import install_once, npm_install
-from tools.models import real
-from tools.real_agents.agents import AGENTS
+from tools.measuring.processes import free_port
 from tools.releasing.debian_root import DebianRoot, make_archive, require_programs
 from tools.releasing.environment import ROOT, ReleaseError, run
 
 _LIMIT_S = 900.0
 _PROMPT = "Name three colours."
-_AGENT, _TASK, _CALLED = "pi", "Call your read tool with the path sums.py.", '"tool_execution_start"'
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def first_reply(port: int, daemon: Popen[bytes], log: Path) -> str:
@@ -108,33 +95,6 @@ def try_wheel(root: DebianRoot, times: Times, log: Path) -> None:
         raise ReleaseError("the wheel's compiled operators are not used: " + version.strip().splitlines()[-1])
 
 
-def try_agent(root: DebianRoot, times: Times, log: Path, model: str) -> None:
-    """Launches an agent, which starts a daemon with a file in `/model`, and ends both after the agent's first call."""
-    (root.folder / "usr/local/bin" / _AGENT).symlink_to(f"/agent/node_modules/.bin/{_AGENT}")
-    typed, before = f"diskprefix launch {_AGENT}", len(log.read_bytes())
-    command = [*typed.split(), "--model", f"/model/{model}", "--", "-p", "--mode", "json", _TASK]
-    with times.taken(typed, "first call of a tool; the model is measured once"):
-        process = root.start(shlex.join(command), {"HF_HUB_OFFLINE": "1"}, log)
-        try:
-            while _CALLED.encode() not in log.read_bytes()[before:]:
-                if process.poll() is not None:
-                    raise ReleaseError(f"{_AGENT} called no tool; {log} has what it said")
-                time.sleep(0.05)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def agent_mounts() -> tuple[dict[Path, str], str]:
-    """Returns what an agent needs that the root lacks, and where it is seen there, and the name of its model's file.
-    The agent is installed here, as it is on its user's machine. Raises `NotInstalled` and `ModelError`."""
-    folder, requirement = cache_home() / "release/agent", AGENTS[_AGENT].requirement
-    install_once(folder, requirement, lambda: npm_install(folder, requirement))
-    model = real.gguf_file(real.QWEN2_CODER.name, lambda line: click.echo(f"fresh-machine: {line}", err=True))
-    node = Path(shutil.which("node") or "node").resolve()
-    return {node: "/usr/local/bin/node", folder: "/agent", model.parent: "/model"}, model.name
-
-
 def try_clone(root: DebianRoot, times: Times, log: Path, commands: tuple[str, ...]) -> None:
     """Runs the commands that the first page names, in a clone of this project, which needs a compiler."""
     run("git", "clone", "--quiet", ROOT, root.folder / "root/clone")
@@ -154,13 +114,12 @@ def try_clone(root: DebianRoot, times: Times, log: Path, commands: tuple[str, ..
 )
 @click.option("--suite", default="bookworm", show_default=True, help="The release of Debian.")
 @click.option("--archive", type=click.Path(path_type=Path), help="The root as a tar file; made if it is not there.")
-@click.option("--agent", is_flag=True, help="Then launch an agent, up to its first call of a tool.")
 @click.option("--clone", is_flag=True, help="Then install g++, and run tools/demo in a clone.")
 @click.option("--tests", is_flag=True, help="Then install g++, and run tools/test in a clone.")
 @click.option(
     "--log", type=click.Path(path_type=Path), default=Path("fresh-machine.log"), help="What the commands print."
 )
-def main(wheels: Path, suite: str, archive: Path | None, agent: bool, clone: bool, tests: bool, log: Path) -> None:
+def main(wheels: Path, suite: str, archive: Path | None, clone: bool, tests: bool, log: Path) -> None:
     """Install the built wheel on a machine with nothing but Python, and time it to the first reply.
 
     The machine is a new Debian root made by mmdebstrap: Python, pipx, certificates, no compiler. It has this machine's
@@ -178,14 +137,11 @@ def main(wheels: Path, suite: str, archive: Path | None, agent: bool, clone: boo
         make_archive(archive, suite)
     log.write_bytes(b"")
     linked = [Path(name) for name in os.environ.get("PIP_FIND_LINKS", "").split() if name.startswith("/")]
-    mounts, model = agent_mounts() if agent else ({}, "")
-    mounts |= {wheels: "/wheels", **{path: str(path) for path in linked}}
+    mounts = {wheels: "/wheels", **{path: str(path) for path in linked}}
     with tempfile.TemporaryDirectory(prefix="diskprefix-fresh-") as work:
         root = DebianRoot(archive, Path(work, "root"), mounts)
         try:
             try_wheel(root, times, log)
-            if agent:
-                try_agent(root, times, log, model)
             commands = ("tools/demo",) * clone + ("tools/test",) * tests
             if commands:
                 try_clone(root, times, log, commands)

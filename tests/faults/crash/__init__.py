@@ -1,4 +1,1 @@
-"""Kills processes with SIGKILL while they change a store, and checks the store afterwards.
-
-`tools/bench crash` runs the whole matrix, `tests/faults/test_crash.py` a short one.
-"""
+"""Daemons that are killed, and what is done to a store by processes that a power failure ends."""

@@ -11,16 +11,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from diskprefix.errors import NotReady
+from diskprefix.errors import DiskPrefixError, NotReady
 from tests.extras.front.test_front_processes import family, is_gone
-from tests.faults.crash.check import Finding, verify
-from tests.faults.crash.phases import Round
+from tests.faults.crash import worker
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, cache_states, serve_flags, wait_until
 
@@ -38,6 +37,17 @@ _LONGEST_MOMENT_S = 0.15
 _BEGIN_TIMEOUT_S = 120.0
 
 
+@dataclass
+class Finding:
+    """The findings of a check. `restored` is the number of prompts of which something was restored."""
+
+    restored: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def fail(self, what: str) -> None:
+        self.failures.append(what)
+
+
 @dataclass(eq=False)
 class _Cache:
     """A folder that daemons use one after the other. `keeps`: the budget is so large that nothing is evicted."""
@@ -53,7 +63,6 @@ class _Cache:
 class ServerPhase:
     """Kills of `diskprefix serve` with a tiny model, on a roomy store and on one that is always full."""
 
-    name = "servers"
     flags: tuple[str, ...] = ("--model",)
     """What is before the path of the model."""
 
@@ -63,25 +72,23 @@ class ServerPhase:
         self._prompts = [_body(number) for number in range(NUM_PROMPTS)]
         self._write_models(folder)
         self._cold: list[Any] = []
-        self._answered: list[int] = []
-        """By the daemon that is running."""
         self._caches = [
             _Cache(folder / "roomy", "1GiB", keeps=True),
             _Cache(folder / "full", "16MiB", keeps=False),
         ]
         self._folder = folder
 
-    def rounds(self, kills: int) -> Iterator[Round]:
+    def rounds(self, kills: int) -> Iterator[Finding]:
         self._cold = self._answers_without_cache()
         # The full store twice as often: there every save is an eviction too.
         order = [self._caches[index % 3 > 0] for index in range(kills)]
         for index, cache in enumerate(order):
             finding = Finding()
-            done = self._round(cache, finding)
+            self._round(cache, finding)
             if cache not in order[index + 1 :]:
                 with self._daemon(cache) as daemon, daemon.client() as client:
                     self._ask_again(client, cache, finding)
-            yield replace(done, restored=finding.restored, failures=tuple(finding.failures))
+            yield finding
 
     def _answers_without_cache(self) -> list[Any]:
         """Returns the answers of a daemon without the cache to every prompt."""
@@ -91,32 +98,14 @@ class ServerPhase:
             assert all(reply["prefix_cache"]["restored"] == 0 for reply in replies)
         return [reply["choices"] for reply in replies]
 
-    def _round(self, cache: _Cache, finding: Finding) -> Round:
+    def _round(self, cache: _Cache, finding: Finding) -> None:
         """Adds every failure to `finding`."""
-        moment_s = self._rng.uniform(0.0, _LONGEST_MOMENT_S)
-        self._answered.clear()
         with self._daemon(cache) as daemon:
             with daemon.client() as client:
                 self._ask_again(client, cache, finding)
                 self._save(client, cache, finding)
-                evicted = sum(state["evicted_blocks"] for state in cache_states(client))
-            answered = len(self._answered)
-            self._kill_in_a_burst(daemon, cache, moment_s, finding)
-        verify(cache.folder, finding)
-        return Round(
-            phase=self.name,
-            moment_s=moment_s,
-            doing=self._doing(len(self._answered) - answered, daemon.log),
-            restored=0,
-            failures=(),
-            evicted=evicted,
-        )
-
-    def _doing(self, answered_of_burst: int, log: str) -> str | None:
-        """Returns what a daemon was doing when it was killed, according to its answers and its log."""
-        if answered_of_burst < BURST:
-            return "answering"
-        return "saving" if log.count("] wrote ") + log.count("] not saved") < len(self._answered) else None
+            self._kill_in_a_burst(daemon, cache, self._rng.uniform(0.0, _LONGEST_MOMENT_S), finding)
+        _verify(cache.folder, finding)
 
     def _daemon(self, cache: _Cache, **changes: str) -> DaemonProcess:
         same = {"block_size": str(BLOCK_SIZE), "kv_cache_min_free": "0", "kv_cache_budget": cache.budget}
@@ -150,7 +139,6 @@ class ServerPhase:
     def _ask(self, client: httpx.Client, number: int, finding: Finding) -> int:
         """Returns how many tokens were restored."""
         reply = _ask(client, self._prompts[number])
-        self._answered.append(number)
         if reply["choices"] != self._cold[number]:
             finding.fail(f"prompt {number} is answered otherwise than without the cache: {json.dumps(reply)[:300]}")
         return int(reply["prefix_cache"]["restored"])
@@ -186,7 +174,6 @@ class ServerPhase:
 class StandbyPhase(ServerPhase):
     """The same with a front and a spare. Killed are all at once, the front, or the worker."""
 
-    name = "standby"
     flags: tuple[str, ...] = ("--standby", "--model")
 
     def _kill(self, daemon: DaemonProcess) -> None:
@@ -205,7 +192,6 @@ class StandbyPhase(ServerPhase):
 class SeveralPhase(StandbyPhase):
     """The same with two models behind one front, and one folder for both."""
 
-    name = "several"
     flags = ("--models-dir",)
 
     def _write_models(self, folder: Path) -> None:
@@ -214,6 +200,18 @@ class SeveralPhase(StandbyPhase):
             write_chat_model(self._models / name, seed=seed)
         for number, body in enumerate(self._prompts):
             body["model"] = _NAMES[number % len(_NAMES)]
+
+
+def _verify(folder: Path, finding: Finding) -> None:
+    """Runs `diskprefix verify`."""
+    try:
+        code, text = worker.output("verify", "--json", "--kv-cache-dir", str(folder))
+    except DiskPrefixError as error:
+        finding.fail(f"verify: {error}")
+        return
+    report = json.loads(text)
+    if code or not report["clean"]:
+        finding.fail(f"verify: exit code {code}: {json.dumps(report['problems'])[:300]}")
 
 
 def _body(number: int) -> Body:

@@ -1,0 +1,370 @@
+"""Programs that serve a model: how each is started, with the settings that its makers recommend for a processor, asked,
+killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.progress import Report
+from tools.measuring.environments import llama_cpp_libraries, python_of
+from tools.measuring.processes import disk_bytes, free_port
+
+START_DEADLINE_S = 1800.0
+ANSWER_DEADLINE_S = 1800.0
+_SAVE_DEADLINE_S = 120.0
+_POLL_S = 0.02
+_ROOT, _OURS = str(Path(__file__).parents[2]), "DiskPrefixConnector"
+_USAGE = {"stream_options": {"include_usage": True}}
+
+
+class EngineError(DiskPrefixError):
+    """An engine did not start, did not answer, or answered something else than before."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """`file` is the `.gguf`, or the folder if there is none; `folder` has the weights in bf16, if they are anywhere.
+    `context` is the longest prompt with its reply, in tokens."""
+
+    name: str
+    file: Path
+    folder: Path | None
+    context: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """`at_s` are the client's seconds from the question (at `asked` on `time.perf_counter`) to each piece of a reply,
+    a token or a few. `text` is empty where an engine does not say it, and so is what it `restored` of the prompt."""
+
+    prompt_tokens: int | None
+    tokens: int
+    at_s: tuple[float, ...]
+    text: str = ""
+    asked: float = 0.0
+    restored: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.at_s[0]
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second after the first one; None for a reply of one piece."""
+        return (self.tokens - 1) / (self.at_s[-1] - self.at_s[0]) if len(self.at_s) > 1 else None
+
+
+@dataclass
+class Process:
+    """One process and its children, with a log."""
+
+    command: Sequence[str]
+    log_path: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    popen: subprocess.Popen[str] | None = None
+
+    def start(self, *, piped: bool = False) -> None:
+        pipe = subprocess.PIPE if piped else None
+        # Settings of the user would change the figures, and there is no model hub.
+        own = ("DISKPREFIX_", "PYTHON", "OMP_", "VLLM_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        with self.log_path.open("a", encoding="utf-8") as log:
+            self.popen = subprocess.Popen(
+                self.command,
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or log,
+                stderr=log,
+                text=True,
+                env=kept | {"HF_HUB_OFFLINE": "1"} | self.environment,
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        """Sends SIGKILL and waits for nothing: for a thread beside the one that waits for an answer."""
+        if (popen := self.popen) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        if self.popen is not None:
+            with self.popen:
+                self.end()
+            self.popen = None
+
+    def check(self) -> None:
+        """Raises `EngineError` if it has ended."""
+        if self.popen is None or self.popen.poll() is not None:
+            lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+            code = self.popen.returncode if self.popen is not None else 0
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended"
+            raise EngineError(f"{Path(self.command[0]).name} {how}; the last line of its log: {last[:300]}")
+
+    def pids(self) -> list[int]:
+        """Returns all processes of its session; none before the start."""
+        session = None if self.popen is None else self.popen.pid
+        pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        return [pid for pid in pids if session is not None and _session_of(pid) == session]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def started(process: Process, client: httpx.Client) -> float:
+    """Starts a server. Returns the seconds until it said at `/health` that it is ready. Raises `EngineError`."""
+    began = time.perf_counter()
+    process.start()
+    while not _is_ready(client):
+        process.check()
+        if time.perf_counter() - began > START_DEADLINE_S:
+            raise EngineError(f"not ready after {START_DEADLINE_S:.0f} s")
+        time.sleep(_POLL_S)
+    return time.perf_counter() - began
+
+
+def _is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Engine(Protocol):
+    """One program, with one model. `restores` says whether it can answer from disk after it was killed."""
+
+    restores: bool
+    process: Process
+
+    def start(self) -> float:
+        """Returns the seconds from the process's start until it can answer. Raises `EngineError`."""
+
+    def kill(self) -> None:
+        """Sends SIGKILL after all is written."""
+
+    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
+        """Sends all prompts at once; returns their replies. Raises `EngineError`."""
+
+
+class HttpEngine:
+    """A server of OpenAI's API that says at `/health` when it is ready. `fields` are sent with each request;
+    `without_cache`, if there are any, with those that may restore nothing. `settle` waits until all is on disk."""
+
+    def __init__(
+        self,
+        process: Process,
+        port: int,
+        fields: dict[str, Any],
+        *,
+        without_cache: dict[str, Any] | None = None,
+        settle: Callable[[httpx.Client], None] | None = None,
+    ) -> None:
+        self.restores, self.process, self.without_cache = True, process, without_cache
+        self._fields, self._settle = fields, settle
+        timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout)
+
+    def start(self) -> float:
+        return started(self.process, self._client)
+
+    def kill(self) -> None:
+        if self._settle is not None and self.process.popen is not None:
+            self._settle(self._client)
+        self.process.kill()
+
+    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.reply(prompt, max_tokens), prompts))
+
+    def chat(self, text: str, max_tokens: int) -> Reply:
+        """Asks in a chat, with the cache off if that can be asked for. Raises `EngineError`."""
+        body = {"messages": [{"role": "user", "content": text}]} | (self.without_cache or {})
+        return self._reply("/v1/chat/completions", body, max_tokens)
+
+    def reply(self, prompt: str, max_tokens: int, *, cached: bool = True) -> Reply:
+        body = {"prompt": prompt} | ({} if cached else self.without_cache or {})
+        return self._reply("/v1/completions", body, max_tokens)
+
+    def _reply(self, path: str, body: dict[str, Any], max_tokens: int) -> Reply:
+        body |= {"max_tokens": max_tokens, "temperature": 0, "stream": True, **self._fields}
+        at_s: list[float] = []
+        text = ""
+        usage: dict[str, Any] = {}
+        asked = time.perf_counter()
+        try:
+            with self._client.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    response.read()
+                    raise EngineError(f"it answered {response.status_code}: {response.text[:300]}")
+                for line in response.iter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    chunk = json.loads(line.removeprefix("data: "))
+                    usage = chunk.get("usage") or usage
+                    choices = chunk.get("choices", [])
+                    piece = "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
+                    # The first token of a reply without text ends it.
+                    if piece or (not at_s and any(one.get("finish_reason") for one in choices)):
+                        at_s.append(time.perf_counter() - asked)
+                        text += piece
+        except httpx.HTTPError as error:
+            self.process.check()
+            raise EngineError(f"the connection broke: {error}") from error
+        if not at_s:
+            raise EngineError("it answered without a reply")
+        tokens = usage.get("completion_tokens") or len(at_s)
+        restored = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Reply(usage.get("prompt_tokens"), tokens, tuple(at_s), text, asked, restored)
+
+
+class WorkerEngine:
+    """A program of this folder that runs in an engine's environment and imports nothing of this project.
+
+    It says `{}` on a line when it can answer. Then it reads questions, a line of JSON each, `{"prompts": [text, ...],
+    "max_tokens": N}`, and answers each with a line, a list of `{"prompt_tokens": N, "at_s": [...]}`.
+    """
+
+    def __init__(self, process: Process, *, restores: bool) -> None:
+        self.restores = restores
+        self.process = process
+
+    def start(self) -> float:
+        began = time.perf_counter()
+        self.process.start(piped=True)
+        self._line()
+        return time.perf_counter() - began
+
+    def _line(self) -> Any:
+        popen = self.process.popen
+        assert popen is not None
+        assert popen.stdout is not None
+        line = popen.stdout.readline()
+        if not line:
+            popen.wait()
+            self.process.check()
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
+        popen = self.process.popen
+        assert popen is not None
+        assert popen.stdin is not None
+        popen.stdin.write(json.dumps({"prompts": list(prompts), "max_tokens": max_tokens}) + "\n")
+        popen.stdin.flush()
+        return [Reply(one["prompt_tokens"], len(one["at_s"]), tuple(one["at_s"])) for one in self._line()]
+
+
+def _diskprefix(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
+    del report
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.file)]
+    command += ["--kv-cache-dir", str(workspace / "kv"), "--disk-prefix-cache", "full", *more]
+    # What it makes of a model is made again, so that the first start is one.
+    kept = workspace / "kept"
+    environment = {"XDG_CACHE_HOME": str(kept), "PYTHONPATH": _ROOT}
+    process = Process(command, workspace / "engine.log", environment)
+    off = {"prefix_cache": {"scope": "off"}}
+    return HttpEngine(
+        process, port, _USAGE, without_cache=off, settle=partial(_wait_until_saved, kept / "diskprefix" / "daemons")
+    )
+
+
+def _wait_until_saved(tokens: Path, client: httpx.Client) -> None:
+    """`tokens` is the folder in which the daemon keeps the token for its owner."""
+    deadline = time.monotonic() + _SAVE_DEADLINE_S
+    token = next(tokens.glob("[!.]*")).read_text(encoding="ascii")
+    request = client.build_request("GET", "/props", headers={"Authorization": f"Bearer {token}"})
+    while client.send(request).json()["full_cache"]["state"]["pending_bytes"] and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _wait_until_grown(store: Path, _client: httpx.Client) -> None:
+    """Waits until what is saved no longer grows on the disk."""
+    deadline, last = time.monotonic() + _SAVE_DEADLINE_S, -1
+    while (now := disk_bytes(store)) != last and time.monotonic() < deadline:
+        last = now
+        time.sleep(0.5)
+
+
+def _llama_cpp(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
+    if model.file.suffix != ".gguf":
+        raise EngineError(f"llama.cpp reads .gguf files, and {model.name} is a folder")
+    command = [sys.executable, str(Path(__file__).with_name("llama_cpp_worker.py")), str(llama_cpp_libraries(report))]
+    command += [str(model.file), str(model.context), str(workspace), *more]
+    return WorkerEngine(Process(command, workspace / "engine.log"), restores=True)
+
+
+def _folder(model: Model) -> str:
+    if model.folder is None:
+        raise EngineError(f"there is no folder of {model.name} with its weights in bfloat16")
+    return str(model.folder)
+
+
+def _transformers(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
+    worker = str(Path(__file__).with_name("transformers_worker.py"))
+    command = [str(python_of("transformers", report)), worker, _folder(model), *more]
+    return WorkerEngine(Process(command, workspace / "engine.log"), restores=False)
+
+
+def _vllm(
+    model: Model, workspace: Path, report: Report, more: Sequence[str], *, connector: str = "ExampleConnector"
+) -> Engine:
+    port, store = free_port(), str(workspace / "kv")
+    settings: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
+    if connector == _OURS:
+        settings |= {"kv_connector_module_path": "diskprefix.extras.vllm.connector"}
+        settings |= {"kv_load_failure_policy": "recompute"}
+        extra: dict[str, Any] = {"path": store, "budget": "16GiB", "scope": "full", "min_free": 0}
+    else:
+        extra = {"shared_storage_path": store}
+    command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", _folder(model), "--served-model-name", "model", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", str(model.context)]
+    command += ["--kv-transfer-config", json.dumps(settings | {"kv_connector_extra_config": extra})]
+    # The connector saves what the first step of a prompt computes, so a step must hold a prompt.
+    command += ["--max-num-batched-tokens", str(model.context), *more]
+    # By itself it leaves a core to its other processes, and another one to a connector.
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    environment = {"PYTHONPATH": _ROOT, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    fields = {"model": "model", "ignore_eos": True, **_USAGE}
+    settle = partial(_wait_until_grown, workspace / "kv")
+    return HttpEngine(Process(command, workspace / "engine.log", environment), port, fields, settle=settle)
+
+
+ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Engine]] = {
+    "diskprefix": _diskprefix,
+    "llama.cpp": _llama_cpp,
+    "vllm": _vllm,
+    "vllm-diskprefix": partial(_vllm, connector=_OURS),
+    "transformers": _transformers,
+}
+
+
+def made(wanted: str, model: Model, workspace: Path, report: Report) -> Engine:
+    """Returns an engine. `wanted` is its name, and then more arguments of its own: `diskprefix --kernels avx2`.
+
+    Raises `EngineError`, `NotInstalled`.
+    """
+    name, *more = shlex.split(wanted)
+    return ENGINES[name](model, workspace, report, more)

@@ -1,0 +1,137 @@
+"""What a restart costs: a prompt cold, and after `kill -9` the same again, the next turn and another question.
+
+    tools/bench restart
+    tools/bench restart --model qwen2.5-coder-0.5b --engine diskprefix --engine llama.cpp --engine vllm
+    tools/bench restart --model 3b --engine diskprefix --engine 'diskprefix --kernels avx2' --engine llama.cpp
+
+An engine is alone on the machine while it is measured. Every figure is the client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tools.benchmarks.engines import Engine, EngineError, HttpEngine, Process, Reply
+from tools.benchmarks.results import Figure, Plan, compare, plan_options
+from tools.measuring.processes import disk_bytes, peak_of, status_bytes
+from tools.measuring.prompts import NEW_TOKENS, WORDS, extended, prompt_text
+
+_FIRST_TOKENS = 4
+_ROOM = 512
+_GIB = 2**30
+TITLES = {
+    "first_start_s": "first start, s",
+    "first_peak_gib": "its peak of memory, GiB",
+    "start_s": "later start, s",
+    "cold_s": "cold: first token, s",
+    "prefill": "cold: prompt tokens/s",
+    "rate": "decode, tokens/s",
+    "peak_gib": "peak of memory, GiB",
+    "resident_gib": "resident memory, GiB",
+    "mapped_gib": "of it pages of files, GiB",
+    "disk_gib": "disk beside the model's file, GiB",
+    "recovery_s": "kill -9 to first token, same prompt, s",
+    "exact_s": "after kill -9: same prompt, s",
+    "next_s": "after kill -9: next turn, s",
+    "other_s": "after kill -9: other question, s",
+}
+
+
+def measured(
+    engine: Engine, workspace: Path, round_: int, sizes: Sequence[int], reply_tokens: int, *, checks: bool
+) -> Iterator[Figure]:
+    """Yields the figures of one engine. Raises `EngineError`, also if a reply is another than it should be."""
+    with peak_of(partial(_highest_bytes, engine.process)) as memory:
+        seconds = engine.start()
+    yield Figure("first_start_s", seconds)
+    yield Figure("first_peak_gib", memory.peak_bytes / _GIB)
+    engine.kill()
+    yield Figure("start_s", engine.start())
+    engine.ask([prompt_text(32, f"first-{round_}")], 2)
+    texts: dict[int, str] = {}
+    with peak_of(partial(_highest_bytes, engine.process)) as memory:
+        for size in sizes:
+            texts[size] = yield from _cold(engine, size, round_, reply_tokens)
+        pids = engine.process.pids()
+        yield Figure("resident_gib", sum(status_bytes(pid, "VmRSS") for pid in pids) / _GIB)
+        yield Figure("mapped_gib", sum(status_bytes(pid, "RssFile") for pid in pids) / _GIB)
+    yield Figure("peak_gib", memory.peak_bytes / _GIB)
+    for size in sizes if engine.restores else ():
+        yield from _restarted(engine, size, round_, texts[size], checks=checks)
+    if used := disk_bytes(workspace):
+        yield Figure("disk_gib", used / _GIB)
+
+
+def _highest_bytes(process: Process) -> int:
+    """Returns the resident memory of a process and its children, pages of files included."""
+    # VmHWM is the peak of one process, also between two samples.
+    pids = process.pids()
+    return max(sum(status_bytes(pid, "VmRSS") for pid in pids), *(status_bytes(pid, "VmHWM") for pid in pids), 0)
+
+
+def _cold(engine: Engine, size: int, round_: int, reply_tokens: int) -> Generator[Figure, None, str]:
+    """Returns the text of the reply."""
+    (reply,) = engine.ask([prompt_text(size, round_)], reply_tokens)
+    yield Figure("cold_s", reply.ttft_s, size)
+    yield Figure("prefill", (reply.prompt_tokens or size) / reply.ttft_s, size)
+    if reply.decode_rate:
+        yield Figure("rate", reply.decode_rate, size)
+    return reply.text
+
+
+def _restarted(engine: Engine, size: int, round_: int, text: str, *, checks: bool) -> Iterator[Figure]:
+    """Kills and starts it for each of three prompts, as the others would find the first in memory."""
+    prompt = prompt_text(size, round_)
+    started_s, reply = _after_kill(engine, prompt)
+    if not text.startswith(reply.text):
+        raise EngineError(f"the reply was {text!r} before kill -9, and is {reply.text!r}")
+    yield Figure("recovery_s", started_s + reply.ttft_s, size)
+    yield Figure("exact_s", reply.ttft_s, size)
+    kept = " ".join(prompt.split(" ")[:-NEW_TOKENS])
+    for case, other in (("next_s", extended(prompt)), ("other_s", extended(f"{kept} {WORDS[-1]}"))):
+        _, reply = _after_kill(engine, other)
+        yield Figure(case, reply.ttft_s, size)
+        if checks and isinstance(engine, HttpEngine) and engine.without_cache:
+            cold = engine.reply(other, _FIRST_TOKENS, cached=False)
+            if cold.text != reply.text:
+                raise EngineError(f"{TITLES[case]}: the reply is {reply.text!r}, and {cold.text!r} without the cache")
+
+
+def _after_kill(engine: Engine, prompt: str) -> tuple[float, Reply]:
+    """Returns the seconds of the start, and the reply. Raises `EngineError` if nothing was restored."""
+    engine.kill()
+    started_s = engine.start()
+    (reply,) = engine.ask([prompt], _FIRST_TOKENS)
+    if isinstance(engine, HttpEngine) and engine.without_cache and not reply.restored:
+        raise EngineError("nothing was restored after kill -9")
+    return started_s, reply
+
+
+@click.command()
+@click.option(
+    "--size",
+    "sizes",
+    multiple=True,
+    type=click.IntRange(min=64),
+    default=(2000, 7000),
+    show_default=True,
+    help="Words of a prompt, about as many tokens; repeatable.",
+)
+@click.option("--reply-tokens", default=32, show_default=True, help="Tokens of the cold reply.")
+@click.option("--check/--no-check", "checks", default=True, help="Compute next turns and other questions cold, too.")
+@plan_options(rounds=3)
+def main(sizes: tuple[int, ...], reply_tokens: int, *, checks: bool, **options: Any) -> None:
+    """Measure what a restart costs, beside other engines.
+
+    Every figure after kill -9 is the first request of a new process. The operating system's page cache survives that,
+    so this is a restarted process, not a rebooted machine. The file of the model is dropped from it before the first
+    start. Engines are installed on first use, shapes are files of 2 to 12 GB, made once. Ends with 1 if a reply differs
+    from the cold one, or an engine was left out.
+    """
+    measures = partial(measured, sizes=sorted(set(sizes)), reply_tokens=reply_tokens, checks=checks)
+    compare("restart", Plan(**options), TITLES, max(sizes) + reply_tokens + _ROOM, measures)

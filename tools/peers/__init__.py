@@ -1,1 +1,0 @@
-"""Other programs that serve a model, so that `tools/bench peers` can measure them beside the daemon."""

@@ -1,1 +1,0 @@
-"""The programs that `tools/bench` runs: benchmarks, matrices, research, and measures of the code."""

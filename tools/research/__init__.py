@@ -1,0 +1,1 @@
+"""Studies of the policies, by simulation."""
