@@ -139,8 +139,9 @@ def test_a_body_in_chunks_of_unknown_length_has_the_same_bound(client: httpx.Cli
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE"])
 def test_a_wrong_method_is_told_in_the_form_of_the_api(client: httpx.Client, path: str, method: str) -> None:
     answer = client.request(method, path)
-    # `GET /v1/responses/ID` is a route, and `input_tokens` may be an id.
-    assert answer.status_code == (404 if path.endswith("/input_tokens") and method != "PUT" else 405)
+    # `GET /v1/responses/ID` is a route, and these may be ids.
+    is_id = path.endswith(("/input_tokens", "/compact"))
+    assert answer.status_code == (404 if is_id and method != "PUT" else 405)
     error_of(path, answer)
 
 

@@ -111,7 +111,9 @@ class LaunchedDaemon:
                 if "pid" not in told:
                     # Its launch was killed in the middle of the start.
                     return True
-                os.kill(told["pid"], signal.SIGTERM)
+                # It may have died just now.
+                with suppress(ProcessLookupError):
+                    os.kill(told["pid"], signal.SIGTERM)
                 with status("the daemon saves what only memory holds …"), locked(self.folder / "daemon.json"):
                     return False
         except BlockingIOError:
@@ -230,7 +232,7 @@ class DaemonKeeper:
                 break
             try:
                 self._start_again()
-            except (DiskPrefixError, OSError) as error:
+            except (DiskPrefixError, OSError, ValueError) as error:
                 self._say(f"the daemon at {self.url} has died and cannot be started again: {error}")
                 break
         if self._listener is not None:
@@ -238,7 +240,8 @@ class DaemonKeeper:
             self._listener.close()
 
     def _start_again(self) -> None:
-        """Starts the daemon, unless another launch does. Raises `DiskPrefixError` and `OSError`."""
+        """Starts the daemon, unless another launch does. Raises `DiskPrefixError` and `OSError`, and
+        `ValueError` if `daemon.json` is damaged."""
         deadline = time.monotonic() + _PATIENCE_S
         if self._process is not None:
             self._process.wait()

@@ -124,9 +124,13 @@ def purge(
         elif purged is not None and plan:
             purged.remote_error = why_not
         stored_bytes = store.file_bytes()
+    not_erased: CacheError | None = None
     if purged is not None and erase:
-        with progress("rewriting the file", stored_bytes) as advance:
-            purged.is_erased = rewrite_folder(store.path, advance)
+        try:
+            with progress("rewriting the file", stored_bytes) as advance:
+                purged.is_erased = rewrite_folder(store.path, advance)
+        except CacheError as error:
+            not_erased = error
     if as_json:
         print_json(_report(plan, chosen, purged))
     elif purged is not None:
@@ -134,6 +138,9 @@ def purge(
             _show_purged(kv_cache_dir, purged)
         _show_bucket(purged)
         _show_erased(purged)
+    if not_erased is not None:
+        # What was purged is shown first.
+        raise not_erased
     has_failed = purged is not None and (purged.left_blocks or (bucket is not None and purged.remote_error))
     return 1 if has_failed else 0
 

@@ -82,6 +82,8 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "ssm.dt_b_c_rms": (0,),
 }
 """Values that change nothing, of keys that nothing reads."""
+_OF_ENCODERS = ("mm.", "vision.", "audio.")
+"""What some files of text models say of the encoders of pictures and sound, which are other files."""
 _OF_LATENT = {
     "attention.key_length",
     "attention.value_length",
@@ -153,7 +155,12 @@ def require_all_read(config: Any, header: GgufHeader) -> None:
         raise ModelError(f"the file lacks {architecture}.{_EPSILON_KEYS[0]}")
     for key, expected in values.items():
         name = f"{architecture}.{key}"
-        if key in ignored or key in _FOUND or name.removeprefix(architecture).startswith(SCALING):
+        if (
+            key in ignored
+            or key in _FOUND
+            or name.removeprefix(architecture).startswith(SCALING)
+            or key.startswith(_OF_ENCODERS)
+        ):
             continue
         if expected not in _NEUTRAL.get(key, ()):
             raise ModelError(f"the file's {name} is {_shown(expected)}, and nothing here reads it")

@@ -80,6 +80,7 @@ def listing_of(model: str) -> HubListing | None:
     downloaded but headers."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
+    _require_tags_that_are_digests()
     api = HfApi()
     repo, quant = split_name(model)
     try:

@@ -296,6 +296,12 @@ def test_what_nothing_reads_is_refused_by_name(more: Callable[[Any], None], name
 
 
 @pytest.mark.usefixtures("cache")
+def test_what_files_say_of_encoders_that_they_do_not_have_is_no_reason_to_refuse_them(tmp_path: Path) -> None:
+    more = keys(mm__tokens_per_image=256, vision__block_count=27, audio__block_count=12)
+    converted_folder(tiny.write_gguf(tmp_path / "tiny.gguf", more=more), lambda _: None)
+
+
+@pytest.mark.usefixtures("cache")
 def test_a_head_that_rotates_in_part_is_refused_where_the_model_rotates_all(tmp_path: Path) -> None:
     sizes = {"head_dim": 32, "rope_parameters": rope(), **EPSILON}
     values = RMS | {"attention.key_length": 32, "attention.value_length": 32, "rope.freq_base": 250000.0}
