@@ -71,7 +71,8 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
     front = Front(settings, listing, workers, who, lambda: setattr(server, "should_exit", True))
     server = FrontServer(front, workers, settings)
     try:
-        with kept(workers.token.text if workers.token else "", listeners):
+        with server.while_listening as listening:
+            listening.enter_context(kept(workers.token.text if workers.token else "", listeners))
             server.run(sockets=listeners)
     finally:
         for listener in listeners:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
+from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -164,7 +164,9 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
 
     entrance = Entrance(make_app, on_failure=lambda: server.stop())
     server = _Server(uvicorn_config(entrance, settings), entrance, keys, front)
-    with nullcontext() if front is not None else kept(token.text if token else "", listeners):
+    with server.while_listening as listening:
+        if front is None:
+            listening.enter_context(kept(token.text if token else "", listeners))
         server.run(sockets=listeners)
     _end(server.daemon)
 
@@ -219,6 +221,15 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
 
 class SignalledServer(uvicorn.Server):
     """uvicorn's server with exit code 0 after SIGTERM."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.while_listening = ExitStack()
+        """What ends with the listening. Requests may go on after it, while another program takes the port."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.while_listening.close()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
