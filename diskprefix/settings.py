@@ -108,7 +108,7 @@ _model, _server, _cache, _shared = (partial(_setting, group) for group in (MODEL
 class Settings:
     """The settings of `diskprefix serve`. The field `kv_cache_dir` is the flag `--kv-cache-dir`, and so on.
 
-    This is the only list of the settings. The command line, its help and the table in `cli/README.md` follow it.
+    This is the only list of the settings. The command line and its help follow it.
     """
 
     model: str | None = _model(

@@ -44,7 +44,7 @@ BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
 BESIDE = {
-    "watch": {"clients", "simulate", "warm", "request_bodies", "daemon_call", "web_page"},
+    "watch": {"warm", "request_bodies", "daemon_call", "web_page"},
     "warm": {"daemon_call"},
     "talk": {"daemon_call", "web_page"},
     "clients": {"catalogue", "daemon_call"},
@@ -225,7 +225,7 @@ def test_the_checker_catches(module: str, source: str, violation: str) -> None:
         ("tokens", "import xxhash\nfrom diskprefix.errors import StoreCorrupt"),
         ("store", "import lmdb\nfrom diskprefix.store import schema"),
         ("extras.simulate.trace", "from diskprefix.cache.matching import Matcher"),
-        ("extras.watch.top", "from diskprefix.extras.simulate.trace import Trace"),
+        ("extras.watch.top", "from diskprefix.extras.daemon_call import Call"),
         ("store.maintenance.verify", "from diskprefix.store.store import Store"),
         ("store.store", "from diskprefix.store.codec.codec import Codec"),
     ],

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
 from packaging.requirements import Requirement
@@ -19,8 +18,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import diskprefix
-from diskprefix.cli.options import setting_options
-from diskprefix.settings import SETTINGS
 from tools.releasing.release import released_version
 
 ROOT = Path(__file__).parent.parent
@@ -106,24 +103,6 @@ def test_a_dependency_whose_inner_parts_are_used_is_bounded_to_versions_that_wer
         assert f"{int(tried.version.split('.')[0]) + 1}.0" not in bounds[name], f"{name} has no upper bound"
 
 
-def options_table() -> str:
-    """The table of options as `diskprefix/cli/README.md` must show it."""
-    command = click.Command("serve")
-    setting_options(SETTINGS)(command)
-    lines = ["| option | default | |", "| --- | --- | --- |"]
-    for parameter in sorted(command.params, key=lambda parameter: list(SETTINGS).index(str(parameter.name))):
-        setting = SETTINGS[str(parameter.name)]
-        value = parameter.default if setting.kind != "switch" else "on" if parameter.default else "off"
-        default = setting.unset or f"`{value}`"
-        lines.append(f"| `{parameter.opts[0]}` | {default} | {setting.help} |")
-    return "\n".join(lines)
-
-
-def test_the_options_table_is_what_the_settings_say() -> None:
-    page = (ROOT / "diskprefix/cli/README.md").read_text(encoding="utf-8")
-    assert options_table() in page, f"the table must be:\n{options_table()}"
-
-
 PAGES = [
     path
     for path in sorted([*ROOT.rglob("README.md"), ROOT / "tests/RELIABILITY.md"])
@@ -152,12 +131,10 @@ EXPECTED_PAGES = {
         "diskprefix/extras/front/README.md",
         "diskprefix/extras/remote/README.md",
         "diskprefix/extras/watch/dashboard/README.md",
-        "diskprefix/extras/watch/top/README.md",
     ),
     *(
         "diskprefix/extras/simulate/README.md",
         "diskprefix/chat/output/README.md",
-        "diskprefix/extras/watch/browse/README.md",
     ),
 }
 

@@ -29,8 +29,6 @@ OWN = [
     ("GET", "/dashboard/events"),
     ("GET", "/dashboard/entries"),
     ("DELETE", "/dashboard/entries/0123456789abcdef"),
-    ("POST", "/dashboard/simulation"),
-    ("GET", "/dashboard/clients"),
     ("GET", "/props"),
 ]
 """What shows texts of prompts, deletes or controls."""

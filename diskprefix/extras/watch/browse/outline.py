@@ -1,29 +1,36 @@
-"""The folded prefix tree: a run of nodes without branches or ends of saved prompts is one trunk."""
+"""The folded prefix trees: a run of nodes without branches or ends of saved prompts is one trunk."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.schema import Kind, NodeRecord, UsageRecord
+from diskprefix.store.schema import Kind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree, list_entries
 
+_MOST_ENTRIES = 2000
+
 
 @dataclass(kw_only=True)
-class BlockRun:
-    """Consecutive blocks from token `start` to `end`. `id` is the name of the last one, in hex.
+class Trunk:
+    """Consecutive blocks from token `start` to `end`. `id` is the name of the last one, in hex, and `parent` the id of
+    the trunk that it continues, None for the first of a tree.
 
-    `stored_bytes` is their size in the file, with checkpoints. `entries` are the ids of the saved prompts that end at
+    `stored_bytes` is their size in the file, with `checkpoints`. `entries` are the ids of the saved prompts that end at
     `end`. `num_entries` counts these and all that continue them. `hits` counts the requests that restored a part of
     it or all. Times are seconds since the epoch. `prefill_s` is the measured time to compute the tokens, 0 if unknown.
     """
 
     id: str
+    parent: str | None
     start: int
     end: int
     num_blocks: int = 0
+    checkpoints: int = 0
     stored_bytes: int = 0
     hits: int = 0
     last_used_at: float = 0.0
@@ -33,36 +40,39 @@ class BlockRun:
 
 
 @dataclass(kw_only=True)
-class Trunk(BlockRun):
-    """A run of blocks in a tree, the number of its checkpoints, and the runs that continue it."""
-
-    checkpoints: int = 0
-    children: list[Trunk] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class RootOutline:
-    """The tree of one model and tenant. `stored_bytes` is the size of all its nodes in the file."""
+class FoldedTree:
+    """The tree of one model and tenant. Each trunk is followed by all that continues it, the most recently used first.
+    `stored_bytes` is the size of all its nodes in the file."""
 
     root: str
     model: str
     tenant: str
-    block_size: int
     stored_bytes: int
     num_entries: int
-    trunks: list[Trunk]
+    nodes: list[Trunk]
 
 
 @dataclass(kw_only=True)
 class Outline:
-    """All trees, the largest first, and the saved prompts by id."""
+    """All trees, the largest first, and the saved prompts by id, the most recently used first."""
 
-    roots: list[RootOutline]
+    trees: list[FoldedTree]
     entries: dict[str, EntryInfo]
+
+    def listing(self, *, with_texts: bool = True) -> dict[str, Any]:
+        """Returns JSON values: `total`, the number of saved prompts, the latest `entries`, and the `trees`. Without
+        texts, the `preview` of each entry is None."""
+        hidden: dict[str, Any] = {} if with_texts else {"preview": None}
+        latest = list(self.entries.values())[:_MOST_ENTRIES]
+        return {
+            "total": len(self.entries),
+            "entries": [asdict(info) | hidden for info in latest],
+            "trees": [vars(tree) | {"nodes": [vars(trunk) for trunk in tree.nodes]} for tree in self.trees],
+        }
 
 
 def outline(
-    snapshot: Snapshot, entries: list[EntryInfo] | None = None, only: Collection[bytes] | None = None
+    snapshot: Snapshot, entries: Sequence[EntryInfo] | None = None, only: Collection[bytes] | None = None
 ) -> Outline:
     """Returns the folded trees. Nodes whose records are damaged are left out, with what continues them.
 
@@ -70,31 +80,21 @@ def outline(
     """
     known = {info.id: info for info in (list_entries(snapshot) if entries is None else entries)}
     folder = _Folder(snapshot, frozenset(map(bytes.fromhex, known)))
-    roots = []
+    trees = []
     for root, record in snapshot.roots():
         trunks = folder.below(root) if only is None or root in only else []
         if trunks:
-            roots.append(
-                RootOutline(
+            trees.append(
+                FoldedTree(
                     root=root.hex(),
                     model=record.model,
                     tenant=record.tenant,
-                    block_size=record.block_size,
-                    stored_bytes=sum(trunk.stored_bytes for trunk in walk(trunks)),
-                    num_entries=sum(trunk.num_entries for trunk in trunks),
-                    trunks=trunks,
+                    stored_bytes=sum(trunk.stored_bytes for trunk in trunks),
+                    num_entries=sum(trunk.num_entries for trunk in trunks if trunk.parent is None),
+                    nodes=trunks,
                 )
             )
-    return Outline(roots=sorted(roots, key=lambda one: (-one.stored_bytes, one.root)), entries=known)
-
-
-def walk(trunks: list[Trunk]) -> Iterator[Trunk]:
-    """Yields the trunks and all that continues them, parents first."""
-    todo = list(reversed(trunks))
-    while todo:
-        trunk = todo.pop()
-        yield trunk
-        todo.extend(reversed(trunk.children))
+    return Outline(trees=sorted(trees, key=lambda one: (-one.stored_bytes, one.root)), entries=known)
 
 
 class _Folder:
@@ -106,46 +106,54 @@ class _Folder:
         self._ends = ends
 
     def below(self, root: bytes) -> list[Trunk]:
-        """Returns the trunks that continue a root, the most recently used first."""
-        tops: list[Trunk] = []
-        order: list[Trunk] = []
-        todo = [(name, tops) for name in self._continuing(root)]
+        """Returns the trunks that continue a root, parents first."""
+        trunks: list[Trunk] = []
+        todo: list[tuple[bytes, str | None]] = [(name, None) for name in self._continuing(root)]
         while todo:
-            name, siblings = todo.pop()
-            trunk, following = self._trunk(name)
-            siblings.append(trunk)
-            order.append(trunk)
-            todo.extend((child, trunk.children) for child in following)
-        for trunk in reversed(order):
-            trunk.num_entries += sum(child.num_entries for child in trunk.children)
-            trunk.children.sort(key=_by_use)
-        return sorted(tops, key=_by_use)
+            name, parent = todo.pop()
+            trunk, following = self._trunk(name, parent)
+            trunks.append(trunk)
+            todo.extend((child, trunk.id) for child in following)
+        children = defaultdict[str | None, list[Trunk]](list)
+        for trunk in reversed(trunks):
+            trunk.num_entries += sum(child.num_entries for child in children[trunk.id])
+            children[trunk.parent].append(trunk)
+        return _latest_first(children)
 
-    def _trunk(self, name: bytes) -> tuple[Trunk, list[bytes]]:
+    def _trunk(self, name: bytes, parent: str | None) -> tuple[Trunk, list[bytes]]:
         """Returns the trunk that begins at a node, and the nodes that continue it."""
-        first = self._node(name)
-        assert first is not None, "only sound nodes are followed"
-        trunk = Trunk(id=name.hex(), start=first.position, end=first.position)
+        node = self._node(name)
+        assert node is not None, "only sound nodes are followed"
+        trunk = Trunk(id=name.hex(), parent=parent, start=node.position, end=node.end)
         while True:
-            node, usage = self._node(name), self._snapshot.usage(name)
-            assert node is not None, "only sound nodes are followed"
             checkpoints = self._checkpoints(name)
-            _extend(trunk, name, node, usage, checkpoints)
-            ended = {name, *(point for point, _ in checkpoints)} & self._ends
-            trunk.entries = sorted(one.hex() for one in ended)
-            trunk.num_entries = len(ended)
+            self._extend(trunk, name, node, list(checkpoints.values()))
+            ended = {name, *checkpoints} & self._ends
+            trunk.entries, trunk.num_entries = sorted(one.hex() for one in ended), len(ended)
             following = self._continuing(name)
             if len(following) != 1 or ended:
-                return trunk, following
-            name = following[0]
+                return trunk, list(following)
+            [(name, node)] = following.items()
 
-    def _continuing(self, name: bytes) -> list[bytes]:
-        children = self._tree.children.get(name, ())
-        return [one for one in children if (node := self._node(one)) is not None and node.kind != Kind.CHECKPOINT]
+    def _extend(self, trunk: Trunk, name: bytes, node: NodeRecord, checkpoints: list[NodeRecord]) -> None:
+        trunk.id, trunk.end = name.hex(), node.end
+        trunk.num_blocks += 1
+        trunk.checkpoints += len(checkpoints)
+        trunk.stored_bytes += node.stored_bytes + sum(point.stored_bytes for point in checkpoints)
+        if (usage := self._snapshot.usage(name)) is not None:
+            trunk.hits = max(trunk.hits, usage.restores)
+            trunk.last_used_at = max(trunk.last_used_at, round(usage.last_used, 3))
+            trunk.prefill_s += usage.prefill_s
 
-    def _checkpoints(self, name: bytes) -> list[tuple[bytes, NodeRecord]]:
-        children = ((one, self._node(one)) for one in self._tree.children.get(name, ()))
-        return [(one, node) for one, node in children if node is not None and node.kind == Kind.CHECKPOINT]
+    def _continuing(self, name: bytes) -> dict[bytes, NodeRecord]:
+        return {one: node for one, node in self._children(name).items() if node.kind != Kind.CHECKPOINT}
+
+    def _checkpoints(self, name: bytes) -> dict[bytes, NodeRecord]:
+        return {one: node for one, node in self._children(name).items() if node.kind == Kind.CHECKPOINT}
+
+    def _children(self, name: bytes) -> dict[bytes, NodeRecord]:
+        found = ((one, self._node(one)) for one in self._tree.children.get(name, ()))
+        return {one: node for one, node in found if node is not None}
 
     def _node(self, name: bytes) -> NodeRecord | None:
         try:
@@ -154,17 +162,15 @@ class _Folder:
             return None
 
 
-def _extend(
-    trunk: Trunk, name: bytes, node: NodeRecord, usage: UsageRecord | None, points: list[tuple[bytes, NodeRecord]]
-) -> None:
-    trunk.id, trunk.end = name.hex(), node.end
-    trunk.num_blocks += 1
-    trunk.stored_bytes += node.stored_bytes + sum(point.stored_bytes for _, point in points)
-    trunk.checkpoints += len(points)
-    if usage is not None:
-        trunk.hits, trunk.last_used_at = max(trunk.hits, usage.restores), round(usage.last_used, 3)
-        trunk.prefill_s += usage.prefill_s
+def _latest_first(children: Mapping[str | None, list[Trunk]]) -> list[Trunk]:
+    """Returns trunks, each followed by all that continues it. `children` has them by their parent."""
+    ordered: list[Trunk] = []
+    todo = sorted(children[None], key=_age)
+    while todo:
+        ordered.append(trunk := todo.pop())
+        todo += sorted(children.get(trunk.id, ()), key=_age)
+    return ordered
 
 
-def _by_use(trunk: Trunk) -> tuple[float, str]:
-    return -trunk.last_used_at, trunk.id
+def _age(trunk: Trunk) -> tuple[float, str]:
+    return trunk.last_used_at, trunk.id

@@ -1,4 +1,4 @@
-"""The gain of the cache for each model and tenant, and the next victims of eviction."""
+"""The figures of the cache for each model and tenant."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.eviction import HALF_LIFE_S, choose_victims, scores
 from diskprefix.store.savings import Savings, Tally
-from diskprefix.store.schema import Kind, NodeRecord, UsageRecord, decode_node
+from diskprefix.store.schema import Kind, NodeRecord, decode_node
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import EntryInfo, PrefixTree
+from diskprefix.store.tree import EntryInfo
 
 _COUNTED = ("entries", "blocks", "checkpoints", "listed_bytes", "raw_bytes", "stored_bytes", "checkpoint_bytes")
 
@@ -52,29 +51,14 @@ class RootStatistics:
         return max(0, self.raw_bytes - self.stored_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Victim:
-    """A block that is evicted soon. `entries` are the saved prompts that end there. `score` orders the blocks: log2
-    of use, age and prefill time per byte, see `store/README.md`."""
-
-    hash: str
-    root: str
-    kind: str
-    start: int
-    end: int
-    stored_bytes: int
-    score: float
-    age_s: float
-    hits: int
-    prefill_s: float
-    entries: tuple[str, ...]
-    reason: str
-
-
 def statistics(
-    snapshot: Snapshot, entries: Sequence[EntryInfo], savings: Mapping[bytes, Savings], now: float
+    snapshot: Snapshot,
+    entries: Sequence[EntryInfo],
+    savings: Mapping[bytes, Savings],
+    now: float,
+    only: Collection[bytes] | None = None,
 ) -> list[RootStatistics]:
-    """Returns the figures of each model and tenant, the largest first.
+    """Returns the figures of each model and tenant, the largest first; `only`: of these roots.
 
     `entries` is the result of `list_entries` for this snapshot, `savings` that of `read_savings`. Reads the record of
     every node and leaves out damaged ones.
@@ -92,6 +76,8 @@ def statistics(
             counts[node.root].update(blocks=1)
     rows = []
     for root, record in snapshot.roots():
+        if only is not None and root not in only:
+            continue
         used = savings.get(root)
         row = RootStatistics(
             root=root.hex(),
@@ -106,53 +92,6 @@ def statistics(
     return sorted(rows, key=lambda row: (-row.stored_bytes, -row.total.requests, row.root))
 
 
-def next_victims(snapshot: Snapshot, now: float, roots: Collection[bytes], *, most: int) -> list[Victim]:
-    """Returns the `most` blocks of these roots that would be evicted first now. A running daemon would keep blocks in
-    use, which are not known here."""
-    table = snapshot.usages()
-    ranks = scores(table, now)
-    saves_nothing = snapshot.saves_nothing()
-    names = choose_victims(table, snapshot.parent, bytes_wanted=2**62, pinned=(), now=now, saves_nothing=saves_nothing)
-    tree, victims = PrefixTree(snapshot), list[Victim]()
-    for name in names:
-        if len(victims) == most:
-            break
-        try:
-            node, usage = snapshot.node(name), snapshot.usage(name)
-        except StoreCorrupt:
-            continue
-        if node is None or usage is None or node.root not in roots:
-            continue
-        is_bare = saves_nothing is not None and name not in tree.children and saves_nothing(name)
-        victims.append(
-            Victim(
-                hash=name.hex(),
-                root=node.root.hex(),
-                kind=node.kind.name.lower(),
-                start=node.position,
-                end=node.end,
-                stored_bytes=usage.stored_bytes,
-                score=round(float(ranks[table.row_of[name]]), 2),
-                age_s=round(max(0.0, now - usage.last_used), 1),
-                hits=usage.restores,
-                prefill_s=round(usage.prefill_s, 4),
-                entries=(name.hex(),) if snapshot.has_record("entries", name) else (),
-                reason=_reason(usage, now, is_bare=is_bare),
-            )
-        )
-    return victims
-
-
-def _reason(usage: UsageRecord, now: float, *, is_bare: bool) -> str:
-    if is_bare:
-        return "no checkpoint continues it"
-    age_s = max(0.0, now - usage.last_used)
-    recent = usage.hits * 2.0 ** (-age_s / HALF_LIFE_S)
-    if not usage.restores:
-        return "never used again"
-    return "not used lately" if recent < 0.1 else "used lately"
-
-
 def _sound_nodes(snapshot: Snapshot) -> Iterator[NodeRecord]:
     for name, value in snapshot.records("nodes"):
         try:
@@ -160,26 +99,3 @@ def _sound_nodes(snapshot: Snapshot) -> Iterator[NodeRecord]:
         except StoreCorrupt:
             continue
         yield node
-
-
-@dataclass(kw_only=True)
-class NodeCounts:
-    """Counts of some models' nodes: blocks (tails included), checkpoints and the bytes of their payloads."""
-
-    blocks: int = 0
-    checkpoints: int = 0
-    checkpoint_bytes: int = 0
-
-
-def count_nodes(snapshot: Snapshot, roots: Collection[bytes]) -> NodeCounts:
-    """Returns the counts of all nodes of these roots whose records are sound."""
-    counts = NodeCounts()
-    for node in _sound_nodes(snapshot):
-        if node.root not in roots:
-            continue
-        if node.kind == Kind.CHECKPOINT:
-            counts.checkpoints += 1
-            counts.checkpoint_bytes += node.stored_bytes
-        else:
-            counts.blocks += 1
-    return counts

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from diskprefix.extras.watch.browse.flat import listing
 from diskprefix.extras.watch.browse.outline import Outline, outline
 from diskprefix.store.maintenance.purge import Purged
 from diskprefix.store.store import Store
@@ -29,7 +28,7 @@ class SavedPrompts:
         self._read_at = self._again_at = 0.0
 
     async def entries(self, store: Store, *, with_texts: bool) -> dict[str, Any]:
-        """Returns the `listing` of the store, its age `age_s`, and `again_s`, the time until the next reading.
+        """Returns the `Outline.listing` of the store, its age `age_s`, and `again_s`, the time until the next reading.
 
         Raises `CacheError`.
         """
@@ -40,7 +39,7 @@ class SavedPrompts:
                 self._read_at = asked_at
                 self._again_at = time.monotonic() + _REST * (time.monotonic() - asked_at)
             ages = {"age_s": asked_at - self._read_at, "again_s": max(0.0, self._again_at - time.monotonic())}
-            return ages | await asyncio.to_thread(listing, self._outline, with_texts=with_texts)
+            return ages | await asyncio.to_thread(self._outline.listing, with_texts=with_texts)
 
     async def delete(self, delete: Callable[[str], Purged], entry_id: str) -> Purged:
         """Deletes the saved prompt with this id. Raises `EntryNotFound`, and `CacheError` if the store cannot be

@@ -16,19 +16,15 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Match
 from starlette.types import Scope
 
-from diskprefix.extras.clients.recipe import NO_KEY, Served, names, recipe
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
-from diskprefix.extras.watch.dashboard.simulation import Simulation, SimulationBody
 from diskprefix.extras.watch.dashboard.watch import UPDATE_S, Watch
 from diskprefix.extras.web_page import wants_page
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import EVENTS, described, replies
-from diskprefix.server.log_context import log_context
+from diskprefix.server.described import EVENTS, replies
 from diskprefix.server.status import require_owner
 
 _SILENT_S = 8.0
 """The time without news after which a comment shows that the stream is alive."""
-_KEY_PLACE = "YOUR-KEY"
 
 router = APIRouter(
     prefix="/dashboard",
@@ -45,7 +41,6 @@ class Dashboard:
         self.daemon = daemon
         self.watch = Watch(daemon)
         self.saved_prompts = SavedPrompts()
-        self.simulation = Simulation()
 
 
 def _dashboard(request: Request) -> Dashboard:
@@ -127,33 +122,3 @@ async def delete_entry(request: Request, entry_id: str) -> JSONResponse:
     serving = await dashboard.daemon.ready()
     purged = await dashboard.saved_prompts.delete(serving.engine.cache.delete, entry_id)
     return JSONResponse({"id": entry_id, "deleted": True} | purged.counts())
-
-
-@router.post(
-    "/simulation",
-    summary="What other scopes would have done",
-    **described(SimulationBody, "`scopes`: the figures of each, and of `upper-bound`, which no scope can exceed."),
-)
-async def simulation(request: Request) -> JSONResponse:
-    """Replay the last recorded hours under other scopes. It takes seconds, in a process of low priority."""
-    dashboard = _dashboard(request)
-    daemon = dashboard.daemon
-    with daemon.arriving(log_context(request).caller.tenant) as place:
-        body = await daemon.bodies.read_json(request, SimulationBody, place)
-    rows = await dashboard.simulation.run(daemon.settings, await daemon.ready(), body.hours)
-    return JSONResponse({"hours": body.hours, "scopes": rows})
-
-
-@router.get("/clients", summary="Settings of clients")
-async def clients(request: Request) -> list[dict[str, str]]:
-    """The settings with which agents and libraries use this daemon, as `diskprefix clients` prints them."""
-    daemon = _dashboard(request).daemon
-    serving = await daemon.ready()
-    served = Served(
-        url=str(request.base_url).rstrip("/"),
-        model=serving.model_name,
-        key=NO_KEY if daemon.settings.api_keys is None else _KEY_PLACE,
-        context=serving.engine.max_positions,
-    )
-    recipes = [recipe(name, served) for name in names()]
-    return [{"name": each.name, "title": each.title, "text": each.shown()} for each in recipes]

@@ -64,7 +64,6 @@ class Watch:
             "cache": cache,
             "problems": [asdict(problem) for problem in problems(cache, breaks, daemon.recent.failures)],
             "command": shlex.join(["diskprefix", *sys.argv[1:]]),
-            "recording": daemon.settings.record is not None,
             "may_delete": self.is_private,
         }
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import click
 
 from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, terminal_width
-from diskprefix.extras.watch.browse.entry import EntryDetails, NodeInfo, entry_details
+from diskprefix.extras.watch.browse.entry import EntryDetails, entry_details
 from diskprefix.printable import printable_only
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo
 from diskprefix.tokens import TokenIds
-from diskprefix.units import ago, format_part, format_size
+from diskprefix.units import ago, format_size
 
 _LABEL = 12
-_BARS, _NUM_BARS = " ▁▂▃▄▅▆▇█", 24
 _SHOWN_CHARS = 600
 
 
@@ -42,9 +39,6 @@ def show_entry(snapshot: Snapshot, entries: list[EntryInfo], info: EntryInfo, *,
     click.echo(f"{'shared with':<{_LABEL}}{len(shared) or 'nobody'}")
     for line in shared[:SHOWN]:
         click.echo(line)
-    click.echo(f"{'blocks':<{_LABEL}}{sum(node.kind != 'checkpoint' for node in details.nodes)}")
-    for line in _chain(details.nodes):
-        click.echo(f"  {line}")
     if text is None:
         click.echo(f"{'preview':<{_LABEL}}{printable_only(info.preview)}")
     else:
@@ -87,7 +81,8 @@ def _lines(details: EntryDetails) -> list[tuple[str, str]]:
         ("stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)}{ratio})"),
         ("shared", format_size(info.shared_bytes)),
         ("checkpoints", _checkpoints_text(info)),
-        ("hits", f"{info.hits:,}{_hits_text(details.hit_times, info.created_at)}"),
+        ("blocks", _blocks_text(details)),
+        ("hits", f"{info.hits:,}"),
         ("created", ago(info.created_at)),
         ("last used", ago(info.last_used_at)),
         ("kept for", _ttl_text(info)),
@@ -95,42 +90,6 @@ def _lines(details: EntryDetails) -> list[tuple[str, str]]:
         ("reason", details.reason.replace("_", " ") or "not known"),
         ("tenant", info.tenant or "none"),
     ]
-
-
-def _hits_text(times: tuple[float, ...], created_at: float) -> str:
-    """Returns a row of bars for the last hits, from the first one (or the creation) until now."""
-    now = time.time()
-    begin = max(created_at, times[0]) if len(times) > 1 and times[0] > created_at else created_at
-    span = now - begin
-    if not times or span <= 0:
-        return ""
-    counts = [0] * _NUM_BARS
-    for when in times:
-        counts[min(_NUM_BARS - 1, max(0, int((when - begin) / span * _NUM_BARS)))] += 1
-    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
-    return f", {len(times):,} since {ago(begin)}: |{bars}|"
-
-
-def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
-    """Returns a line for each run of similar blocks, because long prompts have hundreds of blocks."""
-    lines = []
-
-    def likeness(node: NodeInfo) -> tuple[Any, ...]:
-        is_whole = node.kind == "block" and node.num_tokens == nodes[0].num_tokens
-        return (node.hash,) if not is_whole else (node.kind, node.entries)
-
-    for _, group in groupby(nodes, likeness):
-        run = list(group)
-        first, last = run[0], run[-1]
-        start, end = first.position, last.position + last.num_tokens
-        where = f"at token {end:,}" if first.kind == "checkpoint" else f"tokens {start:,}–{end:,}"
-        number = f"{len(run)} blocks" if len(run) > 1 else first.kind
-        size = format_part(sum(node.stored_bytes for node in run), sum(node.raw_bytes for node in run))
-        notes = [size, f"in {first.entries} prompts" if first.entries > 1 else ""]
-        notes.append(f"{last.hits} hits" if last.hits else "")
-        hashes = last.hash if len(run) == 1 else f"…{last.hash[-8:]}"
-        lines.append(f"{where:<24} {number:<11} {', '.join(note for note in notes if note)}  {hashes}")
-    return lines
 
 
 def _indented(text: str) -> str:
@@ -151,3 +110,9 @@ def _checkpoints_text(info: EntryInfo) -> str:
     if not info.checkpoints:
         return "none"
     return f"{format_size(info.checkpoint_bytes)} at {', '.join(f'{position:,}' for position in info.checkpoints)}"
+
+
+def _blocks_text(details: EntryDetails) -> str:
+    blocks = [node for node in details.nodes if node.kind != "checkpoint"]
+    shared = sum(node.entries > 1 for node in blocks)
+    return f"{len(blocks)}, {shared} of them in other prompts too"

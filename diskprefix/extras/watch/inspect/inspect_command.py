@@ -21,7 +21,7 @@ from diskprefix.cli.tooling import (
     terminal_width,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.extras.watch.browse.statistics import NodeCounts, count_nodes
+from diskprefix.extras.watch.browse.statistics import statistics
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.tenant_ids import short_tenant
@@ -36,7 +36,7 @@ _FOR_WHY = "With --why: "
 @click.command(short_help="List the saved prompts, what they share, and why a prompt misses.")
 @click.argument("entry", required=False)
 @click.option("--tree", is_flag=True, help="Show the prefix tree with its shared trunks.")
-@click.option("--stats", is_flag=True, help="Show the gain of the cache by model and tenant, and the next evictions.")
+@click.option("--stats", is_flag=True, help="Show the gain of the cache by model and tenant.")
 @click.option(
     "--why",
     "body",
@@ -136,21 +136,19 @@ def _of_model(roots: Mapping[bytes, str], model: str) -> dict[bytes, str]:
 def _show_entries(
     snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[bytes], folder: Path, *, as_json: bool
 ) -> None:
-    counts = count_nodes(snapshot, roots)
+    rows = statistics(snapshot, entries, {}, 0.0, roots)
+    counts = {name: sum(getattr(row, name) for row in rows) for name in ("blocks", "checkpoints", "checkpoint_bytes")}
     if as_json:
-        print_json({"entries": [asdict(info) for info in entries]} | asdict(counts))
+        print_json({"entries": [asdict(info) for info in entries]} | counts)
         return
     if entries:
         _print_entries(entries, terminal_width(otherwise=160))
     whose = "" if len(roots) == len(dict(snapshot.roots())) else " of all models"
-    _print_totals(len(entries), counts, f"{format_size(snapshot.used_bytes())}{whose} in {folder}")
-
-
-def _print_totals(num_entries: int, counts: NodeCounts, used: str) -> None:
-    prompts, blocks = counted(num_entries, "saved prompt"), counted(counts.blocks, "block")
-    size = format_size(counts.checkpoint_bytes)
-    checkpoints = f"{counted(counts.checkpoints, 'checkpoint')} ({size}), " if counts.checkpoints else ""
-    click.echo(f"{prompts}, {blocks}, {checkpoints}{used}")
+    totals = [counted(len(entries), "saved prompt"), counted(counts["blocks"], "block")]
+    if counts["checkpoints"]:
+        size = format_size(counts["checkpoint_bytes"])
+        totals.append(f"{counted(counts['checkpoints'], 'checkpoint')} ({size})")
+    click.echo(f"{', '.join(totals)}, {format_size(snapshot.used_bytes())}{whose} in {folder}")
 
 
 def _print_entries(entries: list[EntryInfo], width: int) -> None:

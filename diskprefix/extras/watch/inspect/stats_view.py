@@ -1,26 +1,22 @@
-"""The output of `diskprefix inspect --stats`: the gain of the cache for each model and tenant, and the next victims."""
+"""The output of `diskprefix inspect --stats`: the gain of the cache for each model and tenant."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from itertools import islice
 from typing import Any
 
 import click
 import msgspec
 
-from diskprefix.cli.tooling import print_json, print_table, short_id
-from diskprefix.extras.watch.browse.statistics import RootStatistics, Victim, next_victims, statistics
+from diskprefix.cli.tooling import print_json
+from diskprefix.extras.watch.browse.statistics import RootStatistics, statistics
 from diskprefix.printable import printable_only
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo
 from diskprefix.store.written import read_written
 from diskprefix.tenant_ids import short_tenant
-from diskprefix.units import ago, counted, format_age, format_duration, format_size
-
-_LISTED, _MOST_VICTIMS = 10, 1000
-"""Runs of blocks that are listed of those that go next, and blocks that are looked at for that."""
+from diskprefix.units import ago, counted, format_duration, format_size
 
 
 def show_stats(
@@ -34,9 +30,7 @@ def show_stats(
 ) -> None:
     """Prints figures for each model and tenant of `roots`. `entries` are those of `snapshot` that they have, `now` is
     in seconds since 1970."""
-    shown = {root.hex() for root in roots}
-    rows = [row for row in statistics(snapshot, entries, read_savings(snapshot), now) if row.root in shown]
-    victims = next_victims(snapshot, now, roots, most=_LISTED if as_json else _MOST_VICTIMS)
+    rows = statistics(snapshot, entries, read_savings(snapshot), now, roots)
     used, written = snapshot.used_bytes(), read_written(snapshot)
     if as_json:
         print_json(
@@ -47,7 +41,6 @@ def show_stats(
                 "disk_written_last_day_bytes": written.last_day(now),
                 "write_budget_bytes": written.budget_bytes,
                 "roots": [_as_dict(row) for row in rows],
-                "next_victims": msgspec.to_builtins(victims),
             }
         )
         return
@@ -57,9 +50,6 @@ def show_stats(
     limit = f" of {format_size(written.budget_bytes)} a day" if written.budget_bytes else ""
     last_day, in_all = format_size(written.last_day(now)), format_size(written.total)
     click.echo(f"{last_day}{limit} were written to the disk in 24 hours, {in_all} in all")
-    if victims:
-        click.echo("\nEvicted next, when the budget is reached:")
-        _print_victims(victims)
 
 
 def _as_dict(row: RootStatistics) -> dict[str, Any]:
@@ -85,27 +75,3 @@ def _lines(row: RootStatistics) -> Iterator[str]:
     yield f"  {counted(total.requests, 'request')}; {total.restored_share:.0%} of their prompt tokens restored"
     saved_today, saved_in_all = format_duration(today.saved_s), format_duration(total.saved_s)
     yield f"  computing saved: {saved_today} today, {saved_in_all} since {ago(row.since)}"
-
-
-def _print_victims(victims: list[Victim]) -> None:
-    rows = []
-    for run in islice(_runs(victims), _LISTED):
-        stored_bytes, prefill_s = sum(one.stored_bytes for one in run), sum(one.prefill_s for one in run)
-        ends = [short_id(entry) for one in run for entry in one.entries]
-        cost = f"{prefill_s / max(stored_bytes, 1) * 2**20:.3g}" if prefill_s else "?"
-        where, age = f"{run[-1].start:,}–{run[0].end:,}", f"{format_age(run[0].age_s)} ago"
-        rows.append([where, format_size(stored_bytes), age, " ".join(ends), cost, run[0].reason])
-    titles = ("tokens", "size", "last used", "ends", "s/MiB", "why")
-    print_table(titles, rows, right=("size", "s/MiB"), wrapped=())
-
-
-def _runs(victims: list[Victim]) -> Iterator[list[Victim]]:
-    """Yields blocks that are evicted one after the other, and follow each other in a prompt, together."""
-    run: list[Victim] = []
-    for victim in victims:
-        if run and (victim.root, victim.end, victim.reason) != (run[-1].root, run[-1].start, run[-1].reason):
-            yield run
-            run = []
-        run.append(victim)
-    if run:
-        yield run

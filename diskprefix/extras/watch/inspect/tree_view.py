@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
 from diskprefix.cli.tooling import SHOWN, plain, print_json, short_id, terminal_width
-from diskprefix.extras.watch.browse.outline import Outline, RootOutline, Trunk, outline
+from diskprefix.extras.watch.browse.outline import FoldedTree, Outline, Trunk, outline
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo
 from diskprefix.tenant_ids import short_tenant
@@ -24,37 +24,41 @@ def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[by
     """Prints the folded prefix trees of some roots. `entries` are those of `snapshot` that they have."""
     found = outline(snapshot, entries, roots)
     if as_json:
-        print_json({"roots": [asdict(root) for root in found.roots]})
+        print_json({"trees": found.listing()["trees"]})
         return
-    if not found.roots:
+    if not found.trees:
         click.echo("nothing is saved")
         return
     from rich.console import Console
 
     console = Console(width=terminal_width(otherwise=120), no_color=True)
-    for root in found.roots:
+    for tree in found.trees:
         with console.capture() as printed:
-            console.print(_root_tree(root, found))
+            console.print(_drawn(tree, found))
         click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
-    total = sum(root.stored_bytes for root in found.roots)
-    shared = sum(max(0, info.stored_bytes) for info in entries) - total
+    total = sum(tree.stored_bytes for tree in found.trees)
+    shared = sum(info.stored_bytes for info in entries) - total
     prompts = counted(len(entries), "saved prompt")
     click.echo(f"{prompts} in {format_size(total)}; sharing saves {format_size(max(0, shared))}")
 
 
-def _root_tree(root: RootOutline, found: Outline) -> Tree:
+def _drawn(tree: FoldedTree, found: Outline) -> Tree:
     from rich.tree import Tree
 
-    whose = f", tenant {short_tenant(root.tenant)}" if root.tenant else ""
-    prompts = counted(root.num_entries, "prompt")
-    tree = Tree(_line(f"{root.model}{whose}: {prompts}, {format_size(root.stored_bytes)}"))
-    todo = [(tree, root.trunks)]
+    whose = f", tenant {short_tenant(tree.tenant)}" if tree.tenant else ""
+    prompts = counted(tree.num_entries, "prompt")
+    top = Tree(_line(f"{tree.model}{whose}: {prompts}, {format_size(tree.stored_bytes)}"))
+    children = defaultdict[str | None, list[Trunk]](list)
+    for trunk in tree.nodes:
+        children[trunk.parent].append(trunk)
+    todo: list[tuple[Tree, str | None]] = [(top, None)]
     while todo:
-        branch, trunks = todo.pop()
-        todo += [(branch.add(_trunk_line(trunk, found)), trunk.children) for trunk in trunks[:SHOWN]]
+        branch, parent = todo.pop()
+        trunks = children[parent]
+        todo += [(branch.add(_trunk_line(trunk, found)), trunk.id) for trunk in trunks[:SHOWN]]
         if len(trunks) > SHOWN:
             branch.add(_line(f"… and {len(trunks) - SHOWN:,} more; --json shows them all"))
-    return tree
+    return top
 
 
 def _trunk_line(trunk: Trunk, found: Outline) -> Text:
@@ -63,29 +67,9 @@ def _trunk_line(trunk: Trunk, found: Outline) -> Text:
         facts.append(f"{trunk.num_entries} prompts")
     if trunk.checkpoints:
         facts.append(counted(trunk.checkpoints, "checkpoint"))
-    facts.append(counted(trunk.hits, "hit"))
-    facts.append(ago(trunk.last_used_at))
-    ended = [found.entries[one] for one in trunk.entries if one in found.entries]
-    text = " · ".join(facts)
-    if ended:
-        return _line(f"{text} ● {short_id(ended[0].id)} {_end_of(ended[0].preview)}")
-    below = _any_entry(trunk, found)
-    return _line(f"{text} · {below.preview.split(' … ')[0]}" if below and not trunk.start else text)
-
-
-def _end_of(preview: str) -> str:
-    return preview.rsplit(" … ", 1)[-1]
-
-
-def _any_entry(trunk: Trunk, found: Outline) -> EntryInfo | None:
-    todo = [trunk]
-    while todo:
-        one = todo.pop()
-        for id_ in one.entries:
-            if id_ in found.entries:
-                return found.entries[id_]
-        todo += one.children
-    return None
+    facts += [counted(trunk.hits, "hit"), ago(trunk.last_used_at)]
+    ended = "".join(f" ● {short_id(id_)} {found.entries[id_].preview.rsplit(' … ', 1)[-1]}" for id_ in trunk.entries)
+    return _line(" · ".join(facts) + ended)
 
 
 def _line(text: str) -> Text:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from pathlib import Path
 
-from diskprefix.extras.watch.browse.outline import outline, walk
-from diskprefix.extras.watch.browse.statistics import count_nodes
+from diskprefix.extras.watch.browse.outline import outline
+from diskprefix.extras.watch.browse.statistics import statistics
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication
 from diskprefix.store.tree import EntryInfo, list_entries
@@ -23,27 +24,34 @@ def info_of(made: Publication) -> EntryInfo:
 
 def test_what_prompts_share_is_one_trunk_and_each_ends_on_its_own(snapshot: Snapshot) -> None:
     found = outline(snapshot)
-    main = next(root for root in found.roots if root.num_entries == 5 and not root.tenant)
-    shared = max(main.trunks, key=lambda trunk: trunk.num_entries)
-    assert (shared.start, shared.num_entries, shared.entries) == (0, 4, [])
-    assert all(child.start == shared.end for child in shared.children)
-    ends = [one for child in walk(shared.children) for one in child.entries]
-    assert sorted(found.entries[one].preview.rsplit(" … ")[-1] for one in ends) == [
+    main = next(tree for tree in found.trees if tree.num_entries == 5 and not tree.tenant)
+    shared = max(main.nodes, key=lambda trunk: trunk.num_entries)
+    assert (shared.start, shared.parent, shared.num_entries, shared.entries) == (0, None, 4, [])
+    children = [trunk for trunk in main.nodes if trunk.parent == shared.id]
+    assert [found.entries[one].preview.rsplit(" … ")[-1] for child in children for one in child.entries] == [
         "And now?",
-        "When is high tide today?",
-        "Which birds nest on the pier?",
         "Who drew the chart of the bay?",
+        "Which birds nest on the pier?",
+        "When is high tide today?",
     ]
-    assert {root.tenant for root in found.roots} == {"", str(ALICE)}
+    assert {tree.tenant for tree in found.trees} == {"", str(ALICE)}
 
 
-def test_nothing_of_the_tree_is_lost(snapshot: Snapshot) -> None:
-    found = outline(snapshot)
-    trunks = [trunk for root in found.roots for trunk in walk(root.trunks)]
-    assert sum(trunk.num_blocks for trunk in trunks) == count_nodes(snapshot, dict(snapshot.roots())).blocks
-    assert {one for trunk in trunks for one in trunk.entries} == {info.id for info in list_entries(snapshot)}
-    assert sum(root.stored_bytes for root in found.roots) == sum(trunk.stored_bytes for trunk in trunks)
-    assert all(trunk.children == [] or trunk.end == trunk.children[0].start for trunk in trunks)
+def test_nothing_of_the_tree_is_lost_and_a_trunk_begins_where_the_one_before_it_ends(snapshot: Snapshot) -> None:
+    entries = list_entries(snapshot)
+    found = outline(snapshot, entries)
+    trunks = {trunk.id: trunk for tree in found.trees for trunk in tree.nodes}
+    rows = statistics(snapshot, entries, {}, 0.0)
+    for name, other in (("num_blocks", "blocks"), ("stored_bytes", "stored_bytes"), ("checkpoints", "checkpoints")):
+        assert sum(getattr(trunk, name) for trunk in trunks.values()) == sum(getattr(row, other) for row in rows), name
+    assert {one for trunk in trunks.values() for one in trunk.entries} == {info.id for info in entries}
+    seen = dict[str | None, int]({None: 0})
+    for trunk in trunks.values():
+        assert trunk.start == seen[trunk.parent], "parents come first"
+        seen[trunk.id] = trunk.end
+    listed = json.loads(json.dumps(found.listing(with_texts=False)))
+    assert [tree["root"] for tree in listed["trees"]] == [tree.root for tree in found.trees]
+    assert (listed["total"], {entry["preview"] for entry in listed["entries"]}) == (len(entries), {None})
 
 
 def test_a_tree_as_deep_as_a_long_conversation_is_folded_without_recursion(tmp_path: Path) -> None:
@@ -57,9 +65,8 @@ def test_a_tree_as_deep_as_a_long_conversation_is_folded_without_recursion(tmp_p
             changes.put_entry(node.name, made.entry)
     with store.snapshot() as snapshot:
         infos = [replace(info_of(made), id=node.name.hex()) for node in made.nodes]
-        (root,) = outline(snapshot, infos).roots
-        assert sum(1 for _ in walk(root.trunks)) == len(made.nodes)
-        assert root.trunks[0].num_entries == len(made.nodes)
+        (tree,) = outline(snapshot, infos).trees
+        assert [trunk.num_entries for trunk in tree.nodes] == list(range(len(made.nodes), 0, -1))
     store.close()
 
 
@@ -72,6 +79,6 @@ def test_a_damaged_node_is_left_out_with_what_continues_it(tmp_path: Path) -> No
         records.flip("nodes", made.nodes[2].name, 60)
     store = open_store(tmp_path)
     with store.snapshot() as snapshot:
-        (trunk,) = outline(snapshot).roots[0].trunks
-        assert (trunk.num_blocks, trunk.end, trunk.children) == (2, 2 * BLOCK, [])
+        (trunk,) = outline(snapshot).trees[0].nodes
+        assert (trunk.num_blocks, trunk.end) == (2, 2 * BLOCK)
     store.close()

@@ -1,10 +1,9 @@
-"""The figures of each model and tenant, and what eviction takes next."""
+"""The figures of each model and tenant, and those of one saved prompt."""
 
 from __future__ import annotations
 
 from diskprefix.extras.watch.browse.entry import entry_details
-from diskprefix.extras.watch.browse.statistics import next_victims, statistics
-from diskprefix.store.eviction import choose_victims
+from diskprefix.extras.watch.browse.statistics import statistics
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import list_entries
@@ -23,17 +22,6 @@ def test_each_model_and_tenant_has_its_own_figures(snapshot: Snapshot, chats: Sa
     assert main.today.saved_s == main.total.saved_s == 5 * 1.5
     assert main.since is not None
     assert main.since <= chats.clock.now
-
-
-def test_what_goes_next_is_what_eviction_would_take(snapshot: Snapshot, chats: SavedChats) -> None:
-    now = chats.clock.now + 3600
-    victims = next_victims(snapshot, now, dict(snapshot.roots()), most=6)
-    table = snapshot.usages()
-    expected = choose_victims(table, snapshot.parent, bytes_wanted=2**40, pinned=(), now=now)[:6]
-    assert [bytes.fromhex(victim.hash) for victim in victims] == expected
-    assert all(victim.reason == "never used again" for victim in victims)
-    assert any(victim.entries == (victim.hash,) for victim in victims)
-    assert [victim.age_s >= 3600 for victim in victims] == [True] * 6
 
 
 def test_an_entry_names_who_shares_its_blocks(snapshot: Snapshot) -> None:

@@ -87,6 +87,5 @@ def state(**changes: Any) -> dict[str, Any]:
             "savings": {"today": {"saved_s": 90.0}, "total": {"saved_s": 7200.0}},
         },
         "problems": [],
-        "recording": False,
         "may_delete": True,
     } | changes

@@ -20,7 +20,6 @@ function onState(now) {
   drawEnded(state.ended, now.now);
   drawMeters(now);
   drawMisses(now.cache);
-  find("#simulator").hidden = !now.recording;
 }
 
 function drawCharts() {
@@ -67,14 +66,6 @@ async function readOnce() {
   }
 }
 
-async function readClients() {
-  const found = await ask("GET", "/dashboard/clients");
-  const show = () => setText(find("#recipe"), found[find("#client").selectedIndex]?.text ?? "");
-  find("#client").replaceChildren(...found.map((one) => make("option", { value: one.name }, one.title)));
-  find("#client").onchange = show;
-  show();
-}
-
 async function readModels() {
   const [known, places] = await Promise.all([ask("GET", "/v1/models"), ask("GET", "/props")]);
   return drawModels(known.data, places);
@@ -91,7 +82,7 @@ async function chooseModel() {
 const OF_ONE_MODEL = ["#all", "#said", "#loading", "#problems", "#address"];
 
 async function follow() {
-  let clientsOf, pause_ms;
+  let pause_ms;
   for (;;) {
     state.fresh = true;
     pause_ms = RETRY_MS;
@@ -109,7 +100,6 @@ async function follow() {
           const now = JSON.parse(data);
           onState(now);
           if (now.cache && readAfter < 0 && Date.now() >= readNotBefore) readEntries();
-          if (now.model && clientsOf !== several.model) { clientsOf = several.model; readClients(); }
         }
         // Whether it has stopped, the next request tells.
         pause_ms = 0;
@@ -154,19 +144,6 @@ find("#model").addEventListener("change", () => {
   several.change.abort();
 });
 
-find("#simulation").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const button = find("#simulation button");
-  button.disabled = true;
-  find("#simulated").replaceChildren(make("p", { class: "quiet" }, "simulating …"));
-  try {
-    drawSimulated(await ask("POST", "/dashboard/simulation", { hours: Number(find("#hours").value) }), state.now.scope);
-  } catch (error) {
-    find("#simulated").replaceChildren(make("p", {}, error.message));
-  }
-  button.disabled = false;
-});
-
 for (const [id, draw] of [["#more-ended", () => drawEnded(state.ended, state.now.now)], ["#more-lanes", drawTree]])
   find(id).addEventListener("click", ({ target }) => {
     target.setAttribute("aria-expanded", !isOpen(target));
@@ -179,7 +156,7 @@ find("#tree-of").addEventListener("change", () => {
   drawTree();
 });
 
-for (const [button, text] of [["#copy", "#recipe"], ["#copy-address", "#url"], ["#copy-command", "#command"]])
+for (const [button, text] of [["#copy-address", "#url"], ["#copy-command", "#command"]])
   find(button).addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(find(text).textContent);

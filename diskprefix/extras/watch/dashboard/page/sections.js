@@ -212,14 +212,3 @@ function drawMisses(cache) {
     find("#misses").replaceChildren(...misses.map(line));
   });
 }
-
-function drawSimulated(found, current) {
-  const rowsOf = found.scopes.map((one) =>
-    make("tr", {}, make("th", { scope: "row" }, one.scope === current ? `${one.scope} (now)` : words(one.scope)),
-      make("td", {}, bar("meter", `${one.scope}: restored share`, [["restored", one.restored_tokens]], one.prompt_tokens), make("div", { class: "under" }, percent(one.restored_tokens, one.prompt_tokens))),
-      make("td", {}, seconds(one.seconds_saved)), make("td", {}, bytes(one.written_bytes)), make("td", {}, count(one.evictions))));
-  const head = ["scope", "restored", "compute saved", "written", "evictions"].map((name) => make("th", { scope: "col" }, name));
-  const caption = make("p", { class: "quiet" }, `${plural(found.scopes[0].requests, "request")} of the last ${found.hours} hours, with this daemon's budget, from an empty store.`);
-  const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rowsOf));
-  find("#simulated").replaceChildren(caption, make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Simulated scopes" }, table));
-}
