@@ -1,6 +1,6 @@
 """Publishes and restores made-up prompts as a daemon does, without a model.
 
-The crash matrix, the soak and the store benchmark drive a store with it.
+The crash matrix and the store benchmark drive a store with it.
 """
 
 from __future__ import annotations

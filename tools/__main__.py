@@ -38,7 +38,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity and agreement."),
         "long": Tool("benchmarks.long", "Gigabytes of state: saved, restored after a kill, gone on from."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs."),
-        "soak": Tool("benchmarks.soak", "Ten times its budget through one store."),
         "remote": Tool("benchmarks.remote", "Two daemons and a bucket: speed by tier, and its faults."),
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),
     },
@@ -48,7 +47,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "interleavings": Tool("faults.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
-        "races": Tool("faults.races", "The operators from several threads, under ThreadSanitizer."),
         "monitoring": Tool("faults.monitoring", "The board and the alert rules, in a real Prometheus."),
     },
     "Research": {

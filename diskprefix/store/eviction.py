@@ -142,7 +142,7 @@ def usable_bytes(limit: int) -> int:
 
     The tenth is for B-tree copies, the free list, and above all for runs of free pages that are long enough for a
     piece. With 1/32, three of a hundred publications found none after ten times the budget had been written, and
-    with 1/12 writing became slower (`tools/bench soak`).
+    with 1/12 writing became slower.
     """
     return limit - limit // 10 - 2**20
 

@@ -65,6 +65,7 @@ def fuzzed(targets: list[Fuzzed], minutes: float, jobs: int, workspace: Path, pr
 @click.option(
     "--input", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Run one target on it once."
 )
+@click.option("--races", is_flag=True, help="The operators alone, their parts in threads, under ThreadSanitizer.")
 @click.option("--keep", is_flag=True, help="Write the corpus in git anew, from what all runs have found.")
 @JSON
 def main(
@@ -72,6 +73,7 @@ def main(
     minutes: float,
     jobs: int,
     path: Path | None,
+    races: bool,
     keep: bool,
     as_json: bool,
 ) -> None:
@@ -85,7 +87,7 @@ def main(
         with tempfile.TemporaryDirectory(prefix="diskprefix-fuzz-") as folder:
             workspace = Path(folder)
             with step(progress, "compiling"):
-                targets = running.targets(names)
+                targets = running.targets(names, races=races)
             if keep:
                 sizes = {target.name: corpus.keep(target.name, running.merged(target, workspace)) for target in targets}
                 print_report({"bytes": sizes}, True, show)

@@ -22,7 +22,8 @@ NATIVE = Path(__file__).resolve().parents[2] / "diskprefix/native"
 TARGETS = Path(__file__).parent / "targets"
 _COMPILERS = ("clang++", *(f"clang++-{version}" for version in range(24, 14, -1)))
 _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-w", "-O1", "-gline-tables-only")
-_SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+MEMORY, RACES = "address,undefined", "thread"
+"""The sanitizers of a program, as clang names them."""
 _FUZZED = "-fsanitize=fuzzer-no-link"
 _FUZZER = "-fsanitize=fuzzer"
 _EMPTY = b'#include <cstdint>\nextern "C" int LLVMFuzzerTestOneInput(const uint8_t*, unsigned long) { return 0; }'
@@ -41,18 +42,23 @@ def clang() -> str:
     """Returns a clang that has libFuzzer and the sanitizers. Raises `CannotCompile`."""
     for name in _COMPILERS:
         if shutil.which(name):
-            command = [name, *_SANITIZED, _FUZZER, "-x", "c++", "-", "-o", os.devnull]
+            command = [name, *_sanitized(MEMORY), _FUZZER, "-x", "c++", "-", "-o", os.devnull]
             if not subprocess.run(command, input=_EMPTY, capture_output=True, check=False).returncode:
                 return name
     raise CannotCompile("no clang with libFuzzer was found (on Debian: clang-19 and libclang-rt-19-dev)")
 
 
-def compiled(cache: Path) -> Path:
+def _sanitized(sanitizers: str) -> tuple[str, str]:
+    return f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all"
+
+
+def compiled(cache: Path, sanitizers: str = MEMORY) -> Path:
     """Returns a folder below `cache` with a program for each target. What is there already is not compiled again.
 
     Raises `CannotCompile`.
     """
-    return build(cache, [clang()], [*_SANITIZED, _FUZZED], [*_SANITIZED, _FUZZER])
+    flags = _sanitized(sanitizers)
+    return build(cache, [clang()], [*flags, _FUZZED], [*flags, _FUZZER])
 
 
 def build(cache: Path, compiler: Sequence[str], flags: Sequence[str], link: Sequence[str]) -> Path:

@@ -67,18 +67,20 @@ def home() -> Path:
     return cache_home() / "fuzz"
 
 
-def targets(wanted: Sequence[str]) -> list[Fuzzed]:
-    """Returns the targets with these names, or all of them, ready to run. Raises `CannotFuzz` and `NotInstalled`."""
+def targets(wanted: Sequence[str], *, races: bool = False) -> list[Fuzzed]:
+    """Returns the targets with these names, or all of them, ready to run; for `races` those in C++, compiled for
+    ThreadSanitizer. Raises `CannotFuzz` and `NotInstalled`."""
     from tools.fuzzing.python_targets import TARGETS  # here, as it imports much of the package
 
     native = [name for name in compiled.names() if not wanted or name in wanted]
-    others = [name for name in TARGETS if not wanted or name in wanted]
+    others = [] if races else [name for name in TARGETS if not wanted or name in wanted]
     if unknown := sorted(set(wanted) - {*native, *others}):
-        raise CannotFuzz(f"there is no target {unknown[0]}; there are {', '.join((*compiled.names(), *TARGETS))}")
+        known = (*compiled.names(), *([] if races else TARGETS))
+        raise CannotFuzz(f"there is no target {unknown[0]}; there are {', '.join(known)}")
     found = []
     if native:
         try:
-            folder = compiled.compiled(home())
+            folder = compiled.compiled(home(), compiled.RACES if races else compiled.MEMORY)
         except compiled.CannotCompile as error:
             raise CannotFuzz(str(error)) from error
         found += [Fuzzed(name, "C++", (str(folder / name),), _MOST_INPUT.get(name, _CHOICES_BYTES)) for name in native]

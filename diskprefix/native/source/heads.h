@@ -84,8 +84,9 @@ class HeadProducts {
   void put(const float* sums, int64_t head, int64_t row, int64_t count) const {
     for (int64_t i = 0; i < count; ++i) {
       Stored* to = (Stored*)call_.out + head * call_.out_head_stride + (row + i) * call_.out_row_stride;
+      // A zero is always +0, whatever was added to it.
       for (int64_t at = 0; at < call_.outer; at += LANES)
-        put_some<Type>(to + at, loaded<Floats>(sums + i * columns_ + at), call_.outer - at);
+        put_some<Type>(to + at, loaded<Floats>(sums + i * columns_ + at) + all(0.0f), call_.outer - at);
     }
   }
 };

@@ -1,5 +1,5 @@
-// What all targets share: choices by the fuzzer's bytes, memory whose end is the end of a page, a loop over threads that
-// cuts its range as it likes, and comparisons of bits.
+// What all targets share: choices by the fuzzer's bytes, memory whose end is the end of a page, a loop that cuts its range as
+// it likes (under ThreadSanitizer each part is a thread, and nothing orders them), and comparisons of bits.
 
 #pragma once
 
@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <thread>
 #include <vector>
 
 #include "interface.h"
@@ -20,6 +21,9 @@
 #if __has_feature(address_sanitizer)
 #include <sanitizer/asan_interface.h>
 #define HAS_ASAN
+#endif
+#if __has_feature(thread_sanitizer)
+#define HAS_TSAN
 #endif
 #endif
 
@@ -227,6 +231,12 @@ inline int32_t parallel_for(int64_t begin, int64_t end, int64_t, Work work, void
   }
   if (begin < end) parts.push_back({begin, end});
   std::reverse(parts.begin(), parts.end());
+#if defined(HAS_TSAN)
+  std::vector<std::thread> threads;
+  for (const auto& part : parts) threads.emplace_back(work, part.first, part.second, context);
+  for (auto& thread : threads) thread.join();
+#else
   for (const auto& part : parts) work(part.first, part.second, context);
+#endif
   return 0;
 }
