@@ -25,8 +25,8 @@ from diskprefix.api.reply import DeltaEvent
 from diskprefix.api.responses_writer import OutputItems
 from diskprefix.chat.normalisers import NORMALISERS
 from diskprefix.chat.output.call_values import OfferedTools, python_calls
-from diskprefix.chat.output.choose_format import CHANNELS, FamilyFormat
-from diskprefix.chat.output.families import FAMILIES, Written
+from diskprefix.chat.output.choose_format import FamilyFormat
+from diskprefix.chat.output.families import FAMILIES, Family
 from diskprefix.chat.output.format import ContentDelta, OutputFormat
 
 PACKAGE = Path(diskprefix.__file__).parent
@@ -37,10 +37,10 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         for one in NORMALISERS
         for pattern, uses in ((one.pattern, ("search", "sub")), (one.lines, ("search",)), (one.seen, ("search",)))
     ],
-    "chat/output/call_reader.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
     "chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
     "chat/output/call_values.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
     "chat/output/parsers.py": [],
+    "chat/output/patterns.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
     "cli/policy_file.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
     "extras/remote/objects.py": [("prefix([^\0-\x1f]*?)(/(?=/)|[\0-\x1f])", ("search",))],
 }
@@ -202,18 +202,16 @@ class Parsed:
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"text": {"type": "string"}}}}}]
-FORMATS: dict[str, tuple[OutputFormat, Written]] = {
-    family.name: (FamilyFormat(family), family.calls.written) for family in FAMILIES
-} | {channels.name: (channels, channels.written) for channels in CHANNELS}
+FORMATS: dict[str, tuple[OutputFormat, Family]] = {family.name: (FamilyFormat(family), family) for family in FAMILIES}
 
 
-def written_call(written: Written) -> str:
+def written_call(family: Family) -> str:
     """A call as a family writes it."""
-    argument = re.sub("KEY", "text", re.sub("VALUE", "x", re.sub("IS_TEXT", "true", written.argument)))
+    argument = re.sub("KEY", "text", re.sub("VALUE", "x", re.sub("IS_TEXT", "true", family.argument)))
     arguments = re.sub("TYPE", "string", argument) or '{"text": "x"}'
-    name = '"f"' if re.search(r'name": NAME|\{NAME', written.call) else "f"
-    call = written.call.replace("NAME", name).replace("INDEX", "1").replace("ARGUMENTS", arguments)
-    return f"{written.before}{call}{written.after}"
+    name = '"f"' if re.search(r'name": NAME|\{NAME', family.call) else "f"
+    call = family.whole_call.replace("NAME", name).replace("INDEX", "1").replace("ARGUMENTS", arguments)
+    return f"{family.before}{call}{family.after}"
 
 
 def beginnings(call: str) -> list[str]:
@@ -247,11 +245,13 @@ def test_calls_in_calls_that_are_none_are_not_read_again_and_again(name: str, si
         require_linear(parsed, "", f"\n{begin}", "!")
 
 
-@pytest.mark.parametrize("channels", CHANNELS, ids=lambda channels: channels.name)
-def test_many_tags_in_a_long_text_are_read_in_one_pass(channels: OutputFormat) -> None:
-    for tag in (*channels.special_tokens, ">>>all\n"):
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.channels])
+def test_many_tags_in_a_long_text_are_read_in_one_pass(name: str) -> None:
+    format, family = FORMATS[name]
+    assert family.channels is not None
+    for tag in (*family.channels.tags, ">>>all\n"):
         short, long = (tag * (count // len(tag)) for count in (8000, 8000 * FACTOR))
-        grown = measured(Parsed(channels), short, long, first=1)
+        grown = measured(Parsed(format), short, long, first=1)
         assert any(one <= 2 * FACTOR for one in grown), f"many {tag!r} are not read in one pass"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_values import OfferedTools
-from diskprefix.chat.output.families import Body, Written
+from diskprefix.chat.output.families import Family
 from diskprefix.errors import InvalidRequest
 
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -23,37 +23,15 @@ _DEFINITIONS = ("$defs", "definitions")
 _JOINED_BY = {"python": ", "}
 
 
-def call_grammar(
-    body: Body, written: Written, tools: Sequence[JsonObject], token_ids: Mapping[str, int], *, many: bool
-) -> str:
-    """Returns the grammar of one call of `tools`, or (`many`) of one or more.
+class CallGrammar:
+    """The grammars of calls of `tools` in the syntax of `family`.
 
     `token_ids` are the tags that are added tokens: a model must write the token, not its letters. llguidance takes all
     added tokens for special ones, so it would refuse the letters that it forced itself.
     """
-    return _Grammar(body, written, tools, token_ids).text(many=many)
 
-
-def strict_grammar(
-    body: Body,
-    written: Written,
-    begin: str,
-    tools: Sequence[JsonObject],
-    token_ids: Mapping[str, int],
-    strict: Collection[str],
-) -> str:
-    """Returns the grammar of any text, in which the arguments of a call of one of `strict` follow its schema.
-
-    Such a call begins with `begin`, or is an object without tags. Behind `begin` comes the name of one of `tools`, and
-    behind that of one that is not strict, any text. `begin` of "": only objects are found.
-    """
-    return _Grammar(body, written, tools, token_ids).text_with_calls(begin, strict)
-
-
-class _Grammar:
-    def __init__(self, body: Body, written: Written, tools: Sequence[JsonObject], token_ids: Mapping[str, int]) -> None:
-        self._body: Body = body
-        self._written = written
+    def __init__(self, family: Family, tools: Sequence[JsonObject], token_ids: Mapping[str, int]) -> None:
+        self._family = family
         self._functions: list[JsonObject] = [tool["function"] for tool in tools]
         self._tools = OfferedTools(tools)
         self._token_ids = token_ids
@@ -62,17 +40,26 @@ class _Grammar:
         self._rules: list[str] = []
         self._num_chars = 0
 
-    def text(self, *, many: bool) -> str:
+    def forced(self, *, many: bool) -> str:
+        """Returns the grammar of one call, or (`many`) of one or more."""
         calls = [self._call(index, function) for index, function in enumerate(self._functions)]
-        written = self._written
-        more = f"({self._literal(written.between)} call)*" if many else ""
+        family = self._family
+        many = many and not family.only_one
+        more = f"({self._literal(family.between)} call)*" if many else ""
         # A model that is done may write a line end before the reply's end.
-        after = self._literal(written.after) or (_BLANKS if many else "")
-        start = f"start: {self._literal(written.before)} call {more} {after}"
+        after = self._literal(family.after) or (_BLANKS if many else "")
+        start = f"start: {self._literal(family.before)} call {more} {after}"
         return "\n".join([start, f"call: {' | '.join(calls)}", *self._rules]) + "\n"
 
-    def text_with_calls(self, begin: str, strict: Collection[str]) -> str:
+    def strict(self, strict: Collection[str]) -> str:
+        """Returns the grammar of any text, in which the arguments of a call of one of `strict` follow its schema.
+
+        Such a call begins with the family's tag, or is an object without tags. Behind the tag comes the name of one of
+        the tools, and behind that of one that is not strict, any text.
+        """
         parts = ["text"]
+        whole = self._family.before or self._family.whole_call
+        begin = next((tag for tag in self._family.begins if tag in whole), "")
         if begin:
             opened = self._terminals(begin) if begin in self._token_ids else self._up_to("begin", re.escape(begin))
             parts.append(f"{opened} {self._begun(begin, strict)}")
@@ -88,18 +75,18 @@ class _Grammar:
 
     def _begun(self, begin: str, strict: Collection[str]) -> str:
         """Returns the rule of what comes behind `begin`: calls of strict tools, or the head of another."""
-        written, heads, calls = self._written, [], []
+        before, heads, calls = self._family.before, [], []
         for index, function in enumerate(self._functions):
             if function["name"] in strict:
-                calls.append(self._call(index, function, begin if not written.before else ""))
+                calls.append(self._call(index, function, "" if before else begin))
             else:
-                head = written.call.split("ARGUMENTS")[0]
-                head = head if written.before else head.partition(begin)[2]
+                head = self._family.whole_call.split("ARGUMENTS")[0]
+                head = head if before else head.partition(begin)[2]
                 heads.append(self._literal(head, NAME=self._name(function)))
         self._rule("first", " | ".join(calls))
-        more = f"({self._literal(written.between)} first)* {self._literal(written.after)}" if written.before else ""
+        more = f"({self._literal(self._family.between)} first)* {self._literal(self._family.after)}" if before else ""
         either = " | ".join([f"first {more}", *heads])
-        return self._rule("begun", f"{self._literal(written.before.partition(begin)[2])} ({either})")
+        return self._rule("begun", f"{self._literal(before.partition(begin)[2])} ({either})")
 
     def _up_to(self, name: str, end: str) -> str:
         """Returns the rule of any text up to the first match of a regular expression."""
@@ -108,9 +95,9 @@ class _Grammar:
 
     def _call(self, index: int, function: JsonObject, begun: str = "") -> str:
         """Returns the rule of a call, behind `begun` if that is given."""
-        before, after = self._written.call.split("ARGUMENTS")
+        before, after = self._family.whole_call.split("ARGUMENTS")
         before = before.partition(begun)[2] if begun else before
-        if self._written.argument:
+        if self._family.argument:
             arguments = self._arguments(index, function.get("parameters") or {})
         else:
             arguments = self._json(f"arguments_{index}", _object(function))
@@ -119,13 +106,13 @@ class _Grammar:
 
     def _name(self, function: JsonObject) -> str:
         name: str = function["name"]
-        return json.dumps(name, ensure_ascii=False) if self._body == "objects" else name
+        return json.dumps(name, ensure_ascii=False) if self._family.body == "objects" else name
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
         """Returns the rule of arguments in the order of the schema. Those that are not required are optional."""
         properties = self._tools.properties(self._functions[index]["name"])
         required = set(schema.get("required") or ())
-        separator = self._literal(_JOINED_BY.get(self._body, ""))
+        separator = self._literal(_JOINED_BY.get(self._family.body, ""))
         definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
         first, rest = '""', '""'
         # From the last to the first: an argument needs a separator only if another one stands before it.
@@ -140,12 +127,14 @@ class _Grammar:
         return first
 
     def _argument(self, label: str, index: int, key: str, schema: JsonObject) -> str:
-        is_text = self._body in ("parameters", "elements") and self._tools.is_text(self._functions[index]["name"], key)
+        is_text = self._family.body in ("parameters", "elements") and self._tools.is_text(
+            self._functions[index]["name"], key
+        )
         kind = "string" if is_text else _type_of(schema)
         # Split before text of the client is in it.
         before, after = (
             _filled(part, KEY=key, IS_TEXT=str(is_text).lower(), TYPE=kind)
-            for part in self._written.argument.split("VALUE")
+            for part in self._family.argument.split("VALUE")
         )
         if not is_text:
             value = f"{self._json(f'value_{label}', schema)} {self._terminals(after)}"

@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-
-import regex
+from collections.abc import Callable
 
 from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls
-from diskprefix.chat.output.families import CallSyntax
+from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.patterns import CallPatterns
 from diskprefix.chat.output.reader import Parsing, Reader
 
 _NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
 _ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
 _OTHER_KEYS = {"id", "type", "tool_call_id", "call_id", "index"}
-
-
-def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
-    """Returns a pattern of literal texts, the longest first. Without texts, it never matches."""
-    return regex.compile(alternatives(texts))
-
-
-def alternatives(texts: Iterable[str]) -> str:
-    """Returns the regular expression of `any_of`."""
-    return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
-
-
-def _behind(placeholder: str, written: str, ends: Iterable[str] = ()) -> str:
-    """Returns the regular expression of what is written behind a placeholder, without a tag of `ends` and blanks."""
-    text = written.partition(placeholder)[2]
-    for end in ends:
-        text = text.removesuffix(end)
-    return regex.escape(text.strip()) or r"(?!)"
 
 
 class CallDeltas:
@@ -64,38 +45,34 @@ class CallDeltas:
 
 
 class CallReader:
-    """Reads calls of one syntax from `reader` and hands them to `calls`."""
+    """Reads calls of one family from `reader` and hands them to `calls`."""
 
-    def __init__(self, reader: Reader, syntax: CallSyntax, tools: OfferedTools, calls: CallDeltas) -> None:
+    def __init__(self, reader: Reader, family: Family, tools: OfferedTools, calls: CallDeltas) -> None:
         self._reader = reader
-        self._syntax = syntax
+        self._family = family
         self._tools = tools
         self._calls = calls
-        self._head = regex.compile(syntax.head) if syntax.head else None
-        self._tail = regex.compile(syntax.tail or _behind("ARGUMENTS", syntax.written.call, syntax.ends))
-        self._ends = any_of(syntax.ends)
-        self._argument = regex.compile(syntax.argument or r"(?!)")
-        self._argument_end = regex.compile(syntax.argument_end or _behind("VALUE", syntax.written.argument))
+        self._patterns = CallPatterns(family)
 
     def group(self) -> Parsing[bool]:
         """Reads the calls behind an opening tag, and the closing tag if there is one. Returns whether one was read."""
         start = self._calls.count
-        if self._syntax.body == "python":
+        if self._family.body == "python":
             yield from self._python()
         else:
-            more = bool(self._syntax.ends or self._syntax.bare_heads)
+            more = bool(self._family.ends or self._family.bare)
             while (yield from self._one()) and more:
                 pass
         if self._calls.count == start:
             return False
         yield from self._reader.space()
-        yield from self._reader.match(self._ends)
+        yield from self._reader.match(self._patterns.ends)
         return True
 
     def _one(self) -> Parsing[bool]:
         start = self._reader.at
         yield from self._reader.space()
-        if self._head and (found := (yield from self._reader.match(self._head))):
+        if self._patterns.head and (found := (yield from self._reader.match(self._patterns.head))):
             done = yield from self._behind_head(found["name"].strip())
         else:
             done = yield from self.objects(known_only=False)
@@ -104,11 +81,11 @@ class CallReader:
         return done
 
     def _behind_head(self, name: str) -> Parsing[bool]:
-        if self._syntax.body == "braces":
+        if self._family.body == "braces":
             return (yield from self._braces(name))
-        if self._syntax.body == "elements":
+        if self._family.body == "elements":
             return (yield from self._elements(name))
-        if self._syntax.body == "parameters":
+        if self._family.body == "parameters":
             self._calls.begin(name)
             yield from self._parameters(name)
         elif (first := (yield from self._reader.peek())) == "{":
@@ -116,13 +93,13 @@ class CallReader:
             yield from self._arguments()
         elif first == "(":
             return (yield from self._python_call(name))
-        elif self._reader.at < len(self._reader.text) and not (yield from self._reader.match(self._tail)):
+        elif self._reader.at < len(self._reader.text) and not (yield from self._reader.match(self._patterns.tail)):
             return False
         else:
             self._calls.whole(ParsedCall(name, {}))
             return True
         yield from self._reader.space()
-        while (yield from self._reader.match(self._tail)):
+        while (yield from self._reader.match(self._patterns.tail)):
             yield from self._reader.space()
         return True
 
@@ -160,7 +137,7 @@ class CallReader:
             reader.at += 1
             if begun:
                 yield from reader.json(_nowhere)
-            elif self._syntax.name_is_key:
+            elif self._family.call.startswith("{NAME"):
                 begun = yield from self._begin(key)
             elif key in _NAME_KEYS and not name:
                 if not is_inner and (yield from reader.peek()) == "{":
@@ -215,7 +192,7 @@ class CallReader:
         while True:
             reader.forget()
             yield from reader.space()
-            found = yield from reader.match(self._argument)
+            found = yield from reader.match(self._patterns.argument)
             if found is None:
                 break
             key = found["key"].strip()
@@ -232,7 +209,9 @@ class CallReader:
 
     def _text_value(self) -> Parsing[bool]:
         self._calls.arguments('"')
-        found = yield from self._reader.until(self._argument_end, lambda text: self._calls.arguments(_json(text)[1:-1]))
+        found = yield from self._reader.until(
+            self._patterns.argument_end, lambda text: self._calls.arguments(_json(text)[1:-1])
+        )
         if found is None:
             return False
         self._reader.at = found.end()
@@ -241,7 +220,7 @@ class CallReader:
 
     def _value(self, name: str, key: str) -> Parsing[bool]:
         pieces: list[str] = []
-        found = yield from self._reader.until(self._argument_end, pieces.append)
+        found = yield from self._reader.until(self._patterns.argument_end, pieces.append)
         if found is not None:
             self._reader.at = found.end()
         text = "".join(pieces)
@@ -252,17 +231,17 @@ class CallReader:
         return found is not None
 
     def _braces(self, name: str) -> Parsing[bool]:
-        text = yield from self._reader.before(self._ends)
-        arguments = None if text is None else braces(text, self._syntax.quotes)
+        text = yield from self._reader.before(self._patterns.ends)
+        arguments = None if text is None else braces(text, self._family.quotes)
         if arguments is None:
             return False
         return self._calls.whole(ParsedCall(name, arguments))
 
     def _elements(self, name: str) -> Parsing[bool]:
-        text = yield from self._reader.before(self._tail)
+        text = yield from self._reader.before(self._patterns.tail)
         schema = {"properties": self._tools.properties(name)}
-        arguments = elements(text or "", self._syntax.quotes, schema)
-        if not (yield from self._reader.match(self._tail)) or not isinstance(arguments, dict):
+        arguments = elements(text or "", self._family.quotes, schema)
+        if not (yield from self._reader.match(self._patterns.tail)) or not isinstance(arguments, dict):
             return False
         return self._calls.whole(ParsedCall(name, arguments))
 
@@ -272,8 +251,8 @@ class CallReader:
 
     def _python(self) -> Parsing[bool]:
         yield from self._reader.space()
-        if self._syntax.ends:
-            return self._calls_in((yield from self._reader.before(self._ends)))
+        if self._family.ends:
+            return self._calls_in((yield from self._reader.before(self._patterns.ends)))
         return self._calls_in((yield from self._reader.brackets()))
 
     def _calls_in(self, source: str | None) -> bool:

@@ -11,11 +11,11 @@ from itertools import product
 from typing import NamedTuple
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_grammar import call_grammar, strict_grammar
+from diskprefix.chat.output.call_grammar import CallGrammar
 from diskprefix.chat.output.call_values import OfferedTools
-from diskprefix.chat.output.families import ATEM, FAMILIES, NONE, THOUGHTS, Body, Family, Written
+from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS, Family
 from diskprefix.chat.output.format import OutputFormat, OutputParser, ThoughtTags, ToolCallBegin
-from diskprefix.chat.output.parsers import ChannelParser, FamilyParser, FunctionaryParser, HarmonyParser, MuseParser
+from diskprefix.chat.output.parsers import ChannelParser, FamilyParser
 from diskprefix.chat.replay import Turn
 from diskprefix.chat.template_input import MessageForm, common_chars
 
@@ -24,14 +24,14 @@ log = logging.getLogger("diskprefix")
 
 @dataclass(frozen=True)
 class FamilyFormat:
-    """A format of the table in `families.py`.
+    """The format of a family. `OutputFormat` documents the methods.
 
     `thoughts` are the pairs of tags around reasoning that the parser reads; `thought` is the pair of the template.
     `token_ids` are the added tokens of the tokenizer that are tags of this format, by their texts.
     """
 
     family: Family = NONE
-    thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    thoughts: tuple[tuple[str, str], ...] = THOUGHTS[:1]
     thought: ThoughtTags | None = None
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
@@ -44,73 +44,15 @@ class FamilyFormat:
         return frozenset(self.token_ids)
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
+        if channels := self.family.channels:
+            return ChannelParser(self.family, channels, OfferedTools(tools), prompt_end)
         return FamilyParser(self.family, self.thoughts, OfferedTools(tools), prompt_end)
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
-        calls = self.family.calls
-        return call_grammar(calls.body, calls.written, tools, self.token_ids, many=many)
+        return CallGrammar(self.family, tools, self.token_ids).forced(many=many)
 
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
-        calls = self.family.calls
-        whole = calls.written.before or calls.written.call
-        begin = next((tag for tag in calls.begins if tag in whole), "")
-        return strict_grammar(calls.body, calls.written, begin, tools, self.token_ids, strict)
-
-
-@dataclass(frozen=True)
-class ChannelFormat:
-    """A format of messages with headers. `signs` stand in the template or in its output. Else as `FamilyFormat`."""
-
-    name: str
-    signs: tuple[str, ...]
-    new_parser: type[ChannelParser]
-    body: Body
-    written: Written
-    thought: ThoughtTags | None = None
-    can_call_twice: bool = True
-    call_begin: str = ""
-    """What stands before the name in each call, and nowhere else."""
-    token_ids: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def special_tokens(self) -> frozenset[str]:
-        return frozenset(self.new_parser.tags)
-
-    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
-        return self.new_parser(OfferedTools(tools), prompt_end)
-
-    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
-        many = many and self.can_call_twice
-        return call_grammar(self.body, self.written, tools, self.token_ids, many=many)
-
-    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
-        return strict_grammar(self.body, self.written, self.call_begin, tools, self.token_ids, strict)
-
-
-CHANNELS = (
-    ChannelFormat(
-        "harmony",
-        ("<|channel|>", "<|message|>"),
-        HarmonyParser,
-        "json",
-        Written("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
-        # Reasoning ends with the header of the next message, which no schema of the client has.
-        thought=ThoughtTags(None, "<|channel|>final<|message|>", "<|end|><|start|>assistant"),
-        # A call ends the reply.
-        can_call_twice=False,
-        call_begin="commentary to=functions.",
-    ),
-    ChannelFormat(
-        "muse",
-        ("<|message|>", *ATEM.begins),
-        MuseParser,
-        ATEM.body,
-        Written(f" to=NAME<|message|>{ATEM.written.call}", ATEM.written.argument, between="<|eom|><|start|>assistant"),
-        thought=ThoughtTags(None, " to=user<|message|>", "<|eom|><|start|>assistant"),
-        call_begin=ATEM.begins[0],
-    ),
-    ChannelFormat("functionary-3.2", (">>>all",), FunctionaryParser, "json", Written("NAME\nARGUMENTS", between=">>>")),
-)
+        return CallGrammar(self.family, tools, self.token_ids).strict(strict)
 
 
 Render = Callable[[list[JsonObject], list[JsonObject], bool], str]
@@ -195,10 +137,10 @@ def _named_family(template: str, special: Iterable[str]) -> Family:
     """Returns the family whose tags stand in a template that does not write calls, or among the special tokens.
     Families with tags at both ends come first, since others have a part of these tags."""
     named = "\n".join([template, *special])
-    for family in sorted(FAMILIES, key=lambda family: not family.calls.ends):
-        calls = family.calls
-        wanted = [texts for texts in (calls.begins, calls.ends, family.signs) if texts]
-        if calls.begins and all(any(text in named for text in texts) for texts in wanted):
+    for family in sorted(FAMILIES, key=lambda family: not family.ends):
+        wanted = [texts for texts in (family.begins, family.ends, family.signs) if texts]
+        is_named = family.begins and all(any(text in named for text in texts) for texts in wanted)
+        if is_named and not family.channels:
             log.info("the chat template writes no tool calls; by its tags, the format is %s", family.name)
             return family
     return NONE
@@ -207,12 +149,12 @@ def _named_family(template: str, special: Iterable[str]) -> Family:
 def _candidates(template: str, replies: list[tuple[str, str]], added: Mapping[str, int]) -> Iterator[OutputFormat]:
     written = "".join(reply for _, reply in replies)
     shown = "\n".join([template, *map("".join, replies)])
-    for channels in CHANNELS:
-        if all(sign in shown for sign in channels.signs):
-            ids = {tag: added[tag] for tag in channels.special_tokens if tag in added}
-            yield replace(channels, token_ids=ids)
     for family in FAMILIES:
-        if any(sign in written for sign in family.signs or family.calls.begins):
+        if family.channels:
+            may_be = all(sign in shown for sign in family.signs)
+        else:
+            may_be = any(sign in written for sign in family.signs or family.begins)
+        if may_be:
             yield _family_format(family, shown, added)
 
 
@@ -222,11 +164,11 @@ def _family_format(family: Family, shown: str, added: Mapping[str, int]) -> Fami
         (begin, end) for begin, end in THOUGHTS if end in shown and (begin in shown or begin == THOUGHTS[0][0])
     )
     thoughts = known if THOUGHTS[0] in known else (*known, THOUGHTS[0])
-    tags = "\n".join([*family.tags, *(tag for pair in thoughts for tag in pair)])
+    tags = "\n".join([*family.tags, *(tag for pair in thoughts for tag in pair if not family.channels)])
     return FamilyFormat(
         family,
         thoughts,
-        thought=ThoughtTags(*known[0]) if known else None,
+        thought=family.thought or (ThoughtTags(*known[0]) if known and not family.channels else None),
         token_ids={token: index for token, index in added.items() if token in tags},
     )
 

@@ -1,86 +1,123 @@
-"""Tables of how families of models write calls and reasoning. `choose_format.py` chooses one for a chat template."""
+"""How families of models write calls and reasoning: one description each. `call_grammar.py` forces calls by it,
+`call_reader.py` and `parsers.py` read them, and `choose_format.py` chooses one for a chat template."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import regex
+from diskprefix.chat.output.format import ThoughtTags
 
 Body: TypeAlias = Literal["objects", "json", "parameters", "elements", "python", "braces"]
-"""The text inside the tags of a call.
+"""The form of a call.
 
-objects     JSON objects with a name and arguments, alone or in an array
-json        the head has the name; the body is the JSON of the arguments
-parameters  the head has the name; each argument has tags of its own
+objects     a JSON object with the name and the arguments
+json        the name, then the arguments in JSON
+parameters  the name, then arguments with tags of their own
 elements    as parameters, and members of objects and arrays have tags of their own too
-python      Python calls, alone or in a list
-braces      the head has the name; the body is JSON with bare keys and other quotes
+python      a Python call
+braces      the name, then JSON with bare keys and other quotes
 """
 
 
 @dataclass(frozen=True)
-class Written:
-    """The syntax of forced calls, for `call_grammar.py`. `call` has the placeholders NAME, ARGUMENTS and INDEX (any
-    number); `argument` has KEY, VALUE, IS_TEXT (true or false) and TYPE (the JSON type)."""
+class Channels:
+    """Replies that are messages with headers. Regular expressions; NAMES stands for the names of the tools.
 
-    call: str
-    argument: str = ""
-    """For a body that is not JSON."""
-    before: str = ""
-    between: str = ""
-    after: str = ""
-
-
-@dataclass(frozen=True)
-class CallSyntax:
-    """The syntax of a family's tool calls.
-
-    `begins` open one or several calls; the chat template writes one of them. `head`, `tail`, `argument` and
-    `argument_end` are regular expressions. `head` has the group `name`, `argument` the group `key`. `argument` has the
-    group `kind` if the tag gives a type; "true" and "string" mean text. A head that is a tag of its own stands in
-    `begins` and in `bare_heads`. A `tail` or `argument_end` of "" is what is `written` there.
+    A message is a call if `header` matched its group `name`, reasoning if it matched `thought`, content otherwise.
+    `end` ends it. Outside of messages, a tag of `tags` is dropped, unless it is in `kept`.
     """
 
-    body: Body
-    written: Written
-    begins: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
-    bare_heads: tuple[str, ...] = ()
-    head: str = ""
-    tail: str = ""
-    argument: str = ""
-    argument_end: str = ""
-    quotes: str = ""
-    """In braces, the quotes around a text; in elements, the prefix of each tag."""
-    name_is_key: bool = False
-    """Objects are written as {"get_weather": {…}}."""
-    more_tags: tuple[str, ...] = ()
-    """Tags that stand in the regular expressions alone."""
+    header: str
+    end: str
+    tags: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Family:
-    """The format of a family of models."""
+    """The format of a family of models. Its texts are what the chat template writes, with placeholders in capitals.
+
+    `call` has NAME and ARGUMENTS, and may have INDEX (any number). It is read with other blanks and without attributes
+    that have a placeholder. `begin` and `end` stand around all calls, or (`each`) around each one. A list's brackets
+    belong to them: its begin ends with "[".
+    """
 
     name: str
-    calls: CallSyntax
+    body: Body = "objects"
+    call: str = '{"name": NAME, "arguments": ARGUMENTS}'
+    argument: str = ""
+    """For a body that is not JSON: KEY, VALUE, and IS_TEXT (true or false) or TYPE (the JSON type)."""
+    begin: str = ""
+    end: str = ""
+    each: bool = False
+    lead: str = ""
+    """What stands before `begin`, and is not needed to find it."""
+    between: str = ""
+    bare: str = ""
+    """The beginning of a call that may stand without `begin`."""
+    quotes: str = ""
+    """In braces, the quotes around a text; in elements, the prefix of each tag."""
+    only_one: bool = False
+    """A call ends the reply."""
     dropped: tuple[str, ...] = ()
     """Tags around the answer that are left out."""
     signs: tuple[str, ...] = ()
-    """One of them stands in each call that the template writes, where the tags do not tell families apart."""
+    """Where the tags do not tell families apart: one of them stands in each call that the template writes. Of a family
+    with channels, all of them stand in the template or in what it writes."""
+    thought: ThoughtTags | None = None
+    """The texts around reasoning, if they are not among `THOUGHTS`."""
+    channels: Channels | None = None
+
+    # What models write besides, as texts or regular expressions. "" for what follows from the texts above.
+    also_begins: tuple[str, ...] = ()
+    also_ends: tuple[str, ...] = ()
+    head: str = ""
+    """What stands before the arguments, with the group `name`."""
+    tail: str = ""
+    """What stands behind the arguments."""
+    argument_head: str = ""
+    """What stands before a value, with the group `key`; `kind` is its type, where "true" and "string" mean text."""
+    argument_end: str = ""
+    head_tags: tuple[str, ...] = ()
+    """Tags that stand in `head` alone."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The texts that open one or several calls. The chat template writes the first."""
+        return tuple(filter(None, (self.begin.removesuffix("[").rstrip(), *self.also_begins, self.bare)))
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        end = self.end.removeprefix("]") if self.begin.endswith("[") else self.end
+        return tuple(filter(None, (end.strip(), *self.also_ends)))
+
+    @property
+    def before(self) -> str:
+        """What stands before all calls."""
+        return "" if self.each else self.lead + self.begin
+
+    @property
+    def after(self) -> str:
+        """What stands behind all calls."""
+        return "" if self.each else self.end
+
+    @property
+    def whole_call(self) -> str:
+        """One call with all that is repeated for each."""
+        return f"{self.lead}{self.begin}{self.call}{self.end}" if self.each else self.call
 
     @property
     def is_bare(self) -> bool:
         """Returns whether calls are objects without tags."""
-        return bool(self.signs) and self.calls.body == "objects"
+        return bool(self.signs) and self.body == "objects"
 
     @property
     def tags(self) -> tuple[str, ...]:
         """Texts that together contain all tags of this family."""
-        calls, written = self.calls, self.calls.written
-        texts = (written.call, written.argument, written.before, written.between, written.after, calls.quotes)
-        return (*calls.begins, *calls.ends, *texts, *calls.more_tags, *self.dropped)
+        texts = (self.lead, self.begin, self.call, self.argument, self.between, self.end, self.quotes, self.bare)
+        channels = self.channels.tags if self.channels else ()
+        return (*texts, *self.also_begins, *self.also_ends, *self.head_tags, *self.dropped, *channels)
 
 
 THOUGHTS = (
@@ -97,309 +134,268 @@ THOUGHTS = (
 )
 """Tags around reasoning."""
 
-_NAME = r"(?P<name>[\w.\-]+)"
-_OBJECT = '{"name": NAME, "arguments": ARGUMENTS}'
+_LINE = '\n{"name": NAME, "arguments": ARGUMENTS}\n'
 
 
-def _objects(begin: str, end: str, call: str = _OBJECT, *, array: bool = True, **more: bool) -> CallSyntax:
-    """Returns the syntax of objects between tags: a JSON array, or one object and its tags for each call."""
-    if array:
-        written = Written(call, before=f"{begin}[", between=", ", after=f"]{end}")
-    else:
-        written = Written(f"{begin}\n{call}\n{end}", between="\n")
-    return CallSyntax("objects", written, (begin,), (end,) if end else (), **more)  # type: ignore[arg-type]
+def _list(name: str, begin: str, end: str, call: str = Family.call, dropped: tuple[str, ...] = ()) -> Family:
+    """Returns a family that writes all calls as one JSON array between tags."""
+    return Family(name, "objects", call, begin=f"{begin}[", end=f"]{end}", between=", ", dropped=dropped)
 
 
-HERMES = _objects("<tool_call>", "</tool_call>", array=False)
-
-_FUNCTION = r"<function=(?P<name>[^>\n]+)>"
-_PARAMETER = r"<parameter=(?P<key>[^>\n]+)>(?:\n|(?=[^\n]))"
-_PARAMETER_END = r"\n?</parameter>|\n?(?=<parameter=[^>\n]+>)|\n?(?=</function>)"
-_TAGGED = Written(
-    "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
-    "<parameter=KEY>\nVALUE\n</parameter>\n",
-    between="\n",
-)
+def _tagged(name: str, begin: str, end: str, signs: tuple[str, ...] = ()) -> Family:
+    """Returns a family like Qwen3-Coder."""
+    call, argument = "\n<function=NAME>\nARGUMENTS</function>\n", "<parameter=KEY>\nVALUE\n</parameter>\n"
+    return Family(
+        name, "parameters", call, argument, begin, end, each=True, between="\n", bare="<function=", signs=signs
+    )
 
 
-def _tagged(begin: str, end: str) -> CallSyntax:
-    """Returns a syntax like Qwen3-Coder's: <function=…> with <parameter=…> in it."""
-    call = _TAGGED.call.replace("<tool_call>", begin).replace("</tool_call>", end)
-    return CallSyntax(
+def _invoked(
+    name: str, tag: str, prefix: str, attribute: str = "", **more: str | Channels | ThoughtTags | tuple[str, ...]
+) -> Family:
+    """Returns a family like Anthropic's older models."""
+    return Family(
+        name,
         "parameters",
-        Written(call, _TAGGED.argument, between="\n"),
-        begins=(begin, "<function="),
-        ends=(end,),
-        bare_heads=("<function=",),
-        head=_FUNCTION,
-        argument=_PARAMETER,
-        argument_end=_PARAMETER_END,
+        f'\n<{prefix}invoke name="NAME">\nARGUMENTS</{prefix}invoke>\n',
+        f'<{prefix}parameter name="KEY"{attribute}>VALUE</{prefix}parameter>\n',
+        f"<{tag}>",
+        f"</{tag}>",
+        each=True,
+        **({"between": "\n"} | more),  # type: ignore[arg-type]
     )
 
 
-def _invoked(begin: str, end: str, prefix: str, attributes: str = "") -> CallSyntax:
-    """Returns a syntax like that of Anthropic's older models: <invoke name="…"> with <parameter name="…"> in it."""
-    argument = rf'<{prefix}parameter name="(?P<key>[^"\n]+)"(?: string="(?P<kind>true|false)")?>'
-    return CallSyntax(
+def _keyed(name: str, newline: str) -> Family:
+    """Returns a family like GLM. The newline before a value tells two of them apart."""
+    argument = f"<arg_key>KEY</arg_key>{newline}<arg_value>VALUE</arg_value>{newline}"
+    return Family(
+        name,
         "parameters",
-        Written(
-            f'{begin}\n<{prefix}invoke name="NAME">\nARGUMENTS</{prefix}invoke>\n{end}',
-            f'<{prefix}parameter name="KEY"{attributes}>VALUE</{prefix}parameter>\n',
-            between="\n",
-        ),
-        begins=(begin,),
-        ends=(end,),
-        head=rf'<{prefix}invoke name="(?P<name>[^"\n]+)">',
-        argument=argument,
+        f"NAME{newline}ARGUMENTS",
+        argument,
+        "<tool_call>",
+        "</tool_call>",
+        each=True,
+        between="\n",
+        signs=(f"</arg_key>{newline or '<arg_value>'}",),
     )
 
 
-def _keyed(newline: str) -> CallSyntax:
-    """Returns a syntax like GLM's: the name behind the tag, then <arg_key> and <arg_value>."""
-    return CallSyntax(
+def _hunyuan(name: str, suffix: str, signs: tuple[str, ...] = ()) -> Family:
+    """Returns a family like GLM, with a tag behind the name, tags around all calls, and a suffix in each tag."""
+    return Family(
+        name,
         "parameters",
-        Written(
-            f"<tool_call>NAME{newline}ARGUMENTS</tool_call>",
-            f"<arg_key>KEY</arg_key>{newline}<arg_value>VALUE</arg_value>{newline}",
-            between="\n",
-        ),
-        begins=("<tool_call>",),
-        head=r"(?P<name>[\w.\-]+)\s*(?=<arg_key>|</tool_call>)",
-        argument=r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",
+        f"<tool_call{suffix}>NAME<tool_sep{suffix}>\nARGUMENTS</tool_call{suffix}>\n",
+        f"<arg_key{suffix}>KEY</arg_key{suffix}>\n<arg_value{suffix}>VALUE</arg_value{suffix}>\n",
+        f"<tool_calls{suffix}>\n",
+        f"</tool_calls{suffix}>",
+        signs=signs,
     )
 
 
-def _braces(begin: str, end: str, quotes: str) -> CallSyntax:
-    """Returns a syntax like Gemma 4's: call:NAME{key:value}, with quotes of its own."""
-    return CallSyntax(
-        "braces",
-        Written(f"{begin}call:NAMEARGUMENTS{end}"),
-        begins=(begin,),
-        ends=(end,),
-        head=rf"call:{_NAME}(?=\s*\{{)",
-        quotes=quotes,
-    )
+def _braces(name: str, begin: str, end: str, quotes: str) -> Family:
+    return Family(name, "braces", "call:NAMEARGUMENTS", begin=begin, end=end, each=True, quotes=quotes)
 
 
-def _python(begin: str, end: str) -> CallSyntax:
-    return CallSyntax(
-        "python",
-        Written("NAME(ARGUMENTS)", "KEY=VALUE", before=f"{begin}[", between=", ", after=f"]{end}"),
-        begins=(begin,) if begin else (),
-        ends=(end,) if end else (),
-    )
-
-
-def _deepseek(head: str, call: str, tail: str = "") -> CallSyntax:
-    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    return CallSyntax(
-        "json",
-        Written(call, before=begin, after=end),
-        begins=(begin, "<｜tool▁calls｜>", "<｜tool▁call▁begin｜>"),
-        ends=(end,),
-        bare_heads=("<｜tool▁call▁begin｜>",),
-        head=head,
-        tail=tail,
-    )
+def _python(name: str, begin: str, end: str, signs: tuple[str, ...] = ()) -> Family:
+    call, argument = "NAME(ARGUMENTS)", "KEY=VALUE"
+    return Family(name, "python", call, argument, f"{begin}[", f"]{end}", between=", ", signs=signs)
 
 
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-DEEPSEEK_R1 = _deepseek(
-    rf"(?:{_BEGIN})?(?:function)?{_SEP}(?P<name>[^\s<`]+)\s*```(?:json)?\n",
-    f"{_BEGIN}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}",
-    rf"```|{_END}",
-)
-DEEPSEEK_V31 = _deepseek(rf"{_BEGIN}(?P<name>[^\s<]+?)\s*{_SEP}", f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}")
 
 
-def _kimi_3(name: str, attributes: str = "") -> tuple[str, str]:
-    """Returns the tags of an element of Kimi-K3."""
-    return f"<|open|>{name}{attributes}<|sep|>", f"<|close|>{name}<|sep|>"
-
-
-_TOOLS_3, _CALL_3, _RESPONSE_3 = _kimi_3("tools"), _kimi_3("call", ' tool="NAME" index="INDEX"'), _kimi_3("response")
-_ARGUMENT_3 = _kimi_3("argument", ' key="KEY" type="TYPE"')
-KIMI_3 = CallSyntax(
-    "parameters",
-    Written(
-        "ARGUMENTS".join(_CALL_3),
-        "VALUE".join(_ARGUMENT_3),
-        before="".join(_RESPONSE_3) + _TOOLS_3[0],
-        after=_TOOLS_3[1],
-    ),
-    begins=_TOOLS_3[:1],
-    ends=_TOOLS_3[1:],
-    head=r'<\|open\|>call tool="(?P<name>[^"\n]+)"[^<\n]*<\|sep\|>',
-    argument=r'<\|open\|>argument key="(?P<key>[^"\n]+)" type="(?P<kind>\w+)"<\|sep\|>',
-)
-
-_NS = "]<]minimax[>["
-MINIMAX_3 = CallSyntax(
-    "elements",
-    Written(
-        f'{_NS}<invoke name="NAME">ARGUMENTS{_NS}</invoke>',
-        f"{_NS}<KEY>VALUE{_NS}</KEY>",
-        before=f"{_NS}<tool_call>\n",
-        between="\n",
-        after=f"\n{_NS}</tool_call>",
-    ),
-    begins=(f"{_NS}<tool_call>",),
-    ends=(f"{_NS}</tool_call>",),
-    head=regex.escape(f"{_NS}<invoke name=") + r'"(?P<name>[^"\n]+)">',
-    quotes=_NS,
-)
-
-
-def _hunyuan_3(suffix: str) -> CallSyntax:
-    """Returns a syntax like GLM's, with a tag behind the name, tags around all calls, and a suffix in each tag."""
-    return CallSyntax(
-        "parameters",
-        Written(
-            f"<tool_call{suffix}>NAME<tool_sep{suffix}>\nARGUMENTS</tool_call{suffix}>\n",
-            f"<arg_key{suffix}>KEY</arg_key{suffix}>\n<arg_value{suffix}>VALUE</arg_value{suffix}>\n",
-            before=f"<tool_calls{suffix}>\n",
-            after=f"</tool_calls{suffix}>",
-        ),
-        begins=(f"<tool_calls{suffix}>",),
-        ends=(f"</tool_calls{suffix}>",),
-        head=rf"<tool_call{suffix}>{_NAME}<tool_sep{suffix}>",
-        argument=rf"<arg_key{suffix}>(?P<key>[^<]*)</arg_key{suffix}>\s*<arg_value{suffix}>",
+def _deepseek(name: str, call: str, head: str = "", tail: str = "", signs: tuple[str, ...] = ()) -> Family:
+    return Family(
+        name,
+        "json",
+        call,
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+        bare=_BEGIN,
+        also_begins=("<｜tool▁calls｜>",),
+        head=head,
+        tail=tail,
+        signs=signs,
     )
 
 
-GIGACHAT_3 = CallSyntax(
-    "objects",
-    Written(_OBJECT, before="<|message_sep|>\n\nfunction call<|role_sep|>\n"),
-    begins=("<|message_sep|>\n\nfunction call<|role_sep|>\n",),
-    ends=("<|message_sep|>",),
-)
+_NS = "]<]minimax[>["
 
-MISTRAL_NAMED = CallSyntax(
-    "json",
-    Written("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
-    begins=("[TOOL_CALLS]",),
-    head=rf"{_NAME}(?:\[CALL_ID\][\w\-]*)?(?:\[ARGS\]\s*|\s*(?=\{{))",
-    more_tags=("[CALL_ID]",),
-)
-MISTRAL = _objects("[TOOL_CALLS]", "")
-
-KIMI = CallSyntax(
-    "json",
-    Written(
-        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
-        before="<|tool_calls_section_begin|>",
-        after="<|tool_calls_section_end|>",
-    ),
-    begins=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
-    ends=("<|tool_calls_section_end|>",),
-    bare_heads=("<|tool_call_begin|>",),
-    head=r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-)
-
-SOLAR = CallSyntax(
-    "json",
-    Written(
-        "<|tool_call:begin|>callINDEX<|tool_call:name|>NAME<|tool_call:args|>ARGUMENTS<|tool_call:end|>",
-        before="<|tool_calls|>",
-    ),
-    begins=("<|tool_calls|>", "<|tool_call:begin|>"),
-    bare_heads=("<|tool_call:begin|>",),
-    head=rf"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>",
-)
-
-FUNCTIONARY = CallSyntax(
-    "json",
-    Written("<function=NAME>ARGUMENTS</function>"),
-    begins=("<function=",),
-    bare_heads=("<function=",),
-    head=_FUNCTION,
-)
-
-MINICPM = CallSyntax(
-    "parameters",
-    Written('<function name="NAME">ARGUMENTS</function>', '<param name="KEY">VALUE</param>'),
-    begins=("<function name=",),
-    bare_heads=("<function name=",),
-    head=r'<function name="(?P<name>[^"\n]+)">',
-    argument=r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?',
-    argument_end=r"(?:\]\]>)?</param>",
-)
-
-LLAMA = CallSyntax(
-    "objects",
-    Written('{"name": NAME, "parameters": ARGUMENTS}', between="; "),
-    begins=("<|python_tag|>",),
-    head=r"(?P<name>\w+)\.call(?=\()",
-)
-PLAIN = CallSyntax(
-    "objects",
-    Written(_OBJECT, before="[", between=", ", after="]"),
+NONE = Family(
+    "none",
+    begin="[",
+    end="]",
+    between=", ",
     head=r'<function(?:=| name=")(?P<name>[^>"\n]+)"?>',
     tail="</function>",
 )
 """The calls of small models, whatever their template writes: JSON without tags, or a tag with the name and JSON."""
 
-COMMAND_R = CallSyntax(
-    "objects",
-    Written('{"tool_name": NAME, "parameters": ARGUMENTS}', before="Action:\n```json\n[", between=", ", after="]```"),
-    begins=("Action: ```json", "Action:\n```json"),
-    ends=("```",),
-)
-
-ATEM = _invoked("<atem:function_calls>", "</atem:function_calls>", "atem:")
-"""For Muse Glimmer, whose messages have headers around it."""
-
-NONE = Family("none", PLAIN)
-
 FAMILIES = (
-    Family("qwen3-coder", _tagged("<tool_call>", "</tool_call>"), signs=("<parameter=",)),
-    Family("seed-oss", _tagged("<seed:tool_call>", "</seed:tool_call>")),
-    Family("glm", _keyed("\n"), signs=("</arg_key>\n",)),
-    Family("glm-4.7", _keyed(""), signs=("</arg_key><arg_value>",)),
-    Family("hunyuan-3", _hunyuan_3(":opensource")),
-    Family("hunyuan-3-preview", _hunyuan_3(""), signs=("<tool_sep>",)),
-    Family("hermes", HERMES),
-    Family("minimax-3", MINIMAX_3, dropped=("</mm:think>",)),
-    Family("minimax", _invoked("<minimax:tool_call>", "</minimax:tool_call>", "")),
     Family(
-        "deepseek-v3.2",
-        _invoked("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", ' string="IS_TEXT"'),
-    ),
-    Family("deepseek-v4", _invoked("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", ' string="IS_TEXT"')),
-    Family("deepseek", DEEPSEEK_R1, signs=("```json",)),
-    Family("deepseek-v3.1", DEEPSEEK_V31),
-    Family("mistral", MISTRAL_NAMED, signs=("[ARGS]",)),
-    Family("mistral-array", MISTRAL),
-    Family("kimi", KIMI),
-    Family("kimi-3", KIMI_3, dropped=(*_RESPONSE_3, "<|close|>message<|sep|>")),
-    Family("solar", SOLAR),
-    Family("functionary", FUNCTIONARY),
-    Family("minicpm", MINICPM),
-    Family("gemma-4", _braces("<|tool_call>", "<tool_call|>", '<|"|>')),
-    Family("functiongemma", _braces("<start_function_call>", "<end_function_call>", "<escape>")),
-    Family("granite", _objects("<|tool_call|>", ""), dropped=("<response>", "</response>")),
-    Family("phi-4-mini", _objects("<|tool_call|>", "<|/tool_call|>")),
-    Family("functools", _objects("functools", "")),
-    Family("nemotron", _objects("<TOOLCALL>", "</TOOLCALL>")),
-    Family("tool-calls", _objects("<tool_calls>", "</tool_calls>"), dropped=("<answer>", "</answer>")),
-    Family("internlm", _objects("<|action_start|><|plugin|>", "<|action_end|>", array=False)),
-    Family(
-        "command-r7b",
-        _objects(
-            "<|START_ACTION|>",
-            "<|END_ACTION|>",
-            '{"tool_call_id": "INDEX", "tool_name": NAME, "parameters": ARGUMENTS}',
+        "harmony",
+        "json",
+        "NAME <|constrain|>json<|message|>ARGUMENTS",
+        lead="<|channel|>",
+        begin="commentary to=functions.",
+        each=True,
+        only_one=True,
+        signs=("<|channel|>", "<|message|>"),
+        # Reasoning ends with the header of the next message, which no schema of the client has.
+        thought=ThoughtTags(None, "<|channel|>final<|message|>", "<|end|><|start|>assistant"),
+        channels=Channels(
+            # The recipient may stand before the channel or behind it. Possessive quantifiers (`++`) keep time linear.
+            r"(?:<\|start\|>\s*+assistant)?\s*+(?:to=(?:functions\.(?P<name>[^\s<]++)|[^\s<]++)\s*+)?"
+            r"<\|channel\|>\s*+(?:(?P<thought>analysis)\b|\w++)\s*+"
+            r"(?:to=(?:functions\.(?P<name>[^\s<]++)|[^\s<]++)\s*+)?"
+            r"(?:<\|constrain\|>)?\s*+(?:\w++\s*+)?<\|message\|>",
+            r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)",
+            tags=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+            kept=("<|start|>", "<|channel|>", "<|constrain|>"),
         ),
+    ),
+    _invoked(
+        "muse",
+        "atem:function_calls",
+        "atem:",
+        lead=" to=NAME<|message|>",
+        between="<|eom|><|start|>assistant",
+        signs=("<|message|>", "<atem:function_calls>"),
+        thought=ThoughtTags(None, " to=user<|message|>", "<|eom|><|start|>assistant"),
+        channels=Channels(
+            r"(?:<\|start\|>\s*+assistant)?\s*+"
+            r"(?:to=(?:(?P<thought>self)(?=[\s<])|(?:user|commentary)(?=[\s<])|(?P<name>[^\s<]++))\s*+)?<\|message\|>",
+            r"<\|eo[mt]\|>|(?=<\|start\|>)",
+            tags=("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
+            kept=("<|start|>",),
+        ),
+    ),
+    Family(
+        "functionary-3.2",
+        "json",
+        "NAME\nARGUMENTS",
+        between=">>>",
+        signs=(">>>all",),
+        # The template may have written `>>>`.
+        channels=Channels(r"(?:>>>)?(?:all|(?P<name>NAMES))\n", r"(?=>>>(?:all|NAMES)\n)"),
+    ),
+    _tagged("qwen3-coder", "<tool_call>", "</tool_call>", signs=("<parameter=",)),
+    _tagged("seed-oss", "<seed:tool_call>", "</seed:tool_call>"),
+    _keyed("glm", "\n"),
+    _keyed("glm-4.7", ""),
+    _hunyuan("hunyuan-3", ":opensource"),
+    _hunyuan("hunyuan-3-preview", "", signs=("<tool_sep>",)),
+    Family("hermes", call=_LINE, begin="<tool_call>", end="</tool_call>", each=True, between="\n"),
+    Family(
+        "minimax-3",
+        "elements",
+        f'{_NS}<invoke name="NAME">ARGUMENTS{_NS}</invoke>',
+        f"{_NS}<KEY>VALUE{_NS}</KEY>",
+        f"{_NS}<tool_call>\n",
+        f"\n{_NS}</tool_call>",
+        between="\n",
+        quotes=_NS,
+        dropped=("</mm:think>",),
+    ),
+    _invoked("minimax", "minimax:tool_call", ""),
+    _invoked("deepseek-v3.2", "｜DSML｜function_calls", "｜DSML｜", ' string="IS_TEXT"'),
+    _invoked("deepseek-v4", "｜DSML｜tool_calls", "｜DSML｜", ' string="IS_TEXT"'),
+    _deepseek(
+        "deepseek",
+        f"{_BEGIN}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}",
+        head=rf"(?:{_BEGIN})?(?:function)?{_SEP}(?P<name>[^\s<`]+)\s*```(?:json)?\n",
+        tail=rf"```|{_END}",
+        signs=("```json",),
+    ),
+    _deepseek("deepseek-v3.1", f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}"),
+    Family(
+        "mistral",
+        "json",
+        "NAME[ARGS]ARGUMENTS",
+        begin="[TOOL_CALLS]",
+        each=True,
+        head=r"(?P<name>[\w.\-]+)(?:\[CALL_ID\][\w\-]*)?(?:\[ARGS\]\s*|\s*(?=\{))",
+        head_tags=("[CALL_ID]",),
+        signs=("[ARGS]",),
+    ),
+    _list("mistral-array", "[TOOL_CALLS]", ""),
+    Family(
+        "kimi",
+        "json",
+        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+        bare="<|tool_call_begin|>",
+        head=r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
+    ),
+    Family(
+        "kimi-3",
+        "parameters",
+        '<|open|>call tool="NAME" index="INDEX"<|sep|>ARGUMENTS<|close|>call<|sep|>',
+        '<|open|>argument key="KEY" type="TYPE"<|sep|>VALUE<|close|>argument<|sep|>',
+        "<|open|>tools<|sep|>",
+        "<|close|>tools<|sep|>",
+        lead="<|open|>response<|sep|><|close|>response<|sep|>",
+        dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
+    Family(
+        "solar",
+        "json",
+        "<|tool_call:begin|>callINDEX<|tool_call:name|>NAME<|tool_call:args|>ARGUMENTS<|tool_call:end|>",
+        begin="<|tool_calls|>",
+        bare="<|tool_call:begin|>",
+        head=r"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<\n]+)<\|tool_call:args\|>",
+    ),
+    Family("functionary", "json", "<function=NAME>ARGUMENTS</function>", bare="<function="),
+    Family(
+        "minicpm",
+        "parameters",
+        '<function name="NAME">ARGUMENTS</function>',
+        '<param name="KEY">VALUE</param>',
+        bare="<function name=",
+        argument_head=r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?',
+        argument_end=r"(?:\]\]>)?</param>",
+    ),
+    _braces("gemma-4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    _braces("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    _list("granite", "<|tool_call|>", "", dropped=("<response>", "</response>")),
+    _list("phi-4-mini", "<|tool_call|>", "<|/tool_call|>"),
+    _list("functools", "functools", ""),
+    _list("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+    _list("tool-calls", "<tool_calls>", "</tool_calls>", dropped=("<answer>", "</answer>")),
+    Family("internlm", call=_LINE, begin="<|action_start|><|plugin|>", end="<|action_end|>", each=True, between="\n"),
+    _list(
+        "command-r7b",
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        '{"tool_call_id": "INDEX", "tool_name": NAME, "parameters": ARGUMENTS}',
         dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
     ),
-    Family("command-r", COMMAND_R),
-    Family("gigachat-3", GIGACHAT_3),
-    Family("gigachat", _objects("<|function_call|>", "", array=False)),
-    Family("apertus", _objects("<|tools_prefix|>", "<|tools_suffix|>", "{NAME: ARGUMENTS}", name_is_key=True)),
-    Family("lfm2", _python("<|tool_call_start|>", "<|tool_call_end|>")),
-    Family("gemma-3", _python("```tool_code", "```")),
-    Family("pythonic", _python("", ""), signs=("(",)),
-    Family("llama-3", LLAMA, signs=('"parameters"',)),
-    Family("json", PLAIN, signs=('"arguments"',)),
+    Family(
+        "command-r",
+        call='{"tool_name": NAME, "parameters": ARGUMENTS}',
+        begin="Action:\n```json\n[",
+        end="]```",
+        between=", ",
+        also_begins=("Action: ```json",),
+    ),
+    Family("gigachat-3", begin="<|message_sep|>\n\nfunction call<|role_sep|>\n", also_ends=("<|message_sep|>",)),
+    Family("gigachat", call=_LINE, begin="<|function_call|>", each=True, between="\n"),
+    _list("apertus", "<|tools_prefix|>", "<|tools_suffix|>", "{NAME: ARGUMENTS}"),
+    _python("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
+    _python("gemma-3", "```tool_code", "```"),
+    _python("pythonic", "", "", signs=("(",)),
+    Family(
+        "llama-3",
+        call='{"name": NAME, "parameters": ARGUMENTS}',
+        between="; ",
+        also_begins=("<|python_tag|>",),
+        head=r"(?P<name>\w+)\.call(?=\()",
+        signs=('"parameters"',),
+    ),
+    Family("json", begin="[", end="]", between=", ", head=NONE.head, tail=NONE.tail, signs=('"arguments"',)),
 )
 """All families, in the order in which they are tried."""

@@ -1,18 +1,18 @@
-"""Parses replies: reasoning, content and calls, by families with tags and by formats of messages with headers."""
+"""Parses replies: reasoning, content and calls, by families with tags and by those of messages with headers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import ClassVar
 
 import regex
 
-from diskprefix.chat.output.call_reader import CallDeltas, CallReader, alternatives, any_of
+from diskprefix.chat.output.call_reader import CallDeltas, CallReader
 from diskprefix.chat.output.call_values import OfferedTools
-from diskprefix.chat.output.families import ATEM, PLAIN, Family
+from diskprefix.chat.output.families import NONE, Channels, Family
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
+from diskprefix.chat.output.patterns import alternatives, any_of
 from diskprefix.chat.output.reader import Parsing, Reader, Take
 
 Thoughts = Sequence[tuple[str, str]]
@@ -96,8 +96,8 @@ class FamilyParser(StreamParser):
         self._thoughts = thoughts
         self._opened = next((end for begin, end in thoughts if prompt_end.rstrip().endswith(begin)), None)
         calls = CallDeltas(self.emit)
-        self._calls = CallReader(self.reader, family.calls, tools, calls)
-        self._plain = CallReader(self.reader, PLAIN, tools, calls)
+        self._calls = CallReader(self.reader, family, tools, calls)
+        self._plain = CallReader(self.reader, NONE, tools, calls)
         self._tools = tools
         self._opener = self._openers(family, is_offered=bool(tools))
         self._begins = self._begins_in_reasoning(family, tools)
@@ -108,11 +108,11 @@ class FamilyParser(StreamParser):
         it: a thousand long ones take a second to compile."""
         kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
         if is_offered:
-            own = {*family.calls.begins, *family.dropped}
+            own = {*family.begins, *family.dropped}
             wrapper = alternatives(tag for tag in map("<{}>".format, _WRAPPERS) if tag not in own)
             kinds += [
-                rf"(?P<call>{alternatives(family.calls.begins)})",
-                r"^\[\s*(?P<python>[\w.]+)\s*\(" if family.calls.body == "python" else r"(?!)",
+                rf"(?P<call>{alternatives(family.begins)})",
+                r"^\[\s*(?P<python>[\w.]+)\s*\(" if family.body == "python" else r"(?!)",
                 r"<function(?:=| name=\")(?P<function>[^<>\"\n]+)\"?>\s*(?=\{)",
                 rf"(?P<inline>{_INLINE if family.is_bare else r'(?!)'})",
                 rf"(?P<json>^[ \t]{{0,8}}(?:{_FENCE}\s*)?(?:(?:{wrapper})\s*)?(?:\[(?=\s*\{{)|\{{(?=\s*\")))",
@@ -122,7 +122,7 @@ class FamilyParser(StreamParser):
     @staticmethod
     def _begins_in_reasoning(family: Family, tools: OfferedTools) -> str:
         """Returns a pattern of calls that may begin inside reasoning. A tag that is plain text may be quoted there."""
-        begins = family.calls.begins if tools else ()
+        begins = family.begins if tools else ()
         patterns = [regex.escape(tag) if "|" in tag or "｜" in tag else rf"^{regex.escape(tag)}" for tag in begins]
         return "|".join(patterns) or r"(?!)"
 
@@ -149,9 +149,7 @@ class FamilyParser(StreamParser):
             self.reader.at = found.start()
             done = yield from self._plain.group()
         else:
-            self.reader.at = (
-                found.start() if kind == "python" or found[0] in self._family.calls.bare_heads else found.end()
-            )
+            self.reader.at = found.start() if kind == "python" or found[0] == self._family.bare else found.end()
             done = yield from self._calls.group()
         if done:
             yield from self._behind_tag()
@@ -197,35 +195,20 @@ def _compiled(pattern: str) -> regex.Pattern[str]:
 class ChannelParser(StreamParser):
     """Parses a reply message by message. Text without a header is content."""
 
-    tags: ClassVar[tuple[str, ...]] = ()
-    """The tags around messages. A stray one is dropped, unless it is in `kept`."""
-    kept: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, tools: OfferedTools, prompt_end: str) -> None:
+    def __init__(self, family: Family, channels: Channels, tools: OfferedTools, prompt_end: str) -> None:
         super().__init__()
-        self.tools = tools
-        self.made = CallDeltas(self.emit)
-        self._header = _compiled(self.header())
-        self._tag = _compiled(self.tag())
-        self._end = _compiled(self.end_of_message())
+        self._channels = channels
+        self._tools = tools
+        self._has_tags = family.body == "parameters"
+        self._made = CallDeltas(self.emit)
+        self._calls = CallReader(self.reader, family, tools, self._made)
+        self._begin = any_of(family.begins)
+        names = alternatives(tools.names)
+        self._header = _compiled(channels.header.replace("NAMES", names))
+        self._end = _compiled(channels.end.replace("NAMES", names))
+        self._tag = any_of(channels.tags) if channels.tags else self._end
         # The prompt may end with the header of the first message.
         self._begun = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]
-
-    @abstractmethod
-    def header(self) -> str:
-        """Returns a pattern of headers."""
-
-    @abstractmethod
-    def end_of_message(self) -> str:
-        """Returns a pattern of the end of a message."""
-
-    def tag(self) -> str:
-        """Returns a pattern that ends text without a header."""
-        return alternatives(self.tags)
-
-    @abstractmethod
-    def message(self, header: regex.Match[str]) -> Parsing[None]:
-        """Reads the text of a message."""
 
     def reply(self) -> Parsing[None]:
         header = self._header.fullmatch(self._begun) or (yield from self.reader.match(self._header))
@@ -233,101 +216,43 @@ class ChannelParser(StreamParser):
             if header is not None:
                 self.space.clear()
                 self.reader.forget(at_line_start=True)
-                yield from self.message(header)
+                yield from self._message(header.groupdict())
             elif (found := (yield from self.reader.until(self._tag, self.content))) is None:
                 break
             elif not (yield from self.reader.looks_at(self._header)):
                 self.reader.at = found.end()
-                if found[0] in self.kept:
+                if found[0] in self._channels.kept:
                     self.content(found[0])
             header = yield from self.reader.match(self._header)
         self.end()
 
-    def call(self, name: str) -> Parsing[None]:
+    def _message(self, header: dict[str, str | None]) -> Parsing[None]:
+        if (name := header["name"]) is None or not self._tools:
+            yield from self._body(self.reasoning if header.get("thought") else self.content)
+        elif self._has_tags:
+            yield from self.reader.space()
+            at = self.reader.at
+            if not (yield from self.reader.match(self._begin)) or not (yield from self._calls.group()):
+                self.reader.at = at
+            yield from self._body(self.content)
+        else:
+            yield from self._call(name)
+
+    def _call(self, name: str) -> Parsing[None]:
         """Reads a message that is the JSON of a call's arguments. Text behind the JSON is content."""
-        self.made.begin(name)
+        self._made.begin(name)
         first = yield from self.reader.peek()
         is_whole = False
         if first == "{":
-            is_whole = yield from self.reader.json(self.made.arguments, forgets=True)
+            is_whole = yield from self.reader.json(self._made.arguments, forgets=True)
             yield from self.reader.space()
         elif not first or (yield from self.reader.looks_at(self._end)):
-            self.made.arguments("{}")
+            self._made.arguments("{}")
             is_whole = True
-        yield from self.body(self.content if is_whole else self.made.arguments)
+        yield from self._body(self.content if is_whole else self._made.arguments)
 
-    def body(self, take: Take) -> Parsing[None]:
+    def _body(self, take: Take) -> Parsing[None]:
         """Hands the text of a message to `take`, and reads its end."""
         found = yield from self.reader.until(self._end, take)
         if found is not None:
             self.reader.at = found.end()
-
-
-class HarmonyParser(ChannelParser):
-    """The parser of gpt-oss. The channel `analysis` is reasoning, `final` is content; `to=functions.…` is a call."""
-
-    tags = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-    kept = tags[:3]
-
-    def header(self) -> str:
-        # The recipient may stand before the channel or behind it. Possessive quantifiers (`++`) keep the time linear.
-        to = r"(?:to=(?P<to>[^\s<]++)\s*+)?"
-        return (
-            rf"(?:<\|start\|>\s*+assistant)?\s*+{to}<\|channel\|>\s*+(?P<channel>\w++)\s*+{to}"
-            r"(?:<\|constrain\|>)?\s*+(?:\w++\s*+)?<\|message\|>"
-        )
-
-    def end_of_message(self) -> str:
-        return r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)"
-
-    def message(self, header: regex.Match[str]) -> Parsing[None]:
-        to = header["to"] or ""
-        if to.startswith("functions.") and self.tools:
-            yield from self.call(to.removeprefix("functions."))
-        else:
-            yield from self.body(self.reasoning if header["channel"] == "analysis" else self.content)
-
-
-class MuseParser(ChannelParser):
-    """The parser of Muse Glimmer. `to=self` is reasoning, `to=user` content; a message to a tool is a call in tags."""
-
-    tags = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
-    kept = tags[:1]
-
-    def header(self) -> str:
-        return r"(?:<\|start\|>\s*+assistant)?\s*+(?:to=(?P<to>[^\s<]++)\s*+)?<\|message\|>"
-
-    def end_of_message(self) -> str:
-        return r"<\|eo[mt]\|>|(?=<\|start\|>)"
-
-    def message(self, header: regex.Match[str]) -> Parsing[None]:
-        if header["to"] not in (None, "self", "user", "commentary") and self.tools:
-            yield from self.reader.space()
-            calls = CallReader(self.reader, ATEM, self.tools, self.made)
-            at = self.reader.at
-            if not (yield from self.reader.match(any_of(ATEM.begins))) or not (yield from calls.group()):
-                self.reader.at = at
-        yield from self.body(self.reasoning if header["to"] == "self" else self.content)
-
-
-class FunctionaryParser(ChannelParser):
-    """The parser of Functionary 3.2: `>>>`, the name of a tool or `all` for content, and a line end."""
-
-    def header(self) -> str:
-        # The template may have written `>>>`.
-        return rf"(?:>>>)?(?P<to>{self._recipients()})\n"
-
-    def _recipients(self) -> str:
-        return alternatives(["all", *self.tools.names])
-
-    def end_of_message(self) -> str:
-        return rf"(?=>>>(?:{self._recipients()})\n)"
-
-    def tag(self) -> str:
-        return self.end_of_message()
-
-    def message(self, header: regex.Match[str]) -> Parsing[None]:
-        if header["to"] == "all":
-            yield from self.body(self.content)
-        else:
-            yield from self.call(header["to"])

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from diskprefix.chat.output.choose_format import CHANNELS, FamilyFormat
+from diskprefix.chat.output.choose_format import FamilyFormat
 from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputFormat, ReasoningDelta, ToolCallBegin
 
-_FORMATS: dict[str, OutputFormat] = {format.name: format for format in CHANNELS}
-_FORMATS |= {family.name: FamilyFormat(family, THOUGHTS) for family in (*FAMILIES, NONE)}
+_FORMATS: dict[str, OutputFormat] = {family.name: FamilyFormat(family, THOUGHTS) for family in (*FAMILIES, NONE)}
 NAMES = list(_FORMATS)
 
 

@@ -1,0 +1,75 @@
+"""The regular expressions by which calls are read, made of the description of a family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import regex
+
+from diskprefix.chat.output.families import Family
+
+
+def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
+    """Returns a pattern of literal texts, the longest first. Without texts, it never matches."""
+    return regex.compile(alternatives(texts))
+
+
+def alternatives(texts: Iterable[str]) -> str:
+    """Returns the regular expression of `any_of`."""
+    return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
+
+
+_PARTS = regex.compile(
+    r' (?P<attribute>\w+)="(?P<value>INDEX|TYPE|IS_TEXT)"|(?P<placeholder>NAME|KEY|INDEX)|(?P<blanks>\s+)|(?P<text>.)'
+)
+_READ_AS = {
+    "NAME": r"(?P<name>[^%s\n]+)",
+    "KEY": r"(?P<key>[^%s\n]+)",
+    "INDEX": r"[^%s\n]*",
+    "IS_TEXT": r"(?P<kind>true|false)",
+    "TYPE": r"(?P<kind>\w+)",
+}
+"""How placeholders are read; %s is the character behind one."""
+
+
+def _read_as(written: str) -> str:
+    """Returns the regular expression of a text of a `Family`."""
+    parts = []
+    for found in _PARTS.finditer(written.strip()):
+        if name := found["attribute"]:
+            value = _READ_AS[found["value"]].replace("%s", '"')
+            parts.append(f'(?: {name}="{value}")?')
+        elif found["placeholder"]:
+            behind = written.strip()[found.end() : found.end() + 1]
+            parts.append(_READ_AS[found[0]].replace("%s", behind) if behind else r"(?P<name>[\w.\-]+)")
+        else:
+            parts.append(r"\s*" if found["blanks"] else regex.escape(found[0]))
+    return "".join(parts)
+
+
+class CallPatterns:
+    """The regular expressions by which the calls of a family are read."""
+
+    def __init__(self, family: Family) -> None:
+        head, tail = (part.strip() for part in family.call.split("ARGUMENTS"))
+        key, _, value_end = family.argument.partition("VALUE")
+        self.ends = any_of(family.ends)
+        self.tail = regex.compile(family.tail or regex.escape(tail) or r"(?!)")
+        pattern = family.head
+        if not pattern and family.body not in ("objects", "python"):
+            pattern = _read_as(head)
+            if head.endswith("NAME"):
+                # The name ends where the arguments begin.
+                begins = (
+                    [r"\{"] if family.body == "braces" else map(regex.escape, (key.partition("KEY")[0], family.end))
+                )
+                pattern += rf"\s*(?={'|'.join(begins)})"
+        self.head = regex.compile(pattern) if pattern else None
+        argument = family.argument_head or _read_as(key)
+        # One line end is no part of a value.
+        self.argument = regex.compile(argument + (r"(?:\n|(?=[^\n]))" if key.endswith("\n") else ""))
+        end = family.argument_end or regex.escape(value_end.strip())
+        if value_end.startswith("\n"):
+            # Models leave the tag out.
+            end = rf"\n?{end}|\n?(?={argument})|\n?(?={regex.escape(tail)})"
+        self.argument_end = regex.compile(end)
