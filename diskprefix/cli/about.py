@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "lmd
 
 def version_text() -> str:
     """Returns a few lines for people, who paste them into a report."""
-    packages = ", ".join(f"{name} {installed(name) or 'missing'}" for name in _PACKAGES)
+    packages = ", ".join(f"{name} {_installed(name)}" for name in _PACKAGES)
     return "\n".join(
         [
             f"diskprefix {__version__}",
@@ -29,12 +29,11 @@ def version_text() -> str:
     )
 
 
-def installed(package: str) -> str | None:
-    """Returns the version of an installed package, or None."""
+def _installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return None
+        return "missing"
 
 
 def _kernels() -> str:

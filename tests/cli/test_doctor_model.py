@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from diskprefix.errors import LoadInterrupted, ModelError
+from diskprefix.errors import LoadInterrupted
 from diskprefix.extras.catalogue import catalogue
 from diskprefix.extras.catalogue.catalogue import path_of
 from diskprefix.extras.setup import doctor_model, this_process
@@ -82,18 +82,32 @@ def test_weights_are_compared_with_the_memory(
     assert levels(found_in(folder, **settings))["model"] == level
 
 
-def test_a_folder_without_weights_is_a_problem(folder: Path) -> None:
+def without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    assert levels(found_in(folder))["model"] == "problem"
 
 
-def test_weights_that_cannot_be_read_are_a_problem(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(*_: Any) -> int:
-        raise ModelError("model.safetensors is cut off")
+def with_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
 
-    monkeypatch.setattr(catalogue, "needs_of_folder", damaged)
-    found = found_in(folder)["model"]
-    assert (found.level, found.text) == ("problem", "model.safetensors is cut off")
+
+def without_a_template(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (without_weights, {"model": "problem"}),
+        (with_a_broken_tokenizer, {"model": "ok", "tokenizer": "problem"}),
+        (without_a_template, {"model": "ok", "tokenizer": "ok", "template": "note"}),
+    ],
+)
+def test_what_a_folder_lacks_is_told(folder: Path, change: Callable[[Path], None], expected: dict[str, str]) -> None:
+    change(folder)
+    assert levels(found_in(folder)) == expected
 
 
 @pytest.fixture
@@ -130,52 +144,29 @@ def test_a_model_that_is_only_partly_here_is_not_here(monkeypatch: pytest.Monkey
         assert path_of(name) is None
 
 
-def test_a_tokenizer_that_cannot_be_read_is_a_problem(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{")
-    assert levels(found_in(folder)) == {"model": "ok", "tokenizer": "problem"}
-
-
-def change(folder: Path, name: str, **values: Any) -> None:
-    path = folder / name
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def template(folder: Path, text: str) -> None:
     (folder / "template.jinja").write_text(text)
-
-
-def test_a_good_template_has_boundaries(folder: Path) -> None:
-    found = found_in(folder)
-    assert (found["template"].level, "the system message ends at one" in found["template"].text) == ("ok", True)
-
-
-def test_a_system_message_inside_the_turn_of_the_user_ends_at_no_boundary(folder: Path) -> None:
-    turn = "<|im_start|>user\n{{ messages[0].content }}\n{{ messages[1].content }}<|im_end|>\n"
-    template(folder, f"{turn}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}")
-    found = found_in(folder, chat_template=folder / "template.jinja")
-    assert "none at the system message's end" in found["template"].text
 
 
 @pytest.mark.parametrize(
     ("text", "level", "says"),
     [
+        (None, "ok", "the system message ends at one"),
+        (
+            "<|im_start|>user\n{{ messages[0].content }}\n{{ messages[1].content }}<|im_end|>\n"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            "ok",
+            "none at the system message's end",
+        ),
         ("{% for message in messages %}{{ message.content }} {% endfor %}", "note", "no safe boundaries"),
         ("{{ raise_exception('no') }}", "problem", "no"),
     ],
 )
-def test_a_template_that_does_not_do_is_told(folder: Path, text: str, level: str, says: str) -> None:
-    template(folder, text)
-    found = found_in(folder, chat_template=folder / "template.jinja")
+def test_the_boundaries_of_a_template_are_told(folder: Path, text: str | None, level: str, says: str) -> None:
+    if text is not None:
+        template(folder, text)
+    found = found_in(folder, chat_template=None if text is None else folder / "template.jinja")
     assert (levels(found)["template"], says in found["template"].text) == (level, True)
-
-
-def test_a_model_without_a_template_is_told(folder: Path) -> None:
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config.pop("chat_template", None)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").unlink(missing_ok=True)
-    found = levels(found_in(folder))
-    assert (found["template"], "tool calls" in found) == ("note", False)
 
 
 def test_a_tokenizer_that_changes_texts_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,20 +194,19 @@ def judged(*replies: dict[str, Any]) -> dict[str, Finding]:
     return {each.check: each for each in doctor_model._judged(list(replies), "token")}
 
 
-def test_replies_that_are_restored_and_equal_are_good() -> None:
-    found = judged(reply(restored=0), reply(), reply())
-    assert set(levels(found).values()) == {"ok"}
-    assert "90 tokens from disk" in found["restart"].text
-
-
-def test_a_restart_that_restores_nothing_is_a_problem() -> None:
-    found = judged(reply(restored=0), reply(), reply(restored=0, miss_reason="no_match"))
-    assert (levels(found)["repeated"], levels(found)["restart"]) == ("ok", "problem")
-    assert "no_match" in found["restart"].text
-
-
-def test_replies_that_differ_are_a_problem() -> None:
-    assert levels(judged(reply(restored=0), reply(), reply("hallo")))["same reply"] == "problem"
+@pytest.mark.parametrize(
+    ("replies", "problems"),
+    [
+        ((reply(restored=0), reply(), reply()), {}),
+        ((reply(restored=0), reply(), reply(restored=0, miss_reason="no_match")), {"restart": "no_match"}),
+        ((reply(restored=0), reply(restored=0), reply()), {"repeated": "nothing was restored: not known"}),
+        ((reply(restored=0), reply(), reply("hallo")), {"same reply": "differ"}),
+    ],
+)
+def test_replies_must_be_restored_and_equal(replies: tuple[dict[str, Any], ...], problems: dict[str, str]) -> None:
+    found = judged(*replies)
+    assert {check for check, level in levels(found).items() if level != "ok"} == problems.keys()
+    assert all(words in found[check].text for check, words in problems.items())
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *statuses: int) -> tuple[dict[str, Finding], list[Settings]]:

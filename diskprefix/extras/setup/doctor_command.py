@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 import click
 
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.cli.tooling import print_json, status
-from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue
+from diskprefix.extras.catalogue.catalogue import open_catalogue
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.printable import printable_only
 from diskprefix.settings import CACHE, SETTINGS, Settings
@@ -40,10 +41,9 @@ Exit codes: 0 no problem was found; 1 a problem was found; 2 wrong usage.
 def doctor(request: bool, json: bool, **flags: Any) -> int:
     """Check whether `diskprefix serve` with the same options works well on this machine. Give advice if not.
 
-    The command checks Python, torch's build and instruction sets, the kernels and their exactness, the model's size
-    against the memory, its tokenizer, template and tool calls, the folder's permissions and file system, the speed of
-    the disk against that of computing, the budget against the free space, the port and the clock. It changes nothing,
-    takes a few seconds, and works beside a running daemon.
+    The command checks torch's build and instruction sets, the kernels, the model's size against the memory, its
+    tokenizer, template and tool calls, the folder's permissions and file system, the budget against the free space,
+    the store and the port. It changes nothing, takes a few seconds, and works beside a running daemon.
     """
     settings = build_settings(flags)
     findings: list[Finding] = []
@@ -65,35 +65,24 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
     from diskprefix.extras.setup.doctor_machine import (
         folder_findings,
         port_finding,
-        python_findings,
-        store_findings,
+        store_finding,
         torch_findings,
     )
     from diskprefix.extras.setup.doctor_model import client_findings, model_findings, together_finding
 
-    yield from python_findings()
     yield from folder_findings(settings)
-    say("measuring the disk")
-    yield from store_findings(settings)
+    yield store_finding(settings)
     yield port_finding(settings)
     say("importing torch")
     yield from torch_findings(settings)
     catalogue = open_catalogue(settings)
     if catalogue is not None:
         yield together_finding(settings, catalogue.models())
-    for name, own in _each_model(settings, catalogue):
-        for finding in model_findings(own, say):
+    models = [("", settings)] if catalogue is None else [(f"{one.name}: ", one.settings) for one in catalogue.models()]
+    for name, own in models:
+        checks = [model_findings(own, say), *([client_findings(own, say)] if with_request else [])]
+        for finding in chain(*checks):
             yield replace(finding, text=f"{name}{finding.text}")
-        if with_request:
-            for finding in client_findings(own, say):
-                yield replace(finding, text=f"{name}{finding.text}")
-
-
-def _each_model(settings: Settings, catalogue: Catalogue | None) -> list[tuple[str, Settings]]:
-    """Returns the settings of each model that is served, with its name and a colon if there are several."""
-    if catalogue is None:
-        return [("", settings)]
-    return [(f"{known.name}: ", known.settings) for known in catalogue.models()]
 
 
 def _show(finding: Finding) -> None:

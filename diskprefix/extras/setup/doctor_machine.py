@@ -1,20 +1,16 @@
-"""The checks of `diskprefix doctor` that look at the machine: Python, torch, kernels, folder, disk, port, clock."""
+"""The checks of `diskprefix doctor` that look at the machine: torch, kernels, folder, space, store, port."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import platform
 import socket
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from diskprefix.cli.about import installed
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.extras.daemon_call import running_daemon
@@ -22,21 +18,12 @@ from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder, disk_full
 from diskprefix.store.savings import total_savings
-from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.units import format_size
 
 Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
 
 _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"}
-_FIRST_TIME = 1_735_689_600.0
-"""The first second of 2025. An earlier clock is wrong: there was no release yet."""
-_ROWS, _INNER, _OUTER = 32, 256, 192
-_FILE_BYTES = 64 << 20
-_MOST_WRITING_S = 0.15
-_MOST_READING_S = 0.1
-_CONTENT_BYTES = 4 << 20
-"""The bytes of one read or write."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +41,10 @@ class Finding:
     table: tuple[tuple[str, int], ...] = ()
 
 
-def python_findings() -> Iterator[Finding]:
-    yield Finding("python", "ok", f"Python {platform.python_version()}")
-    missing = [name for name in ("torch", "transformers", "tokenizers", "lmdb", "numpy") if installed(name) is None]
-    if missing:
-        yield Finding(
-            "packages", "problem", f"not installed: {', '.join(missing)}", "install diskprefix again with pip"
-        )
-
-
 def torch_findings(settings: Settings) -> Iterator[Finding]:
-    """Yields torch's build and instruction sets, and whether a product depends on the rows beside it."""
+    """Yields torch's build and instruction sets, the device and the kernels."""
     import torch
 
-    from diskprefix.model.exact.rows import linear
     from diskprefix.model.load.loader import pick_device
     from diskprefix.native.library import Unavailable, choose, described
 
@@ -93,21 +70,6 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     cure = "leave --kernels out" if settings.kernels == "torch" else "install a C++ compiler, then diskprefix again"
     advice = "" if is_native else f"{cure}, to be exact at every token, and faster"
     yield Finding("kernels", "ok" if is_native else "note", f"computed by {names}", advice)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(_ROWS, _INNER, generator=generator).to(torch.bfloat16)
-    weight = torch.randn(_OUTER, _INNER, generator=generator).to(torch.bfloat16)
-    whole = linear(rows, weight)
-    differ = [n for n in (1, 2, 3, 7, 16) if not torch.equal(linear(rows[:n], weight), whole[:n])]
-    if differ:
-        text = f"the bits of a row depend on the number of rows in a product ({', '.join(map(str, differ))})"
-        yield Finding(
-            "batch invariance",
-            "note",
-            text,
-            "prefixes are restored at the ends of blocks only; another torch or CPU may do better",
-        )
-    else:
-        yield Finding("batch invariance", "ok", "a row of a product has the same bits in any batch")
 
 
 def folder_findings(settings: Settings) -> Iterator[Finding]:
@@ -155,78 +117,27 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
     return Finding("space", "ok", text)
 
 
-def store_findings(settings: Settings) -> Iterator[Finding]:
-    """Yields the findings about the store's content, the clock and the speed of the disk."""
+def store_finding(settings: Settings) -> Finding:
+    """Returns what the store holds and has saved until now, or why it cannot be opened."""
     folder = settings.kv_cache_dir
-    prefill_s_per_byte, newest = None, 0.0
     if not (folder / DATA).is_file():
-        yield Finding("store", "ok", "no store yet; the first request creates it")
-    else:
-        try:
-            store = Store(folder, read_only=True)
-        except (CacheError, SettingsError) as error:
-            # Others say what to do: a store whose key is missing must stay where it is.
-            is_damaged = isinstance(error, StoreCorrupt | StoreFormatError)
-            advice = "move the file away, or let `diskprefix serve` move it aside and begin an empty store"
-            yield Finding("store", "problem", error.message, advice if is_damaged else "")
-            return
-        try:
-            with store.snapshot() as snapshot:
-                counts = snapshot.counts()
-                saved = total_savings(snapshot).total.saved_s
-                text = f"{counts['entries']:,} saved prompts in {format_size(snapshot.used_bytes())}"
-                yield Finding("store", "ok", f"{text}; {saved:,.0f} s of computing saved until now")
-                newest = _newest_use(snapshot)
-                prefill_s_per_byte = _prefill_s_per_byte(snapshot)
-        except CacheError as error:
-            yield Finding("store", "problem", error.message, "diskprefix verify --fix")
-        finally:
-            store.close()
-    yield _clock_finding(time.time(), newest)
-    yield _speed_finding(existing_folder(folder), prefill_s_per_byte)
-
-
-def _newest_use(snapshot: Snapshot) -> float:
-    records = snapshot.usages().records
-    return float(records["last_used"].max()) if len(records) else 0.0
-
-
-def _clock_finding(now: float, newest: float) -> Finding:
-    """Compares the clock with the last use of the store, `newest`."""
-    if now < _FIRST_TIME:
-        return Finding("clock", "problem", "the clock is years behind", "set the time (NTP)")
-    if newest > now + 60:
-        return Finding(
-            "clock",
-            "note",
-            "the last use of the store is in the future",
-            "set the time (NTP): ages decide what is evicted",
-        )
-    return Finding("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now)))
-
-
-def _prefill_s_per_byte(snapshot: Snapshot) -> float | None:
-    """Returns the median time to compute a byte of state, in seconds; None if it was not measured."""
-    records = snapshot.usages().records
-    known = records[(records["prefill_s"] > 0) & (records["stored_bytes"] > 0)]
-    if not len(known):
-        return None
-    speeds = sorted((known["prefill_s"] / known["stored_bytes"]).tolist())
-    return float(speeds[len(speeds) // 2])
-
-
-def _speed_finding(place: Path, prefill_s_per_byte: float | None) -> Finding:
-    speed = disk_speed(place)
-    if speed is None:
-        return Finding("disk", "skipped", "no file can be created in the folder to measure the disk", "")
-    text = f"reads {format_size(speed)} a second"
-    if prefill_s_per_byte is None:
-        return Finding("disk", "ok", f"{text}; computing was not measured yet")
-    ratio = prefill_s_per_byte * speed
-    text += f": restoring is about {ratio:,.1f} times as fast as computing"
-    if ratio < 1:
-        return Finding("disk", "note", text, "caching does not pay on this disk; --kv-cache-gate auto turns it off")
-    return Finding("disk", "ok", text)
+        return Finding("store", "ok", "no store yet; the first request creates it")
+    try:
+        store = Store(folder, read_only=True)
+    except (CacheError, SettingsError) as error:
+        # Others say what to do: a store whose key is missing must stay where it is.
+        is_damaged = isinstance(error, StoreCorrupt | StoreFormatError)
+        advice = "move the file away, or let `diskprefix serve` move it aside and begin an empty store"
+        return Finding("store", "problem", error.message, advice if is_damaged else "")
+    try:
+        with store.snapshot() as snapshot:
+            entries, saved_s = snapshot.counts()["entries"], total_savings(snapshot).total.saved_s
+            text = f"{entries:,} saved prompts in {format_size(snapshot.used_bytes())}"
+            return Finding("store", "ok", f"{text}; {saved_s:,.0f} s of computing saved until now")
+    except CacheError as error:
+        return Finding("store", "problem", error.message, "diskprefix verify --fix")
+    finally:
+        store.close()
 
 
 def port_finding(settings: Settings) -> Finding:
@@ -271,51 +182,3 @@ def _file_system(place: Path) -> str:
     inside = [(mount, kind) for mount, kind in found if real == Path(mount) or Path(mount) in real.parents]
     # Of two file systems at one place, the later one is seen.
     return max(enumerate(inside), key=lambda one: (len(one[1][0]), one[0]))[1][1] if inside else ""
-
-
-def disk_speed(folder: Path) -> float | None:
-    """Returns the bytes a second of a sequential read from the disk under `folder`; None if the folder takes no file or
-    is nearly full. Takes about half a second, and longer where the disk is busy. The file is always removed."""
-    try:
-        free = os.statvfs(folder)
-        if free.f_bavail * free.f_frsize < 4 * _FILE_BYTES:
-            return None
-        writing, name = tempfile.mkstemp(prefix="speed-", dir=folder)
-        with open(writing, "wb", buffering=0):
-            try:
-                reading = _open_past_the_cache(name)
-            finally:
-                os.unlink(name)  # nothing is left whatever happens
-            with open(reading, "rb", buffering=0):
-                return _read(reading, _write(writing, os.urandom(_CONTENT_BYTES))) or None
-    except OSError:
-        return None
-
-
-def _open_past_the_cache(name: str) -> int:
-    try:
-        return os.open(name, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:  # not every file system can
-        return os.open(name, os.O_RDONLY)
-
-
-def _write(descriptor: int, content: bytes) -> int:
-    """Returns the bytes that were written: fewer on a slow disk."""
-    written = 0
-    started = time.perf_counter()
-    while written < _FILE_BYTES and time.perf_counter() - started < _MOST_WRITING_S:
-        written += os.write(descriptor, content)
-        os.fsync(descriptor)
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    return written
-
-
-def _read(descriptor: int, num_bytes: int) -> float:
-    """Returns the bytes a second of reading `num_bytes`, or as many as the time allows."""
-    part = mmap.mmap(-1, _CONTENT_BYTES)  # whole pages, as reading past the cache demands
-    found = 0
-    started = time.perf_counter()
-    while found < num_bytes and time.perf_counter() - started < _MOST_READING_S:
-        found += os.preadv(descriptor, [part], found)
-    return found / (time.perf_counter() - started)
