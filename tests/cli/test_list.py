@@ -72,41 +72,30 @@ def test_a_model_is_shown_with_its_parts_its_template_and_its_own_settings(
     file.write_text(
         f'[small]\nmodel = "{models_dir}/made"\naliases = ["haiku"]\nkv_memory = "1MiB"\nweights = "int8"\n'
     )
-    found = run("show", "haiku", "--models-file", file, "--tensors", "--json").json
+    found = run("show", "haiku", "--models-file", file, "--json").json
     assert (found["name"], found["aliases"], found["template"]) == ("small", ["haiku"], True)
     assert found["settings"] == {"weights": "int8", "kv_memory": 1 << 20}
     assert {"attention", "feed forward", "room to compute"} <= found["memory"].keys()
     assert sum(found["memory"].values()) >= found["needed_bytes"]
-    assert {row["form"] for row in found["tensors"]} >= {"bfloat16"}
+    assert {one["form"] for one in found["types"]} >= {"bfloat16"}
     shown = run("show", "small", "--models-file", file).stdout
     assert "small, haiku (models.toml)" in shown
     assert "weights = int8, kv_memory = 1048576" in shown
     assert "128 of 128 tokens" in shown
 
 
-def test_the_tensors_of_a_file_are_shown_with_the_form_that_is_served(run: Run, models_dir: Path) -> None:
-    found = run("show", models_dir / "tiny-00002-of-00003.gguf", "--tensors", "--json").json
-    rows = {row["name"]: row for row in found["tensors"]}
-    assert len(rows) == 21
-    query = rows["blk.0.attn_q.weight"]
-    assert (query["kind"], query["form"], query["bits"], query["part"]) == ("Q4_0", "Q4_0", 4.5, "attention")
-    assert query["num_bytes"] == query["stored_bytes"] == query["shape"][0] * query["shape"][1] * 4.5 / 8
-    norm = rows["output_norm.weight"]
-    assert (norm["kind"], norm["form"], norm["bits"]) == ("F32", "bfloat16", 16)
-    sums = [(one["kind"], one["tensors"]) for one in found["types"]]
-    assert ("Q4_0", 14) in sums
-    assert sum(number for _, number in sums) == 21
-    assert sum(one["num_bytes"] for one in found["types"]) == sum(row["num_bytes"] for row in rows.values())
-    lines = run("show", models_dir / "tiny-00001-of-00003.gguf", "--tensors").stdout.splitlines()
+def test_the_types_of_a_file_are_shown_with_the_form_that_is_served(run: Run, models_dir: Path) -> None:
+    found = run("show", models_dir / "tiny-00002-of-00003.gguf", "--json").json
+    sums = {(one["kind"], one["form"]): one for one in found["types"]}
+    assert sums["Q4_0", "Q4_0"]["tensors"] == 14
+    assert sums["Q4_0", "Q4_0"]["num_bytes"] == sums["Q4_0", "Q4_0"]["stored_bytes"]
+    assert sums["F32", "bfloat16"]["num_bytes"] * 2 == sums["F32", "bfloat16"]["stored_bytes"]
+    assert sum(one["tensors"] for one in found["types"]) == 21
+    lines = run("show", models_dir / "tiny-00001-of-00003.gguf").stdout.splitlines()
     assert lines[-1].startswith("21 tensors, ")
-    assert any(line.startswith("blk.0.attn_q.weight") for line in lines)
-
-
-def test_the_form_of_a_folder_follows_the_option(run: Run, models_dir: Path) -> None:
-    found = run("show", models_dir / "made", "--tensors", "--weights", "int4", "--json").json
-    forms = {row["name"]: row["form"] for row in found["tensors"]}
-    assert forms["model.layers.0.self_attn.q_proj.weight"] == "int4"
-    assert forms["model.embed_tokens.weight"] == forms["model.norm.weight"] == "bfloat16"
+    for weights, forms in (("int4", {"int4", "bfloat16"}), ("native", {"bfloat16"})):
+        found = run("show", models_dir / "made", "--weights", weights, "--json").json
+        assert {one["form"] for one in found["types"]} == forms
 
 
 def test_what_cannot_be_shown_is_refused_with_the_reason(run: Run, models_dir: Path) -> None:

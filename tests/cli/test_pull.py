@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,22 +21,16 @@ from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.model import tiny
-from tests.model.hub import FakeHub, _entry, fake_hub
+from tests.model.hub import FakeHub, fake_hub
 
 REPO = "org/tiny-GGUF"
 
 
 @pytest.fixture(autouse=True)
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of this test alone, a client that does not wait before it goes on, and pieces of a few hundred bytes."""
-    from huggingface_hub import constants
-
+    """Folders of this test alone."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
-    monkeypatch.setattr(
-        "huggingface_hub.file_download.time", SimpleNamespace(**vars(time) | {"sleep": lambda _s: None})
-    )
 
 
 @pytest.fixture(scope="module")
@@ -160,42 +149,6 @@ def test_an_unknown_quant_is_refused_with_those_there_are(run: Run, hub: FakeHub
     assert hub.fetched() == []
 
 
-def test_a_connection_that_breaks_at_every_tenth_part_goes_on_where_it_was(
-    run: Run, hub: FakeHub, repository: Path
-) -> None:
-    content = (repository / "tiny-q8_0.gguf").read_bytes()
-    hub.breaks_every = len(content) // 10
-    row = run("pull", f"{REPO}:Q8_0", "--json").json
-    assert Path(row["path"]).read_bytes() == content
-    begins = [int(one.removeprefix("bytes=").partition("-")[0]) for one in hub.ranges]
-    assert len(begins) >= 10
-    assert begins == sorted(begins)
-    assert begins[0] >= hub.breaks_every - 500
-
-
-def test_a_connection_that_always_breaks_ends_with_the_reason_and_leaves_nothing(
-    run: Run, hub: FakeHub, tmp_path: Path
-) -> None:
-    hub.breaks_every = 1
-    ended = run("pull", f"{REPO}:Q8_0")
-    assert (ended.exit_code, "cannot fetch 'org/tiny-GGUF' from the hub: " in ended.stderr) == (3, True)
-    assert leftovers(tmp_path) == []
-    assert listed(run) == []
-    hub.breaks_every = 0
-    assert run("pull", f"{REPO}:Q8_0").exit_code == 0
-
-
-def test_a_file_of_another_size_is_an_error_and_leaves_nothing(
-    run: Run, hub: FakeHub, repository: Path, tmp_path: Path
-) -> None:
-    hub.contents["tiny-q8_0.gguf"] = (repository / "tiny-q8_0.gguf").read_bytes()[:-1]
-    ended = run("pull", f"{REPO}:Q8_0")
-    assert ended.exit_code == 3
-    assert "Consistency check failed" in ended.stderr
-    assert leftovers(tmp_path) == []
-    assert listed(run) == []
-
-
 def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
     run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,49 +195,6 @@ def test_offline_what_is_here_is_found_and_the_rest_is_an_error(
         assert (ended.exit_code, "HF_HUB_OFFLINE is set" in ended.stderr) == (3, True), ended.stderr
 
 
-def test_the_token_goes_to_the_hub_and_not_to_where_the_files_are(
-    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    run("pull", f"{REPO}:Q8_0")
-    assert hub.tokens == {("hub", "Bearer hf_secret"), ("elsewhere", None)}
-
-
-def pull_process(hub: FakeHub, tmp_path: Path, **environment: str) -> dict[str, Any]:
-    """A pull in a process of its own, which knows the hub and its folder by variables."""
-    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    own |= environment
-    others = {name: value for name, value in os.environ.items() if not name.lower().startswith(("hf_", "no_proxy"))}
-    # In pieces so small that some of them are on the disk.
-    program = "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 500; "
-    program += "from diskprefix.cli import main; main()"
-    return {"args": [sys.executable, "-c", program, "pull", f"{REPO}:Q8_0"], "env": others | own}
-
-
-def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole_and_the_next_one_fetches_it(
-    run: Run, hub: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from huggingface_hub import constants
-
-    is_in_the_middle, may_go_on = Event(), Event()
-
-    def on_file(_name: str) -> None:
-        if hub.breaks_every and len([path for path in hub.sent if path.startswith("elsewhere")]) > 1:
-            is_in_the_middle.set()
-            may_go_on.wait(60)
-
-    hub.breaks_every, hub.on_file = 20_000, on_file
-    with subprocess.Popen(**pull_process(hub, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as pull:
-        assert is_in_the_middle.wait(60)
-        pull.kill()
-    may_go_on.set()
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    assert listed(run) == []
-    hub.breaks_every = 0
-    row = run("pull", f"{REPO}:Q8_0", "--json").json
-    assert Path(row["path"]).read_bytes() == (repository / "tiny-q8_0.gguf").read_bytes()
-
-
 def test_a_file_that_is_gone_after_the_listing_is_an_error(
     run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,15 +203,6 @@ def test_a_file_that_is_gone_after_the_listing_is_an_error(
     ended = run("pull", f"{REPO}:Q6_K")
     assert (ended.exit_code, "was changed while it was fetched; fetch it again" in ended.stderr) == (3, True)
     assert hub.fetched() == []
-
-
-def test_a_mirror_a_proxy_and_the_folder_are_given_by_the_variables_for_them(hub: FakeHub, tmp_path: Path) -> None:
-    """Names that nobody can resolve: only the proxy, which is the hub itself, knows what is there."""
-    hub.other_url = "http://elsewhere.invalid"
-    behind = pull_process(hub, tmp_path, HF_ENDPOINT="http://mirror.invalid", HTTP_PROXY=hub.url)
-    ended = subprocess.run(**behind, capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith(f"{REPO}:Q8_0 is in {tmp_path}/home/hub/models--org--tiny-GGUF/snapshots/")
-    assert ended.stderr.splitlines()[-1] == f"fetching {REPO}: 75 %", "without a terminal, each quarter is a line"
 
 
 def test_a_repository_without_a_model_is_an_error(run: Run, hub: FakeHub, tmp_path: Path) -> None:
@@ -411,23 +312,6 @@ def test_no_message_holds_a_password_or_control_characters(
     refused = run("pull", "org/broken")
     assert (refused.exit_code, "geheim" in refused.stderr) == (3, False)
     assert "127.0.0.1" in refused.stderr
-
-
-def test_a_name_that_leaves_the_repository_is_an_error(
-    run: Run, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.model.hub._entry", lambda path, name: _entry(path, f"../../../../{name}"))
-    ended = run("pull", f"{REPO}:Q8_0")
-    assert (ended.exit_code, "cannot fetch" in ended.stderr) == (3, True)
-    assert hub.fetched() == []
-    assert not list(tmp_path.glob("*.gguf"))
-
-
-@pytest.mark.usefixtures("hub")
-def test_a_token_that_cannot_be_sent_is_an_error_of_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_ü")
-    ended = run("pull", f"{REPO}:Q8_0")
-    assert (ended.exit_code, "cannot fetch" in ended.stderr) == (3, True)
 
 
 def test_weights_of_which_a_part_is_missing_are_no_model_also_without_an_index(tmp_path: Path) -> None:

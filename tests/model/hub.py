@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,10 +22,8 @@ class FakeHub:
     """Serves the folders in `repos` ("org/name" → folder) at `url`; `gated`, `private`, `broken` repos answer 403, 401
     and 500.
 
-    `breaks_every`: a connection ends after so many bytes of a file, if that is not 0. `contents` gives other bytes than
-    the folder has, by the name of a file. `on_file` is called with each name before its bytes are sent. `tags` are
-    those of all files, by where it is said (`header` or `listing`), and `listing` changes what is said of all
-    repositories, as a hostile mirror does.
+    `tags` are those of all files, by where it is said (`header` or `listing`), and `listing` changes what is said of
+    all repositories, as a hostile mirror does.
     """
 
     def __init__(self, url: str) -> None:
@@ -37,13 +35,8 @@ class FakeHub:
         self.private: set[str] = set()
         self.broken: set[str] = set()
         self.sent: list[str] = []
-        self.ranges: list[str] = []
-        self.tokens: set[tuple[str, str | None]] = set()
-        self.breaks_every = 0
-        self.contents: dict[str, bytes] = {}
         self.tags: dict[str, str] = {}
         self.listing: Any = {}
-        self.on_file: Callable[[str], None] = lambda _name: None
 
     def commit_of(self, repo: str) -> str:
         names = sorted(str(path.relative_to(self.repos[repo])) for path in self.repos[repo].rglob("*"))
@@ -63,7 +56,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.hub.sent.append(path)
         parts = path.split("/")
-        self.hub.tokens.add(("elsewhere" if parts[0] == "elsewhere" else "hub", self.headers.get("Authorization")))
         if parts[0] == "elsewhere":
             self._file("/".join(parts[1:3]), "/".join(parts[3:]))
             return
@@ -100,17 +92,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, repo: str, name: str) -> None:
         """Sends the bytes of a large file, or of a part of it, as another host does that knows nothing of the hub."""
-        self.hub.on_file(name)
-        content = self.hub.contents.get(name) or (self.hub.repos[repo] / name).read_bytes()
+        content = (self.hub.repos[repo] / name).read_bytes()
         wanted = self.headers.get("Range")
         if wanted is None:
-            self._send(200, content, {"Accept-Ranges": "bytes"}, self.hub.breaks_every)
+            self._send(200, content, {"Accept-Ranges": "bytes"})
             return
-        self.hub.ranges.append(wanted)
         first, _, last = wanted.removeprefix("bytes=").partition("-")
         end = int(last) + 1 if last else len(content)
         headers = {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"}
-        self._send(206, content[int(first) : end], headers, self.hub.breaks_every)
+        self._send(206, content[int(first) : end], headers)
 
     def _api(self, repo: str, what: list[str]) -> Any:
         folder = self.hub.repos[repo]
@@ -124,18 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
         said = {"id": repo, "sha": self.hub.commit_of(repo), "siblings": siblings}
         return said | self.hub.listing if isinstance(self.hub.listing, dict) else self.hub.listing
 
-    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None, most: int = 0) -> None:
+    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if most and len(content) > most:
-            self.wfile.write(content[:most])
-            self.close_connection = True
-        else:
+        if self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:

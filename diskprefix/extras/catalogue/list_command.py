@@ -15,7 +15,7 @@ from diskprefix.cli.tooling import json_option, plain, print_json, print_table, 
 from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue, weights_of
-from diskprefix.extras.catalogue.tensor_list import described, show_tensors, show_types, types
+from diskprefix.extras.catalogue.tensor_list import show_types, types
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import part_paths
@@ -82,16 +82,15 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
 
 @click.command(short_help="Show what a model is, needs, and is served with.")
 @click.argument("name", metavar="NAME|FILE|FOLDER", callback=nonempty)
-@click.option("--tensors", is_flag=True, help="Also list all tensors.")
 @setting_options((*_PLACES, "weights"))
 @json_option
-def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
+def show(name: str, as_json: bool, **flags: Any) -> None:
     """Show a model of `diskprefix list`, a .gguf file or the folder of a model: the memory that it needs by part, its
     context, its template, its settings, and the types of its tensors in the file and as they are served.
 
     \b
     diskprefix show Qwen/Qwen3-4B-GGUF:Q8_0
-    diskprefix show ~/models/qwen --tensors --weights int4
+    diskprefix show ~/models/qwen --weights int4
     diskprefix show claude-haiku-4-5 --json
 
     \b
@@ -107,7 +106,7 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
     shown |= {"architecture": verified_of(known.path), "settings": _own(known)}
     shown |= {"memory": dict(fit.rows()), "types": types(fit.needs.tensors)}
     if as_json:
-        print_json(shown | ({"tensors": described(fit.needs.tensors)} if tensors else {}))
+        print_json(shown)
         return
     names = ", ".join((known.name, *known.aliases))
     lines = {
@@ -122,9 +121,6 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
         click.echo(f"{key:<9} {plain(line).plain}")
     for line in ("", *fit.lines(), ""):
         click.echo(line)
-    if tensors:
-        show_tensors(fit.needs.tensors)
-        click.echo()
     show_types(fit.needs.tensors)
 
 
