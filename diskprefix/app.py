@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
     from diskprefix.server.process.front_line import FrontLine
-    from diskprefix.store.schema import ModelRecord
 
 
 def serve(settings: Settings) -> None:
@@ -81,27 +80,6 @@ def prepare(settings: Settings, with_model: bool) -> None:
             with one_thread(), suppress(SettingsError):
                 _require_kernels(settings)
                 import_model(settings)
-
-
-def identify_model(settings: Settings, progress: Report) -> ModelRecord:
-    """Loads the model and returns the record that a store keeps of it. Opens no store.
-
-    `progress` takes lines of text for people. Raises `ModelError` or `SettingsError`.
-    """
-    from diskprefix.model.load.imports import import_transformers
-
-    # Before anything else imports transformers.
-    import_transformers()
-    from diskprefix.engine.measured_model import measured
-    from diskprefix.model.load.loader import load_model
-    from diskprefix.model.load.memory import explain_out_of_memory
-    from diskprefix.nouns import SHARED
-    from diskprefix.store.schema import ModelRecord
-
-    _require_kernels(settings)
-    with explain_out_of_memory(_NO_MEMORY_LEFT):
-        found = measured(load_model(settings, progress), settings, progress)
-    return ModelRecord(model=found.loaded.name, identity=found.identity(settings)(str(SHARED)))
 
 
 def _require_kernels(settings: Settings) -> None:

@@ -26,6 +26,16 @@ def identity_text(
     )
 
 
+def identity_fields(text: str) -> dict[str, str]:
+    """Returns the fields of an identity, without the tenant. Raises `ValueError` if it is not the text of one."""
+    try:
+        values = json.loads(text)
+        others = {name: str(values[name]) for name in ("block_size", "layout_version", "layout")}
+        return {name: str(value) for name, value in values["fingerprint"].items()} | others
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not an identity: {error}") from error
+
+
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """Returns the names of the fields in which two identities differ, sorted."""
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))

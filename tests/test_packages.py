@@ -50,7 +50,6 @@ BESIDE = {
     "clients": {"catalogue", "daemon_call"},
     "simulate": {"warm", "request_bodies"},
     "setup": {"catalogue", "daemon_call", "front", "request_bodies"},
-    "vllm": {"exchange"},
     "front": {"catalogue", "web_page"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
@@ -283,14 +282,17 @@ def test_the_front_process_starts_with_few_packages() -> None:
 
 
 def test_the_connector_and_the_stores_commands_need_only_the_packages_that_its_page_installs() -> None:
-    """vLLM brings torch and numpy, and pins versions of much that the daemon needs. Of vLLM, only names stand here."""
+    """vLLM brings torch, numpy and safetensors, and pins versions of much that the daemon needs. Of vLLM, only names
+    stand here."""
     page = (PACKAGE / "extras/vllm/README.md").read_text(encoding="utf-8")
     [listed] = re.findall(r"pip install (lmdb .*?) +#", page)
     installed = {canonicalize_name(name) for name in listed.split()}
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     needed = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
     assert installed < needed
-    absent = {name.replace("-", "_") for name in needed - installed - {"torch", "numpy"}} - {"huggingface_hub"}
+    absent = {name.replace("-", "_") for name in needed - installed - {"torch", "numpy", "safetensors"}} - {
+        "huggingface_hub"
+    }
     code = f"""
 import sys, types
 class Module(types.ModuleType):

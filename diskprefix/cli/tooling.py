@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from diskprefix.cli.options import Decorated, PathType, variable_of
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
@@ -71,11 +70,11 @@ def require_store(folder: Path) -> Path:
 
 
 @contextmanager
-def opened_store(folder: Path, *, write: bool = False) -> Iterator[Store]:
+def opened_store(folder: Path, *, write: bool = False, min_free_bytes: int = 0) -> Iterator[Store]:
     """Opens the store in `folder`, read-only unless `write`, and closes it at the end. Raises `CacheError`."""
     path = require_store(folder)
     with advised():
-        store = Store(path, read_only=not write)
+        store = Store(path, read_only=not write, min_free_bytes=min_free_bytes)
     try:
         yield store
     finally:
@@ -92,14 +91,6 @@ def advised() -> Iterator[None]:
             f"{error.message}; `verify --fix` cannot repair this: delete the file, or let `diskprefix serve` move it "
             "aside and start an empty store"
         ) from error
-
-
-def refuse_given(context: click.Context, group: str, why: str) -> None:
-    """Raises `UsageError` if an option was typed whose heading begins with `group`."""
-    for parameter in context.command.params:
-        is_typed = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
-        if is_typed and getattr(parameter, "group", "").startswith(group):
-            raise click.UsageError(f"{parameter.opts[0]} {why}", context)
 
 
 def print_json(value: object) -> None:

@@ -141,7 +141,9 @@ class PayloadLayout:
         return len(self.groups) + len(self.states)
 
     def payload_bytes(self, num_tokens: int, kind: Kind) -> int:
-        return sum(cut.piece.num_bytes for cut in self.cuts(num_tokens, kind))
+        states_bytes = sum(rows.num_bytes for rows in self.states) if kind != Kind.BLOCK else 0
+        logits_bytes = self.logits.num_bytes if kind == Kind.TAIL else 0
+        return num_tokens * sum(rows.num_bytes for rows in self.groups) + states_bytes + logits_bytes
 
     def pieces(self, num_tokens: int, kind: Kind) -> tuple[Piece, ...]:
         """Returns the pieces of a node with `num_tokens` tokens, in the order of the payload."""

@@ -31,7 +31,6 @@ from diskprefix.cli.policy_file import read_policy
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.extras.exchange.entry_file import EntryReader
-from diskprefix.extras.exchange.exchange import verify_payloads
 from diskprefix.extras.infill.infill import Infill
 from diskprefix.extras.remote.bundle import BundleSlot, Header, encode_bundle, slot_nodes, slot_path
 from diskprefix.extras.remote.objects import Got
@@ -62,6 +61,7 @@ from diskprefix.store.schema import (
 from diskprefix.tokens import checksum
 from tests.chat.output.cases import CASES
 from tests.chat.output.replies import NAMES, format_named, read, tool
+from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
 from tests.model.load.test_gguf_header import write_sample
 from tests.store.building import BLOCK, layout_of, open_store, payload_of, prompt
@@ -134,7 +134,7 @@ def _entry_file(folder: Path) -> Check:
 
     def act() -> None:
         with EntryReader.open(path) as reader:
-            verify_payloads(reader, lambda _num_bytes: None)
+            reader.verify_payloads(lambda _num_bytes: None)
 
     def check(data: bytes) -> None:
         path.unlink(missing_ok=True)
@@ -145,21 +145,11 @@ def _entry_file(folder: Path) -> Check:
 
 
 def _with_checksum(data: bytes) -> bytes:
-    """Returns an exported file with the checksum of its index, as far as it has one."""
+    """Returns an exported file with the checksum of its manifest, as far as it has one."""
     with suppress(
         ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, UnicodeEncodeError, RecursionError
     ):
-        (length,) = struct.unpack_from("<Q", data)
-        header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-        metadata = header["__metadata__"]
-        rest = {name: text for name, text in metadata.items() if name != "checksum"}
-        parts = (
-            body[slice(*header[name]["data_offsets"])] for name in ("token_ids", "nodes.checksum", "nodes.prefill_s")
-        )
-        text = json.dumps(rest, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
-        metadata["checksum"] = f"{checksum(text + b''.join(parts)):016x}"
-        made = json.dumps(header).encode()
-        return struct.pack("<Q", len(made)) + made + body
+        return exported.signed(*exported.split(data))
     return data
 
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 COMMANDS = {
-    "export": "diskprefix.extras.exchange.export_command:export",
-    "import": "diskprefix.extras.exchange.import_command:import_",
+    "export": "diskprefix.extras.exchange.commands:export",
+    "import": "diskprefix.extras.exchange.commands:import_",
 }

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from diskprefix.errors import StoreCorrupt
-from diskprefix.extras.exchange.manifest import Identity
 from diskprefix.extras.vllm.plans import RankIdentity
-from diskprefix.identity import differing
+from diskprefix.identity import differing, identity_fields
 from diskprefix.store.store import Store
 
 _SHOWN_CHARS = 40
@@ -17,15 +15,15 @@ def what_differs(store: Store, identity: RankIdentity) -> str | None:
 
     Raises `CacheError`.
     """
-    own = Identity.parse(identity.record("").identity).fields
+    own = identity_fields(identity.record("").identity)
     least: list[str] | None = None
     with store.snapshot() as snapshot:
         for _, record in snapshot.roots():
             if record.model != identity.model:
                 continue
             try:
-                found = Identity.parse(record.identity).fields
-            except StoreCorrupt:
+                found = identity_fields(record.identity)
+            except ValueError:
                 continue
             names = differing(own, found)
             if not names:

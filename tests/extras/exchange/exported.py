@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import Imported, export_entry, import_entry
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication, Store
-from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.tokens import TokenIds, checksum, root_hash
 from tests.store.building import BLOCK, publication
 
 LAYOUT = json.dumps(
@@ -102,3 +104,26 @@ def export(store: Store, pub: Publication, path: Path, *, force: bool = False) -
 def import_file(store: Store, path: Path) -> Imported:
     with EntryReader.open(path) as reader:
         return import_entry(store, reader, advance=lambda _num_bytes: None)
+
+
+def split(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header and the tensors of a file."""
+    (length,) = struct.unpack_from("<Q", data)
+    header: dict[str, Any] = json.loads(data[8 : 8 + length])
+    return header, data[8 + length :]
+
+
+def joined(header: object, data: bytes) -> bytes:
+    """The inverse of `split`. A header of bytes is taken as it is."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def signed(header: dict[str, Any], data: bytes) -> bytes:
+    """The file with the checksum that its manifest ought to have: what is wrong beside it is left to be found."""
+    start, end = header["token_ids"]["data_offsets"]
+    text = header["__metadata__"]["manifest"].encode(errors="replace")
+    header["__metadata__"]["manifest"] = text.decode()
+    checksums_at = header["checksums"]["data_offsets"][0]
+    index = checksum(text + data[start:end] + data[checksums_at:-8])
+    return joined(header, data[:-8] + struct.pack("<Q", index))

@@ -234,10 +234,7 @@ def exchange(root: Path) -> None:
     mark(written="entry.safetensors")
     with opened(root / OTHER_KV, 16 << 20):
         pass
-    command(
-        *("import", str(root / "entry.safetensors"), "--kv-cache-dir", str(root / OTHER_KV)),
-        *("--kv-cache-min-free", "0", "--kv-cache-budget", "16MiB", "--force"),
-    )
+    command("import", str(root / "entry.safetensors"), "--kv-cache-dir", str(root / OTHER_KV), "--force")
     mark(imported=OTHER_KV)
 
 
