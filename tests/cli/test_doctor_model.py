@@ -22,7 +22,6 @@ from diskprefix.extras.setup.doctor_model import model_findings
 from diskprefix.model.load import fit, memory
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
 from diskprefix.model.load.gguf import converted_folder
-from diskprefix.model.load.served_tensors import whole_file
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
@@ -47,7 +46,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_to(needed: int, free: int) -> None:
         def needs(folder: Path, _files: object, _weights: str, dtype: str) -> ModelNeeds:
             num_bytes = needed * (2 if dtype == "float32" else 1)
-            return ModelNeeds(name=folder.name, tensors=[whole_file("all", num_bytes)], state=STATE)
+            return ModelNeeds(name=folder.name, weights={"bfloat16": num_bytes}, state=STATE)
 
         monkeypatch.setattr(catalogue, "needs_of_folder", needs)
         monkeypatch.setattr(memory, "available_ram_bytes", lambda: free)

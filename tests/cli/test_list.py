@@ -39,7 +39,7 @@ def test_models_are_listed_with_what_they_need_and_where_they_are(run: Run, mode
     assert (tiny_row["kind"], tiny_row["needed_bytes"], tiny_row["context"]) == ("Q4_0", needed, 128)
     assert tiny_row["file_bytes"] == sum(file.stat().st_size for file in models_dir.glob("tiny-*"))
     assert (tiny_row["origin"], tiny_row["fits"]) == ("--models-dir", needed <= found["free_bytes"])
-    assert (rows["made"]["kind"], rows["made"]["context"]) == ("BF16", 128)
+    assert (rows["made"]["kind"], rows["made"]["context"]) == ("bfloat16", 128)
     assert "cannot read" in rows["bad"]["problem"]
     lines = run("list", "--models-dir", models_dir).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["name", "bad", "made", "tiny", "3"]
@@ -65,7 +65,7 @@ def test_a_folder_that_was_made_of_a_file_is_as_large_as_that_file(
     assert run("show", tmp_path / "made", "--json").json["file_bytes"] == file.stat().st_size
 
 
-def test_a_model_is_shown_with_its_parts_its_template_and_its_own_settings(
+def test_a_model_is_shown_with_its_sum_its_template_and_its_own_settings(
     run: Run, models_dir: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "models.toml"
@@ -75,27 +75,27 @@ def test_a_model_is_shown_with_its_parts_its_template_and_its_own_settings(
     found = run("show", "haiku", "--models-file", file, "--json").json
     assert (found["name"], found["aliases"], found["template"]) == ("small", ["haiku"], True)
     assert found["settings"] == {"weights": "int8", "kv_memory": 1 << 20}
-    assert {"attention", "feed forward", "room to compute"} <= found["memory"].keys()
+    assert {"weights in bfloat16", "weights in Q8_0", "room to compute"} <= found["memory"].keys()
     assert sum(found["memory"].values()) >= found["needed_bytes"]
-    assert {one["form"] for one in found["types"]} >= {"bfloat16"}
     shown = run("show", "small", "--models-file", file).stdout
     assert "small, haiku (models.toml)" in shown
     assert "weights = int8, kv_memory = 1048576" in shown
     assert "128 of 128 tokens" in shown
 
 
-def test_the_types_of_a_file_are_shown_with_the_form_that_is_served(run: Run, models_dir: Path) -> None:
-    found = run("show", models_dir / "tiny-00002-of-00003.gguf", "--json").json
-    sums = {(one["kind"], one["form"]): one for one in found["types"]}
-    assert sums["Q4_0", "Q4_0"]["tensors"] == 14
-    assert sums["Q4_0", "Q4_0"]["num_bytes"] == sums["Q4_0", "Q4_0"]["stored_bytes"]
-    assert sums["F32", "bfloat16"]["num_bytes"] * 2 == sums["F32", "bfloat16"]["stored_bytes"]
-    assert sum(one["tensors"] for one in found["types"]) == 21
-    lines = run("show", models_dir / "tiny-00001-of-00003.gguf").stdout.splitlines()
-    assert lines[-1].startswith("21 tensors, ")
-    for weights, forms in (("int4", {"int4", "bfloat16"}), ("native", {"bfloat16"})):
-        found = run("show", models_dir / "made", "--weights", weights, "--json").json
-        assert {one["form"] for one in found["types"]} == forms
+@pytest.mark.parametrize(
+    ("name", "weights", "forms"),
+    [
+        ("tiny-00002-of-00003.gguf", "auto", {"Q4_0", "bfloat16"}),
+        ("made", "int4", {"Q4_1", "bfloat16"}),
+        ("made", "native", {"bfloat16"}),
+    ],
+)
+def test_the_forms_of_weights_are_shown_as_they_are_served(
+    name: str, weights: str, forms: set[str], run: Run, models_dir: Path
+) -> None:
+    memory = run("show", models_dir / name, "--weights", weights, "--json").json["memory"]
+    assert {row.removeprefix("weights in ") for row in memory if row.startswith("weights")} == forms
 
 
 def test_what_cannot_be_shown_is_refused_with_the_reason(run: Run, models_dir: Path) -> None:

@@ -11,9 +11,8 @@ from torch.nn import functional
 
 from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
 from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.products import matrix_of as matrix_in_memory
-from diskprefix.model.quants.quant_form import FORMS, QuantForm
+from diskprefix.model.quants.quant_form import FORMS, QuantForm, form_of
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.products import matrix_of
+from diskprefix.model.quants.quant_form import form_of
 from diskprefix.native import library, scans
 from diskprefix.native.attention_operator import attention, run_of
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm, StepPlace

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.model.quants.gguf_quants import _FORMS, form_of
 from diskprefix.model.quants.products import matrix_of
+from diskprefix.model.quants.quant_form import FILE_FORMS, form_of
 from diskprefix.native import library
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
@@ -18,7 +18,7 @@ from tests.model.quants.test_gguf_quants import _HALVES, content_of, dequantised
 from tests.native.variants import IN_FLOAT32, WITH_DOTS, of_this_cpu
 
 ROWS, COLUMNS = 48, 512
-ONE_OF_EACH_FORM = {form: kind for kind, form in _FORMS.items()}.values()
+ONE_OF_EACH_FORM = {form: kind for kind, form in FILE_FORMS.items()}.values()
 SPECIAL = [0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x3C00, 0xBC00, 0x0400]
 """float16 numbers: zeros, the smallest, the largest, infinite ones, no number, ones."""
 
@@ -46,7 +46,7 @@ def some_rows(count: int) -> torch.Tensor:
 
 
 def test_the_types_are_those_with_a_form() -> None:
-    assert set(_TYPES) == set(_FORMS)
+    assert set(_TYPES) == set(FILE_FORMS)
 
 
 @pytest.mark.parametrize("kind", _TYPES)

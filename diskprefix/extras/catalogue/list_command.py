@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ from diskprefix.cli.tooling import json_option, plain, print_json, print_table, 
 from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue, weights_of
-from diskprefix.extras.catalogue.tensor_list import show_types, types
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.safetensors_header import checkpoint_files, weight_files
+from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line
 from diskprefix.printable import shown as text_shown
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
@@ -85,8 +84,8 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
 @setting_options((*_PLACES, "weights"))
 @json_option
 def show(name: str, as_json: bool, **flags: Any) -> None:
-    """Show a model of `diskprefix list`, a .gguf file or the folder of a model: the memory that it needs by part, its
-    context, its template, its settings, and the types of its tensors in the file and as they are served.
+    """Show a model of `diskprefix list`, a .gguf file or the folder of a model: the memory that it needs by the
+    forms of its weights, its context, its template and its settings.
 
     \b
     diskprefix show Qwen/Qwen3-4B-GGUF:Q8_0
@@ -104,7 +103,7 @@ def show(name: str, as_json: bool, **flags: Any) -> None:
         raise ModelError(f"{known.source} is not on this machine; `diskprefix {fetches}")
     shown = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
     shown |= {"architecture": verified_of(known.path), "settings": _own(known)}
-    shown |= {"memory": dict(fit.rows()), "types": types(fit.needs.tensors)}
+    shown["memory"] = dict(fit.rows())
     if as_json:
         print_json(shown)
         return
@@ -119,9 +118,8 @@ def show(name: str, as_json: bool, **flags: Any) -> None:
     }
     for key, line in lines.items():
         click.echo(f"{key:<9} {plain(line).plain}")
-    for line in ("", *fit.lines(), ""):
+    for line in ("", *fit.lines()):
         click.echo(line)
-    show_types(fit.needs.tensors)
 
 
 def _served_otherwise(settings: Settings) -> tuple[KnownModel, ...]:
@@ -174,11 +172,9 @@ def row_of(known: KnownModel) -> dict[str, Any]:
         file_bytes = sum(file.stat().st_size for file in _files(weights_of(known.path)))
     except (ModelError, OSError) as error:
         return row | {"problem": first_line(error)}
-    stored: Counter[str] = Counter()
-    for tensor in fit.needs.tensors:
-        stored[tensor.kind] += tensor.stored_bytes
+    weights = fit.needs.weights
     return row | {
-        "kind": stored.most_common(1)[0][0] if stored else None,
+        "kind": max(weights, key=lambda form: (form in FILE_FORMS, weights[form]), default=None),
         "file_bytes": file_bytes,
         "needed_bytes": fit.needed_bytes,
         "context": fit.context,

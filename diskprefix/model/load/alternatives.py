@@ -12,22 +12,19 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.hub import listing_of
-from diskprefix.progress import Report
 from diskprefix.settings import Settings
 
 _MOST_OTHERS = 8
 """Other files whose headers are read."""
 
 
-def require_fit(needs: ModelNeeds, free_bytes: int, report: Report, settings: Settings) -> Fit:
-    """Returns how a model fits beside the KV memory of `settings`. Raises `ModelError` if it does not, and reports the
-    table first. `settings` name the model, of which other forms are looked at."""
+def require_fit(needs: ModelNeeds, free_bytes: int, settings: Settings) -> Fit:
+    """Returns how a model fits beside the KV memory of `settings`, which name it. Raises `ModelError` if it does
+    not."""
     found = fitted(needs, free_bytes, settings.kv_memory)
-    if found.is_enough:
-        return found
-    for line in found.lines():
-        report(line)
-    raise ModelError(found.refusal(other_forms(settings)))
+    if not found.is_enough:
+        raise ModelError(found.refusal(other_forms(settings)))
+    return found
 
 
 def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:

@@ -1,36 +1,26 @@
-"""The memory that a model needs, by part, and whether it fits: computed from headers before anything is read or made.
-
-This is the one estimate. The start refuses by it, `diskprefix doctor` shows it, and `diskprefix show` lists the
-tensors that it is made of.
-"""
+"""The memory that a model needs, and whether it fits: a sum of its weights in their form, KV memory and a measured
+constant, from headers alone. The start refuses by it, and `doctor`, `list`, `show` and the front tell it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
-from diskprefix.memo import Memo
 from diskprefix.model.load.gguf_file import FileTensor, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import GgufHeader
-from diskprefix.model.load.imports import import_transformers
+from diskprefix.model.load.published import read_config, require_plain_weights, text_config, understood_config
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
-from diskprefix.model.load.served_tensors import PARTS, QUANTISED, ServedTensor, made_peak, of_checkpoint, of_gguf
+from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
 from diskprefix.printable import first_line
 from diskprefix.units import format_size, whole_size
 
 ROOM_BYTES = 640 * 1024**2
-"""Memory for the libraries, and for what is computed in a step."""
-MAKING_BYTES = 256 * 1024**2
+"""Memory for the libraries, and for what is computed in a step: measured."""
+_MAKING_BYTES = 256 * 1024**2
 """Memory for what is not weights while a form of weights is made, and space on the disk for the tokenizer."""
 _KV_SHARE = 0.5
 """The part of the memory that is free beside the weights that KV may take without `--kv-memory`."""
@@ -42,11 +32,6 @@ _BLOCK_SIZE = 256
 _UNLIMITED_POSITIONS = 1 << 20
 _WINDOWED = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6}
 """Architectures of `.gguf` files with windows: each of so many layers sees all tokens."""
-_QUANTS_IN_NAME = re.compile(
-    r"-(awq|gptq|fp8|int[48]|w\d+a\d+|4bit|8bit|mxfp4|nvfp4|bnb|quantized\.\w+)\b.*", re.IGNORECASE
-)
-"""The end of the name of a checkpoint in quants."""
-_understood = Memo("configurations", version=1)
 
 
 @dataclass(frozen=True)
@@ -73,23 +58,18 @@ class TokenState:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNeeds:
-    """The needs of a model. `making_bytes` is the memory while its forms are made, which is over when it is loaded;
-    `disk_bytes` is what that writes. Both are 0 if nothing has to be made."""
+    """The needs of a model: `weights` has the bytes of its weights in memory by form. `making_bytes` is the memory
+    while that form is made, which is over when it is loaded, and `disk_bytes` what is written; 0 if it is there."""
 
     name: str
-    tensors: Sequence[ServedTensor]
+    weights: Mapping[str, int] = field(default_factory=dict)
     state: TokenState
     making_bytes: int = 0
     disk_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
-    def parts(self) -> dict[str, int]:
-        """Returns the bytes of the weights by part."""
-        found = {part: sum(one.num_bytes for one in self.tensors if one.part == part) for part in PARTS}
-        return {part: num_bytes for part, num_bytes in found.items() if num_bytes}
+        return sum(self.weights.values())
 
 
 Check: TypeAlias = Callable[[ModelNeeds], object]
@@ -127,9 +107,9 @@ class Fit:
         return self.needed_bytes <= self.free_bytes
 
     def rows(self) -> list[tuple[str, int]]:
-        """Returns the table by part: what, and its bytes."""
-        found = [*self.needs.parts().items(), (f"KV memory for {self.context:,} tokens", self.kv_bytes)]
-        found.append(("room to compute", ROOM_BYTES))
+        """Returns the sum as a table: what, and its bytes."""
+        found = [(f"weights in {form}", num_bytes) for form, num_bytes in self.needs.weights.items()]
+        found += [(f"KV memory for {self.context:,} tokens", self.kv_bytes), ("room to compute", ROOM_BYTES)]
         if self.needs.making_bytes > sum(num_bytes for _, num_bytes in found):
             return [("making the form of the weights, before it is loaded", self.needs.making_bytes)]
         return found
@@ -140,7 +120,7 @@ class Fit:
         return [f"{what:<34} {format_size(num_bytes):>10}" for what, num_bytes in rows]
 
     def refusal(self, others: Iterable[tuple[str, ModelNeeds]] = ()) -> str:
-        """Returns one line with both figures and the parts, and what would fit instead. `others` are other forms of the
+        """Returns one line with both figures and the sum, and what would fit instead. `others` are other forms of the
         model, each with how it is asked for."""
         parts = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in self.rows())
         return (
@@ -169,17 +149,9 @@ def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> 
         return Fit(needs=needs, free_bytes=free_bytes, kv_limit=kv_memory, kv_bytes=kv_memory)
     state, left = needs.state, free_bytes - needs.weights_bytes - ROOM_BYTES
     limit = max(state.num_bytes(min(_LEAST_CONTEXT, state.positions)), int(left * _KV_SHARE))
-    longest = state.num_bytes(state.positions)
-    return Fit(needs=needs, free_bytes=free_bytes, kv_limit=limit, kv_bytes=min(limit, longest))
-
-
-def require_making(needs: ModelNeeds, free_bytes: int) -> None:
-    """Raises `ModelError` if there is no memory for making the form of a model's weights."""
-    if needs.making_bytes > free_bytes:
-        raise ModelError(
-            f"{needs.name} does not fit: about {format_size(needs.making_bytes)} of memory needed to make the form of "
-            f"its weights, {format_size(free_bytes)} available; free some, or choose a smaller model"
-        )
+    return Fit(
+        needs=needs, free_bytes=free_bytes, kv_limit=limit, kv_bytes=min(limit, state.num_bytes(state.positions))
+    )
 
 
 def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
@@ -196,14 +168,13 @@ def needs_of_tensors(
     name: str, header: GgufHeader, tensors: Sequence[FileTensor], weights: str, dtype_bytes: int = 2
 ) -> ModelNeeds:
     """Returns what a `.gguf` file with this header needs that is not converted yet."""
-    served = of_gguf(tensors, weights, dtype_bytes)
-    written = sum(one.num_bytes for one in served if not one.is_in_file) * 2 // dtype_bytes
+    served, written, working = of_gguf(tensors, weights, dtype_bytes)
     return ModelNeeds(
         name=name,
-        tensors=served,
+        weights=served,
         state=_state_of_gguf(header, tensors, dtype_bytes),
-        making_bytes=made_peak(served) + MAKING_BYTES,
-        disk_bytes=written + MAKING_BYTES,
+        making_bytes=working + _MAKING_BYTES,
+        disk_bytes=written + _MAKING_BYTES,
     )
 
 
@@ -245,28 +216,6 @@ def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: st
     return needs_of_checkpoint(folder.name, stored, read_config(folder), weights, dtype)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the configuration in a folder. Raises `ModelError` if it cannot be read."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
-    return found
-
-
-def bytes_as_they_are(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> int:
-    """Returns the bytes of a folder's weights in memory, from headers alone; 0 if another form is made of them. Raises
-    `ModelError` if a header cannot be read."""
-    config = read_config(folder)
-    if weights in QUANTISED:
-        return 0
-    stored = [one for file in checkpoint_files(folder, files) for one in stored_shapes(file)]
-    served = of_checkpoint(stored, weights, _dtype_bytes(dtype, config, weights))
-    return sum(one.num_bytes for one in served)
-
-
 def needs_of_checkpoint(
     name: str, stored: Sequence[StoredShape], config: Mapping[str, Any], weights: str, dtype: str
 ) -> ModelNeeds:
@@ -274,93 +223,28 @@ def needs_of_checkpoint(
     that was published quantised."""
     require_plain_weights(name, config)
     dtype_bytes = _dtype_bytes(dtype, config, weights)
-    served = of_checkpoint(stored, weights, dtype_bytes)
-    needs = ModelNeeds(name=name, tensors=served, state=state_of_config(config, dtype_bytes))
+    served, working = of_checkpoint(stored, weights, dtype_bytes)
+    needs = ModelNeeds(name=name, weights=served, state=state_of_config(config, dtype_bytes))
     if weights not in QUANTISED:
         return needs
-    return replace(needs, making_bytes=made_peak(served) + MAKING_BYTES, disk_bytes=needs.weights_bytes + MAKING_BYTES)
-
-
-def require_plain_weights(name: str, config: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for a checkpoint that was published quantised, and names the `.gguf` file to take instead.
-    `config` is its `config.json`, `name` its name on the hub or its folder."""
-    found = config.get("quantization_config") or _text_part(config).get("quantization_config")
-    if not found:
-        return
-    method = str(found.get("quant_method") or "an unknown method") if isinstance(found, dict) else "an unknown method"
-    owner, _, model = name.rpartition("/")
-    file = f"{owner if owner and '/' not in owner else 'ORG'}/{_QUANTS_IN_NAME.sub('', model)}-GGUF"
-    raise ModelError(
-        f"{name}: weights quantised with {method} are not served; take a .gguf file of the model, such as that of "
-        f"`diskprefix pull {file}`"
-    )
+    return replace(needs, making_bytes=working + _MAKING_BYTES, disk_bytes=needs.weights_bytes + _MAKING_BYTES)
 
 
 def _dtype_bytes(dtype: str, config: Mapping[str, Any], weights: str) -> int:
     """Returns the bytes of a number in the type that `--dtype` asks for, or that a configuration names."""
     if weights in QUANTISED:
         return 2
-    parts = (config, _text_part(config))
+    parts = (config, text_config(config))
     named = next((str(part.get(key)) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
     return 4 if (named if dtype == "auto" else dtype) == "float32" else 2
 
 
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    thinker = config.get("thinker_config")
-    found = config.get("text_config") or (thinker.get("text_config") if isinstance(thinker, dict) else None)
-    return found if isinstance(found, dict) else config
-
-
-def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the part of a `config.json` that is about text as transformers understands it: published ones lack what
-    their class takes for granted, and may be in an older form. Returns it as it is if transformers knows no such model.
-
-    The answer is remembered. A process that has not imported transformers stays small: it asks another one.
-    """
-    if "model_type" not in config:
-        return _text_part(config)
-    text = json.dumps([config, version("transformers")], sort_keys=True)
-    key = hashlib.sha256(text.encode()).hexdigest()
-    known = _understood.get(key)
-    if isinstance(known, dict):
-        return known
-    found = understood(config) if "transformers" in sys.modules else _understood_elsewhere(config)
-    if found is None:
-        return _text_part(config)
-    _understood.put(key, found)
-    return found
-
-
-def understood(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the numbers and the kinds of layers of a `config.json`, with defaults, or None."""
-    import_transformers()
-    from transformers import AutoConfig
-
-    try:
-        text = _text_part(AutoConfig.for_model(**config).to_dict())
-    except Exception:  # noqa: BLE001 - whatever is wrong with it, the load says so
-        return None
-    return {name: value for name, value in text.items() if isinstance(value, int) or name == "layer_types"}
-
-
-def _understood_elsewhere(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    code = f"import json, sys; from {__name__} import understood; print(json.dumps(understood(json.load(sys.stdin))))"
-    command = [sys.executable, "-P", "-c", code]
-    try:
-        ended = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, check=True)
-        found: dict[str, Any] | None = json.loads(ended.stdout.splitlines()[-1])
-    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
-        return None
-    return found
-
-
 def state_of_config(config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
     """Returns the state of a sequence of a model with this `config.json`, as far as that tells it."""
-    text = _with_defaults(config)
+    text = understood_config(config)
 
     def size(*names: str) -> int:
-        found = next((text[name] for name in names if isinstance(text.get(name), int)), 0)
-        return int(found)
+        return int(next((text[name] for name in names if isinstance(text.get(name), int)), 0))
 
     layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     width = size("hidden_size", "n_embd", "d_model")
@@ -383,8 +267,3 @@ def state_of_config(config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
         fixed=4 * inner * num_recurrent,
         positions=size("max_position_embeddings", "n_positions", "max_seq_len") or _UNLIMITED_POSITIONS,
     )
-
-
-def with_matrices(needs: ModelNeeds, name: str, tensors: Iterable[ServedTensor]) -> ModelNeeds:
-    """Returns the needs with another name and more tensors: those that stay in a `.gguf` file."""
-    return ModelNeeds(name=name, tensors=[*needs.tensors, *tensors], state=needs.state)

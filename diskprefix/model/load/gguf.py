@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.fingerprint import remembered_digest, weights_digest
-from diskprefix.model.load.fit import Check, ModelNeeds, needs_of_tensors, require_making
+from diskprefix.model.load.fit import Check, ModelNeeds, fitted, needs_of_tensors
 from diskprefix.model.load.gguf_file import (
     file_stamp,
     model_stem,
@@ -63,7 +63,9 @@ _WIDTHS = {
 
 def enough_to_make(needs: ModelNeeds) -> None:
     """The check that there is memory for a conversion. Raises `ModelError`."""
-    require_making(needs, available_ram_bytes())
+    found = fitted(needs, available_ram_bytes(), 0)
+    if needs.making_bytes > found.free_bytes:
+        raise ModelError(found.refusal())
 
 
 def converted_folder(gguf: Path, report: Report, weights: str = "native", check: Check = enough_to_make) -> Path:
@@ -229,7 +231,7 @@ def require_disk(folder: Path, needed_bytes: int, variable: str = "XDG_CACHE_HOM
 def convert(gguf: Path, work: Path, report: Report, weights: str = "native", check: Check = enough_to_make) -> Path:
     """Converts `gguf` to safetensors and a tokenizer in `work/model`. Returns that folder.
 
-    `weights` is `native` (all bfloat16), `auto` (the quants of the file where `gguf_quants` reads them), or `int8` or
+    `weights` is `native` (all bfloat16), `auto` (the quants of the file where `quant_form` has them), or `int8` or
     `int4` (the others are quantised anew). Raises `ModelError` if it cannot be read or `check` does, `OSError` if the
     disk fills up.
     """

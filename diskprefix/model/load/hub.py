@@ -26,7 +26,6 @@ from diskprefix.model.load.safetensors_header import (
     checkpoint_files,
     weight_files,
 )
-from diskprefix.model.load.served_tensors import whole_file
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
 from diskprefix.units import format_size
@@ -61,8 +60,8 @@ class HubListing:
 
     def needs(self, weights: str, dtype: str) -> ModelNeeds:
         if self.quant:
-            tensors = [whole_file(self.quant, _sizes(self.gguf)[self.quant])]
-            return ModelNeeds(name=f"{self.repo}:{self.quant}", tensors=tensors, state=TokenState(0))
+            weights_bytes = {self.quant: _sizes(self.gguf)[self.quant]}
+            return ModelNeeds(name=f"{self.repo}:{self.quant}", weights=weights_bytes, state=TokenState(0))
         return needs_of_checkpoint(self.repo, self.stored, self.config, weights, dtype)
 
     def other_forms(self, weights: str) -> Iterator[tuple[str, ModelNeeds]]:
@@ -72,7 +71,7 @@ class HubListing:
                 yield f"--weights {form}", self.needs(form, "auto")
         state = state_of_config(self.config, 2)
         for quant, size in sorted(_sizes(self.gguf).items(), key=lambda found: -found[1]):
-            yield f"--model {self.repo}:{quant}", ModelNeeds(name=quant, tensors=[whole_file(quant, size)], state=state)
+            yield f"--model {self.repo}:{quant}", ModelNeeds(name=quant, weights={quant: size}, state=state)
 
 
 def listing_of(model: str) -> HubListing | None:

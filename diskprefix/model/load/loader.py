@@ -9,8 +9,9 @@ import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -25,10 +26,8 @@ from diskprefix.model.load.fit import (
     Check,
     Fit,
     ModelNeeds,
-    bytes_as_they_are,
     needs_of_folder,
     needs_of_tensors,
-    with_matrices,
 )
 from diskprefix.model.load.gguf import converted_folder, enough_to_make, finished_folder, quiet_transformers
 from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths, read_tensors
@@ -189,7 +188,8 @@ def _begun_packing(gguf: Path, settings: Settings) -> BegunWeights | None:
 
 def _begun_memory(folder: Path, settings: Settings) -> BegunWeights | None:
     files, free_bytes = require_weights(folder), available_ram_bytes()
-    num_bytes = bytes_as_they_are(folder, files, settings.weights, settings.dtype)
+    needs = needs_of_folder(folder, files, settings.weights, settings.dtype)
+    num_bytes = 0 if needs.making_bytes else needs.weights_bytes
     # What transformers computes of tensors, instead of putting them together, lies beside these pages at first.
     if not num_bytes or 2 * num_bytes + ROOM_BYTES > free_bytes or pick_device(settings.device).type != "cpu":
         return None
@@ -226,7 +226,7 @@ def load_model(
 
     def check(needs: ModelNeeds) -> Fit:
         free_bytes = available_bytes(pick_device(settings.device)) if begun is None else begun.free_bytes
-        return require_fit(needs, free_bytes, progress, settings)
+        return require_fit(needs, free_bytes, settings)
 
     with ExitStack() as failing:
         if begun is not None:
@@ -284,11 +284,12 @@ def load_model(
 
 def _needs(source: _ModelSource) -> ModelNeeds:
     """Returns what a model needs whose files are made."""
-    from diskprefix.model.quants.quantised import packed_tensors
-
     dtype = str(source.dtype).removeprefix("torch.")
     needs = needs_of_folder(source.files[0].parent, source.files, "native", dtype)
-    return with_matrices(needs, str(source), packed_tensors(source.matrices))
+    weights = dict(needs.weights)
+    for matrix in {matrix.key: matrix for matrix in source.matrices.values()}.values():
+        weights[str(matrix.kind)] = weights.get(str(matrix.kind), 0) + prod(matrix.packed_shape)
+    return replace(needs, name=str(source), weights=weights)
 
 
 def _source(

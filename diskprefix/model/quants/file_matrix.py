@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from diskprefix.model.load.gguf_file import MATRICES, FileTensor, cut_short
-from diskprefix.model.quants.gguf_quants import form_of
-from diskprefix.model.quants.quant_form import QuantForm
+from diskprefix.model.quants.quant_form import QuantForm, form_of
 from diskprefix.native import ROWS
 from diskprefix.native.library import Operators
 from diskprefix.native.packing import pack, pack_file

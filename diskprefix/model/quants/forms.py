@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diskprefix.model.quants.quant_form import Q4_1, Q8_0, QuantForm
+from diskprefix.model.quants.quant_form import FORMS, QuantForm
 from diskprefix.native import COLUMNS, ROWS
 from diskprefix.native.library import has_rows
 
@@ -30,7 +30,7 @@ class Quants:
     @property
     def form(self) -> QuantForm:
         """The form of files that has such numbers."""
-        return Q8_0 if self.zeros is None else Q4_1
+        return FORMS[1] if self.zeros is None else FORMS[0]
 
     def dequantised(self) -> torch.Tensor:
         """Returns the weights, bfloat16 [rows, columns]."""

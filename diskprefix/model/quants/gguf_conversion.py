@@ -34,8 +34,8 @@ from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, numbered, numbers_in, save_matrices
 from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
+from diskprefix.model.quants.quant_form import form_of
 from diskprefix.model.quants.quantised import (
     FILE,
     bits_for,

@@ -16,7 +16,7 @@ from diskprefix.kv.transfer import give_back
 from diskprefix.model.load.beside import Task, WorkBeside
 from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.load.memory import LINE_BYTES, large_pages
-from diskprefix.model.load.served_tensors import of_gguf
+from diskprefix.model.load.served_tensors import quants_of_gguf
 from diskprefix.model.quants.file_matrix import FileMatrix
 from diskprefix.native.library import Operators
 
@@ -71,8 +71,8 @@ class MatrixPacking:
 
 def as_they_stand(tensors: Sequence[FileTensor], weights: str) -> list[FileMatrix]:
     """Returns the matrices that the form `weights` probably keeps in a `.gguf` file with these tensors."""
-    kept = {served.name for served in of_gguf(tensors, weights) if served.is_in_file}
-    return [FileMatrix((tensor,), tensor.shape, None) for tensor in tensors if tensor.name in kept]
+    kinds = quants_of_gguf(tensors, weights)
+    return [FileMatrix((tensor,), tensor.shape, None) for tensor in tensors if kinds.get(tensor.name) == tensor.kind]
 
 
 def packed_bytes(matrices: Iterable[FileMatrix]) -> int:

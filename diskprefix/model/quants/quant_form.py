@@ -63,7 +63,7 @@ class QuantForm:
     @classmethod
     def parse(cls, text: str) -> QuantForm:
         """Returns the form that `str` described. Raises `ValueError` for other texts."""
-        for form in (*FORMS, *FILE_FORMS):
+        for form in FILE_FORMS.values():
             if str(form) == text:
                 return form
         raise ValueError(f"{text!r} is not a form of quantised weights")
@@ -104,20 +104,35 @@ class QuantForm:
         return rows // ROWS, columns // self.unit_columns, self.unit_bytes
 
 
-Q4_1, Q8_0 = QuantForm(4, COLUMNS, True, "float16"), QuantForm(8, COLUMNS, False, "float16")
-FORMS = (Q4_1, Q8_0)
-"""Those of matrices that are quantised here. Files have them too, under these names."""
+FILE_FORMS = {
+    "Q4_0": QuantForm(4, 32, False, "float16"),
+    "Q4_1": QuantForm(4, 32, True, "float16"),
+    "Q5_0": QuantForm(5, 32, False, "float16"),
+    "Q5_1": QuantForm(5, 32, True, "float16"),
+    "Q8_0": QuantForm(8, 32, False, "float16"),
+    "Q2_K": QuantForm(2, 16, True, "nibbles"),
+    "Q3_K": QuantForm(3, 16, False, "bytes"),
+    "Q4_K": QuantForm(4, 32, True, "bytes"),
+    "Q5_K": QuantForm(5, 32, True, "bytes"),
+    "Q6_K": QuantForm(6, 16, False, "bytes"),
+    "IQ1_S": QuantForm(3, 32, False, "bytes", "iq1"),
+    "IQ1_M": QuantForm(3, 16, False, "bytes", "iq1"),
+    "IQ2_XXS": QuantForm(3, 32, False, "bytes", "iq2"),
+    "IQ2_XS": QuantForm(3, 16, False, "bytes", "iq2"),
+    "IQ2_S": QuantForm(3, 16, False, "bytes", "iq2"),
+    "IQ3_XXS": QuantForm(4, 32, False, "bytes", "iq3_xxs"),
+    "IQ3_S": QuantForm(4, 32, False, "bytes", "iq3_s"),
+    "IQ4_NL": QuantForm(4, 32, False, "float16", "iq4"),
+    "IQ4_XS": QuantForm(4, 32, False, "bytes", "iq4"),
+    "TQ1_0": QuantForm(2, 32, False, "shared", "ternary"),
+    "TQ2_0": QuantForm(2, 32, False, "shared", "ternary"),
+    "MXFP4": QuantForm(4, 32, False, "exponents", "mxfp4"),
+}
+"""The form of each type of quants in files, number for number: `native.packing` gives it to them."""
+FORMS = (FILE_FORMS["Q4_1"], FILE_FORMS["Q8_0"])
+"""Those of matrices that are quantised here."""
 
-FILE_FORMS = (
-    *(QuantForm(bits, 32, False, "float16") for bits in (4, 5)),
-    QuantForm(5, 32, True, "float16"),
-    QuantForm(2, 16, True, "nibbles"),
-    *(QuantForm(bits, 16, False, "bytes") for bits in (3, 6)),
-    *(QuantForm(bits, 32, True, "bytes") for bits in (4, 5)),
-    QuantForm(2, 32, False, "shared", "ternary"),
-    *(QuantForm(3, group, False, "bytes", table) for table in ("iq1", "iq2") for group in (16, 32)),
-    *(QuantForm(4, 32, False, "bytes", table) for table in ("iq3_xxs", "iq3_s", "iq4")),
-    QuantForm(4, 32, False, "float16", "iq4"),
-    QuantForm(4, 32, False, "exponents", "mxfp4"),
-)
-"""Those that only matrices in files have. `native.packing` packs them."""
+
+def form_of(kind: str) -> QuantForm | None:
+    """Returns the form in which weights of a type are kept; None if there is none."""
+    return FILE_FORMS.get(kind)

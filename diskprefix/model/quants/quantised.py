@@ -11,7 +11,6 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.load.served_tensors import ServedTensor, packed_tensor
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
 from diskprefix.model.quants.matrix_packing import MatrixPacking
 from diskprefix.model.quants.products import Product, compiled, matrix_of, product_of, weights_of
@@ -214,15 +212,6 @@ def _metadata(file: Path) -> dict[str, str]:
     except (SafetensorError, OSError):
         # Loading the weights reports the problem of the file.
         return {}
-
-
-def packed_tensors(matrices: Mapping[str, FileMatrix]) -> list[ServedTensor]:
-    """Returns what matrices of a `.gguf` file take in memory."""
-    distinct = {matrix.key: (name, matrix) for name, matrix in matrices.items()}
-    return [
-        packed_tensor(name, matrix.shape, str(matrix.kind), prod(matrix.packed_shape))
-        for name, matrix in distinct.values()
-    ]
 
 
 def take_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], packing: MatrixPacking) -> None:

@@ -10,9 +10,10 @@ from transformers import GenerationConfig
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.fit import Check, needs_of_checkpoint, read_config, require_plain_weights
+from diskprefix.model.load.fit import Check, needs_of_checkpoint
 from diskprefix.model.load.gguf import build_once, enough_to_make, require_disk, suffix_of
 from diskprefix.model.load.gguf_file import file_stamp
+from diskprefix.model.load.published import read_config, require_plain_weights
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.quantised import (

@@ -177,7 +177,7 @@ class ObedientWorkers(ToldWorkers):
 
 
 def needs(_settings: Settings) -> ModelNeeds | None:
-    return ModelNeeds(name="one", tensors=(), state=TokenState(per_token=1024, positions=1024))
+    return ModelNeeds(name="one", state=TokenState(per_token=1024, positions=1024))
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -22,12 +22,11 @@ from diskprefix.model.load.fit import (
     needs_of_checkpoint,
     needs_of_folder,
     needs_of_gguf,
-    require_plain_weights,
     state_of_config,
 )
 from diskprefix.model.load.hub import listing_of
+from diskprefix.model.load.published import require_plain_weights
 from diskprefix.model.load.safetensors_header import stored_shapes
-from diskprefix.model.load.served_tensors import part_of, whole_file
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
@@ -86,30 +85,6 @@ def test_headers_that_mean_nothing_are_refused(header: str, tmp_path: Path) -> N
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(64))
     with pytest.raises(ModelError, match=r"x\.safetensors is damaged"):
         stored_shapes(tmp_path / "x.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("token_embd.weight", "embeddings"),
-        ("model.embed_tokens.weight", "embeddings"),
-        ("output.weight", "logits"),
-        ("lm_head.weight", "logits"),
-        ("blk.0.attn_q.weight", "attention"),
-        ("blk.0.attn_norm.weight", "norms and others"),
-        ("output_norm.weight", "norms and others"),
-        ("model.layers.0.self_attn.q_proj.weight", "attention"),
-        ("model.layers.0.linear_attn.in_proj_qkvz.weight", "recurrent layers"),
-        ("blk.0.ssm_in.weight", "recurrent layers"),
-        ("blk.0.ffn_up_exps.weight", "experts"),
-        ("model.layers.0.mlp.experts.3.up_proj.weight", "experts"),
-        ("model.layers.0.mlp.shared_experts.up_proj.weight", "feed forward"),
-        ("blk.0.ffn_up_shexp.weight", "feed forward"),
-        ("model.visual.blocks.0.attn.qkv.weight", "media"),
-    ],
-)
-def test_a_tensor_belongs_to_a_part(name: str, part: str) -> None:
-    assert part_of(name) == part
 
 
 @pytest.mark.parametrize(
@@ -208,7 +183,7 @@ def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(nam
 
 
 def test_kv_memory_and_context_follow_from_what_is_free() -> None:
-    needs = ModelNeeds(name="x", tensors=[whole_file("all", 100 * MIB)], state=TokenState(MIB, positions=100_000))
+    needs = ModelNeeds(name="x", weights={"Q4_0": 100 * MIB}, state=TokenState(MIB, positions=100_000))
     for left, context in ((0, 2048), (4223, 2048), (8192, 3072), (8320, 4096)):
         found = fitted(needs, 100 * MIB + ROOM_BYTES + left * MIB)
         assert (found.context, found.kv_limit) == (context, max(left * MIB // 2, (2048 + 64) * MIB))
@@ -217,20 +192,18 @@ def test_kv_memory_and_context_follow_from_what_is_free() -> None:
 
 
 def test_what_waits_to_be_written_has_room_beside_kv_memory() -> None:
-    needs = ModelNeeds(name="x", tensors=[whole_file("all", 100 * MIB)], state=TokenState(1024, positions=100_000))
+    needs = ModelNeeds(name="x", weights={"Q4_0": 100 * MIB}, state=TokenState(1024, positions=100_000))
     for left, kv_memory, room in ((4000, None, 1000), (1000, 200 * MIB, 400), (1000, 1000 * MIB, 64)):
         found = fitted(needs, 100 * MIB + ROOM_BYTES + left * MIB, kv_memory)
         assert found.buffer_bytes(1 << 40) == room * MIB
         assert found.buffer_bytes(MIB) == MIB
 
 
-def test_a_refusal_has_the_parts_and_the_context_that_would_fit() -> None:
-    needs = ModelNeeds(
-        name="x", tensors=[whole_file("blk.0.attn_q.weight", 100 * MIB)], state=TokenState(MIB // 4, positions=100_000)
-    )
+def test_a_refusal_has_the_sum_and_the_context_that_would_fit() -> None:
+    needs = ModelNeeds(name="x", weights={"Q4_0": 100 * MIB}, state=TokenState(MIB // 4, positions=100_000))
     free = 100 * MIB + ROOM_BYTES + 700 * MIB
     text = fitted(needs, free, 1000 * MIB).refusal()
-    assert "x does not fit: about 1.7 GiB of memory needed (norms and others 100.0 MiB, KV memory for 3,072" in text
+    assert "x does not fit: about 1.7 GiB of memory needed (weights in Q4_0 100.0 MiB, KV memory for 3,072" in text
     assert text.endswith("a context of 2,048 tokens would fit: --kv-memory 700MiB")
     assert not fitted(needs, free, 700 * MIB).needed_bytes > free
 
@@ -240,12 +213,10 @@ def test_other_files_and_fewer_bits_that_would_fit_are_named(tmp_path: Path) -> 
     others = dict(other_forms(Settings(model=str(large))))
     assert list(others) == ["--weights int8", "--weights int4", "the file Q4_0.gguf"]
     assert others["the file Q4_0.gguf"].weights_bytes == needs_of_gguf(small, "auto").weights_bytes
-    lines: list[str] = []
-    needs = ModelNeeds(name="x", tensors=[whole_file("all", 2**40)], state=TokenState(1, positions=10))
+    needs = ModelNeeds(name="x", weights={"Q8_0": 2**40}, state=TokenState(1, positions=10))
     with pytest.raises(ModelError, match=r"the file Q4_0\.gguf would fit: ") as caught:
-        require_fit(needs, 2**30, lines.append, Settings(model=str(large)))
+        require_fit(needs, 2**30, Settings(model=str(large)))
     assert "\n" not in caught.value.message
-    assert [line.split()[0] for line in lines] == ["norms", "KV", "room", "all", "free"]
 
 
 @pytest.mark.usefixtures("cache")

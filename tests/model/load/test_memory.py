@@ -110,7 +110,7 @@ DENSE = TokenState(per_token=2 * 2 * 2 * 64 * 2, positions=2048)
 
 
 def fit_of(state: TokenState) -> Fit:
-    return fitted(ModelNeeds(name="x", tensors=[], state=state), 1 << 40)
+    return fitted(ModelNeeds(name="x", state=state), 1 << 40)
 
 
 @pytest.mark.parametrize("num_tokens", [1000, 1 << 20])

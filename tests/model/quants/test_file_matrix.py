@@ -14,9 +14,9 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import FileTensor, read_tensors
 from diskprefix.model.quants import file_matrix as module
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices, numbered, numbers_in, save_matrices
-from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.matrix_packing import MatrixPacking
 from diskprefix.model.quants.products import weights_of as weights_of_packed
+from diskprefix.model.quants.quant_form import form_of
 from diskprefix.native.library import operators
 
 COLUMNS = 64

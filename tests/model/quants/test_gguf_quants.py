@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import torch
 
-from diskprefix.model.quants.gguf_quants import _FORMS, form_of
+from diskprefix.model.quants.quant_form import FILE_FORMS, form_of
 
 _HALVES = {
     **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
@@ -46,9 +46,9 @@ def dequantised(kind: str, content: np.ndarray[Any, Any]) -> torch.Tensor:
 def test_memory_is_hardly_more_than_the_file() -> None:
     """The few that take more are decoded codes of a grid."""
     more = {}
-    for kind, form in _FORMS.items():
+    for kind, form in FILE_FORMS.items():
         weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         more[kind] = form.weight_bits / (num_bytes * 8 / weights)
-    grids = {kind for kind in _FORMS if kind.startswith(("IQ1", "IQ2", "IQ3", "TQ1"))}
+    grids = {kind for kind in FILE_FORMS if kind.startswith(("IQ1", "IQ2", "IQ3", "TQ1"))}
     assert {kind for kind, times in more.items() if times > 1.05} == grids
     assert form_of("F16") is None
