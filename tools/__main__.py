@@ -34,9 +34,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
     "Benchmarks": {
         "restart": Tool("benchmarks.restart", "Cold, and after kill -9: same prompt, next turn, other question."),
         "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, guessed tokens."),
-        "several": Tool("benchmarks.several", "Two models in turn behind one port, and the front alone."),
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity and agreement."),
-        "long": Tool("benchmarks.long", "Gigabytes of state: saved, restored after a kill, gone on from."),
         "store": Tool("benchmarks.store", "The store alone: restores, lookups, codecs."),
         "remote": Tool("benchmarks.remote", "Two daemons and a bucket: speed by tier, and its faults."),
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),

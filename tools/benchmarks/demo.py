@@ -24,7 +24,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tools.measuring.live_server import Answer, LiveServer, LiveServerError, log_tail, step, time_import_torch_s
+from tools.measuring.answers import Answer, LiveServerError
+from tools.measuring.live_server import LiveServer, log_tail, step, time_import_torch_s
 from tools.measuring.prompts import AGENT_PROMPT
 
 QUESTION = "An invoice is wrong. What do I do first?"

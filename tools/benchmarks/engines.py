@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import httpx
 
-from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
+from tools.measuring.answers import Answer, LiveServerError, streamed
 from tools.measuring.environments import llama_cpp_libraries, python_of
 from tools.measuring.processes import disk_bytes, free_port
 
@@ -30,11 +30,6 @@ ANSWER_DEADLINE_S = 1800.0
 _SAVE_DEADLINE_S = 120.0
 _POLL_S = 0.02
 _ROOT, _OURS = str(Path(__file__).parents[2]), "DiskPrefixConnector"
-_USAGE = {"stream_options": {"include_usage": True}}
-
-
-class EngineError(DiskPrefixError):
-    """An engine did not start, did not answer, or answered something else than before."""
 
 
 @dataclass(frozen=True)
@@ -46,28 +41,6 @@ class Model:
     file: Path
     folder: Path | None
     context: int
-
-
-@dataclass(frozen=True)
-class Reply:
-    """`at_s` are the client's seconds from the question (at `asked` on `time.perf_counter`) to each piece of a reply,
-    a token or a few. `text` is empty where an engine does not say it, and so is what it `restored` of the prompt."""
-
-    prompt_tokens: int | None
-    tokens: int
-    at_s: tuple[float, ...]
-    text: str = ""
-    asked: float = 0.0
-    restored: int = 0
-
-    @property
-    def ttft_s(self) -> float:
-        return self.at_s[0]
-
-    @property
-    def decode_rate(self) -> float | None:
-        """Tokens a second after the first one; None for a reply of one piece."""
-        return (self.tokens - 1) / (self.at_s[-1] - self.at_s[0]) if len(self.at_s) > 1 else None
 
 
 @dataclass
@@ -108,13 +81,13 @@ class Process:
             self.popen = None
 
     def check(self) -> None:
-        """Raises `EngineError` if it has ended."""
+        """Raises `LiveServerError` if it has ended."""
         if self.popen is None or self.popen.poll() is not None:
             lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
             last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
             code = self.popen.returncode if self.popen is not None else 0
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended"
-            raise EngineError(f"{Path(self.command[0]).name} {how}; the last line of its log: {last[:300]}")
+            raise LiveServerError(f"{Path(self.command[0]).name} {how}; the last line of its log: {last[:300]}")
 
     def pids(self) -> list[int]:
         """Returns all processes of its session; none before the start."""
@@ -131,13 +104,13 @@ def _session_of(pid: int) -> int | None:
 
 
 def started(process: Process, client: httpx.Client) -> float:
-    """Starts a server. Returns the seconds until it said at `/health` that it is ready. Raises `EngineError`."""
+    """Starts a server. Returns the seconds until it said at `/health` that it is ready. Raises `LiveServerError`."""
     began = time.perf_counter()
     process.start()
     while not _is_ready(client):
         process.check()
         if time.perf_counter() - began > START_DEADLINE_S:
-            raise EngineError(f"not ready after {START_DEADLINE_S:.0f} s")
+            raise LiveServerError(f"not ready after {START_DEADLINE_S:.0f} s")
         time.sleep(_POLL_S)
     return time.perf_counter() - began
 
@@ -156,13 +129,13 @@ class Engine(Protocol):
     process: Process
 
     def start(self) -> float:
-        """Returns the seconds from the process's start until it can answer. Raises `EngineError`."""
+        """Returns the seconds from the process's start until it can answer. Raises `LiveServerError`."""
 
     def kill(self) -> None:
         """Sends SIGKILL after all is written."""
 
-    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
-        """Sends all prompts at once; returns their replies. Raises `EngineError`."""
+    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
+        """Sends all prompts at once; returns their replies. Raises `LiveServerError`."""
 
 
 class HttpEngine:
@@ -191,49 +164,25 @@ class HttpEngine:
             self._settle(self._client)
         self.process.kill()
 
-    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
+    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.reply(prompt, max_tokens), prompts))
 
-    def chat(self, text: str, max_tokens: int) -> Reply:
-        """Asks in a chat, with the cache off if that can be asked for. Raises `EngineError`."""
+    def chat(self, text: str, max_tokens: int) -> Answer:
+        """Asks in a chat, with the cache off if that can be asked for. Raises `LiveServerError`."""
         body = {"messages": [{"role": "user", "content": text}]} | (self.without_cache or {})
         return self._reply("/v1/chat/completions", body, max_tokens)
 
-    def reply(self, prompt: str, max_tokens: int, *, cached: bool = True) -> Reply:
+    def reply(self, prompt: str, max_tokens: int, *, cached: bool = True) -> Answer:
         body = {"prompt": prompt} | ({} if cached else self.without_cache or {})
         return self._reply("/v1/completions", body, max_tokens)
 
-    def _reply(self, path: str, body: dict[str, Any], max_tokens: int) -> Reply:
-        body |= {"max_tokens": max_tokens, "temperature": 0, "stream": True, **self._fields}
-        at_s: list[float] = []
-        text = ""
-        usage: dict[str, Any] = {}
-        asked = time.perf_counter()
+    def _reply(self, path: str, body: dict[str, Any], max_tokens: int) -> Answer:
         try:
-            with self._client.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    response.read()
-                    raise EngineError(f"it answered {response.status_code}: {response.text[:300]}")
-                for line in response.iter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    chunk = json.loads(line.removeprefix("data: "))
-                    usage = chunk.get("usage") or usage
-                    choices = chunk.get("choices", [])
-                    piece = "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
-                    # The first token of a reply without text ends it.
-                    if piece or (not at_s and any(one.get("finish_reason") for one in choices)):
-                        at_s.append(time.perf_counter() - asked)
-                        text += piece
-        except httpx.HTTPError as error:
+            return streamed(self._client, path, body | self._fields, max_tokens)
+        except LiveServerError:
             self.process.check()
-            raise EngineError(f"the connection broke: {error}") from error
-        if not at_s:
-            raise EngineError("it answered without a reply")
-        tokens = usage.get("completion_tokens") or len(at_s)
-        restored = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Reply(usage.get("prompt_tokens"), tokens, tuple(at_s), text, asked, restored)
+            raise
 
 
 class WorkerEngine:
@@ -266,13 +215,16 @@ class WorkerEngine:
     def kill(self) -> None:
         self.process.kill()
 
-    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
+    def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
         popen = self.process.popen
         assert popen is not None
         assert popen.stdin is not None
         popen.stdin.write(json.dumps({"prompts": list(prompts), "max_tokens": max_tokens}) + "\n")
         popen.stdin.flush()
-        return [Reply(one["prompt_tokens"], len(one["at_s"]), tuple(one["at_s"])) for one in self._line()]
+        return [
+            Answer(prompt_tokens=one["prompt_tokens"], completion_tokens=len(one["at_s"]), at_s=tuple(one["at_s"]))
+            for one in self._line()
+        ]
 
 
 def _diskprefix(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
@@ -286,7 +238,7 @@ def _diskprefix(model: Model, workspace: Path, report: Report, more: Sequence[st
     process = Process(command, workspace / "engine.log", environment)
     off = {"prefix_cache": {"scope": "off"}}
     return HttpEngine(
-        process, port, _USAGE, without_cache=off, settle=partial(_wait_until_saved, kept / "diskprefix" / "daemons")
+        process, port, {}, without_cache=off, settle=partial(_wait_until_saved, kept / "diskprefix" / "daemons")
     )
 
 
@@ -309,7 +261,7 @@ def _wait_until_grown(store: Path, _client: httpx.Client) -> None:
 
 def _llama_cpp(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
     if model.file.suffix != ".gguf":
-        raise EngineError(f"llama.cpp reads .gguf files, and {model.name} is a folder")
+        raise LiveServerError(f"llama.cpp reads .gguf files, and {model.name} is a folder")
     command = [sys.executable, str(Path(__file__).with_name("llama_cpp_worker.py")), str(llama_cpp_libraries(report))]
     command += [str(model.file), str(model.context), str(workspace), *more]
     return WorkerEngine(Process(command, workspace / "engine.log"), restores=True)
@@ -317,7 +269,7 @@ def _llama_cpp(model: Model, workspace: Path, report: Report, more: Sequence[str
 
 def _folder(model: Model) -> str:
     if model.folder is None:
-        raise EngineError(f"there is no folder of {model.name} with its weights in bfloat16")
+        raise LiveServerError(f"there is no folder of {model.name} with its weights in bfloat16")
     return str(model.folder)
 
 
@@ -347,7 +299,7 @@ def _vllm(
     # By itself it leaves a core to its other processes, and another one to a connector.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     environment = {"PYTHONPATH": _ROOT, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
-    fields = {"model": "model", "ignore_eos": True, **_USAGE}
+    fields = {"model": "model", "ignore_eos": True}
     settle = partial(_wait_until_grown, workspace / "kv")
     return HttpEngine(Process(command, workspace / "engine.log", environment), port, fields, settle=settle)
 
@@ -364,7 +316,7 @@ ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Engine]] = 
 def made(wanted: str, model: Model, workspace: Path, report: Report) -> Engine:
     """Returns an engine. `wanted` is its name, and then more arguments of its own: `diskprefix --kernels avx2`.
 
-    Raises `EngineError`, `NotInstalled`.
+    Raises `LiveServerError`, `NotInstalled`.
     """
     name, *more = shlex.split(wanted)
     return ENGINES[name](model, workspace, report, more)

@@ -20,7 +20,8 @@ from rich.console import Console
 from diskprefix.extras.remote.signing import PREAMBLE_BYTES
 from diskprefix.namespace_key import NamespaceKey
 from tests.object_server import FAULTS, ObjectServer, object_server
-from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
+from tools.measuring.answers import Answer, LiveServerError
+from tools.measuring.live_server import LiveServer, step
 from tools.measuring.options import FOLDER, JSON, runs_option
 from tools.measuring.prompts import prompt_text
 from tools.measuring.report import machine, median, new_table, print_report, show_machine

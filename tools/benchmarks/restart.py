@@ -16,8 +16,9 @@ from typing import Any
 
 import click
 
-from tools.benchmarks.engines import Engine, EngineError, HttpEngine, Process, Reply
+from tools.benchmarks.engines import Engine, HttpEngine, Process
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
+from tools.measuring.answers import Answer, LiveServerError
 from tools.measuring.processes import disk_bytes, peak_of, status_bytes
 from tools.measuring.prompts import NEW_TOKENS, WORDS, extended, prompt_text
 
@@ -45,7 +46,7 @@ TITLES = {
 def measured(
     engine: Engine, workspace: Path, round_: int, sizes: Sequence[int], reply_tokens: int, *, checks: bool
 ) -> Iterator[Figure]:
-    """Yields the figures of one engine. Raises `EngineError`, also if a reply is another than it should be."""
+    """Yields the figures of one engine. Raises `LiveServerError`, also if a reply is another than it should be."""
     with peak_of(partial(_highest_bytes, engine.process)) as memory:
         seconds = engine.start()
     yield Figure("first_start_s", seconds)
@@ -89,7 +90,7 @@ def _restarted(engine: Engine, size: int, round_: int, text: str, *, checks: boo
     prompt = prompt_text(size, round_)
     started_s, reply = _after_kill(engine, prompt)
     if not text.startswith(reply.text):
-        raise EngineError(f"the reply was {text!r} before kill -9, and is {reply.text!r}")
+        raise LiveServerError(f"the reply was {text!r} before kill -9, and is {reply.text!r}")
     yield Figure("recovery_s", started_s + reply.ttft_s, size)
     yield Figure("exact_s", reply.ttft_s, size)
     kept = " ".join(prompt.split(" ")[:-NEW_TOKENS])
@@ -99,16 +100,18 @@ def _restarted(engine: Engine, size: int, round_: int, text: str, *, checks: boo
         if checks and isinstance(engine, HttpEngine) and engine.without_cache:
             cold = engine.reply(other, _FIRST_TOKENS, cached=False)
             if cold.text != reply.text:
-                raise EngineError(f"{TITLES[case]}: the reply is {reply.text!r}, and {cold.text!r} without the cache")
+                raise LiveServerError(
+                    f"{TITLES[case]}: the reply is {reply.text!r}, and {cold.text!r} without the cache"
+                )
 
 
-def _after_kill(engine: Engine, prompt: str) -> tuple[float, Reply]:
-    """Returns the seconds of the start, and the reply. Raises `EngineError` if nothing was restored."""
+def _after_kill(engine: Engine, prompt: str) -> tuple[float, Answer]:
+    """Returns the seconds of the start, and the reply. Raises `LiveServerError` if nothing was restored."""
     engine.kill()
     started_s = engine.start()
     (reply,) = engine.ask([prompt], _FIRST_TOKENS)
     if isinstance(engine, HttpEngine) and engine.without_cache and not reply.restored:
-        raise EngineError("nothing was restored after kill -9")
+        raise LiveServerError("nothing was restored after kill -9")
     return started_s, reply
 
 

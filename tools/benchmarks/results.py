@@ -19,9 +19,10 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import DiskPrefixError
-from tools.benchmarks.engines import ENGINES, Engine, EngineError, Model, made
+from tools.benchmarks.engines import ENGINES, Engine, Model, made
 from tools.benchmarks.shapes import SHAPES, shape_file
 from tools.measuring import page_cache
+from tools.measuring.answers import LiveServerError
 from tools.measuring.environments import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER
@@ -224,7 +225,7 @@ def compare(
                             page_cache.drop(model.file)
                         with _limited(engine, plan.limit_s):
                             figures = list(_told(measured(engine, Path(workspace), round_), note))
-                    except (EngineError, NotInstalled) as error:
+                    except (LiveServerError, NotInstalled) as error:
                         results.leave_out(model.name, name, str(error))
                         note(f"left out: {error}")
                     else:
@@ -261,8 +262,8 @@ def _limited(engine: Engine, seconds: float) -> Iterator[None]:
     timer.start()
     try:
         yield
-    except (EngineError, OSError, ValueError) as error:
-        raise EngineError(f"not done after {seconds:.0f} s" if is_late.is_set() else str(error)) from error
+    except (LiveServerError, OSError, ValueError) as error:
+        raise LiveServerError(f"not done after {seconds:.0f} s" if is_late.is_set() else str(error)) from error
     finally:
         timer.cancel()
         # Not as `Engine.kill`, which waits until all is saved.

@@ -17,8 +17,9 @@ from typing import Any
 
 import click
 
-from tools.benchmarks.engines import Engine, EngineError, HttpEngine, Reply
+from tools.benchmarks.engines import Engine, HttpEngine
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
+from tools.measuring.answers import Answer, LiveServerError
 from tools.measuring.prompts import WORDS, prompt_text
 
 _NUM, _REPLY_TOKENS, _CONTEXT = 5, 64, 2000
@@ -70,14 +71,16 @@ def _throughput(engine: Engine, round_: int) -> Iterator[Figure]:
         _require_equal(replies, [engine.reply(one, _REPLY_TOKENS) for one in prompts])
 
 
-def _rate_together(replies: Sequence[Reply]) -> float:
+def _rate_together(replies: Sequence[Answer]) -> float:
     """Returns the tokens a second of all together, from where the last has its first token to where the first ends."""
     begin, end = max(reply.at_s[0] for reply in replies), min(reply.at_s[-1] for reply in replies)
     if end <= begin:
         # One after the other: from the first token of the first to the end of the last.
         begin, end = min(reply.at_s[0] for reply in replies), max(reply.at_s[-1] for reply in replies)
-        return sum(reply.tokens - 1 for reply in replies) / (end - begin)
-    inside = sum(sum(begin < at <= end for at in reply.at_s) * reply.tokens / len(reply.at_s) for reply in replies)
+        return sum(reply.completion_tokens - 1 for reply in replies) / (end - begin)
+    inside = sum(
+        sum(begin < at <= end for at in reply.at_s) * reply.completion_tokens / len(reply.at_s) for reply in replies
+    )
     return inside / (end - begin)
 
 
@@ -111,7 +114,7 @@ def _pacing(engine: Engine, round_: int) -> Iterator[Figure]:
     began = came.asked - reply.asked
     gaps = [b - a for a, b in pairwise(at for at in reply.at_s if began <= at <= began + came.ttft_s)]
     if len(gaps) < 2:
-        raise EngineError("the reply had ended before the prompt came")
+        raise LiveServerError("the reply had ended before the prompt came")
     yield Figure("gap_alone_ms", statistics.median(b - a for a, b in pairwise(alone.at_s)) * 1e3)
     yield Figure("gap_ms", statistics.median(gaps) * 1e3)
     yield Figure("gap_p95_ms", statistics.quantiles(gaps, n=20)[-1] * 1e3)
@@ -134,7 +137,7 @@ class Guessing:
             for number, prompt in enumerate(prompts):
                 reply = server.chat(prompt, _EDIT_TOKENS)
                 if self._texts.setdefault((case, number), reply.text) != reply.text:
-                    raise EngineError(f"{case} {number}: another reply than that of the first engine")
+                    raise LiveServerError(f"{case} {number}: another reply than that of the first engine")
                 if reply.decode_rate:
                     rates.append(reply.decode_rate)
             yield Figure(case, statistics.fmean(rates))
@@ -155,15 +158,15 @@ def _edits() -> list[str]:
 
 def _server(engine: Engine) -> HttpEngine:
     if not isinstance(engine, HttpEngine):
-        raise EngineError("it takes one question at a time: only --part throughput")
+        raise LiveServerError("it takes one question at a time: only --part throughput")
     return engine
 
 
-def _require_equal(replies: Sequence[Reply], alone: Sequence[Reply]) -> None:
-    """Raises `EngineError` if a reply is not that of the same request alone."""
+def _require_equal(replies: Sequence[Answer], alone: Sequence[Answer]) -> None:
+    """Raises `LiveServerError` if a reply is not that of the same request alone."""
     for one, other in zip(replies, alone, strict=True):
         if one.text != other.text:
-            raise EngineError(f"the reply is {one.text!r}, and {other.text!r} alone")
+            raise LiveServerError(f"the reply is {one.text!r}, and {other.text!r} alone")
 
 
 _PARTS: Mapping[str, Callable[[Engine, int], Iterator[Figure]]] = {

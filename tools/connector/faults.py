@@ -18,8 +18,8 @@ import click
 from rich.console import Console
 
 from diskprefix.progress import Report
-from tools.benchmarks.engines import EngineError
 from tools.connector.server import Reply, Server, running
+from tools.measuring.answers import LiveServerError
 from tools.measuring.options import FOLDER
 from tools.measuring.prompts import prompt_text
 from tools.measuring.workspace import measuring, model_folder
@@ -181,7 +181,7 @@ def _tells_why(server: Server, what: str, verdicts: Verdicts) -> None:
 
 def _hang_up(server: Server, number: int) -> None:
     """Asks, and hangs up before the reply."""
-    with suppress(EngineError):
+    with suppress(LiveServerError):
         server.ask(prompt_text(_TOKENS, 50 + number), patience_s=0.2 + 0.5 * number)
 
 

@@ -17,11 +17,11 @@ from typing import Any, Literal, TypeAlias
 import click
 from rich.console import Console
 
-from tools.benchmarks.engines import EngineError
 from tools.connector.faults import damage
 from tools.connector.nursery import NUM_PROMPTS, Life
 from tools.connector.server import environment_of
 from tools.connector.small_models import Kind
+from tools.measuring.answers import LiveServerError
 from tools.measuring.environments import python_of
 from tools.measuring.options import FOLDER
 from tools.measuring.workspace import measuring
@@ -59,7 +59,7 @@ def kill(kills: int, seed: int, longest_s: float, through: Literal["connector", 
         store = workspace / "kv"
         wanted = {number: answer for number, *answer in live(Life(seed))["answers"]}
         if len(wanted) < NUM_PROMPTS:
-            raise EngineError(f"vLLM without the connector answered {len(wanted)} of {NUM_PROMPTS} prompts")
+            raise LiveServerError(f"vLLM without the connector answered {len(wanted)} of {NUM_PROMPTS} prompts")
 
         def judge(life: Life) -> dict[str, Any]:
             found = live(life)
@@ -118,7 +118,7 @@ def nursery(workspace: Path, progress: Console, kind: Kind = "llama") -> Iterato
     def live(life: Life) -> dict[str, Any]:
         print(json.dumps(asdict(life)), file=stdin, flush=True)
         if not (line := stdout.readline()):
-            raise EngineError("vLLM's environment ended: " + (workspace / "nursery.log").read_text("utf-8")[-2000:])
+            raise LiveServerError("vLLM's environment ended: " + (workspace / "nursery.log").read_text("utf-8")[-2000:])
         found: dict[str, Any] = json.loads(line)
         return found
 

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeAlias
 import httpx
 
 from diskprefix.progress import Report
-from tools.benchmarks.engines import ANSWER_DEADLINE_S, EngineError, Process, started
+from tools.benchmarks.engines import ANSWER_DEADLINE_S, Process, started
+from tools.measuring.answers import LiveServerError
 from tools.measuring.environments import python_of
 from tools.measuring.processes import disk_bytes, free_port
 
@@ -77,14 +78,14 @@ class Server:
         return ["--kv-transfer-config", json.dumps(settings)]
 
     def start(self) -> None:
-        """Returns once it answers. Raises `EngineError`."""
+        """Returns once it answers. Raises `LiveServerError`."""
         started(self.process, self._client)
 
     def kill(self) -> None:
         self.process.kill()
 
     def ask(self, prompt: str, max_tokens: int = 8, *, patience_s: float = ANSWER_DEADLINE_S) -> Reply:
-        """Hangs up when nothing comes for `patience_s`. Raises `EngineError` if there is no whole answer."""
+        """Hangs up when nothing comes for `patience_s`. Raises `LiveServerError` if there is no whole answer."""
         body = {"model": "model", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         body |= {"stream": True, "logprobs": 1}
         tokens: list[str] = []
@@ -96,22 +97,22 @@ class Server:
             with self._client.stream("POST", "/v1/completions", json=body, timeout=patience_s) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise EngineError(f"it answered {response.status_code}: {response.text[:300]}")
+                    raise LiveServerError(f"it answered {response.status_code}: {response.text[:300]}")
                 for line in response.iter_lines():
                     if not line.startswith("data: {"):
                         continue
                     chunk = json.loads(line.removeprefix("data: "))
                     if "error" in chunk:
-                        raise EngineError(f"it answered {chunk['error']}")
+                        raise LiveServerError(f"it answered {chunk['error']}")
                     for choice in chunk.get("choices", []):
                         found = choice.get("logprobs") or {}
                         tokens += found.get("tokens", [])
                         logprobs += found.get("token_logprobs", [])
                         first = first or time.perf_counter()
         except httpx.HTTPError as error:
-            raise EngineError(f"the connection broke: {error}") from error
+            raise LiveServerError(f"the connection broke: {error}") from error
         if len(tokens) != max_tokens or first is None:
-            raise EngineError(f"it answered {len(tokens)} of {max_tokens} tokens")
+            raise LiveServerError(f"it answered {len(tokens)} of {max_tokens} tokens")
         return Reply(tuple(tokens), tuple(logprobs), first - began, self._restored() - before)
 
     def metrics(self) -> dict[str, float]:
@@ -139,14 +140,14 @@ class Server:
         return int(self.metrics().get("restored_tokens", 0)) if self.connector == "diskprefix" else 0
 
     def settle(self) -> None:
-        """Waits until what was saved no longer grows on the disk. Raises `EngineError` if that takes too long."""
+        """Waits until what was saved no longer grows on the disk. Raises `LiveServerError` if that takes too long."""
         deadline, last = time.monotonic() + _SETTLE_S, -1
         while time.monotonic() < deadline:
             if (now := disk_bytes(self.store)) == last:
                 return
             last = now
             time.sleep(0.5)
-        raise EngineError(f"not all was saved after {_SETTLE_S:.0f} s")
+        raise LiveServerError(f"not all was saved after {_SETTLE_S:.0f} s")
 
 
 def environment_of() -> dict[str, str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from tools.measuring.live_server import Answer, LiveServer, LiveServerError, log_tail, step
+from tools.measuring.answers import Answer, LiveServerError
+from tools.measuring.live_server import LiveServer, log_tail, step
 from tools.measuring.prompts import AGENT_PROMPT
 
 QUESTION = "An invoice is wrong. What do I do first?"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +21,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from diskprefix.server.process.token_file import token_at
+from tools.measuring.answers import Answer, LiveServerError, streamed
 from tools.measuring.processes import free_port
 
 START_DEADLINE_S = 900.0
@@ -30,27 +29,6 @@ START_DEADLINE_S = 900.0
 SAVE_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 600.0
 POLL_S = 0.01
-
-
-class LiveServerError(Exception):
-    """The server failed. The message is one line for the person at the terminal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One streamed completion. `ttft_s` is the client's: from sending the request to the first chunk with text, or to
-    the end of a reply that has none (its first token ends it). `timings` are the server's."""
-
-    text: str
-    ttft_s: float
-    prompt_tokens: int
-    completion_tokens: int
-    cache: dict[str, Any]
-    timings: dict[str, float]
-
-    @property
-    def restored(self) -> int:
-        return int(self.cache["restored"])
 
 
 class _NewLines:
@@ -229,45 +207,10 @@ class LiveServer:
         """`prompt` is text or token ids."""
         return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope)
 
-    def _complete(
-        self,
-        path: str,
-        body: dict[str, Any],
-        max_tokens: int,
-        scope: str | None,
-    ) -> Answer:
-        body |= {"temperature": 0, "max_tokens": max_tokens, "stream": True}
-        body["stream_options"] = {"include_usage": True}
+    def _complete(self, path: str, body: dict[str, Any], max_tokens: int, scope: str | None) -> Answer:
         if scope is not None:
             body["prefix_cache"] = {"scope": scope}
-        text, ttft_s, last = "", None, dict[str, Any]()
-        started = time.perf_counter()
-        try:
-            with self._client.stream("POST", path, json=body) as response:
-                if response.status_code != 200:
-                    response.read()
-                    raise LiveServerError(f"the server answered {response.status_code}: {response.text[:300]}")
-                for chunk in _events(response):
-                    if "error" in chunk:
-                        raise LiveServerError(f"the server answered: {chunk['error']['message']}")
-                    for choice in chunk.get("choices", []):
-                        piece = choice.get("text") or choice.get("delta", {}).get("content")
-                        text += piece or ""
-                        if ttft_s is None and (piece or choice.get("finish_reason")):
-                            ttft_s = time.perf_counter() - started
-                    last |= {key: chunk[key] for key in ("usage", "prefix_cache", "timings") if chunk.get(key)}
-        except httpx.HTTPError as error:
-            raise LiveServerError(f"the connection to the server broke: {error}") from error
-        if ttft_s is None:
-            raise LiveServerError("the server answered without a reply")
-        return Answer(
-            text=text,
-            ttft_s=ttft_s,
-            prompt_tokens=last["usage"]["prompt_tokens"],
-            completion_tokens=last["usage"]["completion_tokens"],
-            cache=last["prefix_cache"],
-            timings=last["timings"],
-        )
+        return streamed(self._client, path, body, max_tokens)
 
     def _workers(self) -> list[int]:
         """Returns the processes that have served, or will: the last one is there now."""
@@ -299,12 +242,6 @@ class LiveServer:
             if time.monotonic() > deadline:
                 raise LiveServerError(f"{failure} within {deadline_s:.0f} seconds")
             time.sleep(POLL_S)
-
-
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
 
 
 def time_import_torch_s() -> float:

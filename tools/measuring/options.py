@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import click
 
-from diskprefix.settings import CODECS
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FOLDER = click.option(
@@ -25,12 +23,6 @@ DATA = click.option(
     show_default=True,
     help="The folder with the folders of the published data.",
 )
-
-
-def codec_option(default: str) -> Callable[[Command], Command]:
-    return click.option(
-        "--codec", type=click.Choice(CODECS), default=default, show_default=True, help="How the state is stored."
-    )
 
 
 def runs_option(default: int) -> Callable[[Command], Command]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from diskprefix.errors import ModelError
-from tools.measuring.live_server import LiveServerError, log_tail, step
+from tools.measuring.answers import LiveServerError
+from tools.measuring.live_server import log_tail, step
 from tools.models import real
 
 

@@ -17,8 +17,9 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import ModelError
+from tools.measuring.answers import LiveServerError
 from tools.measuring.environments import NotInstalled
-from tools.measuring.live_server import LiveServer, LiveServerError, log_tail, step
+from tools.measuring.live_server import LiveServer, log_tail, step
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.models import real

@@ -29,7 +29,8 @@ from rich.console import Console
 from tools.faults.hostile.bad_clients import CUT_OFF
 from tools.faults.hostile.crowd import Attacked, Health, Seen, Turn, bad_key, good_key, run_bad, run_good, run_health
 from tools.faults.hostile.requests import CHAT, KINDS, SLOW_READER
-from tools.measuring.live_server import LiveServer, LiveServerError, num_tracebacks, step
+from tools.measuring.answers import LiveServerError
+from tools.measuring.live_server import LiveServer, num_tracebacks, step
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.processes import family, status_bytes
 from tools.measuring.report import (
