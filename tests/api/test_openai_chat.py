@@ -9,7 +9,6 @@ import pytest
 
 from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
 
 USER = {"role": "user", "content": "hello"}
@@ -60,21 +59,6 @@ def test_parallel_calls_are_allowed_unless_they_are_refused(many: bool | None) -
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"tools": TOOLS, "tool_choice": function("delete")}, "names 'delete', which is not among the tools"),
-        ({"tools": TOOLS, "tool_choice": allowed("auto", "read", "delete")}, "names 'delete'"),
-        ({"tool_choice": "required"}, "no tool is offered"),
-        ({"tool_choice": function("read")}, "names 'read', which is not among the tools"),
-    ],
-)
-def test_a_tool_choice_that_cannot_be_met_is_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words) as caught:
-        _ = chat(**fields).choice
-    assert caught.value.param == "tool_choice"
-
-
-@pytest.mark.parametrize(
     ("fields", "text_format"),
     [
         ({}, None),
@@ -113,13 +97,6 @@ def test_what_the_text_must_be_is_said_in_two_ways(fields: dict[str, Any], text_
     assert chat(**fields).text_format == text_format
 
 
-def test_both_ways_at_once_are_refused() -> None:
-    body = chat(response_format={"type": "json_object"}, structured_outputs={"choice": ["a"]})
-    with pytest.raises(InvalidRequest, match="not allowed beside response_format") as caught:
-        _ = body.text_format
-    assert caught.value.param == "structured_outputs"
-
-
 BEGUN = [USER, {"role": "assistant", "content": "The answer is"}]
 CALLED = [USER, {"role": "assistant", "content": "So:", "tool_calls": [function("read") | {"id": "1"}]}]
 CALLED[1]["tool_calls"][0]["function"]["arguments"] = "{}"  # type: ignore[index]
@@ -143,16 +120,6 @@ CALLED[1]["tool_calls"][0]["function"]["arguments"] = "{}"  # type: ignore[index
 )
 def test_an_assistants_text_at_the_end_is_gone_on_with(fields: dict[str, Any], ending: str) -> None:
     assert chat(**fields).conversation.ending == ending
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"messages": CALLED}, {"messages": BEGUN, "add_generation_prompt": True}],
-)
-def test_what_cannot_be_gone_on_with_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        _ = chat(continue_final_message=True, **fields).conversation
-    assert caught.value.param == "continue_final_message"
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
 from tests.chat.rendering import rendered, renderer_of, tokenizer_with
@@ -283,35 +282,3 @@ def test_raw_text_and_developer_messages(tokenizer: Any) -> None:
     assert renderer.completion("Name three<|im_end|> rivers").marks == ()
     (text,) = texts_before(tokenizer, render(tokenizer, marked([SYSTEM | {"role": "developer"}, USER], 0)))
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n"
-
-
-@pytest.mark.parametrize(
-    ("control", "where"),
-    [
-        ("ephemeral", ""),
-        (True, ""),
-        ([], ""),
-        ({}, ".type"),
-        ({"type": "persistent"}, ".type"),
-        ({"type": None}, ".type"),
-        (MARK | {"ttl": "2h"}, ".ttl"),
-        (MARK | {"ttl": 300}, ".ttl"),
-    ],
-)
-def test_a_wrong_mark_is_named_by_its_path(control: Any, where: str) -> None:
-    message = USER | {"cache_control": control}
-    in_part = USER | {"content": [part("one"), part("two", control)]}
-    image = {"type": "image_url", "image_url": {"url": "data:"}, "cache_control": control}
-    for fields, path in (
-        ({"messages": [SYSTEM, message]}, "messages.1"),
-        ({"messages": [SYSTEM, in_part]}, "messages.1.content.1"),
-        ({"messages": [USER | {"content": [image]}]}, "messages.0.content.0"),
-        ({"messages": [USER], "tools": [tool("f"), tool("g", cache_control=control)]}, "tools.1"),
-        (
-            {"messages": [USER], "tools": [tool("f", function={"name": "f", "cache_control": control})]},
-            "tools.0.function",
-        ),
-    ):
-        with pytest.raises(InvalidRequest) as caught:
-            parse_json(json.dumps(fields).encode(), ChatRequest)
-        assert caught.value.param == f"{path}.cache_control{where}"

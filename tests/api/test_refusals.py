@@ -1,0 +1,363 @@
+"""What the bodies of each API must not hold. The error names the field by its path."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from diskprefix.api.anthropic import Messages
+from diskprefix.api.dialect import BodyReader
+from diskprefix.api.openai import Completions
+from diskprefix.api.openai_chat import Chat
+from diskprefix.api.responses import Responses
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.body import parse_json
+from diskprefix.store.notes import TenantNotes
+
+GONE = object()
+"""The field is left out."""
+USER = {"role": "user", "content": "hello"}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+NAMED = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+MARK = {"type": "ephemeral"}
+MARKED = {"cache_control": MARK}
+NO_MARK = "is not allowed here; mark a message, a content part or a tool"
+
+PARTS = [
+    {"type": "text", "text": "see:"} | MARKED,
+    {"type": "image_url", "image_url": {"url": "data:"}} | MARKED,
+    {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
+]
+CHAT: dict[str, Any] = {
+    "messages": [
+        USER | MARKED,
+        {"role": "user", "content": PARTS},
+        {"role": "assistant", "tool_calls": [CALL, CALL]},
+        USER,
+    ],
+    "tools": [NAMED | {"function": {"name": "f"} | MARKED}, NAMED | MARKED],
+    "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
+    "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+    "stop": ["a", "b"],
+    "modalities": ["text", "text"],
+    "prefix_cache": {},
+    "logit_bias": {},
+}
+MESSAGES: dict[str, Any] = {
+    "max_tokens": 8,
+    "messages": [USER, {"role": "user", "content": [{"type": "text", "text": "x"} | MARKED]}],
+    "system": [{"type": "text", "text": "x"}],
+    "tools": [{"name": name, "input_schema": SCHEMA} for name in ("read", "write")],
+    "tool_choice": {"type": "auto"},
+    "thinking": {"type": "enabled"},
+    "stop_sequences": ["a"],
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    "prefix_cache": {},
+}
+RESPONSES: dict[str, Any] = {
+    "input": [
+        USER | MARKED,
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "42"},
+        {"type": "reasoning", "summary": []},
+    ],
+    "tools": [{"type": "function", "name": "read", "parameters": SCHEMA} | MARKED],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "read"}]},
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+    "reasoning": {},
+    "metadata": {},
+    "modalities": ["text"],
+    "prefix_cache": {},
+}
+APIS: dict[str, tuple[BodyReader[Any], dict[str, Any]]] = {
+    "chat": (Chat(), CHAT),
+    "completions": (Completions(), {"prompt": "x"}),
+    "messages": (Messages(), MESSAGES),
+    "responses": (Responses(), RESPONSES),
+}
+"""Each API with a body that it takes."""
+
+MARKED_PLACES = ("messages.0", "messages.1.content.0", "messages.1.content.1", "tools.1", "tools.0.function")
+BAD_MARKS: list[tuple[Any, ...]] = [
+    ("", "ephemeral", True, []),
+    (".type", GONE, "persistent", None),
+    (".ttl", "2h", 300),
+]
+AT: dict[str, list[tuple[Any, ...]]] = {
+    "chat": [
+        ("messages", "", [], None, "hello"),
+        ("messages.0", "", 5),
+        ("messages.0.role", "", "wizard", GONE),
+        ("messages.0.content", "", GONE, None, 5),
+        ("messages.1.content.0", "", "x"),
+        ("messages.1.content.0.text", "", GONE),
+        ("messages.1.content.0.type", "", "smell", 5, ["text"], GONE),
+        ("messages.1.content.1.image_url", "", GONE, "data:"),
+        ("messages.1.content.1.image_url.url", "", GONE, 5),
+        ("messages.1.content.1.image_url.detail", "", "some"),
+        ("messages.1.content.1.image_url.cache_control", NO_MARK, MARK),
+        ("messages.1.content.2.input_audio.format", "", GONE),
+        ("messages.1.content.2.input_audio.data", "", GONE),
+        ("messages.1.content.2.input_audio.cache_control", NO_MARK, MARK),
+        ("messages.2.tool_calls.0.function.arguments", "", 5),
+        ("messages.2.tool_calls.0.function.cache_control", NO_MARK, MARK),
+        ("messages.2.tool_calls.1.cache_control", NO_MARK, MARK),
+        ("cache_control", NO_MARK, MARK, "ephemeral"),
+        ("max_tokens", "", 0, 2**31, "5", True, 5.0),
+        ("max_tokens", "(got -5)", -5),
+        ("max_completion_tokens", "", -1),
+        ("temperature", "", 2.5, -5e-324, float("nan")),
+        ("top_p", "", 0, 1.01),
+        ("top_k", "", -2, 2**31),
+        ("min_p", "", -0.1, 1.01),
+        ("seed", "", 2**63, -(2**63) - 1, 1.5, "9" * 10_000),
+        ("repetition_penalty", "", 0.0099, 100.1),
+        ("presence_penalty", "", 2.1),
+        ("frequency_penalty", "", -2.1),
+        ("logit_bias.5", "", 101),
+        ("logit_bias", "", {str(token): 1 for token in range(1025)}, [1]),
+        ("stop", "", 5, "", "x" * 1025, ["a"] * 17),
+        ("stop.1", "", "", "x" * 1025),
+        ("n", "", 0, 17),
+        ("logprobs", "", 5),
+        ("top_logprobs", "", 21, -1),
+        ("top_logprobs", "needs logprobs: true", 3),
+        ("stream", "", "yes"),
+        ("stream_options", "", True),
+        ("stream_options", "needs stream: true", {}),
+        ("tools", "", {"type": "function"}),
+        ("tools.0.type", "", "retrieval"),
+        ("tools.0.function.name", "", GONE),
+        ("tool_choice", "", "sometimes", 5, {"type": "function"}, {"type": "allowed_tools"}),
+        ("tool_choice", "names 'delete', which is not among", {"type": "function", "function": {"name": "delete"}}),
+        ("tool_choice.type", "", "custom"),
+        ("tool_choice.function.name", "", ""),
+        ("tool_choice.allowed_tools.mode", "", "none"),
+        ("tool_choice.allowed_tools.tools", "", []),
+        ("parallel_tool_calls", "", "no"),
+        ("response_format", "", {"type": "json_schema"}),
+        ("response_format.type", "", "xml"),
+        ("response_format.json_schema.schema", "", GONE, 5),
+        ("structured_outputs", "needs exactly one", {}, {"json_object": True, "choice": ["b"]}),
+        ("structured_outputs", "not allowed beside response_format", {"choice": ["a"]}),
+        ("structured_outputs.json", "", 5),
+        ("structured_outputs.regex", "", "a"),
+        ("structured_outputs.grammar", "", 'start: "a"'),
+        ("structured_outputs.choice", "", []),
+        ("structured_outputs.structural_tag", "", {}),
+        ("reasoning_effort", "", "hard"),
+        ("continue_final_message", "", "yes", True),
+        ("return_progress", "", 1),
+        ("modalities.1", "", "audio"),
+        ("audio", "", {"voice": "alloy", "format": "wav"}),
+        ("web_search_options", "", {}),
+        ("functions", "", []),
+        ("function_call", "", "auto"),
+        ("chat_template_kwargs", "", "x"),
+        ("prefix_cache", "", "full"),
+        ("prefix_cache.scope", "", "sometimes", ["auto"], True, 1.5, 0, None),
+        ("prefix_cache.window", "", "8", 0, 10**4000, None),
+        ("prefix_cache.widow", "", 8),
+        ("prefix_cache.save", "", "false", None),
+        ("prefix_cache.ttl", "", None, "", "soon", "-5m", "5M", "\u0665m", 2**31, "0.5s", "24856d", "9" * 5000),
+        ("prefix_cache.ttl", "", 0, 10**400, True, ["5m"]),
+        ("prompt_cache_key", "", "", "x" * 513, 5),
+        ("prompt_cache_retention", "", "", "48h"),
+        ("prefix_cache.salt", "", "", ["a"], "x" * 257),
+        ("cache_salt", "", "", {"salt": "a"}, "x" * 257),
+        *((f"{place}.cache_control{end}", "", *values) for place in MARKED_PLACES for end, *values in BAD_MARKS),
+    ],
+    "completions": [
+        ("cache_control", NO_MARK, MARK),
+        ("prompt", "", "", [], 5, None),
+        ("echo", "", True),
+        ("suffix", "", 5),
+        ("logprobs", "", 21),
+        ("best_of", "", 0),
+        ("best_of", "must be equal to n", 2),
+    ],
+    "messages": [
+        ("max_tokens", "greater than or equal to 0", -1),
+        ("max_tokens", "is required", GONE),
+        ("messages", "must not be empty", []),
+        ("messages", "must be a list", "hello"),
+        ("messages.0.role", "'user', 'assistant' or 'system'", "tool"),
+        ("messages.0.content", "is required", GONE),
+        ("messages.0.content", "must not be empty", []),
+        ("messages.0.content", "a string or a list of content blocks", 5),
+        ("messages.1.content.0", "a content block with a type", "x"),
+        ("messages.1.content.0.type", "valid string", 5),
+        ("messages.1.content.0.type", "is required", GONE),
+        ("messages.1.content.0.type", "'server_tool_use' is not supported", "server_tool_use"),
+        ("messages.1.content.0.cache_control.type", "'ephemeral'", "x"),
+        ("system", "a string or a list of text blocks", 5),
+        ("system.0.type", "must be 'text'", "image"),
+        ("tools.0", "must be a tool", "read"),
+        ("tools.0.input_schema", "is required", GONE),
+        ("tool_choice", "must be an object", "any"),
+        ("tool_choice", "needs the field name", {"type": "tool"}),
+        ("tool_choice", "names 'rm'", {"type": "tool", "name": "rm"}),
+        ("tool_choice.type", "'auto', 'any', 'tool' or 'none'", "required"),
+        ("thinking.type", "'enabled'", "on"),
+        ("thinking.budget_tokens", "greater than or equal to 1", 0),
+        ("temperature", "less than or equal to 1", 1.5),
+        ("stop_sequences", "at most 16 items", ["x"] * 17),
+        ("stop_sequences.0", "must not be empty", ""),
+        ("output_config.format.schema", "is required", GONE),
+        ("output_config.effort", "'low'", "most"),
+        ("structured_outputs", "not allowed beside output_config.format.schema", {"choice": ["a"]}),
+        ("metadata", "must be an object", "x"),
+        ("mcp_servers", "is not supported", [{"url": "https://x"}]),
+        ("container", "is not supported", "c"),
+        ("thread", "send all messages", {"type": "create"}),
+        ("prefix_cache.scop", "is not a known field", "full"),
+    ],
+    "responses": [
+        ("input", "", 5, {"role": "user"}),
+        ("input", "must not be empty", [], GONE),
+        ("input.0", "", "x"),
+        ("input.0.role", "", "wizard"),
+        ("input.0.content", "", GONE, None),
+        ("input.0.cache_control.type", "", "eternal"),
+        ("input.0.type", "", "web_search_call", 5, "custom_tool_call"),
+        ("input.1.content.0", "", "x"),
+        ("input.1.content.0.text", "", GONE),
+        ("input.1.content.0.type", "", "text", 5),
+        ("input.2.arguments", "", {}),
+        ("input.2.name", "", ""),
+        ("input.2.call_id", "", GONE),
+        ("input.3.output", "", 5),
+        ("input.4.summary", "", "x"),
+        ("instructions", "", ["x"]),
+        ("previous_response_id", "", ""),
+        ("store", "", "yes"),
+        ("max_output_tokens", "", 0),
+        ("tools", "", {}),
+        ("tools.0", "", "x"),
+        ("tools.0.type", "", GONE, 5),
+        ("tools.0.name", "", GONE),
+        ("tools.0.parameters", "", "x"),
+        ("tools.0.cache_control.ttl", "", "2h"),
+        ("tool_choice", "", "sometimes", {"type": "function"}, {"type": "allowed_tools", "mode": "auto"}),
+        ("tool_choice", "names 'x'", {"type": "function", "name": "x"}),
+        ("tool_choice.type", "", "web_search_preview"),
+        ("tool_choice.tools.0.type", "", "mcp"),
+        ("text.format", "", {"type": "json_schema", "name": "n"}),
+        ("text.format.type", "", "grammar"),
+        ("text.verbosity", "", "much"),
+        ("reasoning.effort", "", "extreme"),
+        ("reasoning.summary", "", "long"),
+        ("include", "", "x"),
+        ("top_logprobs", "", 21),
+        ("metadata.a", "", 5, "x" * 513),
+        ("metadata", "", {str(number): "x" for number in range(17)}),
+        ("truncation", "", "auto"),
+        ("background", "", True),
+        ("conversation", "", "conv_1"),
+        ("prompt", "", {"id": "p"}),
+        ("modalities.0", "", "audio"),
+        ("cache_control", "", {"type": "ephemeral"}),
+        ("prefix_cache.scope", "", "sometimes"),
+    ],
+}
+"""The path of a field, words of the message, and values that it must not have."""
+
+
+def block(value: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [value]}]}
+
+
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+USE = {"type": "tool_use", "id": "toolu_1", "name": "read", "input": {}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "print(1)"}
+DOCUMENT = {"type": "document", "source": {"type": "text", "data": "x"}}
+BASE64 = {"type": "image", "source": {"type": "base64"}}
+CITED = {"citations": {"enabled": True}}
+BEGUN = [USER, {"role": "assistant", "content": "The answer is"}]
+GO_ON = {"continue_final_message": True}
+IMAGE = {"type": "input_image", "file_id": "f"}
+BODIES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("chat", {"messages": [{"role": "assistant", "content": None}]}, "messages.0.content", "is required"),
+    ("chat", {"tools": [], "tool_choice": "required"}, "tool_choice", "no tool is offered"),
+    (
+        "chat",
+        {"continue_final_message": True, "messages": CHAT["messages"][:3]},
+        "continue_final_message",
+        "text alone",
+    ),
+    ("chat", GO_ON | {"add_generation_prompt": True, "messages": BEGUN}, "continue_final_message", "is not allowed"),
+    ("messages", block(USE), "messages.0.content.0.type", "'tool_use' is not supported in a message of role user"),
+    ("messages", block(RESULT, "assistant"), "messages.0.content.0.type", "a message of role assistant"),
+    ("messages", block(USE | {"input": "{}"}, "assistant"), "messages.0.content.0.input", "must be an object"),
+    ("messages", block(RESULT | {"content": [USE]}), "messages.0.content.0.content.0.type", "is not supported"),
+    ("messages", block({"type": "tool_result"}), "messages.0.content.0.tool_use_id", "is required"),
+    ("messages", block({"type": "image", "source": {"type": "file"}}), "messages.0.content.0.source", "of type base64"),
+    ("messages", block(BASE64), "messages.0.content.0.source.media_type", "is required"),
+    ("messages", block(DOCUMENT | {"source": {"type": "text"}}), "messages.0.content.0.source.data", "is required"),
+    ("messages", block(DOCUMENT | CITED), "messages.0.content.0.citations.enabled", "must be False"),
+    ("messages", {"tools": [SEARCH]}, "tools.0.type", "run by Anthropic's servers, and no other tool is offered"),
+    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type", "is not known here"),
+    ("messages", {"tools": [], "tool_choice": {"type": "any"}}, "tool_choice", "no tool is offered"),
+    ("responses", {"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0.image_url", ""),
+    ("responses", {"input": [{"type": "item_reference"}]}, "input.0.id", ""),
+    ("responses", {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no tool is offered"),
+    ("responses", {"tools": [NAMED]}, "tools.0.name", ""),
+]
+"""Fields that are changed together, the path that the error names, and words of the message."""
+
+
+def with_value(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of a body with `value` at a path."""
+    changed: dict[str, Any] = json.loads(json.dumps(body))
+    place: Any = changed
+    steps: list[Any] = [int(step) if step.isdigit() and "logit" not in path else step for step in path.split(".")]
+    *parents, last = steps
+    for step in parents:
+        place = place[step] if isinstance(place, list) else place.setdefault(step, {})
+    if value is GONE:
+        place.pop(last, None)
+    else:
+        place[last] = value
+    return changed
+
+
+def read(api: str, body: dict[str, Any]) -> None:
+    """Reads all that is checked before a request is submitted."""
+    dialect, _ = APIS[api]
+    asked = dialect.read(parse_json(json.dumps(body).encode(), dialect.body), 1000, lambda: notes)
+    asked.tool_choice.check(getattr(asked.prompt, "tools", None) or ())
+
+
+notes: TenantNotes = None  # type: ignore[assignment]  # nothing is read of them
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_the_body_that_is_changed_is_taken(api: str) -> None:
+    read(api, APIS[api][1])
+
+
+WRONG = [
+    pytest.param(api, with_value(APIS[api][1], path, value), path, words, id=f"{api} {path} {str(value)[:20]}")
+    for api, rows in AT.items()
+    for path, words, *values in rows
+    for value in values
+] + [
+    pytest.param(api, APIS[api][1] | fields, path, words, id=f"{api} {path} {words}")
+    for api, fields, path, words in BODIES
+]
+
+
+@pytest.mark.parametrize(("api", "body", "path", "words"), WRONG)
+def test_a_wrong_field_is_named_by_its_path(api: str, body: dict[str, Any], path: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(api, body)
+    error = caught.value
+    assert (error.param, error.http_status) == (path, 400)
+    assert error.message.startswith(f"{path}: ")
+    assert words in error.message
+    assert len(error.message.splitlines()) == 1
+    assert len(error.message) < 300
