@@ -215,7 +215,8 @@ class Settings:
     )
     max_queue: int = _server(
         64,
-        "The most requests that may wait; others get a 503 with Retry-After. One API key may use half of these places.",
+        "The most requests that may wait; others get a 503 with Retry-After. One API key may use half of these places, "
+        "then it gets a 429.",
         bounds=(1, 100_000),
     )
     max_sequences: int = _server(
@@ -231,9 +232,6 @@ class Settings:
         "steadier replies and later first tokens. 0 sets no limit.",
         kind="duration",
         bounds=(0, 60),
-    )
-    max_body_bytes: int = _server(
-        32 * 1024**2, "The largest request body. A larger one gets a 413.", kind="size", bounds=(1024, 2**40)
     )
     prefill_compression: str = _server(
         "off",

@@ -287,7 +287,7 @@ class ActiveRequests:
         raise_if_lost(error)
         self._inbox.begin_request(ticket)
         _send_last(ticket, error_event(error, ticket.request))
-        self._inbox.end_request(ticket, was_refused=True)
+        self._inbox.end_request(ticket)
 
 
 def _send_last(ticket: Ticket, event: Event) -> None:

@@ -1,32 +1,28 @@
-"""The queue of the engine: requests that wait or run, with a bound, and the thread that serves them."""
+"""The queue of the engine: requests that wait or run, and the thread that serves them."""
 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from diskprefix.engine.gauges import Activity, Heartbeat
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
-from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
+from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull
 from diskprefix.model.load.media import prepared_bytes
 from diskprefix.model.load.memory import trim_heap
-from diskprefix.nouns import SHARED, Tenant
 from diskprefix.printable import first_line
 
 log = logging.getLogger("diskprefix")
-
-_SMOOTHING = 0.3
-"""The weight of the newest request in the moving average that `Retry-After` is estimated from."""
 
 _IDLE_S = 10.0
 """Seconds without a request."""
 MAX_QUEUED_MEDIA_BYTES = 1 << 30
 """The limit for the prepared media of all requests that run or wait."""
+_RETRY_AFTER_S = 10
 
 
 @dataclass(eq=False)
@@ -37,12 +33,6 @@ class Ticket:
     emit: Callable[[Event], None]
     arrived_at: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
-
-    @property
-    def takes_place(self) -> bool:
-        """Returns whether it takes a place in the queue. The readings of an HTTP request take none: that keeps a place
-        among those that arrive until it has all of them."""
-        return self.request.reading is None
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -69,28 +59,18 @@ class Inbox:
 
     `serve` calls `begin_request` and `end_request` for each request, and returns when `wait` returns False. If it
     raises `DeviceLost`, or any error that concerns no request, all requests fail, and the thread calls `on_fatal` with
-    a `DeviceLost` and ends. `max_queue` requests may wait beside `max_running` that run.
+    a `DeviceLost` and ends.
     """
 
-    def __init__(
-        self,
-        serve: Serve,
-        max_queue: int,
-        on_fatal: Callable[[DeviceLost], None] = lambda _error: None,
-        max_running: int = 1,
-    ) -> None:
+    def __init__(self, serve: Serve, on_fatal: Callable[[DeviceLost], None] = lambda _error: None) -> None:
         self._serve = serve
         self._on_fatal = on_fatal
         self._lost: DeviceLost | None = None
-        self.max_queue = max_queue
-        self._max_running = max_running
         self._waiting: list[Ticket] = []
-        self._running: dict[Ticket, float] = {}
-        """The time when each request began, on the clock of `time.perf_counter`."""
+        self._running: set[Ticket] = set()
         self._changed = threading.Condition()
         self._has_news = False
         self._stopping = False
-        self._mean_s = 1.0
         self.heartbeat = Heartbeat()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.running_activities: Callable[[], list[Activity]] = list
@@ -115,33 +95,15 @@ class Inbox:
         self._thread.start()
 
     def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
-        """Adds a request. Raises `QueueFull` or, while stopping, `NotReady`."""
+        """Adds a request. Raises `QueueFull` if those before hold too much of media, `NotReady` while stopping."""
         ticket = Ticket(request, emit)
         with self._changed:
             self._require_open()
-            if ticket.takes_place:
-                self._check_room(sum(other.takes_place for other in self._still_waiting()), self.max_queue)
+            self._still_waiting()
             self._check_media(request)
             self._waiting.append(ticket)
             self._notify()
         return ticket
-
-    def require_room(self, arriving: Sequence[Tenant], caller: Tenant) -> None:
-        """Raises the errors of `submit` for a request that follows those of the callers `arriving`, and `ShareFull` if
-        a caller with an API key has filled the half of the queue that it may use. All without keys are `SHARED`."""
-        with self._changed:
-            self._require_open()
-            free = max(0, self._max_running - sum(ticket.takes_place for ticket in self._running))
-            waiting = [ticket.request.cache.tenant for ticket in self._still_waiting() if ticket.takes_place]
-            ahead = [*waiting, *arriving]
-            self._check_room(len(ahead), self.max_queue + free)
-            num_own = sum(tenant.ids[:1] == caller.ids for tenant in ahead)
-            if caller != SHARED and num_own >= max(1, self.max_queue // 2) + free:
-                raise ShareFull(
-                    f"{num_own} requests with this API key are waiting already, and the rest of the queue is kept for "
-                    "others; try again later or raise --max-queue",
-                    retry_after_s=self._retry_after_s(num_own),
-                )
 
     def waiting(self) -> list[Ticket]:
         """Returns the requests that wait, in order of arrival. Forgets cancelled ones."""
@@ -158,15 +120,13 @@ class Inbox:
                 self._waiting.remove(ticket)
             else:
                 ticket.cancel()
-            self._running[ticket] = time.perf_counter()
+            self._running.add(ticket)
             self._changed.notify_all()
 
-    def end_request(self, ticket: Ticket, *, was_refused: bool = False) -> None:
-        """Records that the engine is done with a request. The time of one that `was_refused` does not count."""
+    def end_request(self, ticket: Ticket) -> None:
+        """Records that the engine is done with a request."""
         with self._changed:
-            seconds = time.perf_counter() - self._running.pop(ticket)
-            if not was_refused:
-                self._mean_s += _SMOOTHING * (seconds - self._mean_s)
+            self._running.remove(ticket)
             ticket.forget_media()
             self._changed.notify_all()
 
@@ -240,13 +200,6 @@ class Inbox:
         if self._stopping:
             raise self._refusal()
 
-    def _check_room(self, num_ahead: int, limit: int) -> None:
-        if num_ahead >= limit:
-            raise QueueFull(
-                f"{num_ahead} requests are waiting already; try again later or raise --max-queue",
-                retry_after_s=self._retry_after_s(num_ahead),
-            )
-
     def _check_media(self, request: GenerateRequest) -> None:
         tickets = [*self._waiting, *self._running]
         held = sum(prepared_bytes(ticket.request.prompt.media) for ticket in tickets)
@@ -254,12 +207,8 @@ class Inbox:
         if num_bytes and held + num_bytes > MAX_QUEUED_MEDIA_BYTES:
             raise QueueFull(
                 f"the images and sounds of waiting requests take {held >> 20} MiB already; try again later",
-                retry_after_s=self._retry_after_s(len(tickets)),
+                retry_after_s=_RETRY_AFTER_S,
             )
-
-    def _retry_after_s(self, num_ahead: int) -> int:
-        """Returns the estimated wait in seconds. Requests that run together share the mean time of one."""
-        return max(1, math.ceil(self._mean_s * (num_ahead + 1) / max(1, len(self._running))))
 
     def _refuse_all(self) -> None:
         """Fails waiting requests, and all that come from now on. The caller holds the lock."""

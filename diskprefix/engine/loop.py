@@ -176,7 +176,7 @@ class Loop:
     def _next_step(self) -> list[Chunk[Reply]]:
         if self._served.speculation is not None:
             self._served.speculation.plan(self._scheduler.next_replies())
-        return self._scheduler.schedule(None if self._scheduler.is_crowded else self._served.pace.most_rows())
+        return self._scheduler.schedule(self._served.pace.most_rows())
 
     def _compute(self, step: list[Chunk[Reply]]) -> None:
         step = self._active.with_memory(step)

@@ -1,8 +1,8 @@
 """Chooses the rows that the next step computes. Free of torch and of clocks: it sees counts and measured times only.
 
-A step has a row for each sequence that decodes; while prompts wait, tenants share these rows (`SHARED_REPLIES`). The
-rest of its rows, or as many as `Pace` allows, are for prompts, then for guesses (`speculation`). Prompts share the
-engine by turns of their tenants: the tenant that had the fewest rows comes first. Among the prompts of a tenant the one
+A step has a row for each sequence that decodes. The rest of its rows, or as many as `Pace` allows, are for prompts,
+then for guesses (`speculation`). Prompts share the engine by turns of their tenants: the tenant that had the fewest
+rows comes first. Among the prompts of a tenant the one
 with the fewest tokens left comes first, so that a short request overtakes a long one. A waiting prompt moves to the
 front with each row that overtakes it: after four times its own length nothing new passes it. A step in which a prompt
 ends is filled with prompts that end too, but not with a part of one: that would only delay the first token.
@@ -12,13 +12,12 @@ Sequences that do not pack take turns: the one that computed longest ago comes f
 The pace: a step that computes prompts takes longer than one that only decodes, and each reply in it waits that long for
 its token. Two times are measured: that of a step that only decodes, and what each row of a prompt adds. Now and then a
 step has no prompts though some wait. Otherwise a machine that other programs slow down for a while would look like one
-with slow rows, and prompts would wait for nothing. While prompts of several tenants wait, steps have no pace: a row in
-a small step costs twice as much, and everybody would wait for the even tokens of a few.
+with slow rows, and prompts would wait for nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -28,10 +27,6 @@ MAX_ROWS = 256
 _AGING = 0.25
 """The tokens by which a prompt counts as shorter for each token that overtook it."""
 
-SHARED_REPLIES, LEAST_REPLIES = 16, 2
-"""The replies in a step while prompts wait, if there are several tenants: the number that those with replies share, and
-the least number for each of them. The replies of a tenant take turns. Each reply adds its row and its sampling to the
-step, so the many choices of one request would make all others wait."""
 LEAST_ROWS = 16
 """The least rows of prompts, so that a prompt gets on whatever is measured."""
 _KEPT = 6
@@ -131,11 +126,6 @@ class Scheduler(Generic[S]):
         if sequence in self.sequences:
             self.sequences.remove(sequence)
 
-    @property
-    def is_crowded(self) -> bool:
-        """True if prompts of several tenants wait."""
-        return len({one.tenant for one in self.sequences if one.packs and not one.is_decoding}) > 1
-
     def next_replies(self) -> list[S]:
         """Returns the sequences that decode in the next step, if it packs: all, or those whose turn it is."""
         packed = [sequence for sequence in self.sequences if sequence.packs]
@@ -144,7 +134,7 @@ class Scheduler(Generic[S]):
         most = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
         decoding = [sequence for sequence in packed if sequence.is_decoding]
         decoding.sort(key=lambda s: (s.last_step, s.arrived))
-        return (_shared(decoding, prompts) if prompts else decoding)[:most]
+        return decoding[:most]
 
     def schedule(self, most_beside: int | None = None) -> list[Chunk[S]]:
         """Returns the chunks of the next step, one for each sequence in it; [] if there is nothing to compute.
@@ -229,21 +219,6 @@ class Scheduler(Generic[S]):
             left.remove(best)
             yield best
             rows_of[best.tenant] += best.num_left
-
-
-def _shared(decoding: list[S], prompts: list[S]) -> list[S]:
-    """Returns the replies whose turn it is beside the prompts, in the given order."""
-    replying = {sequence.tenant for sequence in decoding}
-    if not replying or len(replying | {sequence.tenant for sequence in prompts}) == 1:
-        return decoding
-    most = max(LEAST_REPLIES, SHARED_REPLIES // len(replying))
-    taken: Counter[Hashable] = Counter()
-    shared = []
-    for sequence in decoding:
-        if taken[sequence.tenant] < most:
-            taken[sequence.tenant] += 1
-            shared.append(sequence)
-    return shared
 
 
 class Pace:

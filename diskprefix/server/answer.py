@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -44,7 +44,6 @@ from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
-from diskprefix.server.threads import QueuePlace
 from diskprefix.store.notes import TenantNotes
 
 B = TypeVar("B", bound=RequestBody)
@@ -114,19 +113,14 @@ class Arrival:
     request: Request
     daemon: Daemon
     context: LogContext
-    place: QueuePlace
     serving: Serving
     dialect: BodyReader[Any]
     """A `Dialect`, if a reply is asked for."""
     body: RequestBody
     cache: CacheOptions
 
-    def turn(self) -> AbstractAsyncContextManager[Any]:
-        """Returns a context for the caller's turn, if the request reads stored responses.
-
-        What is read may be a hundred times as large as the body, so a caller has one such request at a time.
-        """
-        return self.daemon.turns.of(self.place.caller) if self.body.reads_more else nullcontext()
+    held: AsyncExitStack
+    """The caller's turns, for a large body and to read stored responses."""
 
 
 @dataclass(frozen=True)
@@ -179,23 +173,22 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True
-    with daemon.arriving(context.caller.tenant) as place:
-        body = await daemon.bodies.read_json(request, dialect.body, place)
-        preparing = asyncio.create_task(_response(request, dialect, body, place.pop_all()))
+    async with AsyncExitStack() as held:
+        body = await daemon.bodies.read_json(request, dialect.body, held)
+        preparing = asyncio.create_task(_response(request, dialect, body, held.pop_all()))
     return await first_signs(preparing, is_stream=bool(body.stream))
 
 
-async def _response(request: Request, dialect: Dialect[B], body: B, place: QueuePlace) -> Response:
-    """Takes a request through all steps. `place` is given back when the engine has the request."""
-    with place:
-        arrival = await arrive(request, dialect, body, place)
+async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncExitStack) -> Response:
+    """Takes a request through all steps. `held` is closed when the engine has the request."""
+    async with held:
+        arrival = await arrive(request, dialect, body, held)
         arrival.serving.engine.give_way()
-        async with arrival.turn():
-            question = await ask(arrival)
-            return send(await submit([await render(one) for one in question.parts]))
+        question = await ask(arrival)
+        return send(await submit([await render(one) for one in question.parts]))
 
 
-async def arrive(request: Request, dialect: BodyReader[B], body: B, place: QueuePlace) -> Arrival:
+async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncExitStack) -> Arrival:
     """Waits for the model. Raises `NotReady`, `ModelNotFound`, and the errors of `cache_options`."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
@@ -205,20 +198,22 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, place: Queue
         request=request,
         daemon=daemon,
         context=context,
-        place=place,
         serving=serving,
         dialect=dialect,
         body=with_sampling(body, daemon.sampling),
         cache=cache_options(body, scope=serving.scope, caller=context.caller.tenant),
+        held=held,
     )
 
 
 async def ask(arrival: Arrival) -> Question:
     """Lets the dialect read the body, in a thread. Raises `InvalidRequest`."""
-    serving = arrival.serving
+    serving, daemon = arrival.serving, arrival.daemon
+    if arrival.body.reads_more:
+        await arrival.held.enter_async_context(daemon.stored_turns.of(arrival.context.caller.tenant))
     notes = partial(serving.engine.cache.notes, arrival.cache.tenant)
     read, vocab_size = arrival.dialect.read, serving.renderer.vocab_size
-    asked = await arrival.daemon.threads.run(arrival.place.rendering, read, arrival.body, vocab_size, notes)
+    asked = await daemon.threads.run("rendering", read, arrival.body, vocab_size, notes)
     return Question(arrival, asked)
 
 
@@ -236,8 +231,7 @@ async def render(question: Question) -> Rendered:
         return replayed, None if replayed.prompt.media else serving.engine.cache.load(cache.tenant)
 
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
-    kind = "media" if has_media else arrival.place.rendering
-    replayed, loading = await arrival.daemon.threads.run(kind, make_prompt)
+    replayed, loading = await arrival.daemon.threads.run("media" if has_media else "rendering", make_prompt)
     if loading is not None:
         # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
         await asyncio.shield(asyncio.wrap_future(loading))
@@ -247,18 +241,19 @@ async def render(question: Question) -> Rendered:
 async def submit(parts: Sequence[Rendered]) -> Submitted:
     """Gives the request to the engine: that of the first prompt, and those of others when the one before has ended.
 
-    Raises `QueueFull`, `NotReady`, `InvalidRequest` for a constraint that cannot be compiled, and `ClientDisconnect`.
+    Raises `QueueFull` if too much media waits, `NotReady`, `InvalidRequest` for a constraint that cannot be compiled,
+    and `ClientDisconnect`.
     """
     rendered = parts[0]
     arrival, prompt, sampling = rendered.arrival, rendered.replayed.prompt, rendered.asked.sampling
     daemon, context, serving = arrival.daemon, arrival.context, arrival.serving
     # A constraint is compiled when its caller's turn comes. The bodies of others do not wait for that.
-    arrival.place.memory.close()
+    await arrival.held.aclose()
     make_request = partial(_engine_request, rendered, sampling.n * len(parts), max(part.room for part in parts))
     if rendered.asked.is_constrained:
         made = await daemon.threads.compile(context.caller.tenant, arrival.request.is_disconnected, make_request)
     else:
-        made = await daemon.threads.run(arrival.place.rendering, make_request)
+        made = await daemon.threads.run("rendering", make_request)
     if made is None:
         raise ClientDisconnect
     reader, generate = made
@@ -397,9 +392,7 @@ async def count_input_tokens(request: Request) -> Response:
 async def _length(request: Request, dialect: BodyReader[B]) -> int:
     """Returns the length of a prompt. Earlier replies are part of it, so the cache is asked as for a reply."""
     daemon: Daemon = request.app.state.daemon
-    with daemon.arriving(log_context(request).caller.tenant) as place:
-        body = await daemon.bodies.read_json(request, dialect.body, place)
-        arrival = await arrive(request, dialect, body, place)
-        async with arrival.turn():
-            rendered = await render(await ask(arrival))
+    async with AsyncExitStack() as held:
+        body = await daemon.bodies.read_json(request, dialect.body, held)
+        rendered = await render(await ask(await arrive(request, dialect, body, held)))
     return len(rendered.replayed.prompt.token_ids)

@@ -19,13 +19,13 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.model.load.named_model import default_sampling
-from diskprefix.nouns import Tenant
 from diskprefix.server.body import Bodies
+from diskprefix.server.limits import InFlight, Turns
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.process.systemd import notify
 from diskprefix.server.recent import PrefixBreaks, RecentRequests
 from diskprefix.server.serving import Serving
-from diskprefix.server.threads import CallerTurns, QueuePlace, Threads
+from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
@@ -74,20 +74,17 @@ class Daemon:
         """Set when the daemon is ready, and when it never will be."""
         self.inbox = Inbox(
             lambda inbox: self._engine.serve(inbox),
-            settings.max_queue,
             on_fatal=lambda error: _call_soon(self._loop, self._failed, error),
-            max_running=settings.max_sequences,
         )
         """The requests of the engine, which is not there while the model loads."""
         self._engine: Engine
         self._loop: asyncio.AbstractEventLoop
-        self._arriving: list[Tenant] = []
-        """The callers of the requests that are being read, one item for each request."""
         self._thread: threading.Thread | None = None
         self.threads = Threads()
-        self.turns = CallerTurns()
-        """For requests that read stored responses: one of a caller at a time."""
-        self.bodies = Bodies(settings.max_body_bytes, self.threads, lambda: self.inbox.num_running > 0)
+        self.in_flight = InFlight(settings)
+        self.stored_turns = Turns(2)
+        """For requests that read stored responses, which may be a hundred times as large as the body."""
+        self.bodies = Bodies(self.threads)
 
     @property
     def status(self) -> Status:
@@ -114,7 +111,7 @@ class Daemon:
     @property
     def num_arriving(self) -> int:
         """Requests that are being read or rendered, or wait for the model."""
-        return len(self._arriving)
+        return max(0, self.in_flight.num - self.inbox.queue_depth - self.inbox.num_running)
 
     @property
     def is_loading(self) -> bool:
@@ -145,21 +142,6 @@ class Daemon:
         """
         await self._is_decided.wait()
         return self.require_serving()
-
-    def arriving(self, caller: Tenant) -> QueuePlace:
-        """A context in which a request is read, waits for the model, and is rendered, before it is queued. Its place in
-        the queue is that of all readings of a request, which stays in it.
-
-        Raises `NotReady` when the daemon stops and after a failure, `QueueFull` if the requests that arrived before
-        fill the queue, and `ShareFull` if the caller's own requests fill the caller's share of it.
-        """
-        if self._is_decided.is_set():
-            self.require_serving()
-        self.inbox.require_room(self._arriving, caller)
-        place = QueuePlace(caller)
-        self._arriving.append(caller)
-        place.taken.callback(self._arriving.remove, caller)
-        return place
 
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""

@@ -58,6 +58,8 @@ def note_failure(scope: Scope, error: DiskPrefixError) -> None:
 
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Returns the response that tells an error, with `headers` or else those that follow from the error."""
+    if error.http_status in (408, 413):
+        headers = {"Connection": "close"}
     headers = retry_headers(error) or headers
     response = LingeringResponse if error.http_status == 413 else JSONResponse
     return response(_written(scope, error), error.http_status, headers)
@@ -78,11 +80,11 @@ def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:
 
 
 async def refuse(
-    scope: Scope, receive: Receive, send: Send, status: int, reason: str, headers: dict[str, str] | None = None
+    scope: Scope, receive: Receive, send: Send, error: DiskPrefixError, headers: dict[str, str] | None = None
 ) -> None:
     """Answers a request from a middleware, and notes the reason for the log."""
-    log_context(Request(scope)).error = reason
-    await error_response(scope, HttpError(status, reason), headers)(scope, receive, send)
+    log_context(Request(scope)).error = logged(error)
+    await error_response(scope, error, headers)(scope, receive, send)
 
 
 class LingeringResponse(JSONResponse):

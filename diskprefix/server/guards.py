@@ -1,5 +1,5 @@
 """The two guards before the body of a request is read: `BrowserGuard` refuses other sites' pages, `Auth` finds out who
-sent a request.
+sent a request, and whether the caller may have one more.
 
 A browser on this machine can reach the loopback address for any web page. In cross-site request forgery, a page sends
 what looks like a form; browsers mark it with `Origin` and `Sec-Fetch-Site`. In DNS rebinding, the page's own host name
@@ -19,8 +19,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diskprefix.api.error_forms import HttpError
+from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import shown
 from diskprefix.server.keys import NOBODY, TOKEN_PLACE, ApiKeys, Caller, OwnerToken
+from diskprefix.server.limits import InFlight
 from diskprefix.settings import Settings
 
 OPEN_PATHS = frozenset({"/", "/chat", "/dashboard", "/favicon.ico", "/health"})
@@ -33,11 +35,12 @@ _LINKED_PATHS = OPEN_PATHS | {"/docs"}
 
 class Auth:
     """ASGI middleware: records who sent a request, or answers 401. With a token instead of keys, everybody is served,
-    and routes for the owner look who it is."""
+    and routes for the owner look who it is. Callers with too many requests get a 429, and all a 503."""
 
-    def __init__(self, app: ASGIApp, who: ApiKeys | OwnerToken) -> None:
+    def __init__(self, app: ASGIApp, who: ApiKeys | OwnerToken, in_flight: InFlight) -> None:
         self._app = app
         self._who = who
+        self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,14 +55,16 @@ class Auth:
 
         try:
             entrance = entered(self._who, scope)
-            log_context(Request(scope)).caller = caller_of(self._who, scope)
-        except HttpError as error:
-            await refuse(scope, receive, send, error.http_status, error.message, {"WWW-Authenticate": "Bearer"})
+            log_context(Request(scope)).caller = caller = caller_of(self._who, scope)
+            counted = self._in_flight.counted(scope, caller.tenant)
+        except DiskPrefixError as error:
+            await refuse(scope, receive, send, error, {"WWW-Authenticate": "Bearer"})
             return
-        if entrance is None:
-            await self._app(scope, receive, send)
-        else:
-            await Response(status_code=303, headers=entrance)(scope, receive, send)
+        with counted:
+            if entrance is None:
+                await self._app(scope, receive, send)
+            else:
+                await Response(status_code=303, headers=entrance)(scope, receive, send)
 
 
 def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
@@ -126,7 +131,7 @@ class BrowserGuard:
             return
         from diskprefix.server.error_replies import refuse
 
-        await refuse(scope, receive, send, 403, refusal)
+        await refuse(scope, receive, send, HttpError(403, refusal))
 
     def refusal(self, scope: Scope, headers: Headers) -> str | None:
         """Returns why a request is refused; None if it is not. Only HTTP/1.0 may leave `Host` out; browsers send it.

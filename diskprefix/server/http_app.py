@@ -18,12 +18,8 @@ from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
 from diskprefix.server.error_replies import HANDLERS
 from diskprefix.server.guards import OPEN_PATHS, Auth, BrowserGuard, allowed_names
 from diskprefix.server.keys import ApiKeys, OwnerToken
-from diskprefix.server.sending import Sending
 from diskprefix.settings import Settings
 from diskprefix.version import __version__
-
-_LARGE_REPLIES = 8
-"""The number of replies of the size of the largest body that may be on their way to one caller."""
 
 _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the model's prefix (KV) cache on disk: a
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
@@ -62,8 +58,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | Own
         exception_handlers=HANDLERS,
     )
     app.state.daemon, app.state.who = daemon, who
-    app.add_middleware(Sending, max_bytes=_LARGE_REPLIES * settings.max_body_bytes)
-    app.add_middleware(Auth, who=who)
+    app.add_middleware(Auth, who=who, in_flight=daemon.in_flight)
     app.add_middleware(BrowserGuard, host=settings.host, allowed=allowed_names(settings))
     app.add_middleware(AccessLog, daemon=daemon)
     app.include_router(answer.router)

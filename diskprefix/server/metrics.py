@@ -111,7 +111,6 @@ def _queue_metrics(serving: Serving) -> Iterator[Metric]:
     inbox = serving.inbox
     yield _gauge("requests_running", "Requests in the engine.", inbox.num_running)
     yield _gauge("requests_waiting", "Requests in the queue.", inbox.queue_depth)
-    yield _gauge("queue_limit_requests", "Requests that may wait (--max-queue).", inbox.max_queue)
     yield _gauge(
         "engine_working_seconds",
         "For how long the engine has been in its current step; 0 while it has nothing to do.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +19,6 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, replies
-from diskprefix.server.log_context import log_context
 from diskprefix.server.serving import Serving
 from diskprefix.units import format_size
 
@@ -138,12 +138,12 @@ class DetokenizeRequest(Body):
 
 
 async def _answer(request: Request, body: type[B], work: Callable[[PromptRenderer, B], dict[str, Any]]) -> Response:
-    """Reads the body, and does the work in a thread, within the bounds of the queue."""
+    """Reads the body, and does the work in a thread."""
     daemon: Daemon = request.app.state.daemon
-    with daemon.arriving(log_context(request).caller.tenant) as place:
-        read = await daemon.bodies.read_json(request, body, place)
+    async with AsyncExitStack() as held:
+        read = await daemon.bodies.read_json(request, body, held)
         serving = await daemon.ready()
-        content = await daemon.threads.run(place.rendering, lambda: json_text(work(serving.renderer, read)))
+        content = await daemon.threads.run("rendering", lambda: json_text(work(serving.renderer, read)))
     return Response(content, media_type="application/json")
 
 

@@ -34,11 +34,10 @@ async def _answer(request: Request, salt: str | None, read: Callable[[ResponseSt
     """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes."""
     daemon: Daemon = request.app.state.daemon
     caller = log_context(request).caller.tenant
-    with daemon.arriving(caller):
-        serving = await daemon.ready()
-        store = ResponseStore(serving.engine.cache.notes(caller if salt is None else caller.with_salt(salt)))
-        async with daemon.turns.of(caller):
-            content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
+    serving = await daemon.ready()
+    store = ResponseStore(serving.engine.cache.notes(caller if salt is None else caller.with_salt(salt)))
+    async with daemon.stored_turns.of(caller):
+        content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
     return Response(content, media_type="application/json")
 
 

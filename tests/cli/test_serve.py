@@ -70,7 +70,6 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "draft_model": "some/smaller-model",
         "kv_memory": "3GiB",
         "kv_memory_entries": "2",
-        "max_body_bytes": "1MiB",
         "api_keys": "/keys",
         "allowed_hosts": "gpu.example",
         "block_size": "64",

@@ -154,7 +154,7 @@ class Client:
 @contextmanager
 def running(engine: Engine) -> Iterator[Inbox]:
     """An inbox that the engine serves."""
-    inbox = Inbox(engine.serve, 1000)
+    inbox = Inbox(engine.serve)
     inbox.start()
     yield inbox
     wait_until_idle(inbox)
@@ -163,7 +163,7 @@ def running(engine: Engine) -> Iterator[Inbox]:
 
 def run_together(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Client]:
     """Submits all requests before the first step, and returns them when they are over."""
-    inbox = Inbox(engine.serve, 1000)
+    inbox = Inbox(engine.serve)
     clients = [Client(inbox, request) for request in requests]
     inbox.start()
     wait_until_idle(inbox)
@@ -179,7 +179,7 @@ def alone(engine: Engine, one: GenerateRequest) -> Client:
 
 def run_request(engine: Engine, request: GenerateRequest, *, steps: int | None = None) -> list[Event]:
     """Returns the events of one request, which is cancelled after so many steps. Raises what it failed with."""
-    inbox = Inbox(engine.serve, 8)
+    inbox = Inbox(engine.serve)
     client = Client(inbox, request)
     with pytest.MonkeyPatch.context() as patch:
         if steps is not None:

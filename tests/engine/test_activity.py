@@ -27,7 +27,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 def seen_after(engine: Engine, steps: int, *requests: GenerateRequest) -> list[Activity]:
     """Returns what another thread sees after a number of steps, while the engine's thread stands still."""
-    inbox = Inbox(engine.serve, 8)
+    inbox = Inbox(engine.serve)
     for one in requests:
         Client(inbox, one)
     found: list[Activity] = []

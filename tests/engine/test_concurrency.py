@@ -263,15 +263,6 @@ def test_what_is_nobody_elses_is_not_found_in_memory(engine: Engine, options: di
     assert client.done.usage.cached_tokens == 0
 
 
-def test_refused_prompts_leave_the_time_that_waiting_is_expected_to_take(engine: Engine) -> None:
-    with running(engine) as inbox:
-        before = inbox._mean_s
-        for _ in range(5):
-            inbox.submit(request(tokens(engine.max_positions)), lambda _: None)
-        wait_until_idle(inbox)
-        assert inbox._mean_s == before
-
-
 def test_what_was_purged_is_forgotten_in_memory_too(engine: Engine) -> None:
     run_together(engine, [request(tokens(300))])
     engine.cache.settle()

@@ -78,7 +78,7 @@ class Watched(Client):
 
         with patch.context() as patched:
             patched.setattr(Loader, "_load", loaded)
-            inbox = Inbox(engine.serve, 8)
+            inbox = Inbox(engine.serve)
             self.ticket = inbox.submit(one, emit)
             inbox.start()
             wait_until_idle(inbox)

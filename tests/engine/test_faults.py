@@ -306,7 +306,7 @@ def test_a_client_that_cannot_be_told_anything_harms_nobody(engine: Engine) -> N
     def deaf(_: object) -> None:
         raise RuntimeError("Event loop is closed")
 
-    inbox = Inbox(engine.serve, 100)
+    inbox = Inbox(engine.serve)
     for seed in range(3):
         inbox.submit(request(tokens(200, seed)), deaf)
     inbox.submit(request(np.empty(0, np.int32)), deaf)
@@ -334,7 +334,7 @@ def test_an_error_of_no_request_ends_the_engine_and_tells_everybody(
 ) -> None:
     monkeypatch.setattr(Loop, "_take_in", lambda _: 1 // 0)
     fatal: list[DeviceLost] = []
-    inbox = Inbox(engine.serve, 100, fatal.append)
+    inbox = Inbox(engine.serve, fatal.append)
     client = Client(inbox, request(tokens(10)))
     inbox.start()
     assert inbox.stop(30)
@@ -355,7 +355,7 @@ def test_a_lost_device_ends_all_requests_in_any_state(
     with monkeypatch.context() as patch:
         patch.setattr(CachedRequest, name, lost)
         fatal: list[DeviceLost] = []
-        inbox = Inbox(engine.serve, 100, fatal.append)
+        inbox = Inbox(engine.serve, fatal.append)
         clients = [Client(inbox, one) for one in requests]
         inbox.start()
         inbox._thread.join(60)
@@ -369,7 +369,7 @@ def test_a_lost_device_ends_all_requests_in_any_state(
 @pytest.mark.parametrize("steps", range(1, 12, 2))
 def test_the_engine_stops_in_any_state(steps: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request(tokens(100 + 200 * seed, seed), n=1 + seed % 3, max_tokens=50) for seed in range(4)]
-    inbox = Inbox(engine.serve, 100)
+    inbox = Inbox(engine.serve)
     clients = [Client(inbox, one) for one in [*requests, requests[-1]]]
     refuse = inbox._refuse_all
 

@@ -13,11 +13,9 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine import inbox as inbox_module
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
-from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull, ShareFull
+from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from tests.engine.driving import Cancelled, serve_one_at_a_time
-
-ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")
 
 
 def request(name: str, tenant: Tenant = SHARED, media_bytes: int = 0) -> GenerateRequest:
@@ -78,27 +76,10 @@ def steps() -> Steps:
     return Steps()
 
 
-def started(steps: Steps, max_queue: int = 8, on_fatal: Callable[[DeviceLost], None] = lambda _error: None) -> Inbox:
-    inbox = Inbox(serve_one_at_a_time(steps.run), max_queue, on_fatal)
+def started(steps: Steps, on_fatal: Callable[[DeviceLost], None] = lambda _error: None) -> Inbox:
+    inbox = Inbox(serve_one_at_a_time(steps.run), on_fatal)
     inbox.start()
     return inbox
-
-
-def test_a_full_queue_refuses_with_a_hint(steps: Steps) -> None:
-    inbox = started(steps, 2)
-    inbox.submit(request("running"), Events())
-    steps.wait_until(lambda: bool(steps.started))
-    waiting = [inbox.submit(request(name), Events()) for name in "ab"]
-    assert (inbox.queue_depth, inbox.num_running) == (2, 1)
-    with pytest.raises(QueueFull, match="--max-queue") as refused:
-        inbox.submit(request("c"), Events())
-    assert refused.value.retry_after_s >= 1
-    waiting[0].cancel()
-    inbox.submit(request("d"), Events())
-    steps.go.set()
-    steps.wait_until(lambda: len(steps.ended) == 3)
-    assert steps.ended == ["running", "b", "d"]
-    inbox.stop(30)
 
 
 def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,36 +110,6 @@ def test_the_images_of_a_request_that_is_over_are_let_go_of(steps: Steps) -> Non
     steps.wait_until(lambda: steps.ended == ["a", "c"])
     inbox.stop(30)
     assert not tickets[0].request.prompt.media
-
-
-def test_requests_that_are_still_being_read_are_counted_and_told(steps: Steps) -> None:
-    inbox = Inbox(serve_one_at_a_time(steps.run), 4)
-    inbox.require_room([SHARED] * 4, SHARED)
-    with pytest.raises(QueueFull, match=r"^5 requests are waiting already"):
-        inbox.require_room([SHARED] * 5, SHARED)
-
-
-def test_a_caller_with_a_key_has_half_of_the_queue_whatever_its_salts(steps: Steps) -> None:
-    inbox = started(steps, 4)
-    inbox.submit(request("running", BOB), Events())
-    steps.wait_until(lambda: bool(steps.started))
-    inbox.submit(request("waiting", ALICE.with_salt("one of hers")), Events())
-    inbox.require_room([SHARED.with_salt("nobody's")], ALICE)
-    with pytest.raises(ShareFull, match=r"^2 requests with this API key") as refused:
-        inbox.require_room([ALICE], ALICE)
-    assert (refused.value.http_status, refused.value.retry_after_s >= 1) == (429, True)
-    inbox.require_room([ALICE], BOB)
-    inbox.require_room([SHARED, SHARED], SHARED)
-    steps.go.set()
-    assert inbox.stop(30)
-
-
-def test_the_share_of_the_smallest_queue_is_one_place(steps: Steps) -> None:
-    inbox = Inbox(serve_one_at_a_time(steps.run), 1)
-    inbox.require_room([ALICE], ALICE)
-    inbox.require_room([BOB], ALICE)
-    with pytest.raises(QueueFull):
-        inbox.require_room([ALICE, BOB], ALICE)
 
 
 def test_cancelling_stops_a_running_request_and_the_next_one_runs(steps: Steps) -> None:
@@ -271,7 +222,7 @@ def test_memory_is_given_back_once_when_no_request_has_come_for_a_while_and_none
         if inbox.wait():
             came.set()
 
-    inbox = Inbox(serve, 1)
+    inbox = Inbox(serve)
     inbox.start()
     assert trimmed.acquire(timeout=30)
     inbox.wake()
@@ -290,23 +241,7 @@ def test_a_wait_with_a_time_ends_without_news_until_all_is_over() -> None:
             has_waited.set()
             inbox.waiting()
 
-    inbox = Inbox(serve, 1)
+    inbox = Inbox(serve)
     inbox.start()
     assert has_waited.wait(30)
     assert inbox.stop(30)
-
-
-def test_a_refused_request_says_nothing_of_how_long_others_take(steps: Steps) -> None:
-    hints = []
-    for was_refused in (True, False):
-        inbox = Inbox(serve_one_at_a_time(steps.run), 1)
-        inbox._mean_s = 10.0
-        for number in range(20):
-            ticket = inbox.submit(request(str(number)), Events())
-            inbox.begin_request(ticket)
-            inbox.end_request(ticket, was_refused=was_refused)
-        inbox.submit(request("waiting"), Events())
-        with pytest.raises(QueueFull) as full:
-            inbox.submit(request("one more"), Events())
-        hints.append(full.value.retry_after_s)
-    assert hints == [20, 1]

@@ -79,7 +79,7 @@ class Driven:
         self.engine = load(folder, kv, kv_cache_write_buffer=1 << 20, speculative=speculative)
         # So that a life can be lived again.
         self.engine.clock = lambda: 0.0
-        self.inbox = Inbox(self.engine.serve, 1000)
+        self.inbox = Inbox(self.engine.serve)
         self.loop = Loop(self.engine, self.inbox)
         self.loop._fetcher.shutdown()
         self.loop._fetcher = AtOnce()  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from tools.research.policy import preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "normalisers")
-SIZES = ("kv_cache_budget", "kv_cache_write_buffer", "max_body_bytes")
+SIZES = ("kv_cache_budget", "kv_cache_write_buffer")
 
 
 def settings_of(preset: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import ModelError
 from diskprefix.nouns import SHARED
-from diskprefix.server import body as reading
+from diskprefix.server import limits as reading
 from diskprefix.server import streaming
 from diskprefix.server.process import process
 from diskprefix.server.status import WELCOME
@@ -341,7 +341,7 @@ def test_requests_that_are_still_being_read_take_their_places_in_the_queue(
         answer = client.post(CHAT, json=HELLO)
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (503, "queue_full")
-        assert error["message"].startswith("2 requests are waiting already")
+        assert error["message"].startswith("2 requests are not answered yet")
         for connection in arriving:
             connection.close()
         wait_until(lambda: client.post(CHAT, json=HELLO).status_code == 200, "their places are free again")
@@ -713,13 +713,13 @@ def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_trac
     monkeypatch.setattr(process, "GRACE_S", 0.0)
     monkeypatch.setattr(process, "_SLOW_CLIENT_S", 0)
     answers: list[httpx.Response] = []
-    large = {"messages": [{"role": "user", "content": "x" * 100_000}]}
+    large = {"messages": [{"role": "user", "content": "x" * 2_000_000}]}
     with scripted_app(chat_model, engine) as server:
-        memory = server.daemon.bodies._memory
-        monkeypatch.setattr(memory, "_free", 0)
+        turns = server.daemon.bodies._turns
+        monkeypatch.setattr(turns, "_most", 0)
         waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=large)))
         waiting.start()
-        wait_until(lambda: memory._waiting, "the body waits for memory")
+        wait_until(lambda: turns._waiting, "the body waits for its turn")
         asyncio.run_coroutine_threadsafe(server.daemon.drain(0), server.daemon._loop).result(30)
     waiting.join(30)
     assert [answer.status_code for answer in answers] == [503]

@@ -130,7 +130,7 @@ def test_one_key_cannot_take_the_whole_queue(chat_model: Path, keys_file: Path) 
         assert int(refused.headers["retry-after"]) >= 1
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "too_many_requests")
-        assert error["message"].startswith("3 requests with this API key are waiting already")
+        assert error["message"].startswith("3 requests with this API key are not answered yet")
         assert client.post(CHAT, json=HELLO, headers=bearer(BOB)).status_code == 200
         held += [arriving(server, BOB) for _ in range(2)]
         assert client.post(CHAT, json=HELLO, headers=bearer(BOB)).status_code == 503, "the queue is full for all"

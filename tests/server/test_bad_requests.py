@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from diskprefix.api import asked
+from diskprefix.server import limits
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import scripted_app
 
@@ -39,7 +40,8 @@ MAX_BYTES = 100_000
 
 @pytest.fixture(scope="module")
 def client(agent_model: Path) -> Iterator[httpx.Client]:
-    with scripted_app(agent_model, max_body_bytes=MAX_BYTES) as server, server.client() as client:
+    with pytest.MonkeyPatch.context() as patch, scripted_app(agent_model) as server, server.client() as client:
+        patch.setattr(limits, "MAX_BODY_BYTES", MAX_BYTES)
         yield client
 
 

@@ -81,7 +81,7 @@ def test_a_stored_response_is_read_within_the_bounds_of_the_queue(
     get = ResponseStore.get
 
     def counted(store: ResponseStore, id_: str) -> Any:
-        arriving.append(server.daemon.num_arriving)
+        arriving.append(server.daemon.in_flight.num)
         return get(store, id_)
 
     with server.client() as client:

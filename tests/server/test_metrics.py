@@ -48,7 +48,7 @@ class Scraped:
                 memory_stats=lambda: dict(KV_MEMORY),
                 model=SimpleNamespace(device="cpu", dtype="torch.bfloat16"),
             ),
-            inbox=SimpleNamespace(num_running=1, queue_depth=2, max_queue=64, heartbeat=heartbeat),
+            inbox=SimpleNamespace(num_running=1, queue_depth=2, heartbeat=heartbeat),
             model_name="a model",
             fingerprint="fp_0",
             cache_stats=cache_stats,

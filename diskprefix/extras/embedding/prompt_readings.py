@@ -6,6 +6,7 @@ import asyncio
 import json
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -56,22 +57,22 @@ Write: TypeAlias = Callable[[B, list[Values]], tuple[JsonObject, str, Iterable[J
 async def answer_with_readings(request: Request, model: type[B], make: Make[B], write: Write[B]) -> Response:
     """Reads the body, computes the prompts that `make` returns for it, and sends what `write` makes of the values read
     at their ends: fields, the name of a list, and its items. Both are called in a thread. Raises what they raise, and
-    the errors of a request for a reply. The request keeps its place in the queue until all is computed."""
+    the errors of a request for a reply."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True
-    with daemon.arriving(context.caller.tenant) as place:
-        body = await daemon.bodies.read_json(request, model, place)
+    async with AsyncExitStack() as held:
+        body = await daemon.bodies.read_json(request, model, held)
         serving = await daemon.ready()
         serving.require_model(body.model)
         purpose: Purpose = request.app.state.purpose
         purpose.require()
         cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
         serving.engine.give_way()
-        prompts, reading = await daemon.threads.run(place.rendering, _rendered, partial(make, serving, purpose, body))
+        prompts, reading = await daemon.threads.run("rendering", _rendered, partial(make, serving, purpose, body))
         # It takes long for a tenant who was not here lately.
         await asyncio.shield(asyncio.wrap_future(serving.engine.cache.load(cache.tenant)))
-        place.memory.close()
+        await held.aclose()
         options = _options(cache, reading)
         requests = [
             GenerateRequest(
@@ -87,7 +88,7 @@ async def answer_with_readings(request: Request, model: type[B], make: Make[B], 
         usage = _count(context, [done for _, done in found])
         fields: JsonObject = {"model": serving.model_name, "usage": usage}
         work = partial(write, body, [values for values, _ in found])
-        content = await daemon.threads.run(place.rendering, _written, fields, work)
+        content = await daemon.threads.run("rendering", _written, fields, work)
     return Response(content, media_type="application/json")
 
 

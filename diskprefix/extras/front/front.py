@@ -11,8 +11,7 @@ import logging
 import math
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from urllib.parse import parse_qs
 from starlette.datastructures import Headers
 
 from diskprefix.api.error_forms import HttpError, one_line
-from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, QueueFull, SettingsError, ShareFull
+from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, SettingsError
 from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse, send_json
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
@@ -35,6 +34,7 @@ from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.guards import BrowserGuard, allowed_names, caller_of, entered
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
+from diskprefix.server.limits import InFlight
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
@@ -49,9 +49,8 @@ log = logging.getLogger("diskprefix")
 _ATTEMPTS = 3
 """Workers that may die before they take a request, until it fails."""
 _LEAST_PAUSE_S = 1.0
-_PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
-_BODIES, _BODIES_OF_ONE = 8, 4
-"""Bodies of the largest size that no worker has taken yet, and those of one caller."""
+_PATIENCE_S = 30.0
+"""Time for the end of a worker that has not taken a request."""
 _PRESSURE_S, _PRESSURE_PERCENT = 5.0, 10.0
 """Seconds between two looks at the system's memory, and the share of time for which processes waited for it that is
 too much."""
@@ -80,10 +79,7 @@ class Front:
         self._by_place: dict[Place, ModelWorker] = {}
         self._routes = OwnRoutes(listing, self._swaps, self._by_place, self._ordered)
         self._troubles: dict[str, Troubles] = {}
-        self._arriving: Counter[Hashable] = Counter()
-        self._arriving_bytes: Counter[Hashable] = Counter()
-        """Requests that no worker has taken yet, and the bytes of their bodies: of each key, or without keys of each
-        client's address."""
+        self._in_flight = InFlight(settings)
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = self._has_served = False
@@ -309,9 +305,10 @@ class Front:
             raise NotReady("the daemon is stopping")
         if await self._routes.answer(scope, send, caller):
             return
-        known, keep_alive_s = await self._chosen(scope, incoming, caller)
-        if not incoming.has_left:
-            await self._pass_on(known, scope, incoming, send, caller.tenant, keep_alive_s)
+        with self._in_flight.counted(scope, caller.tenant):
+            known, keep_alive_s = await self._chosen(scope, incoming)
+            if not incoming.has_left:
+                await self._pass_on(known, scope, incoming, send, caller.tenant, keep_alive_s)
 
     async def _pass_on(
         self,
@@ -379,11 +376,11 @@ class Front:
         except OSError as error:
             raise NotReady(f"no process can be started: {error.strerror}") from error
 
-    async def _chosen(self, scope: Scope, incoming: Incoming, caller: Caller) -> tuple[NamedModel, float | None]:
+    async def _chosen(self, scope: Scope, incoming: Incoming) -> tuple[NamedModel, float | None]:
         """Returns the model of a request, and for how long it says to keep it. Raises `DiskPrefixError`."""
         if self._listing.only is not None and self._settings.idle_unload == 0:
             return self._listing.only, None
-        named = await self._named(scope, incoming, caller) if scope["method"] == "POST" else Named()
+        named = await self._named(scope, incoming) if scope["method"] == "POST" else Named()
         keep_alive_s = None if named.keep_alive is None else keep_alive_seconds(named.keep_alive)
         if self._listing.only is not None:
             return self._listing.only, keep_alive_s
@@ -402,45 +399,13 @@ class Front:
         loaded = [place.model for place in self._swaps.places if place.takes_requests]
         return loaded[0] if len(loaded) == 1 else None
 
-    async def _named(self, scope: Scope, incoming: Incoming, caller: Caller) -> Named:
-        """Reads the body. Raises `HttpError`, `QueueFull`, `ShareFull` and `InvalidRequest`."""
-        encoding = Headers(scope=scope).get("content-encoding", "identity")
+    async def _named(self, scope: Scope, incoming: Incoming) -> Named:
+        """Reads the body. Raises `HttpError` and `InvalidRequest`."""
+        headers = Headers(scope=scope)
+        encoding = headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise HttpError(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
-        counted, client = 0, caller.tenant if isinstance(self._who, ApiKeys) else (scope.get("client") or ("",))[0]
-        # What a worker lets one caller have that computes nothing.
-        most_of_one = max(1, self._settings.max_queue // 2) + self._settings.max_sequences
-        if self._arriving[client] >= most_of_one:
-            raise ShareFull(f"{most_of_one} of your requests arrive or wait already; try again later", retry_after_s=1)
-        self._arriving[client] += 1
-
-        def check(num_bytes: int) -> None:
-            nonlocal counted
-            self._arriving_bytes[client] += num_bytes - counted
-            counted = num_bytes
-            limit.reschedule(began + _PATIENCE_S + num_bytes / _LEAST_BYTES_PER_S)
-            most = self._settings.max_body_bytes
-            if num_bytes > most:
-                raise HttpError(413, f"the body is larger than {format_size(most)} (--max-body-bytes)")
-            if self._arriving_bytes[client] > _BODIES_OF_ONE * most:
-                raise ShareFull("your other large bodies arrive or wait; try again later", retry_after_s=1)
-            if self._arriving_bytes.total() > _BODIES * most:
-                raise QueueFull("other requests with large bodies arrive or wait; try again later", retry_after_s=1)
-
-        def give_back() -> None:
-            nonlocal counted
-            self._arriving_bytes -= Counter({client: counted})
-            self._arriving -= Counter({client: 1})
-            counted, incoming.on_drop = 0, lambda: None
-
-        # It takes memory until the worker takes it.
-        incoming.on_drop = give_back
-        began = self._loop.time()
-        try:
-            async with asyncio.timeout_at(began + _PATIENCE_S) as limit:
-                body = await incoming.read(check)
-        except TimeoutError:
-            raise HttpError(408, f"the body did not arrive in time; {counted} bytes of it did") from None
+        body = await incoming.read(headers)
         return Named() if incoming.has_left or not body else read_named(body)
 
     async def _ordered(self, name: str, what: str, caller: Caller) -> dict[str, str]:

@@ -7,13 +7,16 @@ If the client hangs up, the worker's connection is closed at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
 import h11
 
+from diskprefix.server.limits import whole_body
+
 if TYPE_CHECKING:
+    from starlette.datastructures import Headers
     from starlette.types import Message, Receive, Scope, Send
 
 _PIECE_BYTES = 64 * 1024
@@ -55,18 +58,14 @@ class Incoming:
         """The caller may see everything, such as where files are."""
         self.is_sent = False
         """A worker's connection has all of it."""
-        self.on_drop: Callable[[], None] = lambda: None
-        """Called when the body is forgotten."""
 
     def end(self) -> None:
         """Takes the body for read: there is none."""
         self._is_whole = True
 
-    async def read(self, check: Callable[[int], None]) -> bytes:
-        """Returns the whole body. `check` gets the number of bytes so far, and may raise."""
-        async for _ in self._pieces():
-            check(self._kept_bytes)
-        return b"".join(self._kept)
+    async def read(self, headers: Headers) -> bytes:
+        """Returns the whole body, which is kept. Raises the errors of `whole_body`."""
+        return await whole_body(headers, self._pieces())
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yields the body. Raises `NotTaken` if its beginning is not there any more."""
@@ -85,7 +84,6 @@ class Incoming:
     def drop(self) -> None:
         """Forgets the body: a worker has it."""
         self._kept, self._kept_bytes, self._is_kept = [], 0, False
-        self.on_drop()
 
     async def until_left(self) -> None:
         """Returns when the client has hung up, or has its response."""

@@ -3,53 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import json
 import logging
-import struct
-import termios
-from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from diskprefix.api.error_forms import openai_error
-from diskprefix.errors import NotReady
 
 log = logging.getLogger("diskprefix")
 
 HEADERS_S = 30.0
 """The time for the head of a request, from the connection or from the first byte after another request."""
 OTHER_CONNECTIONS = 192
-"""Connections beside those of the requests that may wait. They are idle, or belong to requests that are computed."""
-_REFUSAL_S = 1.0
-"""The time for a client to read the refusal, before the connection is closed."""
+"""Connections beside those of the requests in flight. They are idle, or show pages and figures."""
 
 
 class LimitedConnection(H11Protocol):
     """uvicorn's connection. One without a request is closed after a while.
 
-    One above the limit takes the place of the one that has been idle for longest. If none is idle, it gets a 503.
+    One above the limit takes the place of the one that has been idle for longest, and is closed if none is idle.
     """
 
-    def __init__(self, max_connections: int, refused: set[LimitedConnection], **options: Any) -> None:
-        """`refused` is shared by the connections of a server and holds those that are being refused."""
+    def __init__(self, max_connections: int, **options: Any) -> None:
         super().__init__(**options)
         self._max_connections = max_connections
-        self._refused = refused
         self._headers_timer: asyncio.TimerHandle | None = None
         self._idle_since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         if len(self.connections) >= self._max_connections and not self._close_longest_idle():
-            self._refuse(transport)
+            log.warning("[server] a connection is refused: %d are open", len(self.connections))
+            self.transport = transport
+            transport.abort()
             return
         super().connection_made(_Gathered(transport, self.loop))  # type: ignore[arg-type]
         self._start_headers_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self in self._refused:
-            return
         if not self._is_in_request:
             self._start_headers_timer()
         super().data_received(data)
@@ -62,7 +50,6 @@ class LimitedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_headers_timer()
-        self._refused.discard(self)
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
@@ -82,7 +69,9 @@ class LimitedConnection(H11Protocol):
     @property
     def _is_idle(self) -> bool:
         """Returns whether the connection can be closed at once without loss."""
-        return not self._is_in_request and not self.transport.is_closing() and _num_unsent(self.transport) == 0
+        return (
+            not self._is_in_request and not self.transport.is_closing() and self.transport.get_write_buffer_size() == 0
+        )
 
     def _close_longest_idle(self) -> bool:
         """Returns False if no connection is idle."""
@@ -99,19 +88,6 @@ class LimitedConnection(H11Protocol):
         if self._headers_timer is not None:
             self._headers_timer.cancel()
             self._headers_timer = None
-
-    def _refuse(self, transport: asyncio.Transport) -> None:
-        """Sends a 503. The connection is closed a moment later: at once, the client might not get to read it."""
-        self.transport = transport
-        if not self._refused:
-            log.warning("[server] connections are refused: %d are open (--max-queue)", len(self.connections))
-        if len(self._refused) >= self._max_connections:
-            transport.abort()
-            return
-        self._refused.add(self)
-        transport.write(_refusal(self._max_connections))
-        transport.write_eof()
-        self.loop.call_later(_REFUSAL_S, transport.abort)
 
 
 class _Gathered:
@@ -145,25 +121,3 @@ class _Gathered:
         if self._pieces:
             self._transport.write(b"".join(self._pieces))
             self._pieces.clear()
-
-
-def _num_unsent(transport: asyncio.Transport) -> int:
-    """Returns how many bytes the client's machine has not taken yet: of the transport's, and of the kernel's buffer."""
-    unsent = bytes(4)
-    # Not every system tells it of a socket.
-    with suppress(OSError):
-        unsent = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, unsent)
-    return transport.get_write_buffer_size() + int(struct.unpack("i", unsent)[0])
-
-
-def _refusal(max_connections: int) -> bytes:
-    error = NotReady(
-        f"the daemon serves requests on {max_connections} connections and takes no more (--max-queue); try again later",
-        code="too_many_connections",
-    )
-    body = json.dumps(openai_error(error)).encode()
-    head = (
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-        f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    return head.encode() + body

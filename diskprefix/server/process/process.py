@@ -202,11 +202,12 @@ def _address_of(listener: socket.socket, host: str) -> str:
 
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """Returns the limits and timeouts of uvicorn. Its access log is off: the daemon has its own."""
+    from diskprefix.server.limits import InFlight
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
 
     return uvicorn.Config(
         app,
-        http=partial(LimitedConnection, settings.max_queue + OTHER_CONNECTIONS, set()),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, InFlight(settings).most + OTHER_CONNECTIONS),  # type: ignore[arg-type]
         ws="none",
         loop="asyncio",
         lifespan="on",

@@ -258,13 +258,13 @@ def test_many_requests_at_once_take_a_place_each_and_fail_nobody(chat_model: Pat
         waiting = num_requests * limit - 1
         try:
             wait_until(lambda: inbox.queue_depth == waiting, "all have given the engine what it runs at a time")
-            assert server.daemon.num_arriving == num_requests
+            assert server.daemon.in_flight.num == num_requests
             sent.append(threads.submit(client.post, "/v1/completions", json={"prompt": "Hello"}))
             wait_until(lambda: inbox.queue_depth == waiting + 1, "another request is queued beside them")
         finally:
             released.set()
         assert [one.result().status_code for one in sent] == [200] * (num_requests + 1)
-        assert server.daemon.num_arriving == 0
+        wait_until(lambda: not server.daemon.in_flight.num, "all places are free")
 
 
 def test_a_model_that_shows_no_hidden_states_is_refused_before_the_queue(chat_model: Path) -> None:

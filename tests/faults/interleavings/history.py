@@ -113,7 +113,6 @@ class History:
             kv_cache_write_budget=choose(("off", "off", "300kB/day", "1MB/day")),
             kv_memory_entries=choose((0, 1, 3, 8)),
             max_sequences=choose((1, 2, 4)),
-            max_queue=choose((2, 8, 64)),
             disk_prefix_cache="full",
         )
         # Smaller than a user may have them, so that there is hardly any room.
@@ -183,7 +182,6 @@ class History:
             event()
             self.scheduler.point()
             self._check_errors()
-            self._check_queue()
         self._finish()
 
     def _start(self) -> None:
@@ -484,13 +482,6 @@ class History:
                 self.scheduler.errors.append(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
         if not 0 <= pending <= room:
             self.scheduler.errors.append(f"{pending} bytes wait to be written, of {room}")
-
-    def _check_queue(self) -> None:
-        daemon = self.daemon
-        assert daemon is not None
-        inbox = daemon.inbox
-        if inbox.queue_depth > self.settings.max_queue + sum(one.has_left for one in self.asked):
-            raise Wrong(f"{inbox.queue_depth} requests wait")
 
     def _check_idle(self, daemon: Daemon) -> None:
         """Nothing is left of requests that are over."""

@@ -152,7 +152,7 @@ class Daemon:
         self.engine = Engine(hash_model.loaded(kv_limit), self.cache)
         self.engine.warm_up()
         self.fatal: list[DeviceLost] = []
-        self.inbox = Inbox(self.engine.serve, settings.max_queue, self.fatal.append, settings.max_sequences)
+        self.inbox = Inbox(self.engine.serve, self.fatal.append)
         self.inbox.start()
         self.started_at = scheduler().now
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
+from diskprefix.server.limits import InFlight
 from diskprefix.server.process import connection as limits
 from diskprefix.settings import Settings
 from tests.server.daemon_process import wait_until
@@ -26,7 +26,7 @@ def engine() -> ScriptedEngine:
 
 @pytest.fixture
 def server(chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppServer]:
-    monkeypatch.setattr(limits, "OTHER_CONNECTIONS", 3 - Settings.max_queue)
+    monkeypatch.setattr(limits, "OTHER_CONNECTIONS", 3 - InFlight(Settings(max_sequences=1)).most)
     with scripted_app(chat_model, engine) as running:
         yield running
 
@@ -59,7 +59,9 @@ def connect_used(server: AppServer) -> socket.socket:
     connection = connect(server, GET + b"\r\n")
     received = b""
     while not received.endswith(b"}"):
-        received += connection.recv(65536)
+        part = connection.recv(65536)
+        assert part, "the connection is closed"
+        received += part
     assert received.startswith(b"HTTP/1.1 200 OK")
     return connection
 
@@ -71,6 +73,15 @@ def is_open(connection: socket.socket) -> bool:
         return connection.recv(15) == b"HTTP/1.1 200 OK"
     except ConnectionResetError:
         return False
+
+
+def is_refused(server: AppServer) -> bool:
+    """Says whether a new connection is closed without an answer."""
+    try:
+        with connect(server, GET + b"\r\n") as refused:
+            return refused.recv(1) == b""
+    except ConnectionError:
+        return True
 
 
 @pytest.mark.parametrize("first", [b"", GET], ids=["nothing sent", "half a head sent"])
@@ -104,21 +115,16 @@ def test_a_connection_with_a_request_is_not_closed_for_a_new_one(server: AppServ
             assert connection.recv(24) == b"HTTP/1.1 400 Bad Request"
 
 
-@pytest.mark.parametrize(
-    ("send_buffer", "length"),
-    [pytest.param(4096, 1_000_000, id="the daemon holds it"), pytest.param(None, 200_000, id="the kernel holds it")],
-)
 def test_a_connection_whose_client_has_not_taken_the_whole_response_is_not_idle(
-    server: AppServer, engine: ScriptedEngine, send_buffer: int | None, length: int
+    server: AppServer, engine: ScriptedEngine
 ) -> None:
     def talk(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
-        emit(TextEvent(0, "x" * length, (1,)))
+        emit(TextEvent(0, "x" * 1_000_000, (1,)))
         emit(FinishEvent(0, "stop"))
         emit(done())
 
     engine.script = talk
-    if send_buffer is not None:
-        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     with ExitStack() as stack:
         for _ in range(3):
@@ -132,24 +138,15 @@ def test_a_connection_whose_client_has_not_taken_the_whole_response_is_not_idle(
             received = b""
             while b"xxx" not in received:
                 received += connection.recv(1024)
-        with connect(server, GET + b"\r\n") as refused:
-            assert answer_of(refused)[0] == "HTTP/1.1 503 Service Unavailable"
+        assert is_refused(server)
 
 
-def test_if_all_connections_are_in_requests_a_new_one_gets_a_503_that_says_so(server: AppServer) -> None:
-    with ExitStack() as stack, server.client() as client:
+def test_if_all_connections_are_in_requests_a_new_one_is_closed(server: AppServer) -> None:
+    with ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(connect_busy(server))
         for _ in range(10):
-            with connect(server) as refused:
-                status, body = answer_of(refused)
-            assert status == "HTTP/1.1 503 Service Unavailable"
-            assert json.loads(body)["error"]["code"] == "too_many_connections"
-            assert "--max-queue" in json.loads(body)["error"]["message"]
-        # Also a client that sends before it reads is told why.
-        answer = client.post("/v1/chat/completions", content=b"x" * 100_000)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "too_many_connections"
+            assert is_refused(server)
     with server.client() as client:
         wait_until(lambda: client.get("/health").status_code == 200, "a connection is taken when others are closed")
 

@@ -31,7 +31,7 @@ _ADVICE = {
     403: "use the key named admin, or call the daemon by a name of its own",
     404: "look at /v1/models for what is served, and at /docs for the routes",
     408: "look at the client's network: the body came too slowly",
-    413: "send less, or raise --max-body-bytes",
+    413: "send less at once",
     415: "send the body as application/json",
     429: "send fewer requests at once with this key, or raise --max-queue",
     503: "try again later; raise --max-queue or --max-sequences if this is common",
