@@ -104,7 +104,7 @@ class PrefixCache(CacheResources):
 
     def delete(self, entry_id: str) -> Purged:
         """Removes a saved prompt; see `purge`. Raises `EntryNotFound`."""
-        return delete_entry(self.store, entry_id, self.purge)
+        return delete_entry(entry_id, self.purge)
 
     def purge(self, purge_filter: PurgeFilter) -> Purged:
         """Removes what a filter selects: from the store, from this process's memory and, if it selects saved prompts,

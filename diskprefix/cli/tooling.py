@@ -18,9 +18,8 @@ from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.store.folder import DATA, become_owner
-from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
-from diskprefix.store.tree import EntryInfo, grown_from, has_grown
+from diskprefix.store.tree import EntryInfo
 
 _LONG_S = 3.0
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
@@ -117,29 +116,17 @@ def short_id(id_: str) -> str:
     return id_[:_SHOWN_ID_DIGITS]
 
 
-def find_entry(
-    store: Store, snapshot: Snapshot, entries: list[EntryInfo], beginning: str, *, may_have_grown: bool = True
-) -> EntryInfo:
-    """Returns the entry whose id begins with `beginning`: one of `entries`, which are those of `snapshot`.
-
-    If there is none, but an entry has grown out of one with this id, returns that entry and says so on stderr. Raises
-    `SettingsError` for none and for several, and for one that has grown unless it `may_have_grown`.
-    """
+def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
+    """Returns the one of `entries` whose id begins with `beginning`. Raises `SettingsError` for none and for several.
+    A prompt that was extended since has a new id."""
     if len(beginning) < _MIN_ID_DIGITS:
         problem = f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} digits"
         raise SettingsError(f"{problem}; {_SEE_IDS}")
     found = [info for info in entries if info.id.startswith(beginning.lower())]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise SettingsError(f"{len(found)} entries start with {beginning!r}; {_SEE_IDS}")
-    ids = [id_ for id_ in grown_from(snapshot, store.secret, beginning) if any(info.id == id_ for info in entries)]
-    if not ids:
-        raise SettingsError(f"no entry starts with {beginning!r}; {_SEE_IDS}")
-    if len(ids) > 1 or not may_have_grown:
-        raise SettingsError(has_grown(beginning, ids))
-    click.echo(has_grown(beginning, ids), err=True)
-    return next(info for info in entries if info.id == ids[0])
+    if len(found) != 1:
+        number = f"{len(found)} entries start" if found else "no entry starts"
+        raise SettingsError(f"{number} with {beginning!r}; {_SEE_IDS}")
+    return found[0]
 
 
 @contextmanager

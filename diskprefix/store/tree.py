@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from diskprefix.errors import StoreCorrupt
-from diskprefix.printable import shown
 from diskprefix.store.schema import (
     EntryRecord,
     Kind,
     NodeRecord,
-    checkpoint_names,
     node_kind,
     node_name,
-    shorter_names,
 )
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
@@ -123,10 +117,6 @@ class PrefixTree:
 
 log = logging.getLogger("diskprefix")
 
-_MAX_GROWN = 10_000
-_FORMER_DIGITS = 8
-"""The fewest digits of a former id. Fewer soon match one of the millions of names that are computed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EntryInfo:
@@ -171,59 +161,10 @@ def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
     return sorted(infos, key=lambda info: (-info.last_used_at, info.id))
 
 
-def grown_from(snapshot: Snapshot, secret: int, beginning: str) -> list[str]:
-    """Returns the ids of the saved prompts that continue a former one, whose id begins with these hex digits. It is not
-    listed any more because a longer node replaced its last node. `secret` is the store's.
-
-    Nothing records such ids. So the names of all nodes that a stored one may have replaced are computed, for the
-    `_MAX_GROWN` nodes used last. That takes a second, and milliseconds for a recent one.
-    """
-    beginning = beginning.lower()
-    try:
-        digits = bytes.fromhex(beginning[: len(beginning) // 2 * 2])
-    except ValueError:
-        return []
-    if len(beginning) < _FORMER_DIGITS:
-        return []
-    tree, table, parent = PrefixTree(snapshot), snapshot.usages(), None
-    names = [table.names[place] for place in np.argsort(-table.records["last_used"], kind="stable")[:_MAX_GROWN]]
-    grown: set[bytes] = set()
-    for name in names:
-        with suppress(StoreCorrupt):
-            node = tree.node(name)
-            # All that grew out of one node continue the same one.
-            if node is None or parent not in (None, node.parent):
-                continue
-            token_ids = node.token_ids.tobytes()
-            shorter = shorter_names(secret, node.parent, token_ids, node.kind)
-            points = checkpoint_names(secret, node.parent, token_ids)
-            shorter += [one for kinds in points for _, one in kinds if one != name]
-            # One search in all names, joined. A match may lie across two names, so it is checked below.
-            if digits in b"".join(shorter) and any(one.hex().startswith(beginning) for one in shorter):
-                parent = node.parent
-                grown.add(name)
-    return [name.hex() for name in snapshot.keys("entries") if grown and not grown.isdisjoint(_path(tree, name))]
-
-
 def _is_before(checkpoint: NodeRecord, node: NodeRecord | None) -> bool:
     """Returns whether a checkpoint holds only tokens of `node`, which continues the same node."""
     tokens = b"" if node is None else node.token_ids.tobytes()
     return tokens.startswith(checkpoint.token_ids.tobytes())
-
-
-def has_grown(former_id: str, ids: Sequence[str]) -> str:
-    """Returns the message for people about a former id. `ids` are those that `grown_from` found."""
-    if len(ids) == 1:
-        return f"entry {shown(former_id)} has grown; its id is now {ids[0]}"
-    return f"entry {shown(former_id)} has grown into {len(ids)}: {', '.join(ids)}"
-
-
-def _path(tree: PrefixTree, name: bytes) -> Mapping[bytes, NodeRecord]:
-    """Returns the path of an entry; nothing if it is damaged."""
-    try:
-        return tree.path(name)
-    except StoreCorrupt:
-        return {}
 
 
 def _info(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.store.store import Publication
-from tests.cli.conftest import Run, holds, opened_elsewhere, overwrite, saved
+from tests.cli.conftest import Run, holds, opened_elsewhere, saved
 from tests.store.building import BLOCK, prompt
 
 
@@ -36,14 +36,6 @@ def test_a_backup_is_restored_to_a_folder_that_is_not_there_yet(run: Run, folder
     assert new.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.usefixtures("kept")
-def test_a_store_is_not_replaced_without_being_asked(run: Run, folder: Path) -> None:
-    other = folder.parent / "other"
-    mine = saved(other, prompt(2, 3 * BLOCK))
-    run("restore", folder, "--kv-cache-dir", other).assert_refused(2, "--yes")
-    assert holds(other, mine)
-
-
 @pytest.mark.parametrize("flags", [["--yes"], []])
 def test_beside_a_daemon_a_backup_is_written_and_a_restore_refused(
     run: Run, folder: Path, kept: Publication, flags: list[str]
@@ -54,17 +46,3 @@ def test_beside_a_daemon_a_backup_is_written_and_a_restore_refused(
     assert copied.exit_code == 0
     refused.assert_refused(4, "a daemon or another command has the store open")
     assert holds(folder.parent / "copy", kept)
-
-
-def test_a_damaged_backup_is_refused_and_the_store_stays(run: Run, folder: Path, kept: Publication) -> None:
-    copy = folder.parent / "copy"
-    run("backup", copy, "--kv-cache-dir", folder)
-    overwrite(copy)
-    run("restore", copy, "--yes", "--kv-cache-dir", folder).assert_refused(4)
-    assert holds(folder, kept)
-
-
-@pytest.mark.usefixtures("kept")
-def test_the_folder_of_the_store_is_no_backup_of_itself(run: Run, folder: Path) -> None:
-    run("restore", folder, "--yes", "--kv-cache-dir", folder).assert_refused(4)
-    run("backup", folder, "--kv-cache-dir", folder).assert_refused(4, "holds a store already")

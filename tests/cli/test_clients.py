@@ -120,13 +120,6 @@ def test_without_a_name_all_are_printed(run: Run, daemon: FakeDaemon) -> None:  
     assert '    model: "model-1"' in ended.stdout
 
 
-def test_an_unknown_name_is_one_clear_line(run: Run, daemon: FakeDaemon) -> None:
-    ended = run("clients", "emacs")
-    assert (ended.exit_code, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("error: there is no recipe for 'emacs'; there are aider, claude-code,")
-    assert daemon.asked == []
-
-
 def test_a_refused_key_and_no_daemon_are_one_clear_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = Answer(401, b'{"error": {"message": "this key is not known"}}')
     monkeypatch.setattr(clients_command, "running_daemon", FakeDaemon(refusal))

@@ -149,11 +149,6 @@ def test_the_table_has_a_column_for_checkpoints_where_there_are_any(
     assert "5 blocks and 2 checkpoints (62.6 KiB) in " in inspect(hybrid[0], "--stats").stdout
 
 
-@pytest.mark.parametrize("entry", ["zzzz", "", "0" * 33])
-def test_an_unknown_or_ambiguous_entry_is_one_line(inspect: Run, folder: Path, entry: str) -> None:
-    inspect(folder, entry).assert_refused(2)
-
-
 def save_preview(folder: Path, preview: str, seed: int = 1) -> None:
     with closing(open_store(folder)) as store:
         pub = publication(store, prompt(seed, BLOCK))

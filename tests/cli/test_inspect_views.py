@@ -173,11 +173,6 @@ def test_a_file_that_is_no_request_is_one_line(inspect: Any, tmp_path: Path, tex
     inspect("--why", tmp_path / "body.json").assert_refused(2)
 
 
-@pytest.mark.parametrize("args", [["--tree", "--stats"], ["3fa9", "--tree"], ["--stats", "--why", "-"]])
-def test_one_view_at_a_time(inspect: Any, args: list[str]) -> None:
-    inspect(*args).assert_refused(2)
-
-
 def test_an_empty_store_has_every_view(run: Run, tmp_path: Path) -> None:
     open_store(tmp_path / "kv").close()
     for view, said in (("--tree", "nothing is saved"), ("--stats", "of a budget of ")):

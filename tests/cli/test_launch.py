@@ -261,8 +261,6 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
 def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
     run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("launch", "emacs").assert_refused(2, "no agent is called 'emacs'; there are aider, claude-code,")
-    run("launch", "langchain").assert_refused(2, "no agent is called 'langchain'")
     run("launch", "pi").assert_refused(2, "no model that calls tools and fits", "`diskprefix pull ", "--model")
     run("launch", "pi", "--url", "http://127.0.0.1:1").assert_refused(1, "no daemon answers at http://127.0.0.1:1 (")
     ended = run("launch", "pi", "--model", "broken")

@@ -117,20 +117,6 @@ def test_json_of_nothing_says_so(run: Run, folder: Path, pubs: list[Publication]
     assert len(pubs) == len(entries_left(run, folder))
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--model", "tiyn"), ("--salt", "swordfish"), ("--salt", f"{str(ALICE)[:8]}/{str(ALICE)[:8]}")],
-)
-@pytest.mark.parametrize("how", ["--yes", "--dry-run", "--json"])
-def test_an_unknown_model_or_tenant_is_no_success(
-    run: Run, folder: Path, pubs: list[Publication], flag: str, value: str, how: str
-) -> None:
-    ended = run("purge", flag, value, how, "--kv-cache-dir", folder)
-    ended.assert_refused(2, f"error: {flag}: nothing is stored of ", "`diskprefix inspect` shows the ")
-    assert "swordfish" not in ended.stderr
-    assert len(entries_left(run, folder)) == len(pubs)
-
-
 def test_the_plan_shows_whose_each_prompt_is(run: Run, folder: Path, pubs: list[Publication]) -> None:
     """A bare salt is that of the users of every key."""
     shown = run("purge", "--all", "--dry-run", "--kv-cache-dir", folder).stdout
@@ -142,29 +128,6 @@ def test_the_help_says_that_a_salt_is_that_of_every_key(run: Run) -> None:
     shown = " ".join(run("purge", "--help").stdout.split())
     assert "a salt (with any key)" in shown
     assert "KEYID/SALTID is one user of one key" in shown
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ([], "give ENTRY, --model, --salt, --older-than or --all"),
-        (["--dry-run"], "give ENTRY"),
-        (["--all", "--model", "tiny"], "--all takes no conditions"),
-        (["--all", "3fa9"], "--all takes no conditions"),
-        (["zzzz"], "no entry starts with 'zzzz'"),
-        (["--salt", ""], "'--salt': it is empty"),
-        (["--model", ""], "'--model': it is empty"),
-        (["--older-than", "soon"], "is not a duration"),
-        (["--all"], "add --yes"),
-    ],
-)
-def test_wrong_usage_is_one_line_exit_code_2_and_changes_nothing(
-    run: Run, folder: Path, pubs: list[Publication], args: list[str], message: str
-) -> None:
-    ended = run("purge", *args, "--kv-cache-dir", folder)
-    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
-    assert message in ended.stderr
-    assert len(entries_left(run, folder)) == len(pubs)
 
 
 def test_blocks_that_cannot_go_are_told(run: Run, folder: Path, pubs: list[Publication]) -> None:

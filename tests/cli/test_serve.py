@@ -161,7 +161,6 @@ def test_an_empty_file_of_keys_is_refused_wherever_it_comes_from(
     """Without keys anybody is served: a variable that came out empty must not mean that."""
     policy = tmp_path / "mine.toml"
     policy.write_text('api_keys = ""\n')
-    run("serve", "--api-keys", "").assert_refused(2, "'--api-keys'", "it is empty")
     run("serve", "--policy", policy).assert_refused(2, "mine.toml:1: api_keys:", "it is empty")
     monkeypatch.setenv("DISKPREFIX_API_KEYS", "")
     run("serve").assert_refused(2, "'DISKPREFIX_API_KEYS'", "it is empty")
@@ -175,30 +174,6 @@ def test_a_flag_wins_over_an_empty_variable_of_keys(monkeypatch: pytest.MonkeyPa
 def test_a_home_folder_is_expanded(settings_of: SettingsOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert settings_of("--kv-cache-dir", "~/kv").kv_cache_dir == tmp_path / "kv"
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (("--disk-prefix-cache", "auto:0"), ("--disk-prefix-cache", "auto:0")),
-        (("--disk-prefix-cache", ""), ("--disk-prefix-cache",)),
-        (("--kv-cache-budget", "lots"), ("--kv-cache-budget", "lots")),
-        (("--kv-cache-budget", "1MiB"), ("--kv-cache-budget", "out of range")),
-        (("--port", "99999"), ("--port", "99999")),
-        (("--port", "http"), ("--port", "http")),
-        (("--block-size", "0"), ("--block-size",)),
-        (("--max-queue", "0"), ("--max-queue",)),
-        (("--fingerprint", "loose"), ("--fingerprint",)),
-        (("--dtype", "int4"), ("--dtype", "int4")),
-        (("--policy", "no-such-preset"), ("--policy", "agent, batch, chat, rag")),
-        (("--no-such-flag",), ("--no-such-flag",)),
-        (("extra",), ("extra",)),
-    ],
-)
-def test_a_wrong_flag_is_one_line_that_names_it_and_exit_code_2(
-    run: Run, args: tuple[str, ...], words: tuple[str, ...]
-) -> None:
-    run("serve", *args).assert_refused(2, *words)
 
 
 @pytest.mark.parametrize(("variable", "value"), [("DISKPREFIX_PORT", "http"), ("DISKPREFIX_LOG_PROMPTS", "sometimes")])
@@ -259,20 +234,6 @@ def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
     run("serve").assert_refused(code)
 
 
-@pytest.mark.parametrize(
-    "flags", [["--model", "/not/there"], ["--model", "/not/there,/nor/here"], ["--draft-model", "x"]]
-)
-def test_a_model_that_is_not_there_is_refused_before_the_port_is_taken(
-    run: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    monkeypatch.setattr(diskprefix.app, "_serve", None)
-    monkeypatch.setattr(diskprefix.hooks, "open_front", None)
-    monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
-    run("serve", *flags).assert_refused(
-        3, f"error: {flags[0]}: ", "/not/there" if "/" in flags[1] else "no file or folder"
-    )
-
-
 def test_help_shows_the_common_flags_on_two_screens_and_help_all_shows_every_flag() -> None:
     common, everything = (
         CliRunner().invoke(cli, ["serve", flag], terminal_width=100).stdout for flag in ("--help", "--help-all")
@@ -299,13 +260,6 @@ def test_the_first_page_has_the_commands_in_the_order_of_the_help() -> None:
     assert rows == [name for name in command_names() if name in rows]
 
 
-@pytest.mark.parametrize(("typed", "near"), [("serv", "serve"), ("insepct", "inspect"), ("zzz", None)])
-def test_a_command_that_was_nearly_typed_is_proposed(run: Run, typed: str, near: str | None) -> None:
-    hint = f"; did you mean {near}?" if near else ""
-    ended = run(typed)
-    ended.assert_refused(2, f"No such command '{typed}'{hint} (see diskprefix --help)")
-
-
 def test_a_folder_that_others_may_write_to_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(0o1777)
@@ -316,25 +270,6 @@ def test_a_folder_that_others_may_write_to_is_refused_before_anything_is_loaded(
 def test_without_a_command_the_help_is_shown(run: Run) -> None:
     ended = run()
     assert (ended.exit_code, "Commands:" in ended.stderr) == (2, True)
-
-
-def test_an_unknown_command_is_one_line(run: Run) -> None:
-    run("bogus").assert_refused(2)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("heat=1", "--sampling: 'heat' is not one of temperature, top_p"),
-        ("temperature", "--sampling: temperature= is not a number"),
-        ("temperature=warm", "temperature=warm is not a number"),
-        ("top_k=1.5", "top_k=1.5 is not a number"),
-        ("top_p=0", "top_p=0 is out of range"),
-        ("top_p=0.5,temperature=nan", "temperature=nan is out of range"),
-    ],
-)
-def test_sampling_that_no_request_may_have_is_refused(text: str, words: str, run: Run) -> None:
-    run("serve", "--sampling", text, "--print-config").assert_refused(2, words)
 
 
 def test_models_are_given_with_commas_or_one_after_the_other(

@@ -11,7 +11,7 @@ from diskprefix.cli import command_names, tooling
 from diskprefix.cli.tooling import status
 from diskprefix.errors import SettingsError
 from diskprefix.units import parse_duration, parse_size
-from tests.cli.conftest import Run, overwrite, run_fresh
+from tests.cli.conftest import Run, run_fresh
 from tests.cli.terminal import Terminal
 from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
@@ -50,20 +50,6 @@ def folder(tmp_path: Path) -> Path:
     store.publish(publication(store, prompt(1, 2 * BLOCK)))
     store.close()
     return tmp_path / "kv"
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["inspect", "--kv-cache-dir", "~nobody-here/kv"],
-        ["remote", "ls", "--remote-tier", "s3://bucket", "--namespace-key-file", "~nobody-here/key"],
-        ["serve", "--record", "~nobody-here/requests"],
-        ["simulate", "~nobody-here/trace.jsonl"],
-    ],
-    ids=lambda args: args[0],
-)
-def test_the_home_folder_of_nobody_is_one_line(run: Run, args: list[str]) -> None:
-    run(*args).assert_refused(2, "~nobody-here/", "~nobody-here is the home folder of nobody here")
 
 
 WRITERS = [["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--json"], ["purge", "--all", "--dry-run"]]
@@ -106,72 +92,6 @@ def test_a_pipe_that_nobody_reads_ends_it_quietly_with_the_code_of_a_shell(
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (141, "")
-
-
-@pytest.mark.parametrize("entry", ["", "3", "3fa"])
-@pytest.mark.parametrize("args", [["inspect"], ["export"], ["purge", "--yes"]])
-def test_the_beginning_of_an_id_has_at_least_four_digits(run: Run, folder: Path, args: list[str], entry: str) -> None:
-    before = (folder / "data.mdb").read_bytes()
-    ended = run(*args, entry, "--kv-cache-dir", folder)
-    ended.assert_refused(2, "at least 4 digits")
-    assert (folder / "data.mdb").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        *(["inspect"], ["verify"], ["verify", "--fix"], ["purge", "--all", "--yes"], ["export", "3fa9"], ["compact"]),
-        ["backup", "copy"],
-    ],
-)
-def test_a_damaged_file_is_one_line_that_says_what_helps(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
-) -> None:
-    monkeypatch.chdir(folder.parent)
-    data = overwrite(folder)
-    run(*args, "--kv-cache-dir", folder).assert_refused(
-        4,
-        f"{folder / 'data.mdb'} is damaged: ",
-        "`verify --fix` cannot repair this: delete the file, or let `diskprefix serve` move it aside",
-    )
-    assert (folder / "data.mdb").read_bytes() == data
-
-
-@pytest.mark.parametrize("has_file", [False, True], ids=["no file", "an empty file"])
-@pytest.mark.parametrize(
-    "args",
-    [
-        *(["inspect"], ["verify"], ["verify", "--fix"], ["purge", "--all", "--yes"], ["purge", "--all", "--dry-run"]),
-        *(["compact"], ["backup", "copy"]),
-    ],
-)
-def test_where_there_is_no_store_none_is_made(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], has_file: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    if has_file:
-        (tmp_path / "data.mdb").touch()
-    run(*args, "--kv-cache-dir", tmp_path).assert_refused(4, "holds no diskprefix store")
-    assert [(path.name, path.stat().st_size) for path in tmp_path.iterdir()] == [("data.mdb", 0)] * has_file
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        *(["inspect", "--kv-cache-dir", ""], ["backup", ""], ["export", "3fa9", "-o", ""], ["import", ""]),
-        *(["serve", "--kv-cache-dir", ""], ["serve", "--record", ""], ["simulate", "x", "--plot", ""], ["show", ""]),
-        *(["simulate", ""], ["warm", "x", "--api-key", ""]),
-    ],
-)
-def test_an_empty_value_is_refused_and_does_not_mean_the_current_folder(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    Path("x").touch()
-    before = sorted(path.name for path in folder.iterdir())
-    ended = run(*args)
-    ended.assert_refused(2, "it is empty")
-    assert sorted(path.name for path in folder.iterdir()) == before
 
 
 def test_the_folder_of_the_environment_may_begin_with_a_tilde(

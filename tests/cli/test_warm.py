@@ -419,36 +419,12 @@ def test_the_port_of_the_variable_is_asked(run: Run, text: Path, monkeypatch: py
     run("warm", text).assert_refused(2, "DISKPREFIX_PORT", "http")
 
 
-def test_without_a_daemon_one_line_says_what_to_do(run: Run, text: Path) -> None:
-    with Scripted(health=[health("ok")]) as server:
-        url = server.url
-    for address in (url, "http://no host", f"http://{'x' * 80}.invalid"):
-        ended = run("warm", text, "--url", address)
-        ended.assert_refused(1, "diskprefix serve")
-
-
 def test_a_daemon_that_ends_meanwhile_is_one_line() -> None:
     with Scripted(health=[health("ok")]) as server:
         call = calling(server.url, None)
         assert call("GET", "/health", None).status == 200
     with pytest.raises(NotReady, match="no daemon answers"):
         call("GET", "/props", None)
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("--url", "ftp://x"),
-        ("--url", "http://x:port"),
-        ("--api-key", "schlüssel"),
-        ("--scope", "off"),
-        ("--scope", "some"),
-        ("--kv-cache-dir", "x"),
-    ],
-)
-def test_a_wrong_option_is_one_line_that_names_it(run: Run, text: Path, args: tuple[str, ...]) -> None:
-    ended = run("warm", text, *args)
-    ended.assert_refused(2, args[-2])
 
 
 @contextmanager

@@ -35,9 +35,8 @@ from diskprefix.units import counted, format_size
 def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
     """Write the saved prompt ENTRY with all its blocks to one .safetensors file.
 
-    ENTRY is an id from inspect, or the beginning of one. If the prompt was extended later, the extended prompt is
-    written, and a line on stderr shows its new id. `diskprefix import` adds the file to another store, on this machine
-    or on one with the same model and libraries.
+    ENTRY is an id from inspect, or the beginning of one. `diskprefix import` adds the file to another store, on this
+    machine or on one with the same model and libraries.
 
     The prompt keeps its tenant: in the other store, only requests with the same key and salt can use it.
 
@@ -57,7 +56,7 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
     path = Path() if output is None else output.absolute()
     with opened_store(kv_cache_dir) as store:
         with store.snapshot() as snapshot:
-            info = find_entry(store, snapshot, list_entries(snapshot), entry)
+            info = find_entry(list_entries(snapshot), entry)
         if path.is_dir():
             path = path / f"{short_id(info.id)}.safetensors"
         if not path.parent.is_dir():

@@ -72,9 +72,8 @@ def purge(
 ) -> int:
     """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
 
-    ENTRY is an id from inspect, or the beginning of one. If the prompt was extended later, it has a new id, which the
-    error message shows. A prompt is removed with its replies, stored responses, and all blocks that no other prompt
-    needs. --model and --salt remove everything of the model or tenant.
+    ENTRY is an id from inspect, or the beginning of one. A prompt is removed with its replies, stored responses, and
+    all blocks that no other prompt needs. --model and --salt remove everything of the model or tenant.
 
     Nothing finds the prompts any more, and a running daemon forgets them within seconds. Their bytes stay in free parts
     of the file until something else is written there; with --erase, the file is rewritten without them. The disk itself
@@ -101,7 +100,7 @@ def purge(
     with opened_store(kv_cache_dir, write=not dry_run) as store:
         with store.snapshot() as snapshot:
             infos = list_entries(snapshot)
-            chosen_infos = [find_entry(store, snapshot, infos, entry, may_have_grown=False) for entry in entries]
+            chosen_infos = [find_entry(infos, entry) for entry in entries]
             names = frozenset(bytes.fromhex(info.id) for info in chosen_infos)
             purge_filter = PurgeFilter(entries=names, model=model, salt=salt, older_than_s=older_than_s)
             plan = plan_purge(snapshot, purge_filter, now)

@@ -24,7 +24,7 @@ from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import names_of
-from diskprefix.store.tree import PrefixTree, grown_from, has_grown
+from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
 
@@ -170,20 +170,15 @@ def purge(
     return gone
 
 
-def delete_entry(store: Store, entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purged:
-    """Has the saved prompt with this id removed. Raises `EntryNotFound`, which names what has grown out of it; also
-    what `remove` raises."""
+def delete_entry(entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purged:
+    """Has the saved prompt with this id removed. Raises `EntryNotFound`, also what `remove` raises."""
     try:
         chosen = PurgeFilter(entries=frozenset({bytes.fromhex(entry_id)}))
     except ValueError:
         chosen = None
     purged = remove(chosen) if chosen is not None else Purged()
     if not purged.entries:
-        with store.snapshot() as snapshot:
-            ids = grown_from(snapshot, store.secret, entry_id)
-        raise EntryNotFound(
-            has_grown(entry_id, ids) if ids else f"there is no saved prompt with the id {shown(entry_id)!r}"
-        )
+        raise EntryNotFound(f"there is no saved prompt with the id {shown(entry_id)!r}")
     return purged
 
 

@@ -71,7 +71,7 @@ def inspect(
     """List the saved prompts in the cache folder, the most recently used first.
 
     With ENTRY, an id or the beginning of one, show that entry only: its text, its blocks, the entries that share them,
-    and its uses. If the prompt was extended later, the extended prompt is shown, and a line on stderr has its new id.
+    and its uses. A prompt that is extended gets a new id.
     This is safe beside a running daemon: the command reads one consistent view and changes nothing.
 
     \b
@@ -111,7 +111,7 @@ def inspect(
         elif entry is not None:
             from diskprefix.extras.watch.inspect.entry_view import show_entry
 
-            show_entry(snapshot, entries, find_entry(store, snapshot, entries, entry), as_json=as_json)
+            show_entry(snapshot, entries, find_entry(entries, entry), as_json=as_json)
         elif tree:
             from diskprefix.extras.watch.inspect.tree_view import show_tree
 

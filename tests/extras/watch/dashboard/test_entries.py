@@ -86,7 +86,7 @@ def test_after_something_was_deleted_it_is_read_at_once(
 
 
 def deleting(store: Store) -> Callable[[str], Purged]:
-    return lambda entry_id: delete_entry(store, entry_id, partial(purge, store, now=store.clock()))
+    return lambda entry_id: delete_entry(entry_id, partial(purge, store, now=store.clock()))
 
 
 @pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16])
@@ -100,17 +100,3 @@ def test_texts_are_shown_to_those_who_may_see_them(store: Store) -> None:
     for with_texts in (True, False):
         [[entry]] = asyncio.run(looked(SavedPrompts(), store, with_texts=with_texts))
         assert ("hello" in json.dumps(entry)) is with_texts
-
-
-def test_what_has_grown_is_not_deleted_by_its_former_id_and_the_error_has_the_present_one(store: Store) -> None:
-    tokens = prompt(2, 2 * BLOCK)
-    former, present = (publication(store, tokens[:end], replaces=True) for end in (BLOCK + 2, BLOCK + 9))
-    assert former.last_node is not None
-    assert present.last_node is not None
-    store.publish(former)
-    store.publish(present)
-    with pytest.raises(
-        EntryNotFound, match=f"{former.last_node.hex()} has grown; its id is now {present.last_node.hex()}"
-    ):
-        asyncio.run(SavedPrompts().delete(deleting(store), former.last_node.hex()))
-    assert len(asyncio.run(looked(SavedPrompts(), store))[0]) == 2

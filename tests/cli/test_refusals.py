@@ -1,0 +1,158 @@
+"""What each command refuses: its arguments, its exit code, and the words of the one line that it prints.
+
+The folder of a row has a store (`kv`), one that is damaged (`broken`), none (`none`, and `empty` with an empty file),
+and a text (`text`). Nothing in it is changed. Refusals that need another daemon, hub or disk are with the commands.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.cli.conftest import Run, overwrite
+from tests.store.building import BLOCK, open_store, prompt, publication
+
+REFUSED = """
+2 | zzz                                            | No such command 'zzz' (see diskprefix --help)
+2 | serv                                           | No such command 'serv'; did you mean serve? (see diskprefix --help)
+2 | insepct                                        | did you mean inspect?
+2 | serve --sampling heat=1                        | --sampling: 'heat' is not one of temperature, top_p
+2 | serve --sampling temperature                   | --sampling: temperature= is not a number
+2 | serve --sampling temperature=warm              | temperature=warm is not a number
+2 | serve --sampling top_k=1.5                     | top_k=1.5 is not a number
+2 | serve --sampling top_p=0                       | top_p=0 is out of range
+2 | serve --sampling top_p=0.5,temperature=nan     | temperature=nan is out of range
+2 | serve --disk-prefix-cache auto:0               | --disk-prefix-cache, auto:0
+2 | serve --disk-prefix-cache ''                   | --disk-prefix-cache
+2 | serve --kv-cache-budget lots                   | --kv-cache-budget, lots
+2 | serve --kv-cache-budget 1MiB                   | --kv-cache-budget, out of range
+2 | serve --port 99999                             | --port, 99999
+2 | serve --port http                              | --port, http
+2 | serve --block-size 0                           | --block-size
+2 | serve --max-queue 0                            | --max-queue
+2 | serve --fingerprint loose                      | --fingerprint
+2 | serve --dtype int4                             | --dtype, int4
+2 | serve --policy no-such-preset                  | --policy, agent, batch, chat, rag
+2 | serve --api-keys ''                            | '--api-keys', it is empty
+2 | serve --no-such-flag                           | --no-such-flag
+2 | serve extra                                    | extra
+2 | serve --record ''                              | it is empty
+2 | serve --kv-cache-dir ''                        | it is empty
+2 | serve --record ~nobody-here/requests           | ~nobody-here is the home folder of nobody here
+3 | serve --model /not/there                       | error: --model: , /not/there
+3 | serve --model /not/there,/nor/here             | error: --model: , /not/there
+3 | serve --draft-model x                          | error: --draft-model: , no file or folder
+2 | doctor --port 99999                            | --port
+2 | inspect --kv-cache-dir ''                      | it is empty
+2 | inspect --kv-cache-dir ~nobody-here/kv         | ~nobody-here is the home folder of nobody here
+2 | inspect '' --kv-cache-dir kv                   | at least 4 digits
+2 | inspect 3fa --kv-cache-dir kv                  | at least 4 digits
+2 | inspect zzzz --kv-cache-dir kv                 | no entry starts with 'zzzz', diskprefix inspect
+2 | inspect --tree --stats --kv-cache-dir kv       | give one of ENTRY, --tree, --stats and --why
+2 | inspect 3fa9 --tree --kv-cache-dir kv          | give one of
+2 | inspect --stats --why - --kv-cache-dir kv      | give one of
+2 | inspect --why text --kv-cache-dir kv           | text is no request body
+2 | inspect --model nobody --kv-cache-dir kv       | there are prompts of tiny
+4 | inspect --kv-cache-dir broken                  | data.mdb is damaged: , `verify --fix` cannot repair this
+4 | inspect --kv-cache-dir none                    | holds no diskprefix store
+4 | inspect --kv-cache-dir empty                   | holds no diskprefix store
+4 | verify --kv-cache-dir broken                   | data.mdb is damaged: , let `diskprefix serve` move it aside
+4 | verify --fix --kv-cache-dir broken             | data.mdb is damaged: , let `diskprefix serve` move it aside
+4 | verify --kv-cache-dir none                     | holds no diskprefix store
+4 | verify --fix --kv-cache-dir empty              | holds no diskprefix store
+2 | purge --kv-cache-dir kv                        | give ENTRY, --model, --salt, --older-than or --all
+2 | purge --dry-run --kv-cache-dir kv              | give ENTRY
+2 | purge --all --model tiny --kv-cache-dir kv     | --all takes no conditions
+2 | purge --all 3fa9 --kv-cache-dir kv             | --all takes no conditions
+2 | purge zzzz --kv-cache-dir kv                   | no entry starts with 'zzzz'
+2 | purge 3fa --yes --kv-cache-dir kv              | at least 4 digits
+2 | purge --salt '' --kv-cache-dir kv              | '--salt': it is empty
+2 | purge --model '' --kv-cache-dir kv             | '--model': it is empty
+2 | purge --older-than soon --kv-cache-dir kv      | is not a duration
+2 | purge --model tiyn --yes --kv-cache-dir kv     | --model: nothing is stored of 'tiyn', `diskprefix inspect` shows
+2 | purge --model tiyn --dry-run --kv-cache-dir kv | --model: nothing is stored of 'tiyn'
+2 | purge --salt s --json --kv-cache-dir kv        | --salt: nothing is stored of this tenant
+4 | purge --all --yes --kv-cache-dir broken        | data.mdb is damaged:
+4 | purge --all --yes --kv-cache-dir none          | holds no diskprefix store
+4 | purge --all --dry-run --kv-cache-dir empty     | holds no diskprefix store
+4 | compact --kv-cache-dir broken                  | data.mdb is damaged:
+4 | compact --kv-cache-dir none                    | holds no diskprefix store
+2 | backup ''                                      | it is empty
+4 | backup new --kv-cache-dir broken               | data.mdb is damaged:
+4 | backup new --kv-cache-dir empty                | holds no diskprefix store
+4 | backup kv --kv-cache-dir kv                    | holds a store already
+4 | restore broken --yes --kv-cache-dir kv         | data.mdb is damaged:
+4 | restore none --kv-cache-dir kv                 | holds no diskprefix store
+4 | restore kv --yes --kv-cache-dir kv             | kv
+2 | restore kv --kv-cache-dir other                | --yes
+2 | export 3fa --kv-cache-dir kv                   | at least 4 digits
+2 | export ffff -o '' --kv-cache-dir kv            | it is empty
+2 | export ffff --kv-cache-dir kv                  | no entry starts, diskprefix inspect
+4 | export ffff --kv-cache-dir none                | holds no diskprefix store
+4 | export ffff --kv-cache-dir broken              | data.mdb is damaged:
+2 | import ''                                      | it is empty
+2 | simulate ''                                    | it is empty
+2 | simulate text --plot ''                        | it is empty
+2 | simulate ~nobody-here/trace.jsonl              | ~nobody-here is the home folder of nobody here
+2 | remote ls --remote-tier s3://b --namespace-key-file ~nobody-here/k | ~nobody-here is the home folder of nobody here
+2 | warm text --url ftp://x                        | --url
+2 | warm text --url http://x:port                  | --url
+2 | warm text --api-key schlüssel                  | --api-key
+2 | warm text --api-key ''                         | it is empty
+2 | warm text --scope off                          | --scope
+2 | warm text --scope some                         | --scope
+2 | warm text --kv-cache-dir x                     | --kv-cache-dir
+1 | warm text --url 'http://no host'               | diskprefix serve
+1 | warm text --url http://127.0.0.1:1             | no daemon answers at http://127.0.0.1:1, diskprefix serve
+1 | chat --url http://127.0.0.1:1                  | no daemon answers
+2 | top                                            | top needs a terminal
+2 | clients emacs                                  | there is no recipe for 'emacs'; there are aider, claude-code,
+1 | clients llm --url http://127.0.0.1:1           | no daemon answers at http://127.0.0.1:1 (
+2 | launch emacs                                   | no agent is called 'emacs'; there are aider, claude-code,
+2 | launch langchain                               | no agent is called 'langchain'
+2 | show ''                                        | it is empty
+2 | show ~nouser/x                                 | no model is called '~nouser/x', there is SmolLM2-135M-Instruct
+3 | show none                                      | holds no weights
+2 | rm ~nouser/x --yes                             | is called '~nouser/x'
+2 | rm text --yes                                  | is a file or folder of yours
+2 | completion tcsh                                | tcsh
+"""
+
+ROWS = [[part.strip() for part in line.split(" | ")] for line in REFUSED.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("refused")
+    for name in ("kv", "broken", "other"):
+        store = open_store(place / name)
+        store.publish(publication(store, prompt(1, 2 * BLOCK)))
+        store.close()
+    overwrite(place / "broken")
+    for name in ("none", "empty"):
+        (place / name).mkdir()
+    (place / "empty/data.mdb").touch()
+    (place / "text").write_text("You look after a small library.")
+    return place
+
+
+def files_in(place: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in place.rglob("*") if path.name != "lock.mdb"}
+
+
+@pytest.mark.parametrize(("exit_code", "command", "words"), ROWS, ids=[row[1][:50] for row in ROWS])
+def test_what_is_refused_is_one_line_that_says_why_and_changes_nothing(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch, exit_code: str, command: str, words: str
+) -> None:
+    for name in [name for name in os.environ if name.startswith("DISKPREFIX_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(place / "config"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place / "hub"))
+    monkeypatch.chdir(place)
+    before = files_in(place)
+    run(*shlex.split(command)).assert_refused(int(exit_code), *words.split(", "))
+    assert files_in(place) == before
