@@ -45,7 +45,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "interleavings": Tool("faults.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
-        "monitoring": Tool("faults.monitoring", "The board and the alert rules, in a real Prometheus."),
     },
     "Research": {
         "policy": Tool("research.policy", "How well `auto` and the presets choose, by simulation."),

@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from diskprefix.extras.remote.ledger import Ledger
 from diskprefix.server.metrics import _GATE
 from tests.closing import needs
 from tests.server.scripted import STATS
 from tests.server.test_metrics import Scraped, samples_of
-from tools.faults.monitoring import board_queries, promtool, rules
 
 NEEDS_PROMTOOL = needs("promtool")
+FILES = Path(__file__).parents[2] / "tools/monitoring"
+
+
+@dataclass(frozen=True)
+class Query:
+    """The query of one line of a panel."""
+
+    panel: str
+    legend: str
+    expression: str
+
+
+def board_queries() -> list[Query]:
+    """Returns the queries of the panels of the board."""
+    board = json.loads((FILES / "board.json").read_text(encoding="utf-8"))
+    return [
+        Query(panel["title"], target["legendFormat"], target["expr"])
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+    ]
+
+
+def rules() -> list[dict[str, Any]]:
+    """Returns the alert rules."""
+    groups = yaml.safe_load((FILES / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def promtool(*arguments: str | Path, text: str | None = None) -> str | None:
+    """Returns the faults that promtool finds, None if there are none. `text` is its standard input."""
+    answer = subprocess.run(
+        ["promtool", *map(str, arguments)], input=text, capture_output=True, text=True, check=False, cwd=FILES
+    )
+    return None if answer.returncode == 0 else (answer.stderr + answer.stdout).strip()
 
 
 def exposed() -> dict[str, set[str]]:
