@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
@@ -29,7 +29,7 @@ from diskprefix.api.fields import (
     require_fields,
     sampling_params,
 )
-from diskprefix.chat.messages import CacheMark, Conversation, JsonObject
+from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
@@ -87,13 +87,6 @@ def served_tools(tools: Sequence[CustomTool | AnthropicDefinedTool]) -> list[tup
         skipped.add(kind)
     note_left_out(skipped, "Anthropic's servers")
     return served
-
-
-def marks_of(tools: Sequence[tuple[int, CustomTool]]) -> Iterator[tuple[int, CacheMark]]:
-    """Returns the marks on tools, each with the index of its tool among those that are served."""
-    for position, (_, tool) in enumerate(tools):
-        if tool.mark is not None:
-            yield position, tool.mark
 
 
 class AnthropicToolChoice(Body):
@@ -191,7 +184,7 @@ class CountTokensRequest(RequestBody, Markable):
         return Conversation(
             messages=neutral_messages(self.system, self.messages, self.mark),
             tools=[tool.for_template for _, tool in offered] or None,
-            tool_marks=tuple(marks_of(offered)),
+            tool_marks=tuple((index, tool.mark) for index, (_, tool) in enumerate(offered) if tool.mark is not None),
             tool_paths=[f"tools.{index}.input_schema" for index, _ in offered],
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
             thinking=None if self.thinking is None else self.thinking.switch,
@@ -224,9 +217,6 @@ class MessagesRequest(CountTokensRequest):
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = Field(
         default=None, description="Texts that end the reply; they are not part of it."
     )
-    metadata: JsonObject | None = Field(default=None, description="Accepted and ignored.")
-    service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="Accepted and ignored.")
-    context_management: JsonObject | None = Field(default=None, description="Accepted; nothing is edited.")
 
     @property
     def text_format(self) -> TextFormat | None:

@@ -160,7 +160,6 @@ class ThinkingBlock(Body):
 
     type: Literal["thinking"] = Field(description="`thinking`.")
     thinking: str = Field(description="The thought.")
-    signature: str | None = Field(default=None, description="Accepted and ignored.")
 
 
 class RedactedThinkingBlock(Body):

@@ -130,15 +130,12 @@ TextOrObject: TypeAlias = Annotated[str | JsonObject, OneOf("JSON text or an obj
 NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
-class StructuredOutputs(Body):
-    """The format of the text, in the form of vLLM. Exactly one of the fields is given."""
+class StructuredOutputs(Body, extra="forbid"):
+    """The format of the text, in the form of vLLM. Exactly one of the fields is given; its others are refused."""
 
     json_: TextOrObject | None = Field(default=None, alias="json", description="A JSON schema, or its text.")
     json_object: Literal[True] | None = Field(default=None, description="Any JSON object.")
     choice: list[NonEmpty] | None = Field(default=None, min_length=1, description="One of these texts.")
-    regex: None = Field(default=None, description="Not supported.")
-    grammar: None = Field(default=None, description="Not supported.")
-    structural_tag: None = Field(default=None, description="Not supported.")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:
@@ -379,18 +376,16 @@ def sampling_params(
     n: int | None = None,
 ) -> SamplingParams:
     """Raises `InvalidRequest` for unknown token ids. Each API has other names for what `fields` does not hold."""
-    temperature = 1.0 if fields.temperature is None else fields.temperature
+    said = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
+    if said.get("temperature", 1) < _GREEDY_BELOW:
+        said["temperature"] = 0.0
+    if "top_k" in said:
+        said["top_k"] = max(said["top_k"], 0)
+    if "logit_bias" in said:
+        said["logit_bias"] = _logit_bias(said["logit_bias"], vocab_size)
     return SamplingParams(
+        **said,
         max_tokens=max_tokens,
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=max(fields.top_k or 0, 0),
-        min_p=fields.min_p or 0.0,
-        seed=fields.seed,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
-        logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
         stop=tuple(stop),
         # The alternatives cannot be more than the vocabulary.
         logprobs=None if logprobs is None else min(logprobs, vocab_size),

@@ -41,12 +41,14 @@ class TextPartBody(Markable):
     type: Literal["text"] = Field(description="`text`.")
     text: str = Field(description="The text itself.")
 
+    def neutral(self, path: str) -> ContentPart:
+        return TextPart(self.text, f"{path}.text", self.mark)
+
 
 class ImageUrl(Unmarkable):
     """An image that is sent inside the request."""
 
     url: str = Field(description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. No other URL is fetched.")
-    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted and ignored.")
 
 
 class ImagePartBody(Markable):
@@ -54,6 +56,9 @@ class ImagePartBody(Markable):
 
     type: Literal["image_url"] = Field(description="`image_url`.")
     image_url: ImageUrl
+
+    def neutral(self, path: str) -> ContentPart:
+        return ImagePart(self.image_url.url, path, f"{path}.image_url.url")
 
 
 class InputAudio(Unmarkable):
@@ -69,11 +74,17 @@ class AudioPartBody(Markable):
     type: Literal["input_audio"] = Field(description="`input_audio`.")
     input_audio: InputAudio
 
+    def neutral(self, path: str) -> ContentPart:
+        return AudioPart(self.input_audio.data, path, f"{path}.input_audio.data")
+
 
 class OtherPartBody(Body):
     """A content part of a kind that no model here takes. It is read so that the error can name its type."""
 
     type: Literal["text", "image_url", "input_audio", "video_url", "file"]
+
+    def neutral(self, path: str) -> ContentPart:
+        return OtherPart(self.type, path)
 
 
 PartBody: TypeAlias = Annotated[
@@ -131,7 +142,7 @@ class MessageBody(Markable):
         if isinstance(content, str):
             parts = (TextPart(content, f"{path}.content"),)
         elif content is not None:
-            parts = tuple(_part(part, f"{path}.content.{index}") for index, part in enumerate(content))
+            parts = tuple(part.neutral(f"{path}.content.{index}") for index, part in enumerate(content))
         return Message(
             role=self.role,
             content=parts,
@@ -144,16 +155,6 @@ class MessageBody(Markable):
             mark=self.mark,
             path=path,
         )
-
-
-def _part(part: TextPartBody | ImagePartBody | AudioPartBody | OtherPartBody, path: str) -> ContentPart:
-    if isinstance(part, TextPartBody):
-        return TextPart(part.text, f"{path}.text", part.mark)
-    if isinstance(part, ImagePartBody):
-        return ImagePart(part.image_url.url, path, f"{path}.image_url.url")
-    if isinstance(part, AudioPartBody):
-        return AudioPart(part.input_audio.data, path, f"{path}.input_audio.data")
-    return OtherPart(part.type, path)
 
 
 class ToolFunction(Markable, extra="allow"):
@@ -239,10 +240,7 @@ ToolChoiceField: TypeAlias = Annotated[
 class JsonSchemaFormat(Body):
     """A reply that follows a JSON schema."""
 
-    name: str | None = Field(default=None, description="Accepted and ignored.")
-    description: str | None = Field(default=None, description="Accepted and ignored.")
-    schema_: JsonObject = Field(alias="schema", description="The JSON schema.")
-    strict: bool | None = Field(default=None, description="Accepted and ignored: every reply follows the schema.")
+    schema_: JsonObject = Field(alias="schema", description="The JSON schema. Every reply follows it.")
 
 
 class ResponseFormat(Body):

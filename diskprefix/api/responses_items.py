@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -15,10 +15,8 @@ from pydantic import Field, TypeAdapter
 
 from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, Body, Markable, OneOf
-from diskprefix.api.openai_messages import InputAudio
+from diskprefix.api.openai_messages import AudioPartBody
 from diskprefix.chat.messages import (
-    AudioPart,
-    CacheMark,
     ContentPart,
     ImagePart,
     JsonObject,
@@ -26,6 +24,7 @@ from diskprefix.chat.messages import (
     OtherPart,
     TextPart,
     ToolCall,
+    joined,
 )
 from diskprefix.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from diskprefix.printable import shown
@@ -41,12 +40,18 @@ class TextContent(Markable):
     type: Literal["input_text", "output_text"] = Field(description="`input_text`, or `output_text` of an assistant.")
     text: str = Field(description="The text itself.")
 
+    def neutral(self, path: str) -> ContentPart:
+        return TextPart(self.text, f"{path}.text", self.mark)
+
 
 class Refusal(Body):
     """A refusal of the assistant."""
 
     type: Literal["refusal"]
     refusal: str
+
+    def neutral(self, path: str) -> ContentPart:
+        return TextPart(self.refusal, f"{path}.refusal")
 
 
 class ImageContent(Body):
@@ -56,12 +61,8 @@ class ImageContent(Body):
     image_url: str = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
     detail: str | None = Field(default=None, description="Accepted and ignored.")
 
-
-class AudioContent(Body):
-    """A sound that is sent inside the request, for models that take audio."""
-
-    type: Literal["input_audio"] = Field(description="`input_audio`.")
-    input_audio: InputAudio
+    def neutral(self, path: str) -> ContentPart:
+        return ImagePart(self.image_url, path, f"{path}.image_url")
 
 
 class OtherContent(Body):
@@ -69,9 +70,12 @@ class OtherContent(Body):
 
     type: Literal["input_text", "output_text", "refusal", "input_image", "input_audio", "input_file"]
 
+    def neutral(self, path: str) -> ContentPart:
+        return OtherPart(self.type.removeprefix("input_"), path)
+
 
 PartBody: TypeAlias = Annotated[
-    TextContent | Refusal | ImageContent | AudioContent | OtherContent,
+    TextContent | Refusal | ImageContent | AudioPartBody | OtherContent,
     OneOf("a content part with a type such as input_text", OtherContent),
 ]
 Content: TypeAlias = Annotated[
@@ -89,6 +93,9 @@ class MessageItem(Markable):
     )
     content: Content = Field(description="Text, or a list of content parts.")
 
+    def neutral(self, path: str) -> Message:
+        return Message(role=self.role, content=_parts(self.content, f"{path}.content"), mark=self.mark, path=path)
+
 
 class CallItem(Body):
     """A call of a function by the assistant."""
@@ -99,6 +106,9 @@ class CallItem(Body):
     name: str = Field(min_length=1, description="Name of the function.")
     arguments: str = Field(description="Its arguments as JSON text.")
 
+    def neutral(self, path: str) -> Message:
+        return Message(role="assistant", tool_calls=(ToolCall(self.call_id, self.name, self.arguments),), path=path)
+
 
 class OutputItem(Body):
     """The output of a function."""
@@ -107,6 +117,10 @@ class OutputItem(Body):
     id: str | None = None
     call_id: str = Field(min_length=1, description="The call that it answers.")
     output: Content = Field(description="Text, or a list of content parts.")
+
+    def neutral(self, path: str) -> Message:
+        parts = _parts(self.output, f"{path}.output")
+        return Message(role="tool", content=parts, tool_call_id=self.call_id, path=path)
 
 
 class ReasoningPart(Body):
@@ -127,6 +141,10 @@ class ReasoningItem(Body):
     )
     encrypted_content: str | None = Field(default=None, description="Ignored: this server does not encrypt.")
 
+    def neutral(self, path: str) -> Message:
+        text = "".join(part.text for part in self.content or self.summary)
+        return Message(role="assistant", reasoning=text or None, path=path)
+
 
 class CompactionItem(Body):
     """A conversation in short, from `POST /v1/responses/compact`. What it stands for comes before it no more."""
@@ -134,6 +152,14 @@ class CompactionItem(Body):
     type: Literal["compaction"]
     id: str | None = None
     encrypted_content: str = Field(description="As this server returned it. It is not encrypted.")
+
+    def neutral(self, path: str) -> Message:
+        """Raises `InvalidRequest` for an item of another server."""
+        path = f"{path}.encrypted_content"
+        if not self.encrypted_content.startswith(_OWN):
+            raise InvalidRequest.at(path, "was not made by this server, which cannot decrypt it")
+        text = f"What was said and done before, in short:\n\n{self.encrypted_content.removeprefix(_OWN)}"
+        return Message(role="user", content=(TextPart(text, path),), path=path)
 
 
 class TriggerItem(Body):
@@ -184,15 +210,6 @@ def compacted(summary: str) -> str:
     return _OWN + summary
 
 
-def _summary(item: CompactionItem, path: str) -> Message:
-    """Raises `InvalidRequest` for an item of another server."""
-    path = f"{path}.encrypted_content"
-    if not item.encrypted_content.startswith(_OWN):
-        raise InvalidRequest.at(path, "was not made by this server, which cannot decrypt it")
-    text = f"What was said and done before, in short:\n\n{item.encrypted_content.removeprefix(_OWN)}"
-    return Message(role="user", content=(TextPart(text, path),), path=path)
-
-
 def item_id(response_id: str, kind: str, index: int, *, is_input: bool = False) -> str:
     """Returns the id of an item of a response: it holds that of the response, so that a reference finds the item."""
     return f"{_ID_PREFIXES[kind]}_{response_id.removeprefix('resp_')}_{'i' if is_input else ''}{index}"
@@ -216,92 +233,33 @@ def stored_form(item: SpokenItem) -> Json:
     return form
 
 
-@dataclass
-class _AssistantTurn:
-    """The items of the assistant that become one message."""
-
-    path: str
-    reasoning: list[str] = field(default_factory=list)
-    content: list[ContentPart] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    mark: CacheMark | None = None
-
-    def may_take(self, item: SpokenItem) -> bool:
-        """Returns whether an item keeps the order of a message: reasoning, text, calls."""
-        return isinstance(item, CallItem) or not (self.content or self.calls)
-
-    @property
-    def message(self) -> Message:
-        return Message(
-            role="assistant",
-            content=tuple(self.content),
-            tool_calls=tuple(self.calls),
-            reasoning="\n".join(self.reasoning) if self.reasoning else None,
-            mark=self.mark,
-            path=self.path,
-        )
-
-
 def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
     """Returns the messages of a conversation. Each item comes with the path where the client said it."""
-    messages: list[Message] = []
-    turn: _AssistantTurn | None = None
-    names: dict[str, str] = {}
+    runs: list[list[Message]] = []
+    names: dict[str | None, str] = {}
     for item, path in items:
-        is_assistant = isinstance(item, CallItem | ReasoningItem) or (
-            isinstance(item, MessageItem) and item.role == "assistant"
-        )
-        if turn is not None and not (is_assistant and turn.may_take(item)):
-            messages.append(turn.message)
-            turn = None
-        if is_assistant:
-            turn = turn or _AssistantTurn(path)
-            _add(turn, item, path)
-        elif isinstance(item, OutputItem):
-            messages.append(_result(item, names.get(item.call_id), path))
-        elif isinstance(item, CompactionItem):
-            messages.append(_summary(item, path))
-        elif isinstance(item, MessageItem):
-            parts = _parts(item.content, f"{path}.content")
-            messages.append(Message(role=item.role, content=parts, mark=item.mark, path=path))
+        message = item.neutral(path)
         if isinstance(item, CallItem):
             names[item.call_id] = item.name
-    return messages if turn is None else [*messages, turn.message]
+        elif isinstance(item, OutputItem):
+            message = replace(message, name=names.get(item.call_id))
+        if runs and _continues(runs[-1][-1], message):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return [joined(run) for run in runs]
 
 
-def _add(turn: _AssistantTurn, item: SpokenItem, path: str) -> None:
-    if isinstance(item, CallItem):
-        turn.calls.append(ToolCall(item.call_id, item.name, item.arguments))
-    elif isinstance(item, ReasoningItem):
-        text = "".join(part.text for part in item.content or item.summary)
-        turn.reasoning += [text] if text else []
-    elif isinstance(item, MessageItem):
-        turn.content += _parts(item.content, f"{path}.content")
-        turn.mark = item.mark
+def _continues(before: Message, message: Message) -> bool:
+    """Returns whether two items of the assistant are one turn: they keep the order of reasoning, text and calls."""
+    is_turn = before.role == message.role == "assistant"
+    return is_turn and bool(message.tool_calls or not (before.content or before.tool_calls))
 
 
-def _result(item: OutputItem, name: str | None, path: str) -> Message:
-    return Message(
-        role="tool", content=_parts(item.output, f"{path}.output"), name=name, tool_call_id=item.call_id, path=path
-    )
-
-
-def _parts(content: str | Sequence[Any], path: str) -> tuple[ContentPart, ...]:
+def _parts(content: str | Sequence[PartBody], path: str) -> tuple[ContentPart, ...]:
     if isinstance(content, str):
         return (TextPart(content, path),)
-    return tuple(_part(part, f"{path}.{index}") for index, part in enumerate(content))
-
-
-def _part(part: Any, path: str) -> ContentPart:
-    if isinstance(part, TextContent):
-        return TextPart(part.text, f"{path}.text", part.mark)
-    if isinstance(part, Refusal):
-        return TextPart(part.refusal, f"{path}.refusal")
-    if isinstance(part, ImageContent):
-        return ImagePart(part.image_url, path, f"{path}.image_url")
-    if isinstance(part, AudioContent):
-        return AudioPart(part.input_audio.data, path, f"{path}.input_audio.data")
-    return OtherPart(part.type.removeprefix("input_"), path)
+    return tuple(part.neutral(f"{path}.{index}") for index, part in enumerate(content))
 
 
 log = logging.getLogger("diskprefix")
