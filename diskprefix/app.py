@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import time
@@ -64,22 +65,20 @@ def prepare(settings: Settings, with_model: bool) -> None:
 
     The process may fork afterwards: no thread is left, and no accelerator is used.
     """
-    from diskprefix.model.load.imports import import_transformers, without_collections
+    importlib.import_module("diskprefix.server.http_app")
+    importlib.import_module("diskprefix.engine.loop")
+    import torch
 
-    with without_collections():
-        import_transformers()
-        importlib.import_module("diskprefix.server.http_app")
-        importlib.import_module("diskprefix.engine.loop")
-        import torch
+    from diskprefix.model.load.loader import import_model
+    from diskprefix.model.load.memory import one_thread
 
-        from diskprefix.model.load.loader import import_model
-        from diskprefix.model.load.memory import one_thread
-
-        if with_model and torch.version.cuda is None and torch.version.hip is None:
-            # What is put together depends on the kernels. A worker says what is wrong with the setting.
-            with one_thread(), suppress(SettingsError):
-                _require_kernels(settings)
-                import_model(settings)
+    if with_model and torch.version.cuda is None and torch.version.hip is None:
+        # What is put together depends on the kernels. A worker says what is wrong with the setting.
+        with one_thread(), suppress(SettingsError):
+            _require_kernels(settings)
+            import_model(settings)
+    # A collection in a worker would write to all pages that it shares.
+    gc.freeze()
 
 
 def _require_kernels(settings: Settings) -> None:
@@ -101,30 +100,26 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     _require_kernels(settings)
-    from diskprefix.model.load.imports import import_transformers
-    from diskprefix.model.load.loader import begin_weights, load_model
+    from diskprefix.model.load.loader import begin_packing, load_model
 
-    begun = begin_weights(settings)
-    # Before anything else imports transformers.
-    import_transformers()
-
+    # It goes on beside the import of transformers, which comes with the engine.
+    begun = begin_packing(settings)
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured
-    from diskprefix.model.load.memory import explain_out_of_memory, tokens_ahead
+    from diskprefix.model.load.memory import explain_out_of_memory
 
     imported = time.perf_counter()
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
         if begun is not None:
-            opened.callback(begun.stop)
+            opened.callback(begun.packing.stop)
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         store = open_store(settings)
         opened.callback(store.close)
         recorder = hooks.open_recorder(settings, lambda: store.secret)
         if recorder is not None:
             opened.callback(recorder.close)
-        ahead = tokens_ahead(store.longest_prompt())
-        loaded = load_model(settings, progress, kv_ahead_tokens=ahead, begun=begun)
+        loaded = load_model(settings, progress, begun=begun)
         loaded_at = time.perf_counter()
         if loaded.model.device.type == "cpu":
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)

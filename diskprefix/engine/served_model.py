@@ -24,7 +24,6 @@ from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
 from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.hooks import Recorder
-from diskprefix.kv.group import give_back_ahead
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
@@ -106,7 +105,6 @@ class ServedModel:
             self._require_uncached()
         else:
             self._touch_memory()
-        give_back_ahead()
 
     def warm_up(self) -> None:
         """Runs the code of a restore once, which makes the first request faster."""

@@ -216,27 +216,6 @@ class GroupMemory:
         return grown
 
 
-_made_ahead: dict[int, Bytes] = {}
-"""The main memory of zeros that is not used yet, by its size in bytes."""
-
-
-def make_ahead(num_bytes: int) -> torch.Tensor:
-    """Allocates main memory for a later tensor of `zeros` with exactly so many bytes. Returns it, uint8, so that its
-    pages can be made."""
-    _made_ahead[num_bytes] = memory = np.zeros(num_bytes, dtype=np.uint8)
-    return torch.from_numpy(memory)
-
-
-def has_ahead() -> bool:
-    """Returns whether memory that was made ahead is still there."""
-    return bool(_made_ahead)
-
-
-def give_back_ahead() -> None:
-    """Frees the memory that was made ahead and not used."""
-    _made_ahead.clear()
-
-
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     # Reading threads are not in inference mode, and may not write to tensors that were made in it.
     with torch.inference_mode(False):
@@ -245,7 +224,4 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         # numpy asks the kernel for huge pages, torch does not: without them a restore loses a quarter of its speed. The
         # kernel gives pages of zeros, and only when they are written.
         num_bytes = math.prod(shape) * dtype.itemsize
-        memory = _made_ahead.pop(num_bytes, None)
-        if memory is None:
-            memory = np.zeros(num_bytes, dtype=np.uint8)
-        return torch.from_numpy(memory).view(dtype).view(shape)
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

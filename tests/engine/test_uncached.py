@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ModelError
-from diskprefix.kv.group import make_ahead, zeros
 from tests.engine.driving import Cancelled, tokens, tokens_of
 from tests.engine.test_engine import done, load, run
 from tests.model import tiny
@@ -125,12 +124,6 @@ def test_a_reply_can_be_cancelled_between_its_steps(tmp_path: Path) -> None:
     with pytest.raises(Cancelled):
         run(engine, tokens(NUM_TOKENS), steps=2)
     engine.close()
-
-
-def test_memory_that_was_made_ahead_for_the_cache_is_given_back(tmp_path: Path) -> None:
-    ahead = make_ahead(4096)
-    load(write_folder(tmp_path / "model", "dynamic"), tmp_path / "kv").close()
-    assert zeros((4096,), torch.uint8, torch.device("cpu")).data_ptr() != ahead.data_ptr()
 
 
 def test_a_model_that_transformers_cannot_run_step_by_step_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.kv.group import give_back_ahead, make_ahead, zeros
+from diskprefix.kv.group import zeros
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.transfer import populate
@@ -60,19 +60,6 @@ def test_a_request_ends_the_making_of_pages(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked[0]()
     pool.give_way()
     assert not asked[0]()
-
-
-def test_memory_made_ahead_goes_to_the_tensor_of_its_size_once() -> None:
-    ahead = make_ahead(4096)
-    other, first, second = (zeros((size,), torch.uint8, torch.device("cpu")) for size in (2048, 4096, 4096))
-    assert first.data_ptr() == ahead.data_ptr()
-    assert ahead.data_ptr() not in (other.data_ptr(), second.data_ptr())
-
-
-def test_what_was_made_ahead_for_nothing_is_given_back() -> None:
-    ahead = make_ahead(4096)
-    give_back_ahead()
-    assert zeros((4096,), torch.uint8, torch.device("cpu")).data_ptr() != ahead.data_ptr()
 
 
 def test_memory_that_is_taken_ahead_is_all_there_soon_and_the_first_sequence_gets_it() -> None:

@@ -30,16 +30,11 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from diskprefix.model.load.imports import import_transformers
-
-# Before anything else imports transformers.
-import_transformers()
-
-from tests.faults.interleavings import world  # noqa: E402
-from tests.faults.interleavings.history import History, Wrong  # noqa: E402
-from tests.faults.interleavings.mutants import MUTANTS, without_protection  # noqa: E402
-from tools.measuring.options import FOLDER, JSON  # noqa: E402
-from tools.measuring.report import new_table  # noqa: E402
+from tests.faults.interleavings import world
+from tests.faults.interleavings.history import History, Wrong
+from tests.faults.interleavings.mutants import MUTANTS, without_protection
+from tools.measuring.options import FOLDER, JSON
+from tools.measuring.report import new_table
 
 AT_ONCE = 200
 """The histories of one piece of work of a process."""

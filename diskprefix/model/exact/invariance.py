@@ -30,7 +30,6 @@ from diskprefix.model.exact.rehearsal import interrupt, made_up_tokens, read_lay
 from diskprefix.model.exact.rows import are_whole, is_curve, is_ours
 from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.exact.structure import structure_of
-from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
@@ -179,7 +178,7 @@ def _measured(model: PreTrainedModel, report: Report) -> tuple[Layout, frozenset
         rows.forget_forms()
         layout = replace(layout, exact_at="token")
         try:
-            with without_tracer(), torch.inference_mode():
+            with torch.inference_mode():
                 install(model)
                 sample = _sampled(model, layout)
                 advance(_NUM_TOKENS)

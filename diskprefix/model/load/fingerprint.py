@@ -9,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +26,6 @@ from diskprefix.model.load.kernel_settings import (
     matmul_precision,
     switches,
 )
-from diskprefix.model.load.memory import will_read
 from diskprefix.tokens import file_digest
 
 _NAMED_IF_SET = ("kernels", "switches", "threads", "products", "attention_kernel")
@@ -212,51 +209,17 @@ def weights_digest(files: Sequence[Path], parts: Sequence[Path] = ()) -> str:
 
 
 _digests = Memo("digests", version=2)
-_digesting = threading.Lock()
-"""Held while a file is read: who asks for it meanwhile gets the digest from the memo."""
 
 
-def remembered_digest(file: Path, before_piece: Callable[[], None] = lambda: None) -> str:
+def remembered_digest(file: Path) -> str:
     """Returns `tokens.file_digest`. It is computed again when path, size, modification time or inode change. Raises
     `OSError` if the file cannot be read."""
-    with _digesting:
-        return _remembered_digest(file.resolve(), before_piece)
-
-
-class DigestAhead:
-    """A thread that computes digests of files before `remembered_digest` is asked for them."""
-
-    class _Stopped(Exception):
-        pass
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Begins."""
-        self._files, self._is_wanted = files, True
-        self._thread = threading.Thread(target=self._compute, name="digest", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the work. What is not computed yet is left out."""
-        self._is_wanted = False
-        self._thread.join()
-
-    def _compute(self) -> None:
-        for file in self._files:
-            with suppress(OSError, self._Stopped):
-                will_read(file)
-                remembered_digest(file, self._require_wanted)
-
-    def _require_wanted(self) -> None:
-        if not self._is_wanted:
-            raise self._Stopped
-
-
-def _remembered_digest(path: Path, before_piece: Callable[[], None]) -> str:
+    path = file.resolve()
     stamp = _stamp(path)
     record = _digests.get(str(path))
     if isinstance(record, dict) and record.get("stamp") == stamp and isinstance(record.get("digest"), str):
         return str(record["digest"])
-    digest = file_digest(path, before_piece)
+    digest = file_digest(path)
     if _stamp(path) == stamp and time.time() - path.stat().st_mtime > 2.0:
         # A younger file could change again without a visible change of its modification time.
         _digests.put(str(path), {"stamp": stamp, "digest": digest})

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
-from diskprefix.model.load.gguf_file import FileTensor, part_paths, read_tensors
-from diskprefix.model.load.gguf_header import GgufHeader
+from diskprefix.model.load.gguf_file import part_paths, read_tensors
+from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.published import read_config, require_plain_weights, text_config, understood_config
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
 from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf

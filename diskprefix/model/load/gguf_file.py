@@ -4,99 +4,18 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf_header import GgufHeader, HeaderTensor, read_header
-
-if TYPE_CHECKING:
-    import numpy as np
+from diskprefix.model.load.gguf_header import FileTensor, GgufHeader, read_header
 
 MATRICES = "matrices.npz"
 """The file in a converted model's folder that says which of its matrices are in the `.gguf` file."""
 
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
-_AT_ONCE = 1 << 22
-"""Elements that are dequantised at a time."""
-_PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
-"""Types of numpy. The content of other types is bytes."""
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor of type `kind`, and where its content is. `shape` is in torch's order; `stored_shape` and `dtype` are of
-    the content, where the last dimension of a quantised tensor counts bytes."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    file: Path
-    offset: int
-    dtype: np.dtype[Any]
-    stored_shape: tuple[int, ...]
-
-    @property
-    def type(self) -> Any:
-        """The type as the `gguf` library names it."""
-        from gguf import GGMLQuantizationType
-
-        return GGMLQuantizationType[self.kind]
-
-    @property
-    def num_elements(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows along the last dimension, those of all experts."""
-        return prod(self.shape[:-1])
-
-    @property
-    def row_bytes(self) -> int:
-        return self.stored_shape[-1] * self.dtype.itemsize
-
-    def rows(self, first: int, last: int) -> np.ndarray[Any, Any]:
-        """Reads rows `first` to before `last`, uint8 [rows, bytes of a row]. Raises `ModelError` as `content`."""
-        import numpy as np
-
-        count = (last - first) * self.row_bytes
-        found = np.fromfile(self.file, np.uint8, count=count, offset=self.offset + first * self.row_bytes)
-        if found.size < count:
-            raise cut_short(self)
-        return found.reshape(last - first, self.row_bytes)
-
-    def content(self, first: int = 0, last: int | None = None) -> np.ndarray[Any, Any]:
-        """Reads the content, or only from row `first` to before row `last`. Raises `ModelError` if it is not all there.
-
-        The file is not mapped: whatever happens to it meanwhile, the process goes on.
-        """
-        import numpy as np
-
-        rows, *inner = self.stored_shape
-        last = rows if last is None else last
-        row = prod(inner)
-        offset = self.offset + first * row * self.dtype.itemsize
-        found = np.fromfile(self.file, self.dtype, count=(last - first) * row, offset=offset)
-        if found.size < (last - first) * row:
-            raise cut_short(self)
-        return found.reshape(last - first, *inner)
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yields first and last row of pieces that are small enough to be dequantised at once."""
-        rows, *inner = self.shape
-        step = max(1, _AT_ONCE // prod(inner))
-        for first in range(0, rows, step):
-            yield first, min(first + step, rows)
-
-
-def cut_short(tensor: FileTensor) -> ModelError:
-    """Returns the error of a file that ends within a tensor."""
-    return ModelError(f"{tensor.file} is cut short: it does not hold all of {tensor.name}")
 
 
 def part_paths(gguf: Path) -> list[Path]:
@@ -148,9 +67,7 @@ def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
     Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`.
     """
     headers = [read_header(part) for part in parts]
-    tensors = [
-        _file_tensor(tensor, part) for part, header in zip(parts, headers, strict=True) for tensor in header.tensors
-    ]
+    tensors = [tensor for header in headers for tensor in header.tensors]
     if len(parts) > 1:
         _require_one_model(parts, headers, len({tensor.name for tensor in tensors}))
     return headers[0], _without_predictors(headers[0].values, tensors)
@@ -164,23 +81,6 @@ def _without_predictors(values: Mapping[str, Any], tensors: list[FileTensor]) ->
         return tensors
     blocks = ((_BLOCK.match(tensor.name), tensor) for tensor in tensors)
     return [tensor for block, tensor in blocks if block is None or int(block[1]) < num_blocks - num_predictors]
-
-
-def _file_tensor(tensor: HeaderTensor, file: Path) -> FileTensor:
-    import numpy as np
-
-    shape = tensor.sizes[::-1]
-    dtype = np.dtype(_PLAIN.get(tensor.kind, np.uint8))
-    stored_shape = shape if tensor.kind in _PLAIN else (*shape[:-1], tensor.num_bytes // prod(shape[:-1]))
-    return FileTensor(
-        name=tensor.name,
-        kind=tensor.kind,
-        shape=shape,
-        file=file,
-        offset=tensor.offset,
-        dtype=dtype,
-        stored_shape=stored_shape,
-    )
 
 
 def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], num_tensors: int) -> None:
@@ -212,7 +112,7 @@ def write_header(first: Path, header: GgufHeader, tensors: Sequence[FileTensor],
         name, sizes = tensor.name.encode(), tuple(reversed(tensor.shape))
         described += [struct.pack("<Q", len(name)), name, struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
         described.append(struct.pack("<IQ", tensor.type, at))
-        at += -(-prod(tensor.stored_shape) * tensor.dtype.itemsize // header.alignment) * header.alignment
+        at += -(-tensor.num_bytes // header.alignment) * header.alignment
     written = b"".join(described)
     with file.open("wb") as out:
         out.write(written)

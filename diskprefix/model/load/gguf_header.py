@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
 _MOST_HEADER_BYTES = 1 << 28
@@ -24,19 +27,88 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _UINT32 = 4
 _SKIPPED_BYTES = 4096
 """Longer strings of an array are skipped, shorter ones are read: both cost the same here."""
+_AT_ONCE = 1 << 22
+"""Elements that are dequantised at a time."""
+_PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
+"""Types of numpy. The content of other types is bytes."""
 _FEW, _FEW_NUMBERS = 16, 1024
 """The most strings and numbers of an array that is kept. Architectures have a number for each layer."""
 
 
 @dataclass(frozen=True)
-class HeaderTensor:
-    """A tensor of type `kind`. `sizes` has the innermost dimension first, `offset` counts from the file's begin."""
+class FileTensor:
+    """A tensor of type `kind`, and where its content is. `shape` is in torch's order; `stored_shape` and `dtype` are of
+    the content, where the last dimension of a quantised tensor counts bytes."""
 
     name: str
     kind: str
-    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: Path
     offset: int
-    num_bytes: int
+    dtype: np.dtype[Any]
+    stored_shape: tuple[int, ...]
+
+    @property
+    def type(self) -> Any:
+        """The type as the `gguf` library names it."""
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType[self.kind]
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.stored_shape) * self.dtype.itemsize
+
+    @property
+    def num_rows(self) -> int:
+        """Rows along the last dimension, those of all experts."""
+        return prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        return self.stored_shape[-1] * self.dtype.itemsize
+
+    def rows(self, first: int, last: int) -> np.ndarray[Any, Any]:
+        """Reads rows `first` to before `last`, uint8 [rows, bytes of a row]. Raises `ModelError` as `content`."""
+        import numpy as np
+
+        count = (last - first) * self.row_bytes
+        found = np.fromfile(self.file, np.uint8, count=count, offset=self.offset + first * self.row_bytes)
+        if found.size < count:
+            raise cut_short(self)
+        return found.reshape(last - first, self.row_bytes)
+
+    def content(self, first: int = 0, last: int | None = None) -> np.ndarray[Any, Any]:
+        """Reads the content, or only from row `first` to before row `last`. Raises `ModelError` if it is not all there.
+
+        The file is not mapped: whatever happens to it meanwhile, the process goes on.
+        """
+        import numpy as np
+
+        rows, *inner = self.stored_shape
+        last = rows if last is None else last
+        row = prod(inner)
+        offset = self.offset + first * row * self.dtype.itemsize
+        found = np.fromfile(self.file, self.dtype, count=(last - first) * row, offset=offset)
+        if found.size < (last - first) * row:
+            raise cut_short(self)
+        return found.reshape(last - first, *inner)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yields first and last row of pieces that are small enough to be dequantised at once."""
+        rows, *inner = self.shape
+        step = max(1, _AT_ONCE // prod(inner))
+        for first in range(0, rows, step):
+            yield first, min(first + step, rows)
+
+
+def cut_short(tensor: FileTensor) -> ModelError:
+    """Returns the error of a file that ends within a tensor."""
+    return ModelError(f"{tensor.file} is cut short: it does not hold all of {tensor.name}")
 
 
 @dataclass(frozen=True)
@@ -48,7 +120,7 @@ class GgufHeader:
     lists: Mapping[str, tuple[Any, ...] | None]
     metadata_end: int
     alignment: int
-    tensors: tuple[HeaderTensor, ...]
+    tensors: tuple[FileTensor, ...]
 
 
 class _Reading:
@@ -129,14 +201,14 @@ def read_header(path: Path) -> GgufHeader:
     num_bytes = path.stat().st_size
     try:
         with path.open("rb") as file:
-            return _read(_Reading(file, num_bytes), num_bytes)
+            return _read(path, _Reading(file, num_bytes), num_bytes)
     except UnicodeDecodeError:
         raise ModelError(f"cannot read {path}: a name in it is not UTF-8") from None
     except ValueError as error:
         raise ModelError(f"cannot read {path}: {first_line(error)}") from error
 
 
-def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
+def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
     if reading.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = reading.number("<I")
@@ -167,7 +239,7 @@ def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
             if kind != _UINT32 or alignment == 0 or alignment & (alignment - 1):
                 raise ValueError(f"its alignment is {alignment}")
     end = reading.at
-    described = [_tensor(reading) for _ in range(num_tensors)]
+    described = [_tensor(path, reading) for _ in range(num_tensors)]
     begin = -(-reading.at // alignment) * alignment
     tensors = tuple(_placed(tensor, begin, alignment, num_bytes) for tensor in described)
     if len({tensor.name for tensor in tensors}) < len(tensors):
@@ -177,8 +249,9 @@ def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
     return GgufHeader(values, lists, end, alignment, tensors)
 
 
-def _tensor(reading: _Reading) -> HeaderTensor:
+def _tensor(path: Path, reading: _Reading) -> FileTensor:
     """Returns a tensor whose offset counts from where the tensors begin."""
+    import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     name, dimensions = reading.text(_MOST_NAME_BYTES), reading.number("<I")
@@ -193,14 +266,16 @@ def _tensor(reading: _Reading) -> HeaderTensor:
     block, block_bytes = GGML_QUANT_SIZES[kind]
     if not all(sizes) or sizes[0] % block:
         raise ValueError(f"the tensor {name!r} of type {kind.name} has the sizes {sizes}")
-    return HeaderTensor(name, kind.name, sizes, offset, prod(sizes) // block * block_bytes)
+    shape, dtype = sizes[::-1], np.dtype(_PLAIN.get(kind.name, np.uint8))
+    stored_shape = shape if kind.name in _PLAIN else (*shape[:-1], shape[-1] // block * block_bytes)
+    return FileTensor(name, kind.name, shape, path, offset, dtype, stored_shape)
 
 
-def _placed(tensor: HeaderTensor, begin: int, alignment: int, num_bytes: int) -> HeaderTensor:
+def _placed(tensor: FileTensor, begin: int, alignment: int, num_bytes: int) -> FileTensor:
     if tensor.offset % alignment:
         raise ValueError(f"the tensor {tensor.name!r} begins at {tensor.offset}, which is not aligned")
     first = begin + tensor.offset
     if first + tensor.num_bytes > num_bytes:
         missing = first + tensor.num_bytes - num_bytes
         raise ValueError(f"it is cut short: {missing} bytes are missing up to the end of the tensor {tensor.name!r}")
-    return HeaderTensor(tensor.name, tensor.kind, tensor.sizes, first, tensor.num_bytes)
+    return replace(tensor, offset=first)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf_file import FileTensor
+from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.progress import Report
 
 if TYPE_CHECKING:

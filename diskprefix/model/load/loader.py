@@ -20,33 +20,26 @@ from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.ahead import ReadAhead
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
-from diskprefix.model.load.fingerprint import DigestAhead, weights_digest
+from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import (
     ROOM_BYTES,
     Check,
     Fit,
     ModelNeeds,
     needs_of_folder,
-    needs_of_tensors,
 )
 from diskprefix.model.load.gguf import converted_folder, enough_to_make, finished_folder, quiet_transformers
-from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths, read_tensors
+from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
-from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
 from diskprefix.model.load.memory import (
-    PagesAhead,
     available_bytes,
     available_ram_bytes,
     explain_out_of_memory,
-    kv_ahead,
-    large_pages,
-    populate_beside,
     use_gpu,
 )
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named, weight_files_of
-from diskprefix.model.load.safetensors_header import require_weights
 from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
@@ -56,7 +49,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-    from diskprefix.model.load.placing import UnreadWeights
     from diskprefix.model.quants.file_matrix import FileMatrix
     from diskprefix.model.quants.matrix_packing import MatrixPacking
 
@@ -65,7 +57,7 @@ log = logging.getLogger("diskprefix")
 Clock: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Measures a step of the load."""
 
-_ahead: ReadAhead[tuple[PreTrainedModel, UnreadWeights]] = ReadAhead()
+_ahead: ReadAhead[PreTrainedModel] = ReadAhead()
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 
@@ -119,84 +111,44 @@ class _ModelSource:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BegunWeights:
-    """The packing of the matrices of a `.gguf` file, or memory for the weights of a folder. `stamps` are those of the
-    `.gguf` file's parts, and `free_bytes` the memory that was free, both before it began."""
+class BegunPacking:
+    """The packing of the matrices of a `.gguf` file. `stamps` are those of its parts, and `free_bytes` the memory that
+    was free, both before it began."""
 
     stamps: dict[Path, tuple[int, int, int]]
     free_bytes: int
-    packing: MatrixPacking | None = None
-    memory: PagesAhead | None = None
-    digest: DigestAhead | None = None
+    packing: MatrixPacking
 
     @classmethod
-    def pack(cls, parts: list[Path], matrices: Iterable[FileMatrix], digest: DigestAhead | None = None) -> BegunWeights:
+    def of(cls, parts: list[Path], matrices: Iterable[FileMatrix]) -> BegunPacking:
         """Raises `ModelError` without the compiled operators, `OSError`, `MemoryError`."""
         from diskprefix.model.quants.matrix_packing import MatrixPacking
         from diskprefix.model.quants.products import compiled
 
         found = compiled()
         stamps, free_bytes = {part: file_stamp(part) for part in parts}, available_ram_bytes()
-        return cls(stamps=stamps, free_bytes=free_bytes, packing=MatrixPacking(found, matrices), digest=digest)
-
-    def stop(self) -> None:
-        for work in (self.packing, self.memory, self.digest):
-            if work is not None:
-                work.stop()
+        return cls(stamps=stamps, free_bytes=free_bytes, packing=MatrixPacking(found, matrices))
 
 
-def begin_weights(settings: Settings) -> BegunWeights | None:
-    """Begins with the weights for `load_model`, beside the import of transformers: packs the matrices of a `.gguf`
-    file, or makes the pages for the weights of a folder, which are read from the disk meanwhile. Returns None for other
-    models, and where memory is short. An error is left to `load_model`."""
+def begin_packing(settings: Settings) -> BegunPacking | None:
+    """Begins to pack the matrices of a `.gguf` file for `load_model`, beside the import of transformers. Returns None
+    for other models, for a file that is not converted yet, and where memory is short. An error is left to
+    `load_model`."""
     path = Path(os.path.expanduser(settings.model or ""))
-    if not _DEVICE.fullmatch(settings.device):
+    is_file = path.suffix.lower() == ".gguf" and os.path.isfile(path) and _DEVICE.fullmatch(settings.device)
+    if not is_file or settings.weights == "native" or settings.dtype not in ("auto", "bfloat16"):
         return None
     with suppress(DiskPrefixError, OSError, MemoryError):
-        if path.suffix.lower() == ".gguf" and os.path.isfile(path):
-            return _begun_packing(path, settings)
-        if (settings.model or "").strip() and os.path.isdir(path) and not (path / MATRICES).is_file():
-            return _begun_memory(path, settings)
+        # Nothing here imports transformers.
+        from diskprefix.model.quants.file_matrix import load_matrices
+        from diskprefix.model.quants.matrix_packing import packed_bytes
+
+        folder = finished_folder(path, settings.weights)
+        if folder is not None and pick_device(settings.device).type == "cpu":
+            matrices = {matrix.key: matrix for matrix in load_matrices(folder, part_paths(path)).values()}.values()
+            if matrices and packed_bytes(matrices) + ROOM_BYTES <= available_ram_bytes():
+                return BegunPacking.of(part_paths(path), matrices)
     return None
-
-
-def _begun_packing(gguf: Path, settings: Settings) -> BegunWeights | None:
-    # Nothing here imports transformers.
-    from diskprefix.model.quants.file_matrix import load_matrices
-    from diskprefix.model.quants.matrix_packing import as_they_stand, packed_bytes
-    from diskprefix.native.library import operators
-
-    weights = settings.weights
-    is_packed = weights != "native" and settings.dtype in ("auto", "bfloat16") and operators() is not None
-    if not is_packed or pick_device(settings.device).type != "cpu":
-        return None
-    parts, making_bytes, digest = part_paths(gguf), 0, None
-    folder = finished_folder(gguf, weights)
-    if folder is None:
-        header, tensors = read_tensors(parts)
-        making_bytes = needs_of_tensors(gguf.name, header, tensors, weights).making_bytes
-        matrices = as_they_stand(tensors, weights)
-        # The conversion asks for it first.
-        digest = DigestAhead(parts)
-    else:
-        matrices = list({matrix.key: matrix for matrix in load_matrices(folder, parts).values()}.values())
-    free_bytes = available_ram_bytes()
-    if packed_bytes(matrices) + making_bytes + ROOM_BYTES > free_bytes:
-        return BegunWeights(stamps={}, free_bytes=free_bytes, digest=digest)
-    return BegunWeights.pack(parts, matrices, digest)
-
-
-def _begun_memory(folder: Path, settings: Settings) -> BegunWeights | None:
-    files, free_bytes = require_weights(folder), available_ram_bytes()
-    needs = needs_of_folder(folder, files, settings.weights, settings.dtype)
-    num_bytes = 0 if needs.making_bytes else needs.weights_bytes
-    # What transformers computes of tensors, instead of putting them together, lies beside these pages at first.
-    if not num_bytes or 2 * num_bytes + ROOM_BYTES > free_bytes or pick_device(settings.device).type != "cpu":
-        return None
-    memory = PagesAhead(num_bytes)
-    is_room = num_bytes + sum(file.stat().st_size for file in files) + ROOM_BYTES <= free_bytes
-    digest = DigestAhead(files) if is_room else None
-    return BegunWeights(stamps={}, free_bytes=free_bytes, memory=memory, digest=digest)
 
 
 def load_model(
@@ -204,15 +156,13 @@ def load_model(
     progress: Report,
     flag: str = "--model",
     *,
-    kv_ahead_tokens: int = 0,
-    begun: BegunWeights | None = None,
+    begun: BegunPacking | None = None,
 ) -> LoadedModel:
     """Finds, fetches, converts, checks and loads the model that `settings` name.
 
-    `progress` takes lines of text for people, `flag` is what named the model. KV memory for `kv_ahead_tokens` is
-    made ahead, see `kv_ahead`. `begun` is what `begin_weights` returned for the same settings. Raises `ModelError` if
-    it cannot be found, fetched or read, or does not fit in memory, and `SettingsError` for --device and
-    --chat-template, each with a message of one line.
+    `progress` takes lines of text for people, `flag` is what named the model. `begun` is what `begin_packing` returned
+    for the same settings. Raises `ModelError` if it cannot be found, fetched or read, or does not fit in memory, and
+    `SettingsError` for --device and --chat-template, each with a message of one line.
     """
     timings: dict[str, float] = {}
 
@@ -230,45 +180,32 @@ def load_model(
 
     with ExitStack() as failing:
         if begun is not None:
-            failing.callback(begun.stop)
+            failing.callback(begun.packing.stop)
         source = _source(settings, progress, clock, flag, check)
         progress("loading the weights")
-        folder, files, on_cpu = source.folder, source.files, source.device.type == "cpu"
+        folder, files = source.folder, source.files
         fit = check(_needs(source))
-        if begun is not None and [*begun.stamps] != source.gguf:
-            begun.stop()
+        keys = {matrix.key for matrix in source.matrices.values()}
+        if begun is not None and ([*begun.stamps] != source.gguf or begun.packing.keys != keys):
+            begun.packing.stop()
             begun = None
         with clock("weights"), _load_failures(folder):
-            # Reading and packing go on beside digest and tokenizer.
+            # It goes on beside digest and tokenizer.
             if source.gguf and begun is None:
-                begun = BegunWeights.pack(source.gguf, [])
-                failing.callback(begun.stop)
-            packing, made = (None, None) if begun is None else (begun.packing, begun.memory)
-            if packing is not None:
-                packing.want(source.matrices.values())
+                begun = BegunPacking.of(source.gguf, source.matrices.values())
+                failing.callback(begun.packing.stop)
             stamps = {file: file_stamp(file) for file in files} | ({} if begun is None else begun.stamps)
-            model, unread = _ahead.take(*source.ahead) or _unread_model(source)
-            from diskprefix.model.load.beside import WorkBeside
-
-            # One work for all, so that there are no more threads than processors.
-            reading = WorkBeside() if packing is None else packing.work
-            failing.callback(reading.stop)
-            if on_cpu:
-                unread.begin(model, reading, made.take if made is not None else large_pages)
-        ahead = kv_ahead(fit, kv_ahead_tokens) if on_cpu else []
+            model = _ahead.take(*source.ahead) or _read_model(source)
         with clock("digest"), _load_failures(folder):
             digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
         with clock("tokenizer"):
             tokenizer = read_tokenizer(folder, template)
             media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
         with clock("weights"), _load_failures(folder):
-            reading.finish()
-            _finish(model, source, packing)
+            _finish(model, source, None if begun is None else begun.packing)
             for file, stamp in stamps.items():
                 if file_stamp(file) != stamp:
                     raise ModelError(f"{file} was changed while it was read; start again")
-        # What is read makes its own pages.
-        populate_beside(*ahead)
     name = settings.served_model_name or source.name
     return LoadedModel(
         model=model,
@@ -347,8 +284,8 @@ def _source(
 
 
 def import_model(settings: Settings) -> None:
-    """Imports the code of a model, and reads its tokenizer for `load_model`. A model with quantised weights is put
-    together too, which needs no memory before they are read. An error is left to `load_model`."""
+    """Imports the code of a model, and reads its tokenizer for `load_model`. A model whose
+    matrices are in a `.gguf` file is put together too, without them. An error is left to `load_model`."""
     with suppress(DiskPrefixError, OSError):
         template = read_template(settings.chat_template)
         source = _source(settings, lambda _line: None, lambda _step: nullcontext())
@@ -356,11 +293,9 @@ def import_model(settings: Settings) -> None:
         # transformers compiles a thousand patterns of names before it loads the first weights.
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        from diskprefix.model.quants.quantised import is_quantised
-
         get_checkpoint_conversion_mapping(source.config.model_type)
-        if is_quantised(source.files):
-            _ahead.read(*source.ahead, lambda: _unread_model(source))
+        if source.matrices:
+            _ahead.read(*source.ahead, lambda: _read_model(source))
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
@@ -482,21 +417,17 @@ def _finish(model: PreTrainedModel, source: _ModelSource, packing: MatrixPacking
     model.eval()
 
 
-def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]:
-    """Returns the model as transformers puts it together, on a CPU with weights that are not read yet."""
-    from diskprefix.model.load.placing import UnreadWeights
+def _read_model(source: _ModelSource) -> PreTrainedModel:
+    """Returns the model as transformers puts it together, without what is packed."""
+    from diskprefix.model.load.placing import placing
     from diskprefix.model.load.stored_tensors import stored_tensors
     from diskprefix.model.quants.parameter_stream import require_whole
     from diskprefix.model.quants.quantised import describe, is_quantised
 
     folder, files, config, device = source.folder, source.files, source.config, source.device
-    # Other devices and weights that others quantised come with libraries of their own, which may compile.
-    is_plain = device.type == "cpu" and getattr(config, "quantization_config", None) is None
-    unread = UnreadWeights()
     with _load_failures(folder), ExitStack() as context:
-        if is_plain:
-            context.enter_context(without_tracer())
-            context.enter_context(unread.leaving(stored_tensors(files[0].parent, files)))
+        if device.type == "cpu":
+            context.enter_context(placing(stored_tensors(files[0].parent, files)))
         if is_quantised(files):
             describe(config, files)
         model, info = source.kind.loader.from_pretrained(
@@ -511,7 +442,7 @@ def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]
             ignore_mismatched_sizes=True,
         )
     require_whole(info, f"the weights in {folder}")
-    return model, unread
+    return model
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,8 +15,6 @@ from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     import torch
-
-    from diskprefix.model.load.fit import Fit
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 KV_AHEAD_BYTES = 1 << 30
@@ -71,36 +68,6 @@ def large_pages(num_bytes: int) -> torch.Tensor:
     return whole[first : first + num_bytes]
 
 
-class PagesAhead:
-    """Large pages that a thread makes before it is known what will lie in them: about `num_bytes`."""
-
-    def __init__(self, num_bytes: int) -> None:
-        """Begins. Raises `MemoryError`."""
-        # More than is made. What is not touched takes no memory.
-        self._memory = large_pages(num_bytes + num_bytes // 16 + _LARGE_PAGE)
-        self._num_bytes, self._is_wanted = num_bytes, True
-        self._thread = threading.Thread(target=self._make, name="weights-memory", daemon=True)
-        self._thread.start()
-
-    def _make(self) -> None:
-        from diskprefix.kv.transfer import populate
-
-        populate([self._memory[: self._num_bytes]], lambda: self._is_wanted)
-
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Ends the work, and returns memory, uint8 [num_bytes]. Raises `MemoryError`."""
-        from diskprefix.kv.transfer import give_back
-
-        self.stop()
-        kept = num_bytes if num_bytes <= len(self._memory) else 0
-        give_back(self._memory[kept:])
-        return self._memory[:num_bytes] if kept else large_pages(num_bytes)
-
-    def stop(self) -> None:
-        self._is_wanted = False
-        self._thread.join()
-
-
 def trim_heap() -> None:
     """Gives the heap's free memory back to the kernel, where the C library can. Making a form of weights piece by piece
     leaves hundreds of MiB."""
@@ -109,38 +76,11 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def will_read(file: Path) -> None:
-    """Has the kernel read a file into its cache. Raises `OSError` if it cannot be opened."""
-    if hasattr(os, "posix_fadvise"):
-        with file.open("rb", buffering=0) as content:
-            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
-
-def populate_beside(*tensors: torch.Tensor) -> None:
-    """Has a thread make the pages of memory from `kv_ahead` until it is taken: `KVPool.touch` then goes on with it, and
-    stops for a request."""
-    from diskprefix.kv.group import has_ahead
-    from diskprefix.kv.transfer import populate
-
-    threading.Thread(target=populate, args=(tensors, has_ahead), name="kv-ahead", daemon=True).start()
-
-
 def tokens_ahead(longest_prompt: int) -> int:
     """Returns the tokens that get memory ahead: those of the longest saved prompt (of 1 000, of any model) and of a
     turn after it. With more, a large page holds few tokens of a head, and a restore touches more pages than it
     fills."""
     return longest_prompt + _TURN_TOKENS
-
-
-def kv_ahead(fit: Fit, num_tokens: int) -> list[torch.Tensor]:
-    """Returns the main memory that the KV of a sequence of so many tokens will get, before the model is there: nothing
-    if that is more than `KV_AHEAD_BYTES`, or than half of KV memory, or if it is not one piece."""
-    from diskprefix.kv.group import make_ahead
-
-    state, num_tokens = fit.needs.state, min(num_tokens, fit.context)
-    num_bytes, most_bytes = state.num_bytes(num_tokens), min(available_ram_bytes() // 4, fit.kv_limit // 2)
-    is_one_piece = num_tokens and state.per_token and not (state.windowed or state.fixed)
-    return [make_ahead(num_bytes)] if is_one_piece and num_bytes <= min(KV_AHEAD_BYTES, most_bytes) else []
 
 
 def use_gpu(device: torch.device) -> None:

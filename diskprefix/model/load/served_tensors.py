@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from math import prod
 
-from diskprefix.model.load.gguf_file import FileTensor
+from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.safetensors_header import StoredShape
 from diskprefix.model.quants.quant_form import form_of
 from diskprefix.native import COLUMNS, ROWS

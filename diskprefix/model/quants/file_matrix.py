@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from diskprefix.model.load.gguf_file import MATRICES, FileTensor, cut_short
+from diskprefix.model.load.gguf_file import MATRICES
+from diskprefix.model.load.gguf_header import FileTensor, cut_short
 from diskprefix.model.quants.quant_form import QuantForm, form_of
 from diskprefix.native import ROWS
 from diskprefix.native.library import Operators

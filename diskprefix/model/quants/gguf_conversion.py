@@ -30,7 +30,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import matrices_of, named_halves
-from diskprefix.model.load.gguf_file import FileTensor
+from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, numbered, numbers_in, save_matrices
 from diskprefix.model.quants.forms import quantised

@@ -1,78 +1,74 @@
-"""The packing of the matrices of a `.gguf` file, which goes on beside the rest of a start.
-
-A file that is not converted yet does not say which rows make which matrix. Its tensors are then packed as they stand,
-which is right for most.
-"""
+"""The packing of the matrices of a `.gguf` file, which goes on beside the rest of a start. Reading and packing hold no
+lock of Python's, so threads do them while another one imports libraries and reads the tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
 from math import prod
+from threading import Thread
 
 import torch
 
-from diskprefix.kv.transfer import give_back
-from diskprefix.model.load.beside import Task, WorkBeside
-from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.load.memory import LINE_BYTES, large_pages
-from diskprefix.model.load.served_tensors import quants_of_gguf
 from diskprefix.model.quants.file_matrix import FileMatrix
 from diskprefix.native.library import Operators
 
 
 class MatrixPacking:
-    """Packs matrices side by side in large pages. Not thread-safe."""
+    """Packs different matrices side by side in large pages, on all threads that torch has but one: that of the caller,
+    which joins them in `finish`. Not thread-safe."""
 
     def __init__(self, operators: Operators, matrices: Iterable[FileMatrix]) -> None:
         """Begins. Raises `MemoryError`."""
-        self._operators = operators
+        distinct = {matrix.key: matrix for matrix in matrices}
+        self.keys = distinct.keys()
         self._packed: dict[Hashable, torch.Tensor] = {}
-        self.work = WorkBeside()
-        """Also for what else is read beside it."""
-        self._unwanted: set[Hashable] = set()
-        self._add({matrix.key: matrix for matrix in matrices})
-
-    def _add(self, matrices: dict[Hashable, FileMatrix]) -> None:
-        memory, used, tasks = large_pages(packed_bytes(matrices.values())), 0, list[Task]()
-        for key, matrix in matrices.items():
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._failures: list[Exception] = []
+        memory, used = large_pages(packed_bytes(distinct.values())), 0
+        for key, matrix in distinct.items():
             shape = matrix.packed_shape
             self._packed[key] = memory[used : used + prod(shape)].view(shape)
-            each = matrix.tasks(self._operators, self._packed[key].flatten(0, -3))
-            tasks += (partial(self._if_wanted, key, task) for task in each)
+            self._tasks += matrix.tasks(operators, self._packed[key].flatten(0, -3))
             used += _room(matrix)
-        self.work.begin(tasks)
-
-    def _if_wanted(self, key: Hashable, task: Task) -> None:
-        if key not in self._unwanted:
-            task()
-
-    def want(self, matrices: Iterable[FileMatrix]) -> None:
-        """Begins with those of these matrices that are not begun, and leaves out all others. Raises `MemoryError`."""
-        wanted = {matrix.key: matrix for matrix in matrices}
-        self._unwanted = self._packed.keys() - wanted.keys()
-        missing = {key: matrix for key, matrix in wanted.items() if key not in self._packed}
-        if missing:
-            self._add(missing)
+        self._threads = [Thread(target=self._work, name="weights", daemon=True) for _ in range(_num_helpers())]
+        for thread in self._threads:
+            thread.start()
 
     def finish(self) -> dict[Hashable, torch.Tensor]:
         """Returns the packed matrices by their keys once all are there. Raises `ModelError` if the file is cut short,
         `OSError`, `MemoryError`."""
-        self.work.finish()
-        for key in self._unwanted:
-            give_back(self._packed.pop(key))
-        self._unwanted = set()
+        self._work()
+        self._wait()
+        for failure in self._failures:
+            raise failure
         return self._packed
 
     def stop(self) -> None:
         """Ends the work. What is not packed yet is left out."""
-        self.work.stop()
+        self._tasks.clear()
+        self._wait()
+
+    def _wait(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while self._tasks:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                return  # Another thread was faster.
+            try:
+                task()
+            except Exception as error:  # noqa: BLE001 - `finish` raises it
+                self._failures.append(error)
+                self._tasks.clear()
 
 
-def as_they_stand(tensors: Sequence[FileTensor], weights: str) -> list[FileMatrix]:
-    """Returns the matrices that the form `weights` probably keeps in a `.gguf` file with these tensors."""
-    kinds = quants_of_gguf(tensors, weights)
-    return [FileMatrix((tensor,), tensor.shape, None) for tensor in tensors if kinds.get(tensor.name) == tensor.kind]
+def _num_helpers() -> int:
+    return torch.get_num_threads() - 1
 
 
 def packed_bytes(matrices: Iterable[FileMatrix]) -> int:

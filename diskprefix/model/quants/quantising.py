@@ -80,12 +80,12 @@ def _quantise(
 ) -> None:
     stored = stored_tensors(folder, files)
     skeleton = kind.skeleton(config)
-    shapes = [tensor.stored_shape for tensor in stored.values()]
+    shapes = [tensor.header for tensor in stored.values()]
     needs = needs_of_checkpoint(folder.name, shapes, read_config(folder), weights, "bfloat16")
     check(needs)
     require_disk(made.parent, needs.disk_bytes)
     before = [file_stamp(file) for file in files]
-    sources = {name: tensor.unread for name, tensor in stored.items()}
+    sources = {name: tensor.read for name, tensor in stored.items()}
     total = sum(parameter.numel() for parameter in skeleton.parameters())
     with progress_bar(f"quantising {folder.name} to {weights}", total, report) as advance:
         streamed = StreamedQuantising(sources, weights, made, lambda done: advance(min(done, total)))

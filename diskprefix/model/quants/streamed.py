@@ -16,7 +16,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.load.stored_tensors import read_now
 from diskprefix.model.quants.forms import quantised
 from diskprefix.model.quants.parameter_stream import (
     TensorOnRequest,
@@ -121,7 +120,6 @@ class StreamedQuantising:
         if self._writer is None:
             self._writer = self._begin(model)
         owner, _, part = name.rpartition(".")
-        tensor = self._read(tensor)
         if owner in self._mixtures:
             self._hold(model, owner, part, tensor)
         else:
@@ -130,14 +128,6 @@ class StreamedQuantising:
         self._done += tensor.numel()
         self._advance(self._done)
         return torch.empty_like(tensor, device="meta")
-
-    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            found: torch.Tensor = read_now(tensor)
-            return found
-        except Exception as error:
-            self._failure = self._failure or error
-            raise
 
     def _write(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
         assert self._writer is not None

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from diskprefix.model.load.gguf_file import FileTensor
+from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.gguf_rope import scale_positions
 
 

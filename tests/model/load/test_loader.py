@@ -86,30 +86,31 @@ def test_each_file_that_the_index_names_is_in_the_digest(name: str, tmp_path: Pa
     assert load(folder).weights_digest != before.weights_digest
 
 
-def test_a_spare_has_a_model_put_together_for_quantised_weights_unless_their_file_was_written_since(
+@pytest.mark.usefixtures("cache")
+def test_a_spare_has_a_model_put_together_for_a_file_unless_its_folder_was_written_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny.write_folder(tmp_path / "m", dtype=torch.bfloat16, hidden_size=64, intermediate_size=128)
+    gguf = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
     ids = torch.arange(40).reshape(1, -1)
     with torch.inference_mode():
-        expected = load(folder, weights="int8").model(ids).logits
-    own, read = loader._unread_model, list[Path]()
+        expected = load(gguf).model(ids).logits
+    own, read = loader._read_model, list[Path]()
 
     def reading(source: Any) -> Any:
         read.extend(source.files)
         return own(source)
 
-    monkeypatch.setattr(loader, "_unread_model", reading)
-    settings = Settings(model=str(folder), weights="int8")
+    monkeypatch.setattr(loader, "_read_model", reading)
+    settings = Settings(model=str(gguf))
     loader.import_model(settings)
     with torch.inference_mode():
-        assert torch.equal(load(folder, weights="int8").model(ids).logits, expected)
+        assert torch.equal(load(gguf).model(ids).logits, expected)
     (file,) = read
     loader.import_model(settings)
     # The same bytes again, in a file of another time.
     file.write_bytes(file.read_bytes())
     with torch.inference_mode():
-        assert torch.equal(load(folder, weights="int8").model(ids).logits, expected)
+        assert torch.equal(load(gguf).model(ids).logits, expected)
     assert len(read) == 3
 
 
@@ -333,10 +334,10 @@ def test_a_model_that_does_not_fit_is_refused_before_loading_with_both_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "available_bytes", lambda _: 4096)
-    monkeypatch.setattr(loader, "_unread_model", None)
+    monkeypatch.setattr(loader, "_read_model", None)
     message = refusal(folder, dtype="float32")
     assert message.startswith("tiny-llama as float32 on cpu does not fit: about ")
-    assert "of memory needed (embeddings " in message
+    assert "of memory needed (weights in float32 " in message
     assert "4.0 KiB available; free some" in message
 
 

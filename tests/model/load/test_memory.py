@@ -2,27 +2,18 @@ from __future__ import annotations
 
 import ctypes
 import resource
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from diskprefix.kv.pool import KVPool
-from diskprefix.model.load.fit import Fit, ModelNeeds, TokenState, fitted
 from diskprefix.model.load.memory import (
-    KV_AHEAD_BYTES,
     available_bytes,
     available_ram_bytes,
-    kv_ahead,
     large_pages,
-    populate_beside,
     trim_heap,
 )
-from tests.server.daemon_process import wait_until
-from tests.synthetic_model import dense_layout
 
 MIB = 1024**2
 
@@ -104,38 +95,3 @@ def test_large_pages_are_asked_for() -> None:
         elif is_inside and head == "VmFlags:":
             flags = line
     assert " hg" in flags
-
-
-DENSE = TokenState(per_token=2 * 2 * 2 * 64 * 2, positions=2048)
-
-
-def fit_of(state: TokenState) -> Fit:
-    return fitted(ModelNeeds(name="x", state=state), 1 << 40)
-
-
-@pytest.mark.parametrize("num_tokens", [1000, 1 << 20])
-def test_a_sequence_gets_the_memory_that_was_made_ahead_for_it(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Callable[[], bool]] = []
-    monkeypatch.setattr("diskprefix.kv.transfer.populate", lambda _tensors, is_wanted: asked.append(is_wanted))
-    (ahead,) = kv_ahead(fit_of(DENSE), num_tokens)
-    populate_beside(ahead)
-    wait_until(lambda: bool(asked), "the thread begins")
-    assert asked[0]()
-    assert ahead.numel() == DENSE.num_bytes(min(num_tokens, 2048))
-    layout = dense_layout(layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, vocab_size=16)
-    pool = KVPool(
-        layout, torch.device("cpu"), limit_bytes=1 << 30, free_bytes=lambda: 1 << 30, max_idle=1, block_size=16
-    )
-    pool.touch(1 << 30, min(num_tokens, 2048))
-    (arena,) = pool._spare
-    assert arena.memory[0].tensor.data_ptr() == ahead.data_ptr()
-    assert not asked[0](), "its thread leaves the rest to the pool's"
-
-
-@pytest.mark.parametrize(
-    "changed", [{"per_token": KV_AHEAD_BYTES // 1024}, {"windowed": 1024, "window": 64}, {"per_token": 0}]
-)
-def test_no_memory_is_made_ahead_that_is_too_much_or_not_one_piece(changed: dict[str, Any]) -> None:
-    assert kv_ahead(fit_of(replace(DENSE, **changed)), 1024) == []

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf_file import FileTensor, read_tensors
+from diskprefix.model.load.gguf_file import read_tensors
+from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.quants import file_matrix as module
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices, numbered, numbers_in, save_matrices
 from diskprefix.model.quants.matrix_packing import MatrixPacking
