@@ -21,7 +21,6 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import RootRecord
@@ -68,9 +67,7 @@ class TieredStore:
         """Raises `SettingsError` if the shared tier cannot be opened."""
         self.settings, self.store = settings, store
         self.remote: SharedTier | None = hooks.open_tier(settings)
-        self.writer = Writer(
-            store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
-        )
+        self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl)
         self.spent = SpentByKey()
         self.tiers: tuple[Tier, ...] = (BufferTier(self.writer), DiskTier(store, self.writer.quarantine))
         """The nearest first."""

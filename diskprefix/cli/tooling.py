@@ -19,6 +19,7 @@ from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.store.folder import DATA, become_owner
 from diskprefix.store.store import Store
+from diskprefix.store.survival import require_survivable
 from diskprefix.store.tree import EntryInfo
 
 _LONG_S = 3.0
@@ -73,6 +74,7 @@ def opened_store(folder: Path, *, write: bool = False, min_free_bytes: int = 0) 
     """Opens the store in `folder`, read-only unless `write`, and closes it at the end. Raises `CacheError`."""
     path = require_store(folder)
     with advised():
+        require_survivable(path)
         store = Store(path, read_only=not write, min_free_bytes=min_free_bytes)
     try:
         yield store

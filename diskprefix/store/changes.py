@@ -131,8 +131,12 @@ class Changes(Snapshot):
         self.put_meta("purged_at", struct.pack("<d", self._now))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
-        """Stores the record of a root unless there is one."""
-        if not self.has_record("roots", root):
+        """Stores the record of a root unless there is a sound one."""
+        try:
+            is_stored = self.root(root) is not None
+        except StoreCorrupt:
+            is_stored = False
+        if not is_stored:
             self._put("roots", root, encode_record(root, record))
 
     def put_model(self, record: ModelRecord) -> None:
@@ -182,7 +186,7 @@ class Changes(Snapshot):
         )
         self._put("nodes", node.name, encode_node(node.name, record))
         for key in self.child_keys(node.name, record):
-            self.put_child(key)
+            self._put("children", key, b"")
         self.put_usage(node.name, usage)
         return node.name
 
@@ -258,7 +262,9 @@ class Changes(Snapshot):
         self._delete_children_keys(name)
         found = self.delete_record("nodes", name)
         if found:
-            self._add_children(parent, -1)
+            # A parent whose usage record cannot be read is damaged itself.
+            with suppress(StoreCorrupt):
+                self._add_children(parent, -1)
         for database in ("usage", "entries"):
             self.delete_record(database, name)
         self._delete_payload(name)
@@ -312,10 +318,6 @@ class Changes(Snapshot):
 
     def put_usage(self, name: bytes, usage: UsageRecord) -> None:
         self._put("usage", name, encode_usage(usage))
-
-    def put_child(self, key: bytes) -> None:
-        """Stores a key of the database `children`."""
-        self._put("children", key, b"")
 
     def _delete_children_keys(self, name: bytes) -> None:
         """Removes a node from the index of children. If its record cannot be read, all keys are searched."""

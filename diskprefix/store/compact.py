@@ -1,8 +1,8 @@
 """Compaction: writing a new file that holds the stored records and nothing else.
 
 LMDB never gives a page back to the disk, and the bytes of deleted records stay in its pages. So compaction copies
-record by record, where LMDB's own copy takes whole pages. The copy is written beside the file, checked, made durable
-and renamed over it. A kill at any moment leaves the old file or the new one.
+record by record, where LMDB's own copy takes whole pages. The copy is written beside the file, made durable and renamed
+over it. A kill at any moment leaves the old file or the new one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import lmdb
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.codec.codec import populate
 from diskprefix.store.environment import Environment, is_held
-from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
     DATA,
     REPLACEMENT,
@@ -34,6 +33,7 @@ from diskprefix.store.folder import (
 )
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.survival import require_survivable
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size
@@ -57,13 +57,8 @@ def compacted_bytes(path: Path) -> int:
 
     Raises `StoreCorrupt`; `StoreUnavailable` if there is no store, or a file that is not ours.
     """
-    with file_errors(path):
-        report = check_file(path / DATA)
-        if report.state == "busy":
-            return (path / DATA).stat().st_size
-    if b"meta" not in report.entries:
-        raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
-    return report.used_bytes
+    with file_errors(path), _reading(path) as snapshot:
+        return snapshot.used_bytes()
 
 
 def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
@@ -79,9 +74,8 @@ def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
                 f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
                 "or write a compacted copy with `diskprefix backup FOLDER`"
             )
-        num_bytes = compacted_bytes(path)
         with _reading(path) as snapshot:
-            return _write_copy(snapshot, num_bytes, path, path, advance)
+            return _write_copy(snapshot, path, path, advance)
 
 
 def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> bool:
@@ -93,7 +87,8 @@ def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
     """
     check_folder(path)
     with closing(FolderLock(path, patience_s=0)), file_errors(path):
-        num_bytes, old = compacted_bytes(path), os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
+        require_survivable(path)
+        old = os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with closing(Environment(path, budget_bytes=0, read_only=False, max_databases=len(DATABASES))) as env:
                 env.open_databases(DATABASES)
@@ -101,7 +96,7 @@ def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
                 with env.transaction(write=True) as txn:
                     if not env.is_in_place():
                         raise StoreUnavailable(f"{path}: another process has just replaced the store's file; try again")
-                    _write_copy(Snapshot(env.databases, txn), num_bytes, path, path, advance)
+                    _write_copy(Snapshot(env.databases, txn), path, path, advance)
             return not is_held(old)
         finally:
             os.close(old)
@@ -118,9 +113,8 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
         make_folder(target)
         if os.path.lexists(target / DATA):
             raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
-        num_bytes = compacted_bytes(path)
         with _reading(path) as snapshot:
-            return _write_copy(snapshot, num_bytes, path, target, advance)
+            return _write_copy(snapshot, path, target, advance)
 
 
 def require_unused(path: Path) -> None:
@@ -143,25 +137,29 @@ def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lam
             raise StoreUnavailable(f"{source} is the folder of the store itself; give that of a backup")
         if not lock.try_exclusive():
             raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it first")
-        num_bytes = compacted_bytes(source)
         with _reading(source) as snapshot:
-            return _write_copy(snapshot, num_bytes, source, path, advance)
+            return _write_copy(snapshot, source, path, advance)
 
 
 @contextmanager
 def _reading(source: Path) -> Iterator[Snapshot]:
-    """Yields a snapshot of the store in folder `source`."""
+    """Yields a snapshot of the store in folder `source`. Raises `StoreUnavailable` if there is none, `StoreCorrupt`."""
+    missing = StoreUnavailable(f"{source} holds no diskprefix store; give its folder with --kv-cache-dir")
+    if not (source / DATA).is_file() or not (source / DATA).stat().st_size:
+        raise missing
+    require_survivable(source)
     with closing(Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))) as env:
+        if not env.has_database("meta"):
+            raise missing
         env.open_databases(DATABASES)
         with env.transaction() as txn:
             yield Snapshot(env.databases, txn)
 
 
-def _write_copy(
-    snapshot: Snapshot, num_bytes: int, source: Path, target: Path, advance: Callable[[int], None]
-) -> Compacted:
-    """Writes a copy of the snapshot of the store in `source`, of about `num_bytes`, in a folder of its own inside
-    `target`, then moves it to its place."""
+def _write_copy(snapshot: Snapshot, source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
+    """Writes a copy of the snapshot of the store in `source` in a folder of its own inside `target`, then moves it to
+    its place."""
+    num_bytes = snapshot.used_bytes()
     before_bytes = (source / DATA).stat().st_size
     work = target / REPLACEMENT
     shutil.rmtree(work, ignore_errors=True)
@@ -169,7 +167,6 @@ def _write_copy(
     try:
         _require_room(target, work, num_bytes)
         _copy(snapshot, work, num_bytes, advance)
-        check_file(work / DATA)
         put_in_place(target)
     finally:
         shutil.rmtree(work, ignore_errors=True)

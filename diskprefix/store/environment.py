@@ -43,6 +43,10 @@ class Environment:
         self.databases: dict[str, Any] = {}
         self.broken: str | None = None
         """Why the environment cannot be used before it is closed and opened again; None if it can."""
+        self.damage: StoreCorrupt | None = None
+        """The error with which LMDB found the file damaged."""
+        self.is_tried = False
+        """A child process went through the file; see `StoreFile.try_file`."""
         self.has_lock = True
         """True if readers are in LMDB's lock file. If this process cannot write that file, a writer in another process
         does not know of its readers, and may overwrite the pages that they read."""
@@ -76,6 +80,20 @@ class Environment:
                 self._env.reader_check()
             for name in names:
                 self.databases[name] = self._env.open_db(name.encode(), create=not self.read_only)
+
+    def has_database(self, name: str) -> bool:
+        """Returns whether the file has a database of this name."""
+        with self._translated():
+            try:
+                self._env.open_db(name.encode(), create=False)
+            except (lmdb.NotFoundError, lmdb.ReadonlyError):
+                return False
+            return True
+
+    def is_empty(self) -> bool:
+        """Returns whether the file has no databases and no records."""
+        with self._translated():
+            return not self._env.stat()["entries"]
 
     def close(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
         """Closes as soon as no transaction of this process is open; later ones raise `StoreUnavailable`. Returns False,
@@ -144,8 +162,12 @@ class Environment:
         except lmdb.MapFullError as error:
             raise StoreFull(f"{self.path}: the store is full") from error
         except _DAMAGED as error:
-            self.broken = f"{self.path / DATA} is damaged or no store ({error}); move it away to start afresh"
+            self.broken = f"{self.path / DATA} is damaged: {error}"
+            self.damage = StoreCorrupt(self.broken)
             raise StoreCorrupt(self.broken) from error
+        except lmdb.BadTxnError as error:
+            # An earlier read in the transaction failed.
+            raise StoreCorrupt(f"{self.path / DATA} is damaged: {error}") from error
         except lmdb.VersionMismatchError as error:
             # Of the data file, or of the lock file of a process that has the store open.
             raise other_lmdb(self.path / DATA, "or its lock file is of another version") from error

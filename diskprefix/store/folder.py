@@ -179,6 +179,17 @@ class FolderLock:
             return False
         return True
 
+    @property
+    def is_marked(self) -> bool:
+        """Returns whether a process that marked the folder did not take its mark away: it is still there, or it did not
+        end well. The mark is the length of the lock file, so that a full disk does not matter."""
+        return self._fd is not None and os.fstat(self._fd).st_size > 0
+
+    def mark(self, is_open: bool) -> None:
+        """Leaves a mark that a process has the store open for writing, or takes it away. Raises `OSError`."""
+        if self._fd is not None:
+            os.ftruncate(self._fd, int(is_open))
+
     def share(self) -> None:
         """Makes an exclusive lock shared again."""
         if self._fd is not None:

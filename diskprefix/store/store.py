@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store.changes import Changes, NewNode, Use
+from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
@@ -115,6 +116,13 @@ class Publication:
         return sum(len(node.payload) for node in self.nodes)
 
 
+class Subtrees(NamedTuple):
+    """The names of nodes, and of those at which saved prompts end."""
+
+    nodes: list[bytes]
+    entries: list[bytes]
+
+
 class Store(StoreFile):
     """A store that is open. `close` closes it.
 
@@ -208,9 +216,24 @@ class Store(StoreFile):
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
         """Removes a damaged node and all that continues it. Returns the number of removed nodes. `parent` is the node
-        that it continues, because its own record may be wrong. Reads the whole index, which takes long."""
-        with self.changes() as changes:
-            return sum(changes.delete_node(*node) for node in PrefixTree(changes).subtrees({name: parent}))
+        that it continues, because its own record may be wrong."""
+        return len(self.remove_subtrees({name: parent}).nodes)
+
+    def remove_subtrees(self, tops: Mapping[bytes, bytes] | Iterable[bytes]) -> Subtrees:
+        """Removes nodes and all that continues them. A mapping names the nodes that they continue; otherwise their own
+        records do. Reads the whole index, which takes long."""
+        removed = Subtrees([], [])
+        is_done = False
+        while not is_done:
+            with self.changes() as changes:
+                stored = (name for name in tops if changes.has_record("nodes", name))
+                parents = tops if isinstance(tops, Mapping) else {name: changes.parent(name) for name in stored}
+                doomed = PrefixTree(changes).subtrees(parents)
+                for name, parent in doomed[:NODES_AT_ONCE]:
+                    removed.entries.extend([name] if changes.has_record("entries", name) else [])
+                    removed.nodes.extend([name] if changes.delete_node(name, parent) else [])
+            is_done = len(doomed) <= NODES_AT_ONCE
+        return removed
 
     def counts(self) -> dict[str, int]:
         """Returns `Snapshot.counts`, and the bytes in use (`used_bytes`) and of the whole file (`file_bytes`)."""

@@ -15,7 +15,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -25,7 +25,6 @@ from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment, other_lmdb
-from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
     DATA,
     LMDB_LOCK,
@@ -49,6 +48,7 @@ from diskprefix.store.schema import (
     encode_record,
 )
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.survival import require_survivable
 from diskprefix.store.written import WriteMeter
 from diskprefix.tokens import HASH_BYTES
 
@@ -72,7 +72,7 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
         check_folder(path)
     else:
         make_folder(path)
-    lock, env = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only), None
+    lock, env, is_marked = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only), None, False
     try:
         with file_errors(path):
             is_alone = not read_only and lock.try_exclusive()
@@ -80,7 +80,11 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
                 # A process that was killed while it wrote a replacement left it behind. The old file is in place.
                 shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
             _require_own_layout(path)
-            _require_sound(path)
+            if is_alone and lock.is_marked:
+                require_survivable(path, is_alone=True)
+            if not read_only:
+                lock.mark(True)
+                is_marked = True
             if os.access(path, os.W_OK):
                 reserve_lmdb_lock(path, create=not read_only)
             env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
@@ -93,6 +97,9 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
         if env is not None:
             # Otherwise the folder cannot be opened for reading either.
             env.close()
+        if is_marked:
+            with suppress(OSError):
+                lock.mark(False)
         lock.close()
         raise
     return env, lock
@@ -147,7 +154,7 @@ _PAGE_BYTES = tuple(1 << n for n in range(12, 16))
 
 def _require_own_layout(path: Path) -> None:
     """Raises `StoreUnavailable` for a file of another data version of LMDB, or from a machine with other pages, which
-    is not damaged. Both meta pages must say so: one alone may be wrong."""
+    is not damaged. Both meta pages must say so. Raises `StoreCorrupt` if one of them says something else."""
     try:
         with (path / DATA).open("rb") as file:
             start = file.read(_PAGE_BYTES[-1] + _PAGE_HEADER_BYTES[-1] + _META.size)
@@ -163,13 +170,10 @@ def _require_own_layout(path: Path) -> None:
             raise other_lmdb(path / DATA, f"has LMDB's data version {version}")
         if stated_bytes == page_bytes != min(mmap.PAGESIZE, _PAGE_BYTES[-1]):
             raise other_lmdb(path / DATA, f"has pages of {page_bytes} bytes")
-
-
-def _require_sound(path: Path) -> None:
-    """Raises `StoreCorrupt` for a damaged file, `StoreUnavailable` for the file of another program."""
-    entries = check_file(path / DATA).entries
-    if any(entries.values()) and not entries.get(b"meta"):
-        raise foreign_file(path)
+    second = _PAGE_HEADER_BYTES[0] + min(mmap.PAGESIZE, _PAGE_BYTES[-1])
+    has_both = len(start) >= second + _META.size
+    if has_both and _META.unpack_from(start, second) != _META.unpack_from(start, _PAGE_HEADER_BYTES[0]):
+        raise StoreCorrupt(f"{path / DATA} is damaged: its meta pages differ")
 
 
 def foreign_file(path: Path) -> StoreUnavailable:
@@ -187,6 +191,12 @@ def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey |
     Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
     format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
     """
+    if not env.has_database("meta"):
+        if not env.is_empty():
+            require_survivable(path)
+            raise foreign_file(path)
+        if env.read_only:
+            raise StoreCorrupt(f"{path} holds no diskprefix store")
     env.open_databases(["meta"])
     with env.transaction() as txn:
         is_new = not any(Snapshot(env.databases, txn).keys("meta"))
@@ -254,7 +264,7 @@ def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:
 
 _U64 = struct.Struct("<Q")
 _RETRY_S = 2.0
-"""The time between attempts to open a folder that could not be opened. Checking a large file takes a while."""
+"""The time between attempts to open a folder that could not be opened."""
 
 
 class StoreFile:
@@ -353,6 +363,17 @@ class StoreFile:
             self._open(read_only=self._is_reader)
         self._problem = None
 
+    def try_file(self) -> None:
+        """Lets a child process go through the file, because a record in it was found damaged. If that fails, `reopen`
+        moves the file aside. Once for each time that the file is opened, because it takes long."""
+        env = self.environment
+        if not env.is_tried:
+            env.is_tried = True
+            try:
+                require_survivable(self.path)
+            except StoreCorrupt as error:
+                env.broken, env.damage = str(error), error
+
     def close(self) -> None:
         """Closes the folder. Raises `StoreUnavailable` if a transaction of this process does not end."""
         env, self._env = self._env, None
@@ -360,17 +381,23 @@ class StoreFile:
             self._env = env
             raise StoreUnavailable(f"{self.path}: a reader of this process does not end")
         if self._lock is not None:
+            if env is not None and not env.read_only and env.damage is None:
+                with suppress(OSError):
+                    self._lock.mark(False)
             self._lock.close()
             self._lock = None
 
     def reopen(self) -> bool:
-        """Opens the folder again if its file was removed, replaced or damaged, or can be written again. Returns whether
-        it was opened for reading and writing. Never raises."""
+        """Opens the folder again if its file was removed, replaced or damaged, or can be written again. A damaged file
+        is moved aside first. Returns whether it was opened for reading and writing. Never raises."""
         if not self._is_due():
             return False
         self._retry_at = time.monotonic() + _RETRY_S
+        damage = self._env.damage if self._env is not None else None
         try:
             self.close()
+            if damage is not None and self._on_corruption == "quarantine":
+                set_aside(self.path, damage)
             self._attach()
         except FolderUnavailable as error:
             self._only_read(error)

@@ -20,10 +20,6 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
 
 
-class MisnamedNode(StoreCorrupt):
-    """The name of a node is not the hash of its parent and its token ids."""
-
-
 class PrefixTree:
     """The nodes of one snapshot. A record is read and checked at its first use, and then kept.
 
@@ -46,7 +42,7 @@ class PrefixTree:
             if self._secret is not None and name != node_name(
                 self._secret, record.parent, record.token_ids, record.kind
             ):
-                raise MisnamedNode("its name is not the hash of its parent and its tokens")
+                raise StoreCorrupt("its name is not the hash of its parent and its tokens")
             self._nodes[name] = record
         return self._nodes[name]
 

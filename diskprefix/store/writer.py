@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TypeAlias
 
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
+from diskprefix.store.maintenance.verify import remove_damaged
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.notes import Notes
 from diskprefix.store.savings import SavingsLog, forget_hits
-from diskprefix.store.schema import ModelRecord, RootRecord, model_key
+from diskprefix.store.schema import ModelRecord, model_key
 from diskprefix.store.store import Publication, Store
 
 log = logging.getLogger("diskprefix")
@@ -35,21 +35,14 @@ _LAST_WRITE_S = 10.0
 _MAX_HELD_S = 10.0
 """A kill loses what was computed in that time."""
 
-Repair: TypeAlias = Callable[[Store, Mapping[bytes, RootRecord]], int]
-"""Removes damaged records from a store and returns how many problems it repaired. The mapping holds the root records
-that the caller would write itself. Raises `CacheError`."""
-
 
 class Writer:
     """Owns the writing thread. `reserve`, `submit` and `touch` do not wait for the disk and do not raise."""
 
-    def __init__(
-        self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0, repair: Repair = lambda _store, _roots: 0
-    ) -> None:
+    def __init__(self, store: Store, *, buffer_bytes: int, ttl_s: float = 0.0) -> None:
         """`ttl_s`: nodes that were not used for this many seconds are removed; 0 keeps them. Uses may ask for another
-        time. `repair` is called when a damaged record makes a publication fail."""
+        time."""
         self._store = store
-        self._repair_store = repair
         self._ttl_s = ttl_s
         self._expired_at = -math.inf
         self._buffer_bytes = buffer_bytes
@@ -59,8 +52,6 @@ class Writer:
         self._models: tuple[ModelRecord, ...] = ()
         self._is_told, self._are_recorded = False, True
         """A model was added that the thread has not seen yet; the store has a record of all `_models`."""
-        self._roots: dict[bytes, RootRecord] = {}
-        """The root record of the publication that is being written. It can replace a damaged one."""
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
         """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
         be in neither."""
@@ -222,7 +213,7 @@ class Writer:
             if publication is None and closing:
                 self._attempt(self._record_written)
                 return
-            if publication is None:
+            if publication is None or self._store.problem is not None:
                 self._attempt(self._maintain)
 
     def _has_work(self) -> bool:
@@ -248,7 +239,7 @@ class Writer:
             step()
         except StoreCorrupt as error:
             self._report(error)
-            self._repair(error)
+            self._remove_damaged(error)
         except CacheError as error:
             self._report(error)
         except Exception as error:
@@ -257,7 +248,6 @@ class Writer:
 
     def _write(self, publication: Publication) -> None:
         started = time.perf_counter()
-        self._roots = {publication.root: publication.root_record}
         if publication.chain.is_lost:
             # What it continues is lost. That the prompt was seen counts all the same.
             publication = replace(publication, nodes=(), last_node=None, entry=None)
@@ -306,6 +296,7 @@ class Writer:
 
     def _quarantine(self, name: bytes, parent: bytes) -> None:
         self.quarantined += self._store.quarantine(name, parent)
+        self._store.try_file()
 
     def _write_touches(self) -> None:
         with self._changed:
@@ -356,12 +347,13 @@ class Writer:
         if self._store.problem is not None:
             self._report(self._store.problem)
 
-    def _repair(self, error: StoreCorrupt) -> None:
+    def _remove_damaged(self, error: StoreCorrupt) -> None:
         """Removes damaged records that make writing fail. `Store.maintain` deals with damage of the file itself."""
         try:
-            self.quarantined += self._repair_store(self._store, self._roots)
+            self.quarantined += remove_damaged(self._store).records
+            self._store.try_file()
         except CacheError as failure:
-            log.debug("[disk-cache] not repaired: %s, because of %s", error, failure)
+            log.debug("[disk-cache] not removed: %s, because of %s", error, failure)
 
     def _recover(self) -> None:
         if self.error is not None:

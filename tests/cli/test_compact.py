@@ -49,18 +49,14 @@ def test_beside_a_daemon_it_refuses_in_one_line_that_says_how_to_go_on(run: Run,
 
 
 def test_ctrl_c_leaves_the_old_file_and_nothing_else(folder: Path, kept: Publication) -> None:
-    """Pressed when the first batch is written."""
+    """Pressed when the copy is written."""
     code = f"""
 import os, signal
 from diskprefix.cli import main
 from diskprefix.store import compact
-compact._BATCH_BYTES = 1
-check_file = compact.check_file
-def interrupted(path, **options):
-    if "replacement" in str(path):
-        os.kill(os.getpid(), signal.SIGINT)
-    return check_file(path, **options)
-compact.check_file = interrupted
+def interrupted(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+compact.put_in_place = interrupted
 main(["compact", "--kv-cache-dir", {str(folder)!r}])
 """
     before = (folder / "data.mdb").read_bytes()

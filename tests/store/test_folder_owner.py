@@ -224,7 +224,6 @@ def test_what_the_owner_could_not_do_the_command_cannot(
 
     def opened() -> None:
         monkeypatch.setattr("diskprefix.store.folder._check_place", lambda *_: None)
-        monkeypatch.setattr("diskprefix.store.store_file._require_sound", lambda *_: None)
         write(folder)
 
     assert "Permission denied" in as_owner(folder, opened, monkeypatch)

@@ -85,7 +85,6 @@ MUTANTS = (
     Part("profile", without=("the barrier of a copied file",)),
     Part("models", "kept", ("the barrier of a copied file",), ("digests of a model",)),
     Part("save", "exact", ("all barriers",), ("checksums",)),
-    Part("save", "exact", ("all barriers",), ("the check of the file",)),
 )
 
 

@@ -1,26 +1,27 @@
-"""Checks the records of the store against each other, within one snapshot. Nothing is changed.
+"""Checks the records of the store against each other, and removes those that fail.
 
-`store.filecheck` has checked the structure of the file before. `verify_payloads` checks the contents of the payloads
-apart: that takes long, and an open snapshot keeps freed pages from being reused. So it reads payloads in slices, each
-with a snapshot of its own. It leaves out nodes that were evicted meanwhile.
+There is one rule: a node that fails a check goes, with all that continues it. Any other record goes alone. What went is
+computed and stored again when it is wanted.
+
+`verify_index` works within one snapshot. `verify_payloads` checks the contents of the payloads apart: that takes long,
+and an open snapshot keeps freed pages from being reused. So it reads payloads in slices, each with a snapshot of its
+own. It leaves out nodes that were evicted meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.nouns import Tenant
-from diskprefix.store.changes import node_bytes
+from diskprefix.store.changes import RECORDS_AT_ONCE, batches, node_bytes
 from diskprefix.store.codec.codec import Piece, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.note_record import decode_note
@@ -34,60 +35,28 @@ from diskprefix.store.schema import (
     ModelRecord,
     NodeRecord,
     RootRecord,
-    UsageRecord,
     decode_prompt,
     decode_record,
-    decode_usage,
     model_key,
     piece_index,
-    piece_key,
 )
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
-from diskprefix.store.tree import MisnamedNode, PrefixTree
+from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES, root_hash
 
-
-class ProblemKind(StrEnum):
-    DAMAGED = "damaged"
-    """It cannot be read, or its checksum does not match."""
-    MISNAMED = "misnamed"
-    """Its name is not the hash of what it holds."""
-    DETACHED = "detached"
-    """The node that it continues is missing, ends elsewhere, or cannot be continued in this way."""
-    ROOTLESS = "rootless"
-    """The record of its root, with the model and the layout, is missing."""
-    MISSHAPEN = "misshapen"
-    """Its sizes are not those of its root's layout."""
-    INCOMPLETE = "incomplete"
-    """A piece of its payload is missing, or there is one too many."""
-    MISCOUNTED = "miscounted"
-    """Its usage record does not agree with what is stored."""
-    UNLISTED = "unlisted"
-    """The index of children lacks its key."""
-    ORPHANED = "orphaned"
-    """The node that it belongs to is missing."""
+_PASSES = 3
+"""A node whose record is cut short names no parent: that is found to count a child too many in the next pass."""
 
 
 @dataclass(frozen=True)
 class StoreProblem:
-    """One thing that is wrong. `key` is the key of the record in hex, which may be missing."""
+    """A record that failed a check. `key` is its key in hex. A problem of a node's payload, usage record or place in
+    the index of children is one of the node."""
 
-    kind: ProblemKind
     database: str
     key: str
     message: str
-
-    @property
-    def location(self) -> tuple[ProblemKind, str, str]:
-        """The problem without its message, whose numbers may change while others write."""
-        return self.kind, self.database, self.key
-
-    @property
-    def node(self) -> bytes:
-        """The name of the node that a problem of `nodes`, `payloads`, `usage` or `entries` belongs to: all keys there
-        begin with it."""
-        return bytes.fromhex(self.key)[:HASH_BYTES]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +71,44 @@ class IndexReport:
     num_roots: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Removed:
+    """What was removed: `entries` are the names of saved prompts, `blocks` and `prompts` the numbers of nodes and of
+    recent prompts, `records` that of all these and of other records that failed a check."""
+
+    entries: tuple[bytes, ...]
+    blocks: int
+    prompts: int
+    records: int
+
+
+def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None) -> Removed:
+    """Removes what these problems name, and what they hide; without any, what `verify_index` finds. Safe beside running
+    daemons, and may be killed. Raises `CacheError`."""
+    counts: Counter[str] = Counter()
+    entries: list[bytes] = []
+    found = verify_index(store).problems if problems is None else tuple(problems)
+    for _ in range(_PASSES):
+        if not found:
+            break
+        nodes = [bytes.fromhex(problem.key) for problem in found if problem.database == "nodes"]
+        gone = store.remove_subtrees(nodes)
+        counts["nodes"] += len(gone.nodes)
+        entries += gone.entries
+        for some in batches([problem for problem in found if problem.database != "nodes"], RECORDS_AT_ONCE):
+            with store.changes() as changes:
+                check = RecordCheck(changes, store.secret)
+                for problem in some:
+                    key = bytes.fromhex(problem.key)
+                    if check.wrong(problem.database, key) and changes.delete_record(problem.database, key):
+                        counts[problem.database] += 1
+                        entries += [key] if problem.database == "entries" else []
+        found = verify_index(store).problems
+    return Removed(
+        entries=tuple(entries), blocks=counts["nodes"], prompts=counts["history"], records=counts.total() + len(entries)
+    )
+
+
 def verify_index(store: Store) -> IndexReport:
     """Checks all records but the contents of the payloads. Returns the problems that a second look finds again.
 
@@ -111,8 +118,8 @@ def verify_index(store: Store) -> IndexReport:
     report = _verify_once(store)
     if not report.problems:
         return report
-    before, again = {problem.location for problem in report.problems}, _verify_once(store)
-    return replace(again, problems=tuple(problem for problem in again.problems if problem.location in before))
+    before, again = {(one.database, one.key) for one in report.problems}, _verify_once(store)
+    return replace(again, problems=tuple(one for one in again.problems if (one.database, one.key) in before))
 
 
 def _verify_once(store: Store) -> IndexReport:
@@ -124,28 +131,18 @@ def _verify_once(store: Store) -> IndexReport:
         for database in DATABASES:
             for key in snapshot.keys(database):
                 counts[database] += 1
-                found = check.problems(database, key)
-                problems += found
-                if database == "nodes":
-                    problems += check.problems("usage", key)
-                    if not found:
-                        node = check.node(key)
-                        stored_bytes[key] = node.stored_bytes
-                        for child_key in snapshot.child_keys(key, node):
-                            problems += check.problems("children", child_key)
-        # Those of usage records and of the index that belong to a node have been found with it.
+                if message := check.wrong(database, key):
+                    problems.append(StoreProblem(database, key.hex(), message))
+                elif database == "nodes":
+                    stored_bytes[key] = check.node(key).stored_bytes
         return IndexReport(
-            problems=tuple(dict.fromkeys(problems)),
+            problems=tuple(problems),
             stored_bytes=stored_bytes,
             num_nodes=counts["nodes"],
             num_entries=counts["entries"],
             num_prompts=counts["history"],
             num_roots=len(check.roots),
         )
-
-
-_Found: TypeAlias = tuple[ProblemKind, str, str]
-"""Kind, database and message of a problem."""
 
 
 class RecordCheck:
@@ -160,38 +157,37 @@ class RecordCheck:
             with suppress(StoreCorrupt):
                 self.roots[root], self._layouts[root] = _checked_root(root, value)
 
-    def problems(self, database: str, key: bytes) -> list[StoreProblem]:
-        """Returns what is wrong with a record, or with the absence of a node's usage record or key in `children`.
+    def wrong(self, database: str, key: bytes) -> str | None:
+        """Returns what is wrong with a stored record, None if it is sound.
 
-        For a node that includes its pieces, but not their contents.
+        What belongs to a node is checked with the node: its pieces, but not their contents, its usage record and its
+        keys in the index of children. Elsewhere it is only asked whether there is such a node.
         """
-        checks: dict[str, Callable[[bytes, Any], Iterable[_Found]]] = {
-            "roots": self._root_problems,
-            "nodes": self._node_problems,
-            "children": self._child_problems,
-            "usage": self._usage_problems,
-            "payloads": self._piece_problems,
-            "entries": self._entry_problems,
-            "history": self._prompt_problems,
-            "notes": self._note_problems,
-            "meta": self._meta_problems,
-        }
-        if database not in ("usage", "children") and not self._snapshot.has_record(database, key):
-            return []
-        # The check of a piece looks at its key alone, and to decrypt all of them takes long.
-        value = self._snapshot.record(database, key) if database != "payloads" else None
-        if database in ("usage", "children", "entries"):
-            try:
-                self.tree.node(key[-HASH_BYTES:])
-            except StoreCorrupt:
-                # This is a problem of the node, and both go with it.
-                return []
         try:
-            found = checks[database](key, value)
-            return [StoreProblem(kind, where, key.hex(), message) for kind, where, message in found]
+            match database:
+                case "nodes":
+                    return self._wrong_node(key)
+                case "usage" | "children" | "payloads":
+                    return self._wrong_part(database, key)
+            value = self._snapshot.record(database, key)
+            match database:
+                case "roots":
+                    _checked_root(key, value)
+                case "entries":
+                    return self._wrong_entry(key, decode_record(EntryRecord, key, value))
+                case "history":
+                    _require_history_key(key)
+                    decode_prompt(key, value)
+                    return self._wrong_root(key)
+                case "notes":
+                    decode_note(key, value)
+                    return self._wrong_root(key)
+                case "meta" if key.startswith(MODEL_MARK):
+                    if model_key(decode_record(ModelRecord, key, value).identity) != key:
+                        return "its key does not have the hash of its identity"
         except StoreCorrupt as error:
-            kind = ProblemKind.MISNAMED if isinstance(error, MisnamedNode) else ProblemKind.DAMAGED
-            return [StoreProblem(kind, database, key.hex(), str(error))]
+            return str(error)
+        return None
 
     def node(self, name: bytes) -> NodeRecord:
         """Returns a node that is known to be stored and sound."""
@@ -199,30 +195,42 @@ class RecordCheck:
         assert node is not None
         return node
 
-    def piece_bytes(self, name: bytes) -> dict[int, int]:
-        """Returns the stored size of each piece of a node's payload, by the piece's index."""
-        return {index: len(stored) for index, stored in self._snapshot.pieces(name)}
-
-    def _root_problems(self, root: bytes, value: bytes) -> Iterable[_Found]:
-        _checked_root(root, value)
-        return ()
-
-    def _node_problems(self, name: bytes, _value: bytes) -> Iterator[_Found]:
+    def _wrong_node(self, name: bytes) -> str | None:
         node = self.node(name)
         if node.root not in self.roots:
-            yield ProblemKind.ROOTLESS, "nodes", f"there is no sound record of its root {node.root.hex()}"
-        elif wrong := self._wrong_shape(node):
-            yield ProblemKind.MISSHAPEN, "nodes", wrong
-        if wrong := self._wrong_parent(node):
-            yield ProblemKind.DETACHED, "nodes", wrong
-        pieces = self.piece_bytes(name)
-        if list(pieces) != list(range(node.num_pieces)):
-            lost = set(range(node.num_pieces)) - pieces.keys()
-            what = f"piece {min(lost)} is missing" if lost else f"it has {len(pieces)} pieces"
-            yield ProblemKind.INCOMPLETE, "payloads", f"{what}, its record says {node.num_pieces}"
-        elif sum(pieces.values()) != node.stored_bytes:
-            message = f"its pieces take {sum(pieces.values())} bytes, its record says {node.stored_bytes}"
-            yield ProblemKind.MISSHAPEN, "payloads", message
+            return f"there is no sound record of its root {node.root.hex()}"
+        return (
+            self._wrong_shape(node)
+            or self._wrong_parent(node)
+            or self._wrong_pieces(name, node)
+            or self._wrong_usage(name, node)
+        )
+
+    def _wrong_pieces(self, name: bytes, node: NodeRecord) -> str | None:
+        sizes = {index: len(stored) for index, stored in self._snapshot.pieces(name)}
+        if list(sizes) != list(range(node.num_pieces)):
+            lost = set(range(node.num_pieces)) - sizes.keys()
+            what = f"piece {min(lost)} is missing" if lost else f"it has {len(sizes)} pieces"
+            return f"{what}, its record says {node.num_pieces}"
+        if sum(sizes.values()) != node.stored_bytes:
+            return f"its pieces take {sum(sizes.values())} bytes, its record says {node.stored_bytes}"
+        if any(not self._snapshot.has_record("children", key) for key in self._snapshot.child_keys(name, node)):
+            return "it is not in the index of children"
+        return None
+
+    def _wrong_part(self, database: str, key: bytes) -> str | None:
+        name = key[-HASH_BYTES:] if database == "children" else key[:HASH_BYTES]
+        if database == "payloads" and piece_index(key, name) is None:
+            return f"a key of {len(key)} bytes is no piece's"
+        try:
+            node = self.tree.node(name) if database == "children" else None
+        except StoreCorrupt:
+            # The node itself is wrong, and this goes with it.
+            return None
+        is_due = self._snapshot.has_record("nodes", name)
+        if node is not None:
+            is_due = key in self._snapshot.child_keys(name, node)
+        return None if is_due else "it belongs to no block"
 
     def _wrong_parent(self, node: NodeRecord) -> str | None:
         if node.position == 0:
@@ -259,81 +267,40 @@ class RecordCheck:
             return f"{node.num_pieces} pieces of {node.raw_bytes} bytes, the layout has {wanted[0]} of {wanted[1]}"
         return None
 
-    def _usage_problems(self, name: bytes, value: bytes | None) -> Iterator[_Found]:
-        node = self.tree.node(name)
-        if node is None:
-            yield ProblemKind.ORPHANED, "usage", "a usage record that belongs to no block"
-        elif wrong := self._wrong_usage(name, node, value):
-            yield ProblemKind.MISCOUNTED, "usage", wrong
-
-    def _wrong_usage(self, name: bytes, node: NodeRecord, value: bytes | None) -> str | None:
-        if value is None:
-            return "the block has no usage record"
-        try:
-            usage = decode_usage(value)
-        except StoreCorrupt as error:
-            return str(error)
-        if not is_sane(usage):
-            return "it holds a number that cannot be"
+    def _wrong_usage(self, name: bytes, node: NodeRecord) -> str | None:
+        usage = self._snapshot.usage(name)
+        if usage is None:
+            return "it has no usage record"
+        numbers = (usage.last_used, usage.created_at, usage.hits, usage.prefill_s)
+        if not all(map(math.isfinite, numbers)) or min(usage.hits, usage.prefill_s) < 0:
+            return "its usage record holds a number that cannot be"
         children = len(self.tree.children.get(name, ()))
         if usage.children != children:
-            return f"it says that {usage.children} blocks continue it, {children} do"
+            return f"its usage record says that {usage.children} blocks continue it, {children} do"
         # The size of a node besides its pieces is an estimate, which may differ in another version.
-        if not node.stored_bytes <= usage.stored_bytes <= 2 * self.file_bytes(name, node):
-            return f"it says that the block takes {usage.stored_bytes} bytes, its pieces take {node.stored_bytes}"
+        most = 2 * node_bytes(node.num_tokens, [len(stored) for _, stored in self._snapshot.pieces(name)])
+        if not node.stored_bytes <= usage.stored_bytes <= most:
+            return f"its usage record says {usage.stored_bytes} bytes, its pieces take {node.stored_bytes}"
         return None
 
-    def file_bytes(self, name: bytes, node: NodeRecord) -> int:
-        """Returns how many bytes a node takes in the file."""
-        return node_bytes(node.num_tokens, list(self.piece_bytes(name).values()))
-
-    def _child_problems(self, key: bytes, value: bytes | None) -> Iterator[_Found]:
-        name = key[-HASH_BYTES:]
-        node = self.tree.node(name)
-        is_due = node is not None and key in self._snapshot.child_keys(name, node)
-        if is_due and value is None:
-            yield ProblemKind.UNLISTED, "children", f"the block {name.hex()} is not in the index of children"
-        elif value is not None and not is_due:
-            yield ProblemKind.ORPHANED, "children", "no block has this key in the index of children"
-
-    def _piece_problems(self, key: bytes, _value: None) -> Iterator[_Found]:
-        name = key[:HASH_BYTES]
-        if piece_index(key, name) is None:
-            yield ProblemKind.ORPHANED, "payloads", f"a key of {len(key)} bytes is no piece's"
-        elif not self._snapshot.has_record("nodes", name):
-            yield ProblemKind.ORPHANED, "payloads", "it belongs to no block"
-
-    def _entry_problems(self, name: bytes, value: bytes) -> Iterator[_Found]:
-        entry, node = decode_record(EntryRecord, name, value), self.tree.node(name)
+    def _wrong_entry(self, name: bytes, entry: EntryRecord) -> str | None:
+        try:
+            node = self.tree.node(name)
+        except StoreCorrupt:
+            return None
         if node is None:
-            yield ProblemKind.ORPHANED, "entries", "the block that it ends with is missing"
-        elif (entry.num_tokens, entry.root) != (node.end, node.root):
-            message = f"it says {entry.num_tokens} tokens, its last block ends at {node.end}, or its root is another"
-            yield ProblemKind.MISSHAPEN, "entries", message
+            return "the block that it ends with is missing"
+        if (entry.num_tokens, entry.root) != (node.end, node.root):
+            return f"it says {entry.num_tokens} tokens, its last block ends at {node.end}, or its root is another"
+        return None
 
-    def _prompt_problems(self, key: bytes, value: bytes) -> Iterator[_Found]:
-        if len(key) not in HISTORY_KEY_BYTES:
-            raise StoreCorrupt(f"its key has {len(key)} bytes")
-        decode_prompt(key, value)
-        if key[:HASH_BYTES] not in self.roots:
-            yield ProblemKind.ROOTLESS, "history", "there is no sound record of its root"
-
-    def _note_problems(self, key: bytes, value: bytes) -> Iterator[_Found]:
-        decode_note(key, value)
-        if key[:HASH_BYTES] not in self.roots:
-            yield ProblemKind.ROOTLESS, "notes", "there is no sound record of its root"
-
-    def _meta_problems(self, key: bytes, value: bytes) -> Iterable[_Found]:
-        """The records that identify the store were checked when it was opened."""
-        if key.startswith(MODEL_MARK) and model_key(decode_record(ModelRecord, key, value).identity) != key:
-            raise StoreCorrupt("its key does not have the hash of its identity")
-        return ()
+    def _wrong_root(self, key: bytes) -> str | None:
+        return None if key[:HASH_BYTES] in self.roots else "there is no sound record of its root"
 
 
-def is_sane(usage: UsageRecord) -> bool:
-    """Returns whether eviction can calculate with the times and counts of a usage record."""
-    numbers = (usage.last_used, usage.created_at, usage.hits, usage.prefill_s)
-    return all(map(math.isfinite, numbers)) and usage.hits >= 0 and usage.prefill_s >= 0
+def _require_history_key(key: bytes) -> None:
+    if len(key) not in HISTORY_KEY_BYTES:
+        raise StoreCorrupt(f"its key has {len(key)} bytes")
 
 
 def _checked_root(root: bytes, value: bytes | memoryview) -> tuple[RootRecord, PayloadLayout]:
@@ -391,18 +358,12 @@ def verify_payloads(store: Store, stored_bytes: dict[bytes, int], advance: Calla
     num_pieces = num_bytes = 0
     for names in _slices(stored_bytes):
         found, sizes = _check_slice(store, names)
-        again, _ = _check_slice(store, sorted({problem.node for problem in found}))
+        again, _ = _check_slice(store, sorted({bytes.fromhex(problem.key) for problem in found}))
         problems += [problem for problem in again if problem in found]
         num_pieces += len(sizes)
         num_bytes += sum(sizes)
         advance(sum(stored_bytes[name] for name in names))
     return PayloadReport(problems=tuple(problems), num_pieces=num_pieces, num_bytes=num_bytes)
-
-
-def payload_problems(snapshot: Snapshot, name: bytes) -> list[StoreProblem]:
-    """Returns what is wrong with the contents of a node's pieces."""
-    found = (_problem(piece) for piece in _stored_payload(snapshot, name))
-    return [problem for problem in found if problem is not None]
 
 
 def stored_pieces(snapshot: Snapshot, name: bytes, expected: tuple[Piece, ...]) -> list[StoredPiece]:
@@ -452,12 +413,11 @@ def _stored_payload(snapshot: Snapshot, name: bytes) -> list[StoredPiece]:
 
 def _problem(piece: StoredPiece) -> StoreProblem | None:
     """Returns what is wrong with a piece: its checksum, its encoding or its size. Runs in any thread."""
-    key, expected = piece_key(piece.name, piece.index).hex(), piece.expected
-    if expected.num_bytes > _MAX_PIECE_BYTES:
-        message = f"the layout has a piece of {expected.num_bytes} bytes"
-        return StoreProblem(ProblemKind.MISSHAPEN, "payloads", key, message)
+    expected = piece.expected
     try:
+        if expected.num_bytes > _MAX_PIECE_BYTES:
+            raise StoreCorrupt(f"the layout has one of {expected.num_bytes} bytes")
         piece.decode(np.empty((expected.num_rows, expected.row_bytes), np.uint8))
     except StoreCorrupt as error:
-        return StoreProblem(ProblemKind.DAMAGED, "payloads", key, str(error))
+        return StoreProblem("nodes", piece.name.hex(), f"piece {piece.index}: {error}")
     return None

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -17,9 +17,8 @@ from typing import Any, Literal, TypeAlias
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.folder import DATA
-from diskprefix.store.maintenance.repair import repair_index
-from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.folder import DATA, FolderLock
+from diskprefix.store.maintenance.verify import remove_damaged, verify_index
 from diskprefix.store.notes import Notes
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
@@ -175,7 +174,10 @@ def _live(
     *,
     is_weak: bool = False,
 ) -> set[int]:
-    """One life of a daemon. Returns the prompts that were there whole at its start."""
+    """One life of a daemon. Returns the prompts that were there whole at its start. On a drive that loses what it has
+    acknowledged, it is the life after one that may have died of the file."""
+    if is_weak:
+        leave_mark(folder)
     with _opened(folder, budget_bytes) as store:
         if (folder / DAMAGED).exists() and saved and not is_weak:
             raise Wrong("the file was moved aside")
@@ -196,6 +198,13 @@ def _pass(_store: Store) -> None:
 def _require_clean(store: Store) -> None:
     if problems := verify_index(store).problems:
         raise Wrong(f"not clean: {problems[0]}")
+
+
+def leave_mark(folder: Path) -> None:
+    """Leaves what a process leaves behind that is killed while it has the store open for writing."""
+    if folder.exists():
+        with closing(FolderLock(folder, 0)) as lock:
+            lock.mark(True)
 
 
 @contextmanager
@@ -272,12 +281,12 @@ def _is_stored(snapshot: Snapshot, node: NewNode) -> bool:
 
 
 def _save(store: Store, number: int) -> None:
-    """Saves a prompt. A damaged record is repaired first, as the writer does."""
+    """Saves a prompt. A damaged record is removed first, as the writer does."""
     publication = _publication(store.secret, store, number)
     try:
         store.publish(publication)
     except StoreCorrupt:
-        repair_index(store, {publication.root: publication.root_record})
+        remove_damaged(store)
         store.publish(publication)
 
 
@@ -407,12 +416,6 @@ def _without_checksums() -> None:
         vars(module)["checksum"] = lambda payload, seed=0: _Anything(checksum(payload, seed))
 
 
-def _without_structure() -> None:
-    from diskprefix.store import store_file
-
-    store_file._require_sound = lambda *_: None
-
-
 def _without_digests() -> None:
     from diskprefix.model.load import gguf
 
@@ -425,7 +428,6 @@ def _without_digests() -> None:
 
 REMOVALS: dict[str, Callable[[], None]] = {
     "checksums": _without_checksums,
-    "the check of the file": _without_structure,
     "digests of a model": _without_digests,
 }
 """Protections of the reader, and how to take each away in its process."""

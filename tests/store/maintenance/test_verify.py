@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store import store as store_module
 from diskprefix.store.changes import NewNode
-from diskprefix.store.maintenance import repair
-from diskprefix.store.maintenance.repair import repair_index, repair_problems
-from diskprefix.store.maintenance.verify import ProblemKind, StoreProblem, verify_index, verify_payloads
+from diskprefix.store.maintenance.verify import StoreProblem, remove_damaged, verify_index, verify_payloads
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import (
@@ -134,8 +133,8 @@ def problems_of(store: Store) -> list[StoreProblem]:
     return [*index.problems, *verify_payloads(store, index.stored_bytes, nothing).problems]
 
 
-def kinds(problems: list[StoreProblem]) -> set[str]:
-    return {f"{problem.kind} {problem.database}" for problem in problems}
+def places(problems: list[StoreProblem]) -> set[str]:
+    return {problem.database for problem in problems}
 
 
 def test_a_sound_store_is_clean_and_every_piece_is_counted(stored: Stored) -> None:
@@ -314,125 +313,129 @@ def of_state(state: Kind, end: int, **changes: object) -> Damage:
 STRANGE_KEY = b"short"
 GROUP = b"together"
 GONE = bytes(range(16))
-WITHOUT_ITS_NODE = "orphaned payloads, orphaned usage"
-WITHOUT_ITS_ROOT = "rootless nodes, rootless history"
+WITHOUT_ITS_NODE = "payloads, usage"
+WITHOUT_ITS_ROOT = "nodes, history"
 
 DAMAGE: dict[str, tuple[Damage, str]] = {
-    "a flipped bit in token ids": (lambda r, s: r.flip("nodes", s.name(1), 80), "damaged nodes"),
-    "a cut node record": (lambda r, s: r.put("nodes", s.name(1), b"x"), "damaged nodes"),
-    "a node under another name": (rename_node, f"misnamed nodes, {WITHOUT_ITS_NODE}"),
+    "a flipped bit in token ids": (lambda r, s: r.flip("nodes", s.name(1), 80), "nodes"),
+    "a cut node record": (lambda r, s: r.put("nodes", s.name(1), b"x"), "nodes"),
+    "a node under another name": (rename_node, f"nodes, {WITHOUT_ITS_NODE}"),
     "a first block that is gone": (
         lambda r, s: r.delete("nodes", s.name(0)),
-        f"detached nodes, {WITHOUT_ITS_NODE}",
+        f"nodes, {WITHOUT_ITS_NODE}",
     ),
     "a tail that is gone": (
         lambda r, s: r.delete("nodes", s.name(-1)),
-        f"orphaned entries, miscounted usage, {WITHOUT_ITS_NODE}",
+        f"entries, nodes, {WITHOUT_ITS_NODE}",
     ),
-    "a wrong position": (of_node(3, position=2 * BLOCK), "detached nodes"),
-    "a first block elsewhere": (of_node(0, position=BLOCK), "detached nodes"),
-    "another root in a node": (of_node(3, root=OTHER_ROOT), "detached nodes"),
-    "a block said to be a tail": (of_node(0, kind=Kind.TAIL), "misnamed nodes"),
-    "a tail said to be a block": (continue_a_tail, "misnamed nodes"),
-    "wrong raw bytes": (of_node(1, raw_bytes=7), "misshapen nodes"),
-    "wrong stored bytes": (of_node(1, stored_bytes=7), "misshapen payloads"),
-    "one piece fewer in the record": (of_node(1, num_pieces=2), "misshapen nodes, incomplete payloads"),
+    "a wrong position": (of_node(3, position=2 * BLOCK), "nodes"),
+    "a first block elsewhere": (of_node(0, position=BLOCK), "nodes"),
+    "another root in a node": (of_node(3, root=OTHER_ROOT), "nodes"),
+    "a block said to be a tail": (of_node(0, kind=Kind.TAIL), "nodes"),
+    "a tail said to be a block": (continue_a_tail, "nodes"),
+    "wrong raw bytes": (of_node(1, raw_bytes=7), "nodes"),
+    "wrong stored bytes": (of_node(1, stored_bytes=7), "nodes"),
+    "one piece fewer in the record": (of_node(1, num_pieces=2), "nodes"),
     "a root that is gone": (lambda r, _: r.delete("roots", ROOT), WITHOUT_ITS_ROOT),
-    "a flipped bit in a root": (lambda r, _: r.flip("roots", ROOT, 12), f"damaged roots, {WITHOUT_ITS_ROOT}"),
-    "a root with another block size": (in_the_root(block_size=2 * BLOCK), "misshapen nodes"),
+    "a flipped bit in a root": (lambda r, _: r.flip("roots", ROOT, 12), f"roots, {WITHOUT_ITS_ROOT}"),
+    "a root with another block size": (in_the_root(block_size=2 * BLOCK), "nodes"),
     "a root of another identity": (
         in_the_root(OTHER_ROOT, identity="another's"),
-        f"damaged roots, {WITHOUT_ITS_ROOT}",
+        f"roots, {WITHOUT_ITS_ROOT}",
     ),
-    "a root of no tenant": (in_the_root(tenant="alice"), f"damaged roots, {WITHOUT_ITS_ROOT}"),
-    "a root with no layout": (in_the_root(layout="{}"), f"damaged roots, {WITHOUT_ITS_ROOT}"),
+    "a root of no tenant": (in_the_root(tenant="alice"), f"roots, {WITHOUT_ITS_ROOT}"),
+    "a root with no layout": (in_the_root(layout="{}"), f"roots, {WITHOUT_ITS_ROOT}"),
     # As many bytes, but of another kind.
     "a root with another kind of numbers": (
         in_the_root(layout=LAYOUT.replace("bfloat16", "float16")),
-        "damaged payloads",
+        "nodes",
     ),
-    "a piece that is gone": (lambda r, s: r.delete("payloads", piece_key(s.name(0), 1)), "incomplete payloads"),
+    "a piece that is gone": (lambda r, s: r.delete("payloads", piece_key(s.name(0), 1)), "nodes"),
     "the last piece that is gone": (
         lambda r, s: r.delete("payloads", piece_key(s.name(0), len(s.first.nodes[0].pieces) - 1)),
-        "incomplete payloads",
+        "nodes",
     ),
-    "a piece too many": (lambda r, s: r.put("payloads", piece_key(s.name(0), 700), b"x"), "incomplete payloads"),
+    "a piece too many": (lambda r, s: r.put("payloads", piece_key(s.name(0), 700), b"x"), "nodes"),
     "a piece key that is too long": (
         lambda r, s: r.put("payloads", s.name(0) + b"long key", b"x"),
-        "orphaned payloads",
+        "payloads",
     ),
-    "a flipped bit in a piece": (lambda r, s: r.flip("payloads", piece_key(s.name(1), 1), 5000), "damaged payloads"),
+    "a flipped bit in a piece": (lambda r, s: r.flip("payloads", piece_key(s.name(1), 1), 5000), "nodes"),
     "two pieces swapped": (
         lambda r, s: swap(r, piece_key(s.name(0), 0), piece_key(s.name(0), 1)),
-        "damaged payloads",
+        "nodes",
     ),
-    "a shortened piece": (shorten_piece, "misshapen payloads"),
-    "a shortened piece and its record": (shorten_piece_and_its_record, "damaged payloads"),
-    "pieces of no block": (lambda r, _: r.put("payloads", piece_key(GONE, 0), b"x"), "orphaned payloads"),
-    "a payload under a strange key": (lambda r, _: r.put("payloads", STRANGE_KEY, b"x"), "orphaned payloads"),
-    "a usage record that is gone": (lambda r, s: r.delete("usage", s.name(1)), "miscounted usage"),
-    "a cut usage record": (lambda r, s: r.put("usage", s.name(1), b"x"), "miscounted usage"),
-    "too many children": (of_usage(children=3), "miscounted usage"),
-    "a time that is no number": (of_usage(last_used=float("nan")), "miscounted usage"),
-    "negative hits": (of_usage(hits=-1.0), "miscounted usage"),
-    "a block said to take nothing": (of_usage(stored_bytes=0), "miscounted usage"),
+    "a shortened piece": (shorten_piece, "nodes"),
+    "a shortened piece and its record": (shorten_piece_and_its_record, "nodes"),
+    "pieces of no block": (lambda r, _: r.put("payloads", piece_key(GONE, 0), b"x"), "payloads"),
+    "a payload under a strange key": (lambda r, _: r.put("payloads", STRANGE_KEY, b"x"), "payloads"),
+    "a usage record that is gone": (lambda r, s: r.delete("usage", s.name(1)), "nodes"),
+    "a cut usage record": (lambda r, s: r.put("usage", s.name(1), b"x"), "nodes"),
+    "too many children": (of_usage(children=3), "nodes"),
+    "a time that is no number": (of_usage(last_used=float("nan")), "nodes"),
+    "negative hits": (of_usage(hits=-1.0), "nodes"),
+    "a block said to take nothing": (of_usage(stored_bytes=0), "nodes"),
     "a block that the index of children lacks": (
         lambda r, s: r.delete("children", child_key(s.first.nodes[1])),
-        "unlisted children",
+        "nodes",
     ),
-    "a block that is listed with other tokens": (list_with_other_tokens, "unlisted children, orphaned children"),
+    "a block that is listed with other tokens": (list_with_other_tokens, "nodes, children"),
     "a block that is listed in another part": (
         lambda r, s: r.put("children", GONE + child_key(s.first.nodes[1])[16:], b""),
-        "orphaned children",
+        "children",
     ),
     "a listed block that is gone": (
         lambda r, _: r.put("children", ROOT + bytes(8) + GONE, b""),
-        "orphaned children",
+        "children",
     ),
-    "a strange key in the index of children": (lambda r, _: r.put("children", STRANGE_KEY, b"x"), "orphaned children"),
-    "usage of no block": (lambda r, _: r.put("usage", GONE, bytes(48)), "orphaned usage"),
-    "a flipped bit in an entry": (lambda r, s: r.flip("entries", s.name(-1), 20), "damaged entries"),
-    "an entry of another length": (change_entry, "misshapen entries"),
+    "a strange key in the index of children": (lambda r, _: r.put("children", STRANGE_KEY, b"x"), "children"),
+    "usage of no block": (lambda r, _: r.put("usage", GONE, bytes(48)), "usage"),
+    "a flipped bit in an entry": (lambda r, s: r.flip("entries", s.name(-1), 20), "entries"),
+    "an entry of another length": (change_entry, "entries"),
     "an entry of no block": (
         lambda r, s: r.put("entries", GONE, encode_record(GONE, s.first.entry)),  # type: ignore[arg-type]
-        "orphaned entries",
+        "entries",
     ),
-    "a flipped bit in a recent prompt": (lambda r, _: r.flip("history", r.keys("history")[0], 12), "damaged history"),
-    "a recent prompt under a strange key": (lambda r, _: r.put("history", STRANGE_KEY, b"x"), "damaged history"),
-    "a recent prompt of no root": (lambda r, _: put_prompt(r, history_key(GONE, 1)), "rootless history"),
-    "a recent prompt in another group": (change_group, "damaged history"),
+    "a flipped bit in a recent prompt": (lambda r, _: r.flip("history", r.keys("history")[0], 12), "history"),
+    "a recent prompt under a strange key": (lambda r, _: r.put("history", STRANGE_KEY, b"x"), "history"),
+    "a recent prompt of no root": (lambda r, _: put_prompt(r, history_key(GONE, 1)), "history"),
+    "a recent prompt in another group": (change_group, "history"),
     "a recent prompt in half a group": (
         lambda r, s: put_prompt(r, history_key(s.first.root, 1) + b"half"),
-        "damaged history",
+        "history",
     ),
-    "a note with a flipped bit": (lambda r, _: r.flip("notes", r.keys("notes")[0], 40), "damaged notes"),
-    "a note of an unknown kind": (lambda r, _: put_note(r, HYBRID_ROOT + b"\xff" * 17), "damaged notes"),
+    "a note with a flipped bit": (lambda r, _: r.flip("notes", r.keys("notes")[0], 40), "notes"),
+    "a note of an unknown kind": (lambda r, _: put_note(r, HYBRID_ROOT + b"\xff" * 17), "notes"),
     "a note under a root that is gone": (
         lambda r, _: put_note(r, note_key(GONE, NoteKind.TURN, "x")),
-        "rootless notes",
+        "notes",
     ),
-    "a checkpoint under another name": (move_a_checkpoint, f"misnamed nodes, {WITHOUT_ITS_NODE}"),
-    "two checkpoints swapped": (swap_checkpoints, "damaged payloads"),
+    "a checkpoint under another name": (move_a_checkpoint, f"nodes, {WITHOUT_ITS_NODE}"),
+    "two checkpoints swapped": (swap_checkpoints, "nodes"),
     "a checkpoint whose block is gone": (
         lambda r, s: r.delete("nodes", s.node(Kind.BLOCK, 2 * BLOCK)),
-        f"detached nodes, {WITHOUT_ITS_NODE}",
+        f"nodes, {WITHOUT_ITS_NODE}",
     ),
     "a checkpoint said to be elsewhere": (
         of_state(Kind.CHECKPOINT, 2 * BLOCK, position=3 * BLOCK),
-        "detached nodes",
+        "nodes",
     ),
-    "a checkpoint off the grid": (of_state(Kind.CHECKPOINT, 2 * BLOCK, position=2 * BLOCK - 1), "misshapen nodes"),
-    "a checkpoint at the start": (checkpoint_at_the_start, "misshapen nodes"),
-    "a checkpoint of a layout without states": (checkpoint_without_states, "misshapen nodes"),
-    "a checkpoint with tokens": (of_state(Kind.BLOCK, BLOCK, kind=Kind.CHECKPOINT), "misnamed nodes"),
-    "a checkpoint that is continued": (add_a_child_to_a_checkpoint, "detached nodes"),
-    "a checkpoint said to be a tail": (of_state(Kind.CHECKPOINT, 2 * BLOCK, kind=Kind.TAIL), "misnamed nodes"),
-    "a damaged record of a served model": (lambda r, _: r.put("meta", model_key("a"), b"x"), "damaged meta"),
-    "a served model under the key of another": (lambda r, _: put_model(r, "b"), "damaged meta"),
+    "a checkpoint off the grid": (of_state(Kind.CHECKPOINT, 2 * BLOCK, position=2 * BLOCK - 1), "nodes"),
+    "a checkpoint at the start": (checkpoint_at_the_start, "nodes"),
+    "a checkpoint of a layout without states": (checkpoint_without_states, "nodes"),
+    "a checkpoint with tokens": (of_state(Kind.BLOCK, BLOCK, kind=Kind.CHECKPOINT), "nodes"),
+    "a checkpoint that is continued": (add_a_child_to_a_checkpoint, "nodes"),
+    "a checkpoint said to be a tail": (of_state(Kind.CHECKPOINT, 2 * BLOCK, kind=Kind.TAIL), "nodes"),
+    "a damaged record of a served model": (lambda r, _: r.put("meta", model_key("a"), b"x"), "meta"),
+    "a served model under the key of another": (lambda r, _: put_model(r, "b"), "meta"),
 }
 
 
-OF_THE_OTHER_ROOT = {"a root of another identity", "a tail said to be a block"}
+OF_THE_OTHER_ROOT = {
+    "a root of another identity",
+    "a tail said to be a block",
+    "a checkpoint of a layout without states",
+}
 LIES = {"a root with another block size", "a root with another kind of numbers"}
 """Records that say something else under a good checksum: nothing tells that it is not the blocks that are wrong."""
 
@@ -444,8 +447,8 @@ def test_verify_finds_and_fix_mends(stored: Stored, what: str) -> None:
         damage(records, stored)
     store = open_store(stored.folder)
     found = problems_of(store)
-    assert set(expected.split(", ")) <= kinds(found), found
-    assert repair_problems(store, found).left == ()
+    assert set(expected.split(", ")) <= places(found), found
+    remove_damaged(store, found)
     assert problems_of(store) == []
     # Nothing was taken of the root that was not touched.
     assert is_whole(store, stored.first if what in OF_THE_OTHER_ROOT else stored.other)
@@ -464,7 +467,7 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
         for _ in range(rng.choice((1, 1, 3, 20))):
             _damage_at_random(records, rng)
     store = open_store(stored.folder)
-    assert repair_problems(store, problems_of(store)).left == ()
+    remove_damaged(store, problems_of(store))
     assert problems_of(store) == []
     originals = {node.name: node for pub in stored.publications for node in pub.nodes}
     with store.snapshot() as snapshot:
@@ -508,8 +511,8 @@ def test_a_damaged_checkpoint_goes_alone(stored: Stored) -> None:
         records.flip("payloads", piece_key(name, 1), 1000)
     store = open_store(stored.folder)
     before = store.counts()
-    mended = repair_problems(store, problems_of(store))
-    assert (mended.blocks, mended.entries, mended.left) == (1, (), ())
+    removed = remove_damaged(store, problems_of(store))
+    assert (removed.blocks, removed.entries) == (1, ())
     assert store.counts()["blocks"] == before["blocks"] - 1
     others = tuple(node for node in stored.hybrid.nodes if node.name != name)
     assert is_whole(store, replace(stored.hybrid, nodes=others))
@@ -526,7 +529,7 @@ def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_lea
     store.close()
     with damaged(tmp_path) as records:
         records.flip("payloads", piece_key(pub.nodes[1].name, 0), 100)
-    monkeypatch.setattr(repair, "NODES_AT_ONCE", 4)
+    monkeypatch.setattr(store_module, "NODES_AT_ONCE", 4)
     store = open_store(tmp_path)
     found = problems_of(store)
     transactions = 0
@@ -541,56 +544,13 @@ def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_lea
 
     monkeypatch.setattr(store, "changes", stopping)
     with pytest.raises(KeyboardInterrupt):
-        repair_problems(store, found)
+        remove_damaged(store, found)
     monkeypatch.setattr(store, "changes", changes)
     assert store.counts()["blocks"] == len(pub.nodes) - 8 + len(other.nodes)
     assert problems_of(store) == found
-    assert repair_problems(store, found).left == ()
+    remove_damaged(store, found)
     assert store.counts()["blocks"] == 1 + len(other.nodes)
     assert is_whole(store, other)
-    store.close()
-
-
-def test_fix_looks_again_before_it_removes(stored: Stored) -> None:
-    """Records that somebody else mended meanwhile stay, such as a block that a daemon stored anew."""
-    store = open_store(stored.folder)
-    node, entry = stored.first.nodes[1].name, stored.first.last_node
-    assert entry is not None
-    stale = [
-        StoreProblem(ProblemKind.DAMAGED, "nodes", node.hex(), ""),
-        StoreProblem(ProblemKind.DAMAGED, "payloads", piece_key(node, 0).hex(), ""),
-        StoreProblem(ProblemKind.ORPHANED, "payloads", piece_key(node, 0).hex(), ""),
-        StoreProblem(ProblemKind.ORPHANED, "usage", node.hex(), ""),
-        StoreProblem(ProblemKind.MISCOUNTED, "usage", node.hex(), ""),
-        StoreProblem(ProblemKind.UNLISTED, "children", child_key(stored.first.nodes[1]).hex(), ""),
-        StoreProblem(ProblemKind.UNLISTED, "children", (ROOT + bytes(8) + GONE).hex(), ""),
-        StoreProblem(ProblemKind.ORPHANED, "children", child_key(stored.first.nodes[2]).hex(), ""),
-        StoreProblem(ProblemKind.DAMAGED, "entries", entry.hex(), ""),
-        StoreProblem(ProblemKind.DAMAGED, "roots", ROOT.hex(), ""),
-        StoreProblem(ProblemKind.DETACHED, "nodes", GONE.hex(), ""),
-        StoreProblem(ProblemKind.DAMAGED, "history", GONE.hex(), ""),
-    ]
-    before = store.counts()
-    with store.snapshot() as snapshot:
-        usage = snapshot.usage(node)
-    assert repair_problems(store, stale).left == ()
-    with store.snapshot() as snapshot:
-        assert snapshot.usage(node) == usage
-    assert store.counts() == before
-    assert all(is_whole(store, pub) for pub in stored.publications)
-    store.close()
-
-
-def test_a_mended_usage_record_keeps_what_is_known(stored: Stored) -> None:
-    name = stored.first.nodes[2].name
-    with damaged(stored.folder) as records:
-        records.change_usage(name, children=9, last_used=77.0, hits=2.5, prefill_s=0.25)
-    store = open_store(stored.folder)
-    repair_problems(store, problems_of(store))
-    with store.snapshot() as snapshot:
-        usage = snapshot.usage(name)
-    assert usage is not None
-    assert (usage.children, usage.last_used, usage.hits, usage.prefill_s) == (2, 77.0, 2.5, 0.25)
     store.close()
 
 
@@ -617,39 +577,28 @@ def test_a_node_that_goes_while_payloads_are_checked_is_passed_over(
     store.close()
 
 
-def test_the_daemon_mends_the_index_without_losing_what_lies_under_a_damaged_root(stored: Stored) -> None:
+def test_a_publication_replaces_the_damaged_record_of_its_root_and_what_lies_under_it_stays(stored: Stored) -> None:
     with damaged(stored.folder) as records:
         records.flip("roots", OTHER_ROOT, 10)
-        records.flip("roots", ROOT, 10)
-        records.put("usage", stored.other.nodes[0].name, b"x")
     store = open_store(stored.folder)
-    with pytest.raises(StoreCorrupt):
-        store.publish(publication(store, prompt(2, 3 * BLOCK), root=OTHER_ROOT, layout=LAYOUT))
-    assert repair_index(store, {OTHER_ROOT: stored.other.root_record}) > 0
+    store.publish(stored.other)
     assert problems_of(store) == []
     assert is_whole(store, stored.other)
-    with store.snapshot() as snapshot:
-        assert snapshot.root(OTHER_ROOT) == stored.other.root_record
-        # Nobody knows any more what lay under the other one.
-        assert snapshot.root(ROOT) is None
-        assert snapshot.node(stored.first.nodes[0].name) is None
-    more = publication(store, prompt(2, 3 * BLOCK), root=OTHER_ROOT, layout=LAYOUT)
-    store.publish(more)
-    assert is_whole(store, more)
-    assert repair_index(store) == 0
     store.close()
 
 
-def test_a_damaged_root_that_the_daemon_knows_is_mended_alone(stored: Stored) -> None:
+def test_damage_that_makes_saving_fail_goes_and_nothing_else(stored: Stored) -> None:
     with damaged(stored.folder) as records:
-        records.flip("roots", OTHER_ROOT, 10)
+        records.put("usage", stored.other.nodes[0].name, b"x")
     store = open_store(stored.folder)
-    before = store.counts()["blocks"]
-    assert repair_index(store, {OTHER_ROOT: stored.other.root_record, GONE: stored.other.root_record}) > 0
-    assert store.counts()["blocks"] == before
+    more = publication(store, prompt(2, 3 * BLOCK), root=OTHER_ROOT, layout=LAYOUT)
+    with pytest.raises(StoreCorrupt):
+        store.publish(more)
+    assert remove_damaged(store).blocks == len(stored.other.nodes)
     assert problems_of(store) == []
-    with store.snapshot() as snapshot:
-        assert set(snapshot.keys("roots")) == {ROOT, OTHER_ROOT, HYBRID_ROOT}
+    store.publish(more)
+    assert all(is_whole(store, pub) for pub in (more, stored.first, stored.second, stored.hybrid))
+    assert remove_damaged(store).records == 0
     store.close()
 
 
@@ -662,7 +611,7 @@ def test_a_store_that_another_process_fills_and_evicts_from_has_no_problems(tmp_
             payloads = verify_payloads(store, index.stored_bytes, nothing)
             assert (*index.problems, *payloads.problems) == ()
             seen += payloads.num_pieces
-            assert repair_problems(store, index.problems).left == ()
+            assert remove_damaged(store, index.problems).records == 0
         assert seen
         assert writer.is_alive()
         store.close()
