@@ -225,7 +225,7 @@ def test_the_checker_catches(module: str, source: str, violation: str) -> None:
         ("store", "import lmdb\nfrom diskprefix.store import schema"),
         ("extras.simulate.trace", "from diskprefix.cache.matching import Matcher"),
         ("extras.watch.top", "from diskprefix.extras.daemon_call import Call"),
-        ("store.maintenance.verify", "from diskprefix.store.store import Store"),
+        ("store.maintenance.purge", "from diskprefix.store.store import Store"),
         ("store.store", "from diskprefix.store.codec.codec import Codec"),
     ],
 )

@@ -61,7 +61,7 @@ def require_survivable(path: Path, *, is_alone: bool = False) -> None:
     if not num_bytes:
         return
     has_lock = not is_alone and os.access(path / LMDB_LOCK, os.W_OK)
-    command = [sys.executable, "-I", "-c", _CHILD, str(path.absolute())]
+    command = [sys.executable, "-P", "-c", _CHILD, str(path.absolute())]
     command += ["lock" if has_lock else "no lock", "alone" if is_alone else "beside others"]
     for _ in range(_ATTEMPTS):
         why = _outcome(command, _PATIENCE_S + num_bytes / _BYTES_PER_S)

@@ -19,12 +19,12 @@ from types import MappingProxyType
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
-from diskprefix.store.maintenance.verify import remove_damaged
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.notes import Notes
 from diskprefix.store.savings import SavingsLog, forget_hits
 from diskprefix.store.schema import ModelRecord, model_key
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import remove_damaged
 
 log = logging.getLogger("diskprefix")
 

@@ -11,8 +11,8 @@ import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.nouns import CacheOptions, Mark, Prompt
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.tree import list_entries
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from tests.runner import Answer, Runner, random_prompt, tiny_llama, tiny_settings
 

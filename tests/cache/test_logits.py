@@ -10,9 +10,9 @@ import pytest
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.schema import Kind, decode_node
+from diskprefix.store.verify import verify_index
 from tests.runner import BLOCK, Answer, Runner, random_prompt, same, tiny_llama, tiny_settings
 
 GRID = 4 * BLOCK

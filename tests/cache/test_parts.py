@@ -15,8 +15,8 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, node_name
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from tests.cache.opening import gated
 from tests.exactness.architectures import tiny_model

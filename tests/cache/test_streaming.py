@@ -24,9 +24,9 @@ from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.store.codec.codec import PIECE_BYTES
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from tests import forked
 from tests.cache.opening import gated, open_runner

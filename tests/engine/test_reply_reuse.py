@@ -12,8 +12,8 @@ import pytest
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent
 from diskprefix.nouns import CacheReport
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import decode_node
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Cancelled, load, request, run_request, tokens, tokens_of
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.maintenance.verify import verify_index, verify_payloads
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index, verify_payloads
 from diskprefix.tokens import TokenIds, block_hash
 
 ROOT = b"r" * 16

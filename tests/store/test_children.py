@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from diskprefix.store import schema
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, child_keys
 from diskprefix.store.store import Store
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, ROOT, layout_of, new_node, open_store, prompt, publication

@@ -14,11 +14,11 @@ import pytest
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import notes as notes_module
 from diskprefix.store.changes import Changes
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
+from diskprefix.store.verify import verify_index
 from diskprefix.store.writer import Writer
 from tests import forked
 from tests.faults.damage import damaged

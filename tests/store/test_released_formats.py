@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import FORMAT_VERSION
 from diskprefix.store.store import Store
+from diskprefix.store.verify import verify_index
 from tests.store.building import Clock
 from tests.store.released_format import FORMATS, contents
 

@@ -11,9 +11,9 @@ import pytest
 from diskprefix.store.changes import Changes, Use
 from diskprefix.store.eviction import HALF_LIFE_S, RECENT_CHECKPOINTS, recorded_ttl
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, UsageRecord
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, Clock, is_whole, layout_of, prompt, publication
 

@@ -14,11 +14,11 @@ import pytest
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.changes import Use
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import FORMAT_VERSION, Kind, history_sequence
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import PrefixTree
+from diskprefix.store.verify import verify_index
 from tests import forked
 from tests.store import other_process
 from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication

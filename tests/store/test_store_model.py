@@ -39,11 +39,11 @@ from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import JUST_WRITTEN_S, recorded_ttl
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind, child_keys
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from tests.examples import examples
 from tests.store.building import BLOCK, Clock, layout_of, names_of_every_run, open_store, publication, read_payload

@@ -11,9 +11,9 @@ import pytest
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.verify import verify_index
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
 from tests.waiting import wait_for

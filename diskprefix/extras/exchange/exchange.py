@@ -20,12 +20,12 @@ from diskprefix.extras.exchange.entry_file import EntryNode, EntryReader, Manife
 from diskprefix.identity import differing, identity_fields
 from diskprefix.printable import shown
 from diskprefix.store.changes import NewNode, node_bytes
-from diskprefix.store.maintenance.verify import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import MAX_PREFILL_S, Kind, ModelRecord, NodeRecord, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
+from diskprefix.store.verify import stored_pieces
 
 Advance = Callable[[int], None]
 """Takes the bytes of raw payload done since the last call."""

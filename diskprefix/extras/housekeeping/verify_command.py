@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from diskprefix.cli.tooling import opened_store, print_json, progress, short_id, show_first, store_options
-from diskprefix.store.maintenance.verify import (
+from diskprefix.store.verify import (
     IndexReport,
     PayloadReport,
     Removed,

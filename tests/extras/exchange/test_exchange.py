@@ -30,9 +30,9 @@ from diskprefix.extras.exchange.exchange import (
     require_known_model,
 )
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, ModelRecord
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from tests.extras.exchange.exported import (
     HYBRID,

@@ -16,9 +16,9 @@ from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.shared_store import SharedStore, open_shared
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
+from diskprefix.store.verify import verify_index
 
 CHUNK_BYTES = 160 * 4096
 """More than a piece."""

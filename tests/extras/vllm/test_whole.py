@@ -11,8 +11,8 @@ import pytest
 from diskprefix.errors import StoreUnavailable
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.extras.vllm.plans import NO_PAGE
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import piece_key
+from diskprefix.store.verify import verify_index
 from tests.devices import DEVICES
 from tests.extras.vllm.engine import BLOCK, FULL, PAGE, SLIDING, Engine, Request, prompt
 

@@ -18,11 +18,11 @@ from typing import Any, Literal, TypeAlias
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.folder import DATA, FolderLock
-from diskprefix.store.maintenance.verify import remove_damaged, verify_index
 from diskprefix.store.notes import Notes
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import DAMAGED
+from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.crash import prompts
 from tests.faults.power import deeds
 from tests.faults.power.images import Image

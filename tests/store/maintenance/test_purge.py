@@ -12,12 +12,12 @@ from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.maintenance import purge as purging
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
-from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.savings import SavingsLog, Tally, read_savings
 from diskprefix.store.schema import EntryRecord, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds, root_hash
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication

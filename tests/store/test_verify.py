@@ -12,7 +12,6 @@ import pytest
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store import store as store_module
 from diskprefix.store.changes import NewNode
-from diskprefix.store.maintenance.verify import StoreProblem, remove_damaged, verify_index, verify_payloads
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import (
@@ -35,6 +34,7 @@ from diskprefix.store.schema import (
     piece_key,
 )
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import StoreProblem, remove_damaged, verify_index, verify_payloads
 from diskprefix.tokens import root_hash
 from tests.faults.damage import Records, damaged
 from tests.store import other_process
@@ -557,7 +557,7 @@ def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_lea
 def test_a_node_that_goes_while_payloads_are_checked_is_passed_over(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.store.maintenance.verify._SLICE_BYTES", 1)
+    monkeypatch.setattr("diskprefix.store.verify._SLICE_BYTES", 1)
     store = open_store(stored.folder)
     index = verify_index(store)
 
