@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
@@ -51,9 +50,6 @@ _ATTEMPTS = 3
 _LEAST_PAUSE_S = 1.0
 _PATIENCE_S = 30.0
 """Time for the end of a worker that has not taken a request."""
-_PRESSURE_S, _PRESSURE_PERCENT = 5.0, 10.0
-"""Seconds between two looks at the system's memory, and the share of time for which processes waited for it that is
-too much."""
 
 
 @dataclass
@@ -103,7 +99,8 @@ class Front:
         self._loop = asyncio.get_running_loop()
         self._workers.on_change = self._changed
         self._workers.attach()
-        self._in_background(self._watch())
+        if (limit_s := watchdog_s()) is not None:
+            self._in_background(self._watch(limit_s))
         self._in_background(self._begin())
         if not self._listing.only:
             notify(READY=1, STATUS=f"serving {', '.join(known.name for known in self._listing.models())}")
@@ -152,19 +149,12 @@ class Front:
         self._tasks.add(task := self._loop.create_task(what))
         task.add_done_callback(self._tasks.discard)
 
-    async def _watch(self) -> None:
-        """Gives the watchdog signs of life, watches those of workers, and the memory of the system."""
-        limit_s = watchdog_s()
-        looked_at = 0.0
+    async def _watch(self, limit_s: float) -> None:
+        """Gives the watchdog signs of life, and watches those of workers."""
         while True:
-            if limit_s is not None:
-                notify(WATCHDOG=1)
-                self._workers.guard(self._loop.time())
-            if self._loop.time() >= looked_at + _PRESSURE_S:
-                looked_at = self._loop.time()
-                if memory_pressure() >= _PRESSURE_PERCENT:
-                    self._settle(is_short=True)
-            await asyncio.sleep(_PRESSURE_S if limit_s is None else min(_PRESSURE_S, limit_s / 4))
+            notify(WATCHDOG=1)
+            self._workers.guard(self._loop.time(), limit_s)
+            await asyncio.sleep(limit_s / 4)
 
     async def _start_kept(self, known: NamedModel) -> None:
         await self._listing.learn(known)
@@ -265,12 +255,12 @@ class Front:
         trouble.until, trouble.reason = self._loop.time() + delay_s, reason
         return delay_s
 
-    def _settle(self, *, is_short: bool = False) -> None:
+    def _settle(self) -> None:
         """Has models loaded and unloaded, as it is their turn."""
         if self._is_stopping:
             return
         now = self._loop.time()
-        decision = self._swaps.decide(now, is_short=is_short)
+        decision = self._swaps.decide(now)
         for place in decision.unload:
             log.info("[front] %s is being unloaded; it takes %s", place.model, format_size(place.needed_bytes))
             worker = self._by_place[place]
@@ -423,12 +413,3 @@ class Front:
         place.is_closed, place.is_ordered = True, False
         self._settle()
         return {"model": known.name, "status": "unloading"}
-
-
-def memory_pressure(pressure: Path = Path("/proc/pressure/memory")) -> float:
-    """Returns the percentage of the last ten seconds in which some process waited for memory; 0 if it is not known."""
-    try:
-        some = pressure.read_text(encoding="ascii").split("\n")[0]
-        return float(some.partition("avg10=")[2].split()[0])
-    except (OSError, ValueError, IndexError):
-        return 0.0

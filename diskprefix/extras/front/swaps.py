@@ -138,11 +138,8 @@ class Swaps:
         if keep_alive_s is not None and not place.is_pinned:
             place.idle_unload_s = None if keep_alive_s == float("inf") else keep_alive_s
 
-    def decide(self, now: float, *, is_short: bool = False) -> Decision:
-        """Returns what to do, and takes it for done: places to load are LOADING, those to unload LEAVING.
-
-        `is_short`: the system is short of memory, so the model that was idle for longest goes.
-        """
+    def decide(self, now: float) -> Decision:
+        """Returns what to do, and takes it for done: places to load are LOADING, those to unload LEAVING."""
         unload = [one for one in self.places if one.phase is Phase.WAITING and self._is_in_vain(one)]
         for place in unload:
             place.phase = Phase.LEAVING
@@ -153,8 +150,6 @@ class Swaps:
         unload += [one for one in self.places if one.is_idle and (not one.takes_requests or _has_expired(one, now))]
         for place in unload:
             place.phase = Phase.LEAVING
-        if is_short and not unload:
-            unload = self._idle()[:1]
         load: list[Place] = []
         next_one = None
         for place in self._in_turn():

@@ -33,7 +33,6 @@ from diskprefix.extras.front.nursery import (
 from diskprefix.extras.front.passing import Way
 from diskprefix.extras.front.swaps import Place
 from diskprefix.server.keys import OwnerToken
-from diskprefix.server.process.systemd import watchdog_s
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
@@ -190,11 +189,10 @@ class Workers:
         self._kill_workers()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def guard(self, now: float) -> None:
-        """Kills workers that give no sign of life to the watchdog."""
-        limit_s = watchdog_s()
+    def guard(self, now: float, limit_s: float) -> None:
+        """Kills workers that gave no sign of life for so long."""
         for worker in self.all.values():
-            if limit_s and worker.ready_at is not None and now - (worker.seen_at or now) > limit_s:
+            if worker.ready_at is not None and now - (worker.seen_at or now) > limit_s:
                 log.error("[front] the worker gave no sign of life for %.0f s and is killed", limit_s)
                 worker.seen_at = None
                 worker.kill(signal.SIGKILL)

@@ -255,21 +255,6 @@ def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
     run(test())
 
 
-@pytest.mark.parametrize("idle_unload", [0.0, 3600.0])
-def test_an_only_model_stays_when_memory_is_short_unless_it_may_come_and_go(idle_unload: float) -> None:
-    async def test() -> None:
-        told = Told(Listing(Settings(idle_unload=idle_unload), None))
-        async with told.running() as workers:
-            if idle_unload:
-                (await told.ask("one", "/models/one/load"))
-            await until(lambda: workers.all)
-            workers.make_ready(workers.all[1])
-            told.front._settle(is_short=True)
-            assert (UNLOAD in workers.all[1].told) == bool(idle_unload)
-
-    run(test())
-
-
 def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "_LEAST_PAUSE_S", 0.01)
 

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.extras.front.front import memory_pressure
 from diskprefix.extras.front.listing import merged_metrics
 from tests.extras.front.test_front_processes import wait_for, wait_for_worker
 from tests.server.chat_model import write_chat_model
@@ -242,12 +241,6 @@ def test_merged_metrics_have_each_family_once() -> None:
         'diskprefix_model_loaded{model="m"} 1',
         'diskprefix_model_loaded{model="o"} 0',
     ]
-
-
-def test_memory_pressure_is_read_where_the_kernel_tells_it(tmp_path: Path) -> None:
-    (tmp_path / "memory").write_text("some avg10=12.50 avg60=1.00 avg300=0.00 total=5\nfull avg10=0.00\n")
-    assert memory_pressure(tmp_path / "memory") == 12.5
-    assert memory_pressure(tmp_path / "nothing") == 0.0
 
 
 def test_a_system_prompt_is_warmed_for_the_named_model_which_is_loaded_for_it(

@@ -40,10 +40,10 @@ class Models:
         self.answer(place, keep_alive_s)
         return place
 
-    def settle(self, *, is_short: bool = False) -> None:
+    def settle(self) -> None:
         """Decides until nothing changes."""
         while True:
-            decision = self.swaps.decide(self.now, is_short=is_short)
+            decision = self.swaps.decide(self.now)
             for place in decision.load:
                 self.log.append(f"+{place.model}")
                 place.phase, place.used_at = Phase.READY, self.now
@@ -258,14 +258,6 @@ def test_who_waits_and_can_never_fit_beside_what_was_pinned_meanwhile_lets_other
     models.answer(pinned, keep_alive_s=0)
     models.settle()
     assert models.swaps.of("pinned") is pinned, "what a request says is not for pinned models"
-
-
-def test_where_the_system_is_short_of_memory_the_longest_idle_model_goes_unless_it_is_pinned() -> None:
-    models = Models(None)
-    for models.now, (name, is_pinned) in enumerate([("pinned", True), ("old", False), ("new", False)]):
-        models.use(name, is_pinned=is_pinned)
-    decision = models.swaps.decide(models.now, is_short=True)
-    assert [place.model for place in decision.unload] == ["old"]
 
 
 @pytest.mark.parametrize("seed", range(20))

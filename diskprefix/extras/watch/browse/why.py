@@ -16,7 +16,7 @@ from diskprefix.cache.policy.select import StateKind
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.chat.template_input import common_chars
-from diskprefix.extras.watch.browse.causes import LATER, Cause, cause_between, line_at
+from diskprefix.extras.watch.browse.causes import LATER, Cause, cause_between
 from diskprefix.identity import differing
 from diskprefix.nouns import Prompt
 from diskprefix.settings import Settings
@@ -70,8 +70,6 @@ class Parting:
     before: str
     here: str
     there: str
-    line_here: str
-    line_there: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,8 +267,6 @@ def _parting(token_ids: TokenIds, other: TokenIds, at: int, decode: Decode) -> t
         before=here[max(0, index - _SHOWN_CHARS) : index],
         here=here[index : index + _SHOWN_CHARS],
         there=there[index : index + _SHOWN_CHARS],
-        line_here=line_at(here, index),
-        line_there=line_at(there, index),
     )
     return parting, (here, there)
 

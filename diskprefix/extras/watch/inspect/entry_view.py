@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, terminal_width
-from diskprefix.extras.watch.browse.entry import EntryDetails, entry_details
 from diskprefix.printable import printable_only
-from diskprefix.store.savings import read_savings
+from diskprefix.store.savings import savings_of
+from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import EntryInfo
+from diskprefix.store.tree import EntryInfo, PrefixTree
 from diskprefix.tokens import TokenIds
 from diskprefix.units import ago, format_size
 
@@ -21,32 +24,82 @@ _LABEL = 12
 _SHOWN_CHARS = 600
 
 
-def show_entry(snapshot: Snapshot, entries: list[EntryInfo], info: EntryInfo, *, as_json: bool) -> None:
+def show_entry(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryInfo, *, as_json: bool) -> None:
     """Prints one of `entries`, the entries of `snapshot`."""
-    details = entry_details(snapshot, entries, info, read_savings(snapshot))
-    text = decoded(details.tokenizer, details.token_ids)
+    details = entry_details(snapshot, entries, info)
     if as_json:
-        print_json(_as_dict(details, text))
+        print_json(details)
         return
-    width = terminal_width(otherwise=160)
-    for label, value in _lines(details):
+    for label, value in _lines(info, details):
         click.echo(f"{label:<{_LABEL}}{printable_only(value)}")
-    room = max(20, width - 36)
+    room = max(20, terminal_width(otherwise=160) - 36)
     shared = [
-        f"  {short_id(one.id)}  {one.num_tokens:,} tokens  {shortened(printable_only(one.preview), room)}"
-        for one in details.shared_with
+        f"  {short_id(one['id'])}  {one['num_tokens']:,} tokens  {shortened(printable_only(one['preview']), room)}"
+        for one in details["shared_with"]
     ]
     click.echo(f"{'shared with':<{_LABEL}}{len(shared) or 'nobody'}")
     for line in shared[:SHOWN]:
         click.echo(line)
-    if text is None:
+    if details["text"] is None:
         click.echo(f"{'preview':<{_LABEL}}{printable_only(info.preview)}")
     else:
         click.echo("text")
-        click.echo(_indented(text))
+        click.echo(_indented(details["text"]))
 
 
-def decoded(folder: str, token_ids: TokenIds) -> str | None:
+def entry_details(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryInfo) -> dict[str, Any]:
+    """Returns JSON values for one of `entries`, the result of `list_entries` for this snapshot: those of `info`, and
+
+    * `reason`, the policy's reason for the boundary, and `text`, None if its tokenizer is not there any more,
+    * `hit_times` of the last hits that are remembered, in seconds since the epoch, oldest first,
+    * `blocks`, its blocks, tails and checkpoints in order, each with the number of `entries` that share it,
+    * `shared_with`, the other saved prompts with common blocks, that which shares most tokens first.
+
+    Raises `StoreCorrupt` if the prompt's path is damaged.
+    """
+    tree, name = PrefixTree(snapshot), bytes.fromhex(info.id)
+    path, record = tree.entry(name), snapshot.entry(name)
+    others = {other: tree.entry(bytes.fromhex(other.id)) for other in entries if other.id != info.id}
+    users = Counter(node for nodes in others.values() for node in nodes)
+    root = snapshot.root(record.root) if record else None
+    savings = savings_of(snapshot, record.root) if record else None
+    token_ids = np.concatenate([node.token_ids for node in tree.path(name).values()])
+    return asdict(info) | {
+        "reason": record.reason if record else "",
+        "hit_times": [round(hit.when, 3) for hit in savings.hits if hit.block in path] if savings else [],
+        "shared_with": _shared_with(path, others),
+        "blocks": [_block(snapshot, step, node, 1 + users[step]) for step, node in path.items()],
+        "text": _decoded(root.tokenizer if root else "", token_ids),
+    }
+
+
+def _shared_with(
+    path: Mapping[bytes, NodeRecord], others: Mapping[EntryInfo, Mapping[bytes, NodeRecord]]
+) -> list[dict[str, Any]]:
+    found = []
+    for other, nodes in others.items():
+        if common := [nodes[step].end for step in nodes.keys() & path.keys()]:
+            found.append((-max(common), other.id, other.preview))
+    return [{"id": id_, "num_tokens": -tokens, "preview": preview} for tokens, id_, preview in sorted(found)]
+
+
+def _block(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) -> dict[str, Any]:
+    usage = snapshot.usage(name)
+    return {
+        "hash": name.hex(),
+        "kind": node.kind.name.lower(),
+        "position": node.position,
+        "num_tokens": node.num_tokens,
+        "raw_bytes": node.raw_bytes,
+        "stored_bytes": node.stored_bytes,
+        "entries": entries,
+        "hits": usage.restores if usage else 0,
+        "last_used_at": round(usage.last_used, 3) if usage else 0.0,
+        "prefill_s": round(usage.prefill_s, 6) if usage else 0.0,
+    }
+
+
+def _decoded(folder: str, token_ids: TokenIds) -> str | None:
     """Returns the text of token ids, None if `folder` has no tokenizer any more."""
     file = Path(folder) / "tokenizer.json"
     if not folder or not file.is_file():
@@ -61,35 +114,23 @@ def decoded(folder: str, token_ids: TokenIds) -> str | None:
     return text
 
 
-def _as_dict(details: EntryDetails, text: str | None) -> dict[str, Any]:
-    return asdict(details.info) | {
-        "reason": details.reason,
-        "hit_times": details.hit_times,
-        "shared_with": [asdict(one) for one in details.shared_with],
-        "blocks": [asdict(node) for node in details.nodes],
-        "text": text,
-    }
-
-
-def _lines(details: EntryDetails) -> list[tuple[str, str]]:
-    info = details.info
+def _lines(info: EntryInfo, details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    blocks = [one for one in details["blocks"] if one["kind"] != "checkpoint"]
     ratio = f", {info.raw_bytes / info.stored_bytes:.2f}× smaller" if info.stored_bytes < info.raw_bytes else ""
-    return [
-        ("id", info.id),
-        ("model", info.model),
-        ("tokens", f"{info.num_tokens:,}"),
-        ("stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)}{ratio})"),
-        ("shared", format_size(info.shared_bytes)),
-        ("checkpoints", _checkpoints_text(info)),
-        ("blocks", _blocks_text(details)),
-        ("hits", f"{info.hits:,}"),
-        ("created", ago(info.created_at)),
-        ("last used", ago(info.last_used_at)),
-        ("kept for", _ttl_text(info)),
-        ("scope", info.scope),
-        ("reason", details.reason.replace("_", " ") or "not known"),
-        ("tenant", info.tenant or "none"),
-    ]
+    yield "id", info.id
+    yield "model", info.model
+    yield "tokens", f"{info.num_tokens:,}"
+    yield "stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)}{ratio})"
+    yield "shared", format_size(info.shared_bytes)
+    yield "checkpoints", _checkpoints_text(info)
+    yield "blocks", f"{len(blocks)}, {sum(one['entries'] > 1 for one in blocks)} of them in other prompts too"
+    yield "hits", f"{info.hits:,}"
+    yield "created", ago(info.created_at)
+    yield "last used", ago(info.last_used_at)
+    yield "kept for", _ttl_text(info)
+    yield "scope", info.scope
+    yield "reason", details["reason"].replace("_", " ") or "not known"
+    yield "tenant", info.tenant or "none"
 
 
 def _indented(text: str) -> str:
@@ -110,9 +151,3 @@ def _checkpoints_text(info: EntryInfo) -> str:
     if not info.checkpoints:
         return "none"
     return f"{format_size(info.checkpoint_bytes)} at {', '.join(f'{position:,}' for position in info.checkpoints)}"
-
-
-def _blocks_text(details: EntryDetails) -> str:
-    blocks = [node for node in details.nodes if node.kind != "checkpoint"]
-    shared = sum(node.entries > 1 for node in blocks)
-    return f"{len(blocks)}, {shared} of them in other prompts too"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diskprefix.extras.watch.browse.entry import entry_details
 from diskprefix.extras.watch.browse.statistics import statistics
+from diskprefix.extras.watch.inspect.entry_view import entry_details
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import list_entries
@@ -27,11 +27,10 @@ def test_each_model_and_tenant_has_its_own_figures(snapshot: Snapshot, chats: Sa
 def test_an_entry_names_who_shares_its_blocks(snapshot: Snapshot) -> None:
     entries = list_entries(snapshot)
     info = next(one for one in entries if "birds nest" in one.preview)
-    details = entry_details(snapshot, entries, info, read_savings(snapshot))
-    assert len(details.shared_with) == 3, "Alice's, and those of other builds, share nothing"
-    most = details.shared_with[0].num_tokens
-    assert {node.entries for node in details.nodes if node.position + node.num_tokens <= most} >= {4}
-    assert details.nodes[-1].entries == 1
-    assert len(details.token_ids) == info.num_tokens
-    assert details.reason == "full"
-    assert len(details.hit_times) == 4, "requests that restored a block of it, whichever prompt they were"
+    details = entry_details(snapshot, entries, info)
+    assert len(details["shared_with"]) == 3, "Alice's, and those of other builds, share nothing"
+    most = details["shared_with"][0]["num_tokens"]
+    assert {node["entries"] for node in details["blocks"] if node["position"] + node["num_tokens"] <= most} >= {4}
+    assert details["blocks"][-1]["entries"] == 1
+    assert details["reason"] == "full"
+    assert len(details["hit_times"]) == 4, "requests that restored a block of it, whichever prompt they were"

@@ -54,8 +54,6 @@ def test_a_changed_date_is_named_with_the_text_around_it(chats: SavedChats, snap
     found = why(chats, snapshot, chat(QUESTION, SYSTEM.replace("Saturday, November 21", "Sunday, November 22")))
     assert found.cause.kind == "date"
     assert found.parting is not None
-    assert found.parting.line_here == "The current date is Sunday, November 22, 2026."
-    assert found.parting.line_there == "The current date is Saturday, November 21, 2026."
     assert found.parting.here.startswith("unday, November 22")
     assert found.parting.at == found.restored, "a model that is exact at every token restores up to there"
 
