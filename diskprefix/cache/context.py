@@ -145,5 +145,4 @@ class RequestContext:
             return
         num_tokens = selection.shared(cache.settings.remote_write, len(nodes.token_ids), restored.num_tokens)
         if num_tokens >= nodes.block_size:
-            in_parts = cache.layout.state_kind == "token"
-            cache.remote.upload(Upload(nodes, num_tokens, self.namespace.record, cache.tiers, in_parts))
+            cache.remote.upload(Upload(nodes, num_tokens, self.namespace.record, cache.tiers))

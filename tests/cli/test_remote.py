@@ -1,4 +1,4 @@
-"""`diskprefix remote`: listing, sweeping and purging the bucket that machines share."""
+"""`diskprefix remote`: listing and purging the bucket that machines share."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def flags(tmp_path: Path) -> list[str]:
     return ["--remote-tier", bucket, "--namespace-key-file", str(key_file)]
 
 
-def test_what_is_shared_is_listed_swept_and_purged(run: Run, flags: list[str]) -> None:
+def test_what_is_shared_is_listed_and_purged(run: Run, flags: list[str]) -> None:
     listed = run("remote", "ls", "--json", *flags).json
     assert [(root["model"], root["tenant"], root["objects"]) for root in listed["roots"]] == [
         ("tiny", "", 1),
@@ -47,22 +47,12 @@ def test_what_is_shared_is_listed_swept_and_purged(run: Run, flags: list[str]) -
     shown = run("remote", "ls", *flags).stdout.splitlines()
     assert len(shown) == 2
     assert f"tiny  {ALICE[:8]}  1 object" in shown[1]
-    swept = run("remote", "sweep", "--ttl", "7d", "--budget", "1GiB", "--json", *flags).json
-    assert (swept["found"], swept["objects"]) == (2, 0)
     planned = run("remote", "purge", "--tenant", "alice", "--dry-run", *flags).stdout
     assert planned.startswith("would remove 1 object, ")
     done = run("remote", "purge", "--tenant", "alice", *flags)
     assert (done.exit_code, done.stdout) == (0, planned.replace("would remove", "removed"))
     assert run("remote", "purge", "--all", *flags).stdout.startswith("removed 1 object, ")
     assert run("remote", "ls", *flags).stdout == "nothing is shared yet by machines with these keys\n"
-
-
-def test_who_lists_or_purges_is_warned_of_what_cannot_be_read(run: Run, flags: list[str], tmp_path: Path) -> None:
-    (next(tmp_path.rglob("about")).parent / "two\nlines").touch()
-    warning = "warning: ignored 1 name that obstore cannot read; names listed shortly before may be missing too\n"
-    for command in (["ls"], ["sweep", "--ttl", "7d"], ["purge", "--model", "tiny", "--dry-run"]):
-        ended = run("remote", *command, *flags)
-        assert (ended.exit_code, ended.stderr) == (0, warning)
 
 
 def test_who_lists_or_purges_is_warned_of_what_is_nobodys(run: Run, flags: list[str], tmp_path: Path) -> None:
@@ -77,9 +67,6 @@ def test_who_lists_or_purges_is_warned_of_what_is_nobodys(run: Run, flags: list[
     ("args", "message"),
     [
         (("ls",), "give the bucket with --remote-tier"),
-        (("sweep", "FLAGS"), "give --ttl, --budget or both"),
-        (("sweep", "--ttl", "0s", "FLAGS"), "must be more than 0"),
-        (("sweep", "--ttl", "soon", "FLAGS"), "--ttl: 'soon' is not a duration"),
         (("purge", "FLAGS"), "give --tenant, --model or both, or --all alone"),
         (("purge", "--all", "--model", "x", "FLAGS"), "or --all alone"),
         (("purge", "--tenant", "nobody", "FLAGS"), "nothing is shared of this tenant"),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from diskprefix.extras.remote.ledger import Ledger
+from diskprefix.extras.remote.counts import Counts
 from diskprefix.server.metrics import _GATE
 from tests.closing import needs
 from tests.server.scripted import STATS
@@ -60,7 +60,7 @@ def exposed() -> dict[str, set[str]]:
     labels: dict[str, set[str]] = {}
     scraped = Scraped()
     scraped.stats["gate"] = STATS["gate"] | dict.fromkeys(_GATE, 1.0)
-    scraped.stats["remote"] = Ledger().as_dict() | {"state": "ok"}
+    scraped.stats["remote"] = Counts().as_dict() | {"state": "ok"}
     scraped.metrics._http.labels("/health", "200").inc()
     text = scraped.text()
     for name, pairs in samples_of(text):

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from diskprefix.api.anthropic import CountTokensRequest, Messages
@@ -32,10 +31,8 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.infill.infill import Infill
-from diskprefix.extras.remote.bundle import BundleSlot, Header, encode_bundle, slot_nodes, slot_path
-from diskprefix.extras.remote.objects import Got
-from diskprefix.extras.remote.reading import read_bundle
-from diskprefix.extras.remote.signing import MOST_SIGNED_BYTES, PREAMBLE_BYTES, ObjectRefused, piece_digest, signed
+from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, encode_bundle, slot_nodes, slot_path
+from diskprefix.extras.remote.signing import signed, verified
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native import library
@@ -168,74 +165,33 @@ _SLOTS = (
     BundleSlot(0, 2),
     BundleSlot(2, 3, has_tail=True),
     BundleSlot(0, 3),
-    BundleSlot(3, 3, is_rest=True),
 )
 
 
-class _Bucket:
-    """A bucket with one object."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = memoryview(data)
-
-    def get(self, _path: str, most_bytes: int) -> Got:
-        if len(self._data) > most_bytes:
-            raise ObjectRefused("oversized", "it is too large")
-        return Got(self._data, 0.0)
-
-    def get_range(self, _path: str, start: int, end: int, most_bytes: int) -> Got:
-        require(end - start <= max(most_bytes, MOST_SIGNED_BYTES + PREAMBLE_BYTES), "too much is asked for")
-        return Got(self._data[start:end], 0.0)
-
-
 def _bucket_object(_folder: Path) -> Check:
-    """The first byte says which place of the prompt is read, how much of it is near, and whether the object is signed.
-    Then the input is the length of the header, the header and the pieces, and digests are made right."""
+    """The first byte says which place of the prompt is read, how much of it is near, and whether the input is the
+    content of an object that is signed, or the object."""
 
     def check(data: bytes) -> None:
         choice, content = (data[0], data[1:]) if data else (0, b"")
-        slot, num_near = _SLOTS[choice % 4], choice // 4 % 4
+        slot, num_near = _SLOTS[choice % 3], choice // 4 % 4
         path = slot_path(_KEY, _PROMPT, slot)
-        bucket: Any = _Bucket(_signed(path, content) if choice & 16 else content)
-        refused(lambda: read_bundle(bucket, _KEY, _PROMPT, slot, num_near, path))
+        whole = signed(_KEY, path, content) if choice & 16 else content
+        refused(lambda: decode_bundle(_KEY, _PROMPT, slot, path, memoryview(whole), num_near))
 
     return check
 
 
-def _signed(path: str, content: bytes) -> bytes:
-    size = int.from_bytes(content[:2], "little")
-    encoded, body = content[2 : 2 + size], content[2 + size :]
-    with suppress(msgspec.DecodeError, OverflowError):
-        header = msgspec.msgpack.decode(encoded, type=Header)
-        nodes, at = [], 0
-        for node in header.nodes:
-            digests = []
-            for index, length in enumerate(node.sizes):
-                piece = bytes(body[at : at + max(0, length)])
-                digests.append(piece_digest(_KEY, node.name, index, piece))
-                at += len(piece)
-            nodes.append(msgspec.structs.replace(node, digests=tuple(digests)))
-        encoded = msgspec.msgpack.encode(Header(header.root, header.created_at, tuple(nodes)))
-    with suppress(ObjectRefused):
-        return signed(_KEY, path, encoded) + body
-    return body
-
-
 def _bundles(_folder: Path) -> Iterable[bytes]:
     for number, slot in enumerate(_SLOTS):
-        is_rest, end = slot.is_rest, len(_PROMPT.token_ids)
-        nodes = [_PROMPT.partial_block(end)] if is_rest else list(slot_nodes(_PROMPT, slot))
         payloads = []
-        for node in nodes:
+        for node in slot_nodes(_PROMPT, slot):
             size = sum(cut.piece.num_bytes for cut in _PROMPT.cuts(node))
-            tokens = _PROMPT.token_ids[node.position : node.position + node.num_tokens]
-            payloads.append((node, tokens.tobytes(), payload_of(tokens, size)))
+            payloads.append((node, payload_of(_PROMPT.tokens(node), size)))
         path = slot_path(_KEY, _PROMPT, slot)
         whole = encode_bundle(_KEY, _PROMPT, path, payloads, 5.0)
-        num_signed = struct.unpack_from("<4sHHI", whole)[3]
-        header = whole[PREAMBLE_BYTES + len(path.encode()) : PREAMBLE_BYTES + num_signed]
         yield bytes([number]) + whole
-        yield bytes([16 + number]) + struct.pack("<H", len(header)) + header + whole[PREAMBLE_BYTES + num_signed :]
+        yield bytes([16 + number]) + verified(_KEY, path, whole)
 
 
 _FORMATS = {Element.BF16: BF16, Element.FP16: FP16, Element.FP32: FP32}

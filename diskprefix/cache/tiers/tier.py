@@ -147,14 +147,12 @@ class PrefetchRequest:
 
 @dataclass(frozen=True)
 class Upload:
-    """A prompt whose first `num_tokens` tokens are to be shared, as far as `tiers` have them. `in_parts`: prompts
-    restore to the token, so partial blocks are of use to others."""
+    """A prompt whose first `num_tokens` tokens are to be shared, as far as `tiers` have them."""
 
     nodes: PromptNodes
     num_tokens: int
     record: RootRecord
     tiers: Sequence[Tier]
-    in_parts: bool = False
 
 
 class SharedTier(Protocol):

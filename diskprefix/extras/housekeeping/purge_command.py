@@ -78,7 +78,8 @@ def purge(
     Nothing finds the prompts any more, and a running daemon forgets them within seconds. Their bytes stay in free parts
     of the file until something else is written there; with --erase, the file is rewritten without them. The disk itself
     may keep old bytes, and backups still have them. With --remote-tier, the prompts are removed from the bucket too.
-    That is not done with --older-than or --all: use `diskprefix remote sweep` or `diskprefix remote purge`.
+    That is not done with --older-than, which a lifecycle rule of the bucket does, or with --all: use `diskprefix
+    remote purge`.
 
     \b
     diskprefix purge 3fa9 42d1
@@ -151,7 +152,7 @@ def _bucket(
 ) -> tuple[Bucket | None, str | None]:
     """Returns the opened bucket, or why nothing is removed from it."""
     if purge_filter.older_than_s is not None:
-        return None, "what is old is removed there by `diskprefix remote sweep`"
+        return None, "what is old is removed there by a lifecycle rule of the bucket"
     if purge_filter.is_everything:
         return None, "others share it: use `diskprefix remote purge`"
     if remote_tier is None or namespace_key_file is None:

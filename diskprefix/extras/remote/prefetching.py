@@ -11,7 +11,6 @@ from diskprefix.cache.tiers.tier import PrefetchRequest
 from diskprefix.extras.remote.bundle import BundleSlot, blocks_per_bundle, ends, whole_bundles
 from diskprefix.extras.remote.fetchers import Fetchers, ObjectFetch
 from diskprefix.store.changes import NewNode
-from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
 
 MOST_AT_ONCE = 16
 """The most objects of one request that are fetched at the same time. The number begins at 1 and doubles, so that a
@@ -41,8 +40,6 @@ class PrefetchJob:
         self.names: set[bytes] = set()
         self.num_bytes = 0
         self.is_whole, self.is_late = True, False
-        self._num_blocks = num_near
-        """The number of the prompt's first blocks that nearer tiers have by now."""
 
     def run(self) -> None:
         """Fetches and publishes the bundles. Raises the errors of fetches and of `publish`."""
@@ -70,35 +67,21 @@ class PrefetchJob:
                 break
             if not self._publish(found):
                 return
-            self._num_blocks = max(self._num_blocks, slot.last)
             reached, at_once = slot.last, min(MOST_AT_ONCE, 2 * at_once)
         self._bring_end(size, reached)
-        if self._wish.replaces and self.is_whole:
-            self._bring_rest()
 
     def _bring_end(self, size: int, reached: int) -> None:
         """Fetches the end of another machine's prompt that lies before the next whole bundle."""
         nodes = self._wish.nodes
-        slots = ends(size, reached, nodes.num_blocks, with_tail=True)
+        slots = ends(size, reached, nodes.num_blocks)
         slots = [slot for slot in slots if slot.last > self._num_near or slot.has_tail]
         fetches = [self._fetch(slot) for slot in slots]
-        for slot, fetch in zip(slots, fetches, strict=True):
+        for fetch in fetches:
             if (found := self._result(fetch)) is not None:
-                if self._publish(found):
-                    self._num_blocks = max(self._num_blocks, slot.last)
+                self._publish(found)
                 return
             if not self.is_whole:
                 return
-
-    def _bring_rest(self) -> None:
-        """Fetches the partial block behind the last whole block."""
-        nodes, number = self._wish.nodes, self._num_blocks
-        left = nodes.token_ids[number * nodes.block_size :]
-        if number * nodes.block_size < LEAST_TOKENS or len(left) < LEAST_TOKENS:
-            return
-        found = self._result(self._fetch(BundleSlot(number, number, is_rest=True)))
-        if found and common_prefix_length(found[0].token_ids, left):
-            self._publish(found)
 
     def _fetch(self, slot: BundleSlot) -> ObjectFetch[Found]:
         fetch = self._ask(self._wish, slot, self._num_near)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import escaped
 from diskprefix.settings import expanded
 from diskprefix.tenant_ids import matches, short_tenant
-from diskprefix.units import ago, counted, format_size, parse_duration, parse_size
+from diskprefix.units import ago, counted, format_size
 
 if TYPE_CHECKING:
     from diskprefix.extras.remote.objects import ObjectStore
@@ -39,18 +38,18 @@ def opened_bucket(remote_tier: str | None, namespace_key_file: Path | None) -> t
     return ObjectStore(remote_tier, timeout_s=60.0, makes_folder=False), key
 
 
-@click.group(short_help="List, sweep or purge the bucket that machines share.")
+@click.group(short_help="List or purge the bucket that machines share.")
 def remote() -> None:
     """Maintain the bucket of --remote-tier. Only objects of the namespace of --namespace-key-file are read or removed.
-    Each command takes --json.
+    Each command takes --json. What is old is removed by a lifecycle rule of the bucket.
 
     \b
     diskprefix remote ls --remote-tier s3://bucket/prefix --namespace-key-file namespace.key
-    diskprefix remote sweep --ttl 7d --budget 500GiB
+    diskprefix remote purge --tenant alice
 
     \b
     Exit codes: 0 done; 2 wrong usage, or no such model or tenant; 4 the bucket
-    cannot be used, or another sweep works on it.
+    cannot be used.
     """
 
 
@@ -69,44 +68,7 @@ def ls(remote_tier: str | None, namespace_key_file: Path | None, as_json: bool) 
     else:
         for root in found:
             click.echo(_line(root))
-    _warn(objects, sum(len(root.objects) for root in found if root.is_unknown))
-
-
-@remote.command("sweep", short_help="Remove old objects, and the oldest above a budget.")
-@click.option(
-    "--ttl", metavar="DURATION", help="Remove objects that were neither written nor fetched for this long: 12h, 7d, 2w."
-)
-@click.option("--budget", metavar="SIZE", help="Then remove the oldest objects until the rest fits: 100GiB.")
-@click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
-@bucket_options
-def sweep(
-    ttl: str | None,
-    budget: str | None,
-    dry_run: bool,
-    remote_tier: str | None,
-    namespace_key_file: Path | None,
-    as_json: bool,
-) -> None:
-    """Remove old objects. Run it regularly on any machine. A lease in the bucket lets one sweep work at a time.
-
-    A fetch counts as a use. The time of the last use is exact to a day.
-
-    \b
-    diskprefix remote sweep --ttl 7d --budget 500GiB
-    """
-    if ttl is None and budget is None:
-        raise SettingsError("give --ttl, --budget or both; see `diskprefix remote sweep --help`")
-    ttl_s = 0.0 if ttl is None else parse_duration(ttl, param="--ttl")
-    budget_bytes = 0 if budget is None else parse_size(budget, param="--budget")
-    if (ttl is not None and ttl_s <= 0) or (budget is not None and budget_bytes <= 0):
-        raise SettingsError(
-            "--ttl and --budget must be more than 0; `diskprefix remote purge --all` removes everything"
-        )
-    objects, key = opened_bucket(remote_tier, namespace_key_file)
-    from diskprefix.extras.remote.upkeep import sweep as sweep_bucket
-
-    removed = sweep_bucket(objects, key, ttl_s=ttl_s, budget_bytes=budget_bytes, now=time.time(), dry_run=dry_run)
-    _tell(objects, removed, dry_run=dry_run, as_json=as_json)
+    _warn(sum(len(root.objects) for root in found if root.is_unknown))
 
 
 @remote.command("purge", short_help="Remove the objects of a tenant or a model.")
@@ -146,7 +108,7 @@ def purge(
         # The tenant's value may be a secret, so it is not repeated.
         unknown = f"; {_unknown(removed.unknown_objects)}" if removed.unknown_objects else ""
         raise SettingsError(f"nothing is shared of this tenant or model; `diskprefix remote ls` shows what is{unknown}")
-    _tell(objects, removed, dry_run=dry_run, as_json=as_json)
+    _tell(removed, dry_run=dry_run, as_json=as_json)
 
 
 def _unknown(num_objects: int) -> str:
@@ -154,17 +116,14 @@ def _unknown(num_objects: int) -> str:
     return f"{counted(num_objects, 'object')} {lie} in a root without a valid description, so the tenant is unknown"
 
 
-def _warn(objects: ObjectStore, unknown_objects: int) -> None:
+def _warn(unknown_objects: int) -> None:
     """Warns of objects of unknown tenants: some of them may belong to the purged tenant."""
     if unknown_objects:
         click.echo(f"warning: {_unknown(unknown_objects)}", err=True)
-    if objects.num_unreadable:
-        names = f"{counted(objects.num_unreadable, 'name')} that obstore cannot read"
-        click.echo(f"warning: ignored {names}; names listed shortly before may be missing too", err=True)
 
 
-def _tell(objects: ObjectStore, removed: Removed, *, dry_run: bool, as_json: bool) -> None:
-    _warn(objects, removed.unknown_objects)
+def _tell(removed: Removed, *, dry_run: bool, as_json: bool) -> None:
+    _warn(removed.unknown_objects)
     if as_json:
         print_json({"dry_run": dry_run} | asdict(removed))
         return
@@ -183,4 +142,4 @@ def _line(root: RemoteRoot) -> str:
     sizes = f"{counted(len(root.objects), 'object')}, {format_size(root.num_bytes)}"
     model = escaped(shortened(root.model, 40)) or "(unknown model)"
     tenant = short_tenant(root.tenant) or "shared"
-    return f"{root.root[:12]}  {model}  {tenant}  {sizes}  used {ago(root.oldest)} to {ago(root.newest)}"
+    return f"{root.root[:12]}  {model}  {tenant}  {sizes}  written {ago(root.oldest)} to {ago(root.newest)}"

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,12 +17,11 @@ from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.remote.breaker import Breaker
-from diskprefix.extras.remote.bundle import BundleSlot, most_bytes, read_header, slot_path
+from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, most_bytes, slot_path
+from diskprefix.extras.remote.counts import Counts
 from diskprefix.extras.remote.fetchers import Fetchers, ObjectFetch
-from diskprefix.extras.remote.ledger import Ledger
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.extras.remote.prefetching import MOST_AT_ONCE, Found, PrefetchJob
-from diskprefix.extras.remote.reading import read_bundle
 from diskprefix.extras.remote.signing import ObjectRefused
 from diskprefix.extras.remote.upkeep import forget
 from diskprefix.extras.remote.upload import first_blocks, write_prompt
@@ -34,8 +33,6 @@ from diskprefix.store.schema import Kind
 log = logging.getLogger("diskprefix")
 
 _MOST_UPLOADS = 64
-_REFRESH_S = 86400.0
-"""An object that is fetched and older than this is written again, so that a sweep keeps what is used."""
 _FLUSHED = 0.8
 """The share of the closing time for queued uploads. The rest is for the one that is being written."""
 
@@ -48,12 +45,12 @@ class RemoteTier:
     objects: ObjectStore
     key: NamespaceKey
     writes: bool = True
-    ledger: Ledger = field(default_factory=Ledger)
+    counted: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         """Guards the attributes below."""
-        self._uploads: deque[Callable[[], None]] = deque()
+        self._uploads: deque[Upload] = deque()
         self._has_upload = threading.Condition(self._lock)
         self._is_closing = False
         self._is_uploading = False
@@ -66,8 +63,8 @@ class RemoteTier:
 
     def prefetch(self, wish: PrefetchRequest) -> Prefetched:
         """See `SharedTier.prefetch`."""
-        if not self.objects.breaker.would_allow():
-            self.ledger.count("skipped")
+        if self.objects.breaker.is_open:
+            self.counted.count("skipped")
             return Prefetched(is_whole=False)
         nodes, started = wish.nodes, time.monotonic()
         num_near = _num_near(nodes, wish.tiers)
@@ -77,10 +74,10 @@ class RemoteTier:
             return Prefetched()
         num_bytes = (nodes.num_blocks - num_near) * nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
         if not wish.pays(len(nodes.token_ids) - held, num_bytes):
-            self.ledger.count("slower")
+            self.counted.count("slower")
             return Prefetched()
         if not self._punctuality.allows():
-            self.ledger.count("skipped")
+            self.counted.count("skipped")
             return Prefetched(is_whole=False)
         job = PrefetchJob(wish, num_near, started + wish.most_s, self._fetchers, self._fetch)
         self._run(job)
@@ -98,9 +95,8 @@ class RemoteTier:
             job.is_whole = False
             log.exception("[remote] going on without the rest of a prompt")
         if job.is_late:
-            self.ledger.count("late")
-            was_open = self._punctuality.is_open
-            if self._punctuality.failed() and not was_open:
+            self.counted.count("late")
+            if self._punctuality.failed():
                 log.warning(
                     "[remote] %s is too slow for several prompts and is left alone for a while", self.objects.url
                 )
@@ -109,16 +105,13 @@ class RemoteTier:
 
     def upload(self, upload: Upload) -> None:
         """Queues the upload of a prompt. Does not wait; if too many are queued, the oldest is dropped."""
-        self._enqueue(partial(write_prompt, self.objects, self.key, self.ledger, upload, lambda: self._is_closing))
-
-    def _enqueue(self, work: Callable[[], None]) -> None:
         with self._has_upload:
             if self._is_closing or not self.writes:
                 return
             if len(self._uploads) >= _MOST_UPLOADS:
                 self._uploads.popleft()
-                self.ledger.count("dropped")
-            self._uploads.append(work)
+                self.counted.count("dropped")
+            self._uploads.append(upload)
             self._has_upload.notify_all()
 
     def forget(self, texts: Sequence[GoneText], timeout_s: float) -> int:
@@ -126,7 +119,7 @@ class RemoteTier:
         uploads. Returns the number of objects. Raises `RemoteUnavailable`."""
         self.flush(timeout_s)
         gone = forget(self.objects, self.key, texts)
-        self.ledger.forget(gone)
+        self.counted.forget(gone)
         return len(gone)
 
     def flush(self, timeout_s: float) -> bool:
@@ -147,15 +140,15 @@ class RemoteTier:
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures for `/props` and `/metrics`: counts of this process."""
-        is_failing = self.objects.breaker.is_open or self._punctuality.is_open
+        is_failing = self.objects.breaker.is_failing or self._punctuality.is_failing
         with self._lock:
             offered = len(self._uploads) + self._is_uploading
         state = "failing" if is_failing else "ok"
-        return {"url": self.objects.url, "state": state, "offered": offered, **self.ledger.as_dict()}
+        return {"url": self.objects.url, "state": state, "offered": offered, **self.counted.as_dict()}
 
     def counts(self) -> Counter[str]:
         """See `SharedTier.counts`."""
-        return self.ledger.counts()
+        return self.counted.counters()
 
     def _fetch(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int) -> ObjectFetch[Found]:
         """Returns the fetch of a bundle's nodes from block `num_near` on. Requests with a common prefix share it."""
@@ -166,24 +159,24 @@ class RemoteTier:
 
     def _fetched(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int, path: str) -> Found:
         """Fetches the nodes of a bundle. Raises `RemoteUnavailable`."""
-        if self.ledger.is_bad(path):
+        if self.counted.is_bad(path):
             return None
         try:
-            found = read_bundle(self.objects, self.key, wish.nodes, slot, num_near, path)
+            data = self.objects.get(path, most_bytes(wish.nodes, slot))
+            if data is None:
+                self.counted.count("missing")
+                self.counted.forget([path])
+                return None
+            found = decode_bundle(self.key, wish.nodes, slot, path, data, num_near)
         except ObjectRefused as error:
-            self.ledger.refuse(path, error)
+            self.counted.refuse(path, error)
             return None
         except RemoteUnavailable:
-            self.ledger.count("failed")
+            self.counted.count("failed")
             raise
-        if found is None:
-            self.ledger.miss(path)
-            return None
-        self.ledger.record_object(path)
-        self.ledger.count("fetched")
-        self.ledger.count("fetched_bytes", found.num_bytes)
-        if time.time() - found.modified_at > _REFRESH_S:
-            self._enqueue(partial(self._refresh, path, most_bytes(wish.nodes, slot)))
+        self.counted.found(path)
+        self.counted.count("fetched")
+        self.counted.count("fetched_bytes", len(data))
         return tuple(
             NewNode(
                 name=node.name,
@@ -197,19 +190,8 @@ class RemoteTier:
                 ttl_s=wish.ttl_s,
                 replaces=wish.replaces,
             )
-            for node, token_ids, payload in found.nodes
+            for node, token_ids, payload in found
         )
-
-    def _refresh(self, path: str, most: int) -> None:
-        """Writes an object again as it is, because a sweep goes by the time of writing. Reads it again first: only a
-        part may have been fetched, it may have been purged since, or another machine was faster. Raises
-        `CacheError`."""
-        got = self.objects.get(path, most)
-        if got is None or time.time() - got.modified_at <= _REFRESH_S:
-            return
-        read_header(self.key, path, got.data)
-        self.objects.put(path, bytes(got.data))
-        self.ledger.record_object(path, written_bytes=len(got.data))
 
     def _write_uploads(self) -> None:
         while True:
@@ -219,14 +201,14 @@ class RemoteTier:
                 self._has_upload.wait_for(lambda: self._uploads or self._is_closing)
                 if self._is_closing:
                     return
-                work, self._is_uploading = self._uploads.popleft(), True
+                upload, self._is_uploading = self._uploads.popleft(), True
             try:
-                work()
+                write_prompt(self.objects, self.key, self.counted, upload, lambda: self._is_closing)
             except CacheError as error:
-                self.ledger.count("dropped")
+                self.counted.count("dropped")
                 log.debug("[remote] a prompt is not shared: %s", error)
             except Exception:
-                self.ledger.count("dropped")
+                self.counted.count("dropped")
                 log.exception("[remote] a prompt is not shared")
 
 

@@ -1,17 +1,15 @@
-"""Maintenance of the objects of one namespace in a bucket: listing, sweep, purge of a tenant."""
+"""Maintenance of the objects of one namespace in a bucket: listing, and purge of a tenant."""
 
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
-from diskprefix.errors import CacheError
-from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MOST_BYTES, REST, object_path
+from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MOST_BYTES, object_path
 from diskprefix.extras.remote.objects import ObjectInfo, ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, verified
 from diskprefix.namespace_key import NamespaceKey
@@ -19,16 +17,8 @@ from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
 
-LEASE_S = 900.0
-"""Seconds after which the lease of a killed sweep ends."""
-_LEASE = "lease"
 _ROOT = re.compile(r"[0-9a-f]{32}")
 _AT_ONCE = 500
-_DAY_S = 86400.0
-
-
-class LeaseHeld(CacheError):
-    """Another sweep works on the bucket."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +74,6 @@ def roots(objects: ObjectStore, key: NamespaceKey) -> list[RemoteRoot]:
     return sorted(found, key=lambda root: (root.model, root.tenant, root.root))
 
 
-def sweep(
-    objects: ObjectStore, key: NamespaceKey, *, ttl_s: float, budget_bytes: int, now: float, dry_run: bool = False
-) -> Removed:
-    """Removes objects that were neither written nor fetched for `ttl_s` seconds, then the oldest until the rest fits
-    into `budget_bytes`; 0 sets no limit. Raises `RemoteUnavailable` and `LeaseHeld`."""
-    with nullcontext() if dry_run else _lease(objects, key, now):
-        found = roots(objects, key)
-        gone = set(_to_sweep([one for root in found for one in root.objects], ttl_s, budget_bytes, now))
-        empty = [root.about for root in found if root.about is not None and gone.issuperset(root.objects)]
-        # A root without objects may be one that a daemon has just begun to write.
-        abouts = [about for about in empty if now - about.modified_at > LEASE_S]
-        if not dry_run:
-            _delete(objects, list(gone))
-            # Without its description, an object that was written meanwhile would have no known tenant.
-            _delete(objects, [about for about in abouts if _is_alone(objects, about)])
-        return _removed(found, list(gone))
-
-
 def purge(
     objects: ObjectStore, key: NamespaceKey, wanted: Callable[[RemoteRoot], bool], *, dry_run: bool = False
 ) -> tuple[list[RemoteRoot], Removed]:
@@ -119,8 +91,7 @@ def forget(objects: ObjectStore, key: NamespaceKey, texts: Iterable[GoneText]) -
     """Removes the objects that hold parts of these texts that no remaining saved prompt has. Returns their paths.
     Raises `RemoteUnavailable`.
 
-    Objects are named by their ends, so objects that continue behind a text are not found. An object with a partial
-    block may hold that of another prompt; it is removed too.
+    Objects are named by their ends, so objects that continue behind a text are not found.
     """
     names: dict[bytes, set[str]] = {}
     for text in texts:
@@ -145,28 +116,11 @@ def _names(key: NamespaceKey, text: GoneText) -> Iterator[str]:
     for start in range(0, len(token_ids) + 1, size):
         part = token_ids[start : start + size]
         if start + size > kept:
-            yield f"{parent.hex()}{REST}"
             for end in range(max(0, kept - start), len(part) + 1, ID_BYTES):
                 yield node_name(secret, parent, part[:end], Kind.TAIL).hex()
         parent = node_name(secret, parent, part, Kind.BLOCK)
         if len(part) == size and start + size > kept:
             yield parent.hex()
-
-
-def _to_sweep(found: list[ObjectInfo], ttl_s: float, budget_bytes: int, now: float) -> Iterator[ObjectInfo]:
-    """Yields the objects to remove. Of one day, ends of prefixes are removed before beginnings, which others need."""
-    kept_bytes = sum(one.num_bytes for one in found)
-    for one in sorted(found, key=lambda one: (one.modified_at // _DAY_S, -_depth(one.path), one.modified_at)):
-        is_old = ttl_s > 0 and now - one.modified_at > ttl_s
-        if is_old or 0 < budget_bytes < kept_bytes:
-            kept_bytes -= one.num_bytes
-            yield one
-
-
-def _depth(path: str) -> int:
-    """Returns the number of blocks before the end of a bundle."""
-    depth = path.rpartition(".")[2]
-    return int(depth) if depth.isdecimal() else 0
 
 
 def _root(objects: ObjectStore, key: NamespaceKey, root: str, found: list[ObjectInfo]) -> RemoteRoot:
@@ -175,7 +129,7 @@ def _root(objects: ObjectStore, key: NamespaceKey, root: str, found: list[Object
     if about is not None:
         with suppress(ObjectRefused, msgspec.DecodeError):
             if (got := objects.get(about.path, ABOUT_MOST_BYTES)) is not None:
-                record = msgspec.msgpack.decode(verified(key, about.path, got.data), type=RootRecord)
+                record = msgspec.msgpack.decode(verified(key, about.path, got), type=RootRecord)
     others = tuple(one for one in found if one is not about)
     return RemoteRoot(root, record.model, record.tenant, record.block_size, others, about)
 
@@ -187,43 +141,6 @@ def _removed(found: Iterable[RemoteRoot], gone: list[ObjectInfo]) -> Removed:
     return Removed(len(everything), found_bytes, len(gone), gone_bytes, len(unknown.difference(gone)))
 
 
-def _is_alone(objects: ObjectStore, about: ObjectInfo) -> bool:
-    """Returns whether a root has a description and no other object."""
-    beside = objects.list(f"{about.path.rpartition('/')[0]}/")
-    return all(one.path == about.path for one in beside)
-
-
 def _delete(objects: ObjectStore, gone: list[ObjectInfo]) -> None:
     for start in range(0, len(gone), _AT_ONCE):
         objects.delete([one.path for one in gone[start : start + _AT_ONCE]])
-
-
-@contextmanager
-def _lease(objects: ObjectStore, key: NamespaceKey, now: float) -> Iterator[None]:
-    """Holds the lease. Not every object store can create an object on condition, so the lease is read again once it is
-    written: of two that write it at once, the last one has it."""
-    path = f"{key.digest.hex()}/{_LEASE}"
-    held = objects.info(path)
-    if held is not None and now - held.modified_at < LEASE_S:
-        raise LeaseHeld(f"another sweep of {objects.url} began {now - held.modified_at:.0f} s ago; try again later")
-    token = secrets.token_bytes(16)
-    if held is not None:
-        objects.delete([path])
-    written = objects.create(path, token)
-    if not written or not _holds(objects, path, token):
-        raise LeaseHeld(f"another sweep of {objects.url} has just begun; try again later")
-    try:
-        yield
-    finally:
-        # It may be another one's by now, if this took very long.
-        if _holds(objects, path, token):
-            objects.delete([path])
-
-
-def _holds(objects: ObjectStore, path: str, token: bytes) -> bool:
-    """Returns whether the lease is this one."""
-    try:
-        got = objects.get(path, len(token))
-    except ObjectRefused:
-        return False
-    return got is not None and bytes(got.data) == token

@@ -21,16 +21,15 @@ from diskprefix.extras.remote.bundle import (
     slot_path,
     whole_bundles,
 )
-from diskprefix.extras.remote.ledger import Ledger
+from diskprefix.extras.remote.counts import Counts
 from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, signed, verified
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.schema import Kind
-from diskprefix.tokens import common_prefix_length
 
 
 def write_prompt(
-    objects: ObjectStore, key: NamespaceKey, ledger: Ledger, upload: Upload, is_closing: Callable[[], bool]
+    objects: ObjectStore, key: NamespaceKey, counts: Counts, upload: Upload, is_closing: Callable[[], bool]
 ) -> None:
     """Writes the missing bundles of a prompt, until `is_closing`. Raises `CacheError`.
 
@@ -42,38 +41,36 @@ def write_prompt(
     end = BundleSlot(num_blocks // size * size, num_blocks, has_tail)
     if end.last > end.first or has_tail:
         slots.append(end)
-    if upload.in_parts and num_blocks * upload.nodes.block_size < upload.num_tokens:
-        slots.append(BundleSlot(num_blocks, num_blocks, is_rest=True))
     is_described = False
     for slot in slots:
         path = slot_path(key, upload.nodes, slot)
-        if ledger.is_known(path):
+        if counts.is_known(path):
             continue
         if is_closing():
-            ledger.count("dropped")
+            counts.count("dropped")
             return
-        if not ledger.is_bad(path) and objects.info(path) is not None:
-            ledger.record_object(path)
+        if not counts.is_bad(path) and objects.has(path):
+            counts.found(path)
             continue
-        payloads = _rest(upload, slot) if slot.is_rest else _payloads(upload, slot)
+        payloads = _payloads(upload, slot)
         if not payloads:
-            # It was evicted meanwhile, or no partial block was kept.
+            # It was evicted meanwhile.
             return
         if not is_described:
             _describe_root(objects, key, upload)
             is_described = True
         data = encode_bundle(key, upload.nodes, path, payloads, time.time())
         objects.put(path, data)
-        ledger.record_object(path, written_bytes=len(data))
+        counts.wrote(path, len(data))
 
 
 def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:
     """Writes the description of a root, which `ls` and `purge` read, unless a sound one is there. Each upload checks
-    this: without the description, which a sweep or purge may have removed, the tenant of the objects is unknown."""
+    this: the bucket or a purge may have removed it, and without it the tenant of the objects is unknown."""
     path = object_path(key, upload.nodes.root, ABOUT)
     try:
         if (got := objects.get(path, ABOUT_MOST_BYTES)) is not None:
-            verified(key, path, got.data)
+            verified(key, path, got)
             return
     except ObjectRefused:
         pass
@@ -100,56 +97,29 @@ def _stored(upload: Upload) -> tuple[int, bool]:
         return number, is_whole and _nearest(nodes, views, nodes.tail()) is not None
 
 
-def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
-    """Returns the nodes of a bundle with token ids and raw payloads, verified, and behind each block a checkpoint
+def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, memoryview]]:
+    """Returns the nodes of a bundle with raw payloads, verified, and behind each block a checkpoint
     within the offered tokens. Returns nothing if a node is no longer there."""
     nodes = upload.nodes
-    found: list[tuple[Node, bytes, memoryview]] = []
+    found: list[tuple[Node, memoryview]] = []
     with open_views(upload.tiers) as views:
         for node in slot_nodes(nodes, slot):
             if (view := _nearest(nodes, views, node)) is None:
                 return []
-            found.append((node, nodes.token_bytes(node), _read(nodes, node, view)))
+            found.append((node, _read(nodes, node, view)))
             if nodes.layout.states and node.kind == Kind.BLOCK:
                 found += _checkpoint_behind(upload, views, node)
     return found
 
 
-def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> Iterator[tuple[Node, bytes, memoryview]]:
+def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> Iterator[tuple[Node, memoryview]]:
     """Yields the last checkpoint of the offered tokens that continues a block, if there is one."""
     nodes = upload.nodes
     behind = nodes.checkpoints(block.end // nodes.block_size, upload.num_tokens)
     for checkpoint in (node for node in behind if node.kind == Kind.CHECKPOINT):
         if (view := _nearest(nodes, views, checkpoint)) is not None:
-            yield checkpoint, nodes.token_bytes(checkpoint), _read(nodes, checkpoint, view)
+            yield checkpoint, _read(nodes, checkpoint, view)
             return
-
-
-def _rest(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
-    """Returns what a partial block behind `slot` has of the offered tokens, as far as either has tokens; or nothing."""
-    nodes = upload.nodes
-    behind = nodes.token_ids[slot.last * nodes.block_size : upload.num_tokens]
-    with open_views(upload.tiers) as views:
-        for view in views:
-            for node, token_ids in view.similar(nodes.parent(slot.last), behind):
-                is_partial = node.kind == Kind.BLOCK and node.num_tokens < nodes.block_size
-                num_common = common_prefix_length(token_ids, behind)
-                if is_partial and num_common == min(len(token_ids), len(behind)):
-                    common = token_ids[:num_common].tobytes()
-                    offered = nodes.behind(slot.last, common, Kind.BLOCK)
-                    return [(offered, common, _first_tokens(nodes, _read(nodes, node, view), node, num_common))]
-    return []
-
-
-def _first_tokens(nodes: PromptNodes, payload: memoryview, block: Node, num_tokens: int) -> memoryview:
-    """Returns the raw payload of the first tokens of a block."""
-    parts: list[bytes] = []
-    for rows in nodes.layout.groups:
-        of_group = block.num_tokens * rows.num_rows * rows.row_bytes
-        cut = np.frombuffer(payload[:of_group], np.uint8).reshape(rows.num_rows, -1)
-        parts.append(cut[:, : num_tokens * rows.row_bytes].tobytes())
-        payload = payload[of_group:]
-    return memoryview(b"".join(parts))
 
 
 def _read(nodes: PromptNodes, node: Node, view: View) -> memoryview:

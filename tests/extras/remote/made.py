@@ -49,13 +49,11 @@ class Machine:
         self.store.publish(pub)
         return pub
 
-    def share(
-        self, token_ids: TokenIds, num_tokens: int | None = None, root: bytes = ROOT, *, in_parts: bool = False
-    ) -> None:
+    def share(self, token_ids: TokenIds, num_tokens: int | None = None, root: bytes = ROOT) -> None:
         """Has what is stored of a prompt written to the bucket."""
         record = RootRecord(model="tiny", block_size=BLOCK, layout=self.layout, created_at=0.0)
         num_tokens = len(token_ids) if num_tokens is None else num_tokens
-        self.remote.upload(Upload(self.nodes(token_ids, root), num_tokens, record, self.tiers, in_parts))
+        self.remote.upload(Upload(self.nodes(token_ids, root), num_tokens, record, self.tiers))
         assert self.remote.flush(WAIT_S)
 
     def prefetch(self, token_ids: TokenIds, root: bytes = ROOT, **wishes: Any) -> tuple[Prefetched, list[NewNode]]:

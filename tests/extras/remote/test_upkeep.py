@@ -1,25 +1,19 @@
-"""What a sweep, a listing and a purge do with a bucket."""
+"""What a listing and a purge do with a bucket."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from diskprefix.cache.tiers.tier import Upload
-from diskprefix.extras.remote.objects import ObjectInfo
-from diskprefix.extras.remote.upkeep import LEASE_S, LeaseHeld, _to_sweep, purge, roots, sweep
+from diskprefix.extras.remote.upkeep import purge, roots
 from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import RootRecord
 from tests.extras.remote.made import KEY, OTHER_KEY, MakeMachine
 from tests.store.building import BLOCK, ROOT, prompt
 
 PROMPT = prompt(1, 7 * BLOCK + 5)
-DAY = 86400.0
 
 
 def of_tenants(make: MakeMachine, *tenants: str) -> MakeMachine:
@@ -44,18 +38,6 @@ def test_a_listing_tells_models_and_tenants_of_one_namespace(make: MakeMachine, 
     assert roots(objects, OTHER_KEY) == []
     next(bucket.rglob("about")).write_bytes(b"planted")
     assert sorted(root.model for root in roots(objects, KEY)) == ["", "tiny"]
-
-
-def test_names_that_cannot_be_read_are_left_out_and_counted(make: MakeMachine, bucket: Path) -> None:
-    of_tenants(make, "", "a" * 32)
-    objects = make().remote.objects
-    for about in list(bucket.rglob("about")):
-        (about.parent / "two\nlines").write_bytes(b"")
-    for _ in range(2):
-        assert [len(root.objects) for root in roots(objects, KEY)] == [3, 3]
-    assert objects.num_unreadable == 2
-    removed = sweep(objects, KEY, ttl_s=DAY, budget_bytes=0, now=time.time() + 2 * DAY)
-    assert (removed.found, removed.objects) == (6, 6)
 
 
 def test_a_purge_of_a_tenant_leaves_the_others(make: MakeMachine) -> None:
@@ -127,83 +109,3 @@ def test_only_what_can_be_a_root_is_looked_at(make: MakeMachine, bucket: Path) -
         folder.mkdir()
         (folder / "x.1").write_bytes(b"planted")
     assert [root.tenant for root in roots(make().remote.objects, KEY)] == [""]
-
-
-def test_a_root_that_is_written_while_it_is_swept_keeps_its_description(
-    make: MakeMachine, bucket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_tenants(make, "")
-    objects, now = make().remote.objects, time.time()
-    for path in bucket.rglob("*"):
-        os.utime(path, (now - 8 * DAY, now - 8 * DAY))
-    about, delete = next(bucket.rglob("about")), objects.delete
-
-    def write_meanwhile(paths: Sequence[str]) -> None:
-        delete(paths)
-        (about.parent / f"{'ab' * 16}.3").write_bytes(b"new")
-
-    monkeypatch.setattr(objects, "delete", write_meanwhile)
-    assert sweep(objects, KEY, ttl_s=7 * DAY, budget_bytes=0, now=now).objects == 3
-    assert about.exists()
-
-
-def test_a_sweep_that_took_too_long_leaves_the_lease_of_the_next_one(
-    make: MakeMachine, bucket: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_tenants(make, "")
-    objects, lease = make().remote.objects, bucket / KEY.digest.hex() / "lease"
-
-    def take_over(*_: object, **__: object) -> None:
-        lease.write_bytes(b"of the next one")
-
-    monkeypatch.setattr("diskprefix.extras.remote.upkeep._removed", take_over)
-    sweep(objects, KEY, ttl_s=DAY, budget_bytes=0, now=time.time())
-    assert lease.read_bytes() == b"of the next one"
-
-
-def test_a_sweep_removes_what_is_old_and_what_describes_nothing_any_more(make: MakeMachine, bucket: Path) -> None:
-    of_tenants(make, "", "a" * 32)
-    objects, now = make().remote.objects, time.time()
-    for path in bucket.rglob(f"{(ROOT[:-1] + bytes([1])).hex()}/*"):
-        os.utime(path, (now - 8 * DAY, now - 8 * DAY))
-    assert sweep(objects, KEY, ttl_s=7 * DAY, budget_bytes=0, now=now, dry_run=True).objects == 3
-    removed = sweep(objects, KEY, ttl_s=7 * DAY, budget_bytes=0, now=now)
-    assert (removed.found, removed.objects) == (6, 3)
-    assert [root.tenant for root in roots(objects, KEY)] == [""]
-    assert not list(bucket.rglob("lease"))
-
-
-def test_what_was_fetched_is_not_old(make: MakeMachine, bucket: Path) -> None:
-    of_tenants(make, "")
-    now = time.time()
-    for path in bucket.rglob("*.*"):
-        os.utime(path, (now - 8 * DAY, now - 8 * DAY))
-    root = ROOT[:-1] + bytes([0])
-    reader = make()
-    reader.prefetch(PROMPT, root=root)
-    assert reader.remote.flush(20)
-    assert sweep(reader.remote.objects, KEY, ttl_s=7 * DAY, budget_bytes=0, now=now).objects == 0
-
-
-def test_a_budget_takes_the_oldest_day_first_and_of_a_day_the_ends() -> None:
-    def one(name: str, size: int, days: float) -> ObjectInfo:
-        return ObjectInfo(f"ns/root/{name}", size, days * DAY)
-
-    begin, middle, end = one("a.2", 10, 5.1), one("b.4", 10, 5.2), one("c.5", 10, 5.3)
-    new = one("d.9", 10, 6.0)
-    found = [begin, new, end, middle]
-    assert list(_to_sweep(found, 0.0, 25, 7 * DAY)) == [end, middle]
-    assert list(_to_sweep(found, 0.0, 40, 7 * DAY)) == []
-    assert set(_to_sweep(found, 1.5 * DAY, 0, 7 * DAY)) == {begin, middle, end}
-
-
-def test_one_sweep_works_at_a_time_and_a_dead_one_does_not_block_for_ever(make: MakeMachine, bucket: Path) -> None:
-    of_tenants(make, "")
-    objects, now = make().remote.objects, time.time()
-    lease = bucket / KEY.digest.hex() / "lease"
-    lease.write_bytes(b"of another one")
-    with pytest.raises(LeaseHeld, match="another sweep"):
-        sweep(objects, KEY, ttl_s=1.0, budget_bytes=0, now=now)
-    os.utime(lease, (now - LEASE_S - 1, now - LEASE_S - 1))
-    assert sweep(objects, KEY, ttl_s=DAY, budget_bytes=0, now=now).objects == 0
-    assert not lease.exists()

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 
 from tests.faults.interleavings.threads import scheduler
@@ -16,25 +15,11 @@ class GenericError(Exception):
     """The network fails."""
 
 
-class AlreadyExistsError(Exception):
-    """There is such an object."""
-
-
-class InvalidPathError(Exception):
-    """Never raised: all names are those of the daemon."""
-
-
-_EXCEPTIONS: Any = SimpleNamespace(
-    GenericError=GenericError, AlreadyExistsError=AlreadyExistsError, InvalidPathError=InvalidPathError
-)
-
-
 @dataclass
 class Got:
     """The answer to `get`."""
 
     data: bytes
-    range: tuple[int, int]
     meta: dict[str, Any]
 
     def bytes(self) -> bytes:
@@ -49,29 +34,22 @@ class SimulatedBucket:
     slow_s: float = 0.01
     damaging: float = 0.0
     """The share of objects that are not read as they were written."""
-    exceptions = _EXCEPTIONS
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
 
-    def get(self, _store: object, path: str, options: dict[str, Any] | None = None) -> Got:
+    def get(self, _store: object, path: str) -> Got:
         data, _ = self._found(path)
         chance = scheduler().random
         if self.damaging and chance.random() < self.damaging:
             at = chance.randrange(len(data))
             data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if chance.random() < 0.7 else data[:at]
-        start, end = (options or {}).get("range", (0, len(data)))
-        if start >= len(data):
-            raise GenericError("InvalidRange")
-        end = min(end, len(data))
-        return Got(data[start:end], (start, end), self._meta(path))
+        return Got(data, self._meta(path) | {"size": len(data)})
 
     def head(self, _store: object, path: str) -> dict[str, Any]:
         self._found(path)
         return self._meta(path)
 
-    def put(self, _store: object, path: str, data: bytes, *, mode: str = "", use_multipart: bool = False) -> object:  # noqa: ARG002
+    def put(self, _store: object, path: str, data: bytes, *, use_multipart: bool = False) -> object:  # noqa: ARG002
         self._answer()
-        if mode == "create" and path in self.objects:
-            raise AlreadyExistsError
         self.objects[path] = bytes(data), scheduler().now
         return {}
 
@@ -81,12 +59,10 @@ class SimulatedBucket:
             self.objects.pop(path, None)
         return {}
 
-    def list(
-        self, _store: object, prefix: str, offset: str | None = None, **_sizes: int
-    ) -> Iterator[Sequence[dict[str, Any]]]:
+    def list(self, _store: object, prefix: str) -> Iterator[Sequence[dict[str, Any]]]:
         self._answer()
         for path in sorted(self.objects):
-            if path.startswith(prefix) and path > (offset or "") and path in self.objects:
+            if path.startswith(prefix) and path in self.objects:
                 yield [self._meta(path)]
 
     def _found(self, path: str) -> tuple[bytes, float]:

@@ -104,7 +104,7 @@ def _of_shared_tier(remote: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(
             level="warning",
             what=f"objects of {remote['url']} were refused: {', '.join(refused)}",
-            todo="see *Refused objects* in extras/remote/README.md: with `mac`, somebody without the key writes there",
+            todo="see *Refused objects* in extras/remote/README.md: `mac` may mean that somebody plants state",
             count=sum(refused.values()),
         )
     if dropped := remote.get("dropped", 0):

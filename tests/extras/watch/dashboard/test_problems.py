@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from diskprefix.extras.remote.ledger import Ledger
+from diskprefix.extras.remote.counts import Counts
 from diskprefix.extras.watch.dashboard.problems import Problem, problems
 from diskprefix.server.recent import EndedRequest
 from tests.server.scripted import STATS
 
 WELL = dict(STATS) | {"quarantined": 0, "errors": 0, "dropped": 0, "unaffordable": 0, "evicted_blocks": 0}
 
-REMOTE = Ledger().as_dict() | {"url": "s3://b", "state": "ok"}
+REMOTE = Counts().as_dict() | {"url": "s3://b", "state": "ok"}
 
 
 def failed(number: int, status: int = 400, error: str | None = "top_p: too large", **changes: Any) -> EndedRequest:
