@@ -15,7 +15,6 @@ from matplotlib.axes import Axes
 
 import diskprefix.extras.simulate.plot
 from diskprefix.cli.policy_file import find_policy
-from diskprefix.extras.simulate.baselines import whole_snapshots
 from diskprefix.extras.simulate.comparison import REGIMES
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
@@ -85,7 +84,7 @@ def test_without_options_there_is_one_table_with_all_scopes(
     if state_bytes is not None:
         name, trace = "day", record(tmp_path / "day.jsonl", block_size=256, state_bytes=state_bytes)
     found = rows(run("simulate", trace, "--json"))
-    scopes = "off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full", "whole-snapshots"
+    scopes = "off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full"
     expected: list[object] = [(name, scope, regime, 4 * GIB) for scope in scopes]
     expected.append((name, "upper-bound", regime, None))
     assert [(row["trace"], row["scope"], row["regime"], row["budget_bytes"]) for row in found] == expected
@@ -96,18 +95,15 @@ def test_without_options_there_is_one_table_with_all_scopes(
 )
 def test_a_row_says_what_the_simulator_counts(made: Made, run: Run, regime: str, geometry: Geometry) -> None:
     flags = "--scope", "AUTO", "--regime", regime, "--budget", "500MiB", "--tokens-per-s", "250", "--json"
-    row, baseline, _ = rows(run("simulate", made("interleaved", 40), *flags))
+    row, _ = rows(run("simulate", made("interleaved", 40), *flags))
     policy = Policy(scope=Scope("auto", 30), budget_bytes=500 * MIB, seconds_per_token=1 / 250)
     trace = read_trace(made("interleaved", 40))
-    for found, totals in (
-        (row, simulate(trace, policy, geometry)),
-        (baseline, whole_snapshots(trace, policy, geometry)),
-    ):
-        assert totals.evictions or geometry is not CHECKPOINTS
-        for name in ("requests", "prompt_tokens", "restored_tokens", "written_tokens", "written_bytes", "evictions"):
-            assert found[name] == getattr(totals, name), name
-        for name in ("hit_rate", "restored_share", "written_share", "write_amplification", "seconds_saved"):
-            assert found[name] == getattr(totals, name), name
+    totals = simulate(trace, policy, geometry)
+    assert totals.evictions or geometry is not CHECKPOINTS
+    for name in ("requests", "prompt_tokens", "restored_tokens", "written_tokens", "written_bytes", "evictions"):
+        assert row[name] == getattr(totals, name), name
+    for name in ("hit_rate", "restored_share", "written_share", "write_amplification", "seconds_saved"):
+        assert row[name] == getattr(totals, name), name
     assert (row["scope"], row["policy"]) == ("auto:30", None)
 
 
@@ -128,7 +124,7 @@ def test_options_reach_the_policy_and_the_geometry(made: Made, run: Run) -> None
 def test_a_scope_that_is_given_twice_is_one_row(made: Made, run: Run) -> None:
     flags = "--scope", "auto", "--scope", "auto:30", "--regime", "sliceable", "--budget", "1024MiB", "--budget", "1GiB"
     found = rows(run("simulate", made("one-off", 3), *flags, "--json"))
-    assert [row["scope"] for row in found] == ["auto:30", "whole-snapshots", "upper-bound"]
+    assert [row["scope"] for row in found] == ["auto:30", "upper-bound"]
 
 
 def test_a_policy_file_is_a_row_of_its_own_settings(made: Made, run: Run, tmp_path: Path) -> None:
@@ -200,7 +196,7 @@ def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None
     titles = ["scope", "hits", "restored", "written", "bytes", "evictions", "saved"]
     assert of_first[0].split() == titles
     assert [line.split()[0] for line in of_first[1:] if line] == [
-        "sliceable,", "auto:8", "whole-snapshots", "upper-bound", "sliceable,", "chat"
+        "sliceable,", "auto:8", "upper-bound", "sliceable,", "chat"
     ]  # fmt: skip
     verdicts = [line for line in lines if line.startswith("verdict: ")]
     assert verdicts[0].startswith("verdict: --disk-prefix-cache auto:8 restores ")
@@ -381,7 +377,6 @@ def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(made: Ma
         "auto:8",
         "full",
         agent,
-        "whole-snapshots",
     }
     assert texts >= {"upper-bound", "no limit", "budget 4 GiB", "bytes written"}
     assert not {text for text in texts if text.startswith("budget ")} - {"budget 4 GiB"}, "a preset's own is no budget"
@@ -417,8 +412,8 @@ def test_policy_files_are_stars_of_a_plot(
     monkeypatch.setattr(Axes, "plot", noting)
     flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--policy", "agent", "--policy", "chat"
     assert run("simulate", made("interleaved", 30), *flags, "--plot", tmp_path / "plot.png").exit_code == 0
-    assert sorted(str(shape) for shape, _ in drawn) == ["*", "*", "o", "o"], "full and whole snapshots are circles"
-    assert len({color for _, color in drawn}) == 4
+    assert sorted(str(shape) for shape, _ in drawn) == ["*", "*", "o"], "full is a circle"
+    assert len({color for _, color in drawn}) == 3
 
 
 def test_what_writes_nothing_makes_an_empty_plot(made: Made, run: Run, tmp_path: Path) -> None:
@@ -512,5 +507,5 @@ def test_a_terminal_shows_how_far_it_is(made: Made) -> None:
 def test_what_needs_no_tokenizer_needs_no_torch(made: Made, tmp_path: Path) -> None:
     trace = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE)
     shown, imported = run_fresh(["simulate", str(trace), str(made("one-off", 2)), *SHORT, "--json"])
-    assert len(json.loads("".join(shown))) == 6
+    assert len(json.loads("".join(shown))) == 4
     assert imported <= {"rich", "pydantic"}

@@ -9,10 +9,8 @@ import click
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
-from tools.connector.faults import faults
 from tools.connector.kills import kill
 from tools.connector.theirs import theirs
-from tools.connector.tier import tier
 from tools.measuring.environments import python_of
 
 
@@ -33,8 +31,8 @@ def environment() -> None:
     print(python_of("vllm", report))
 
 
-for _command in (kill, faults, theirs, tier):
-    main.add_command(_command)
+main.add_command(kill)
+main.add_command(theirs)
 
 if __name__ == "__main__":
     try:

@@ -17,15 +17,14 @@ from typing import Any, Literal, TypeAlias
 import click
 from rich.console import Console
 
-from tools.connector.faults import damage
 from tools.connector.nursery import NUM_PROMPTS, Life
-from tools.connector.server import environment_of
-from tools.connector.small_models import Kind
+from tools.connector.small_models import DTYPES, Kind
 from tools.measuring.answers import LiveServerError
 from tools.measuring.environments import python_of
 from tools.measuring.options import FOLDER
 from tools.measuring.workspace import measuring
 
+_ROOT = Path(__file__).parents[2]
 _CLOSE = 0.02
 """The difference of log-probabilities that rounding explains: a restored prompt is computed in other steps."""
 _LONGEST_START_S = 5.0
@@ -44,8 +43,11 @@ Live: TypeAlias = Callable[[Life], dict[str, Any]]
     "--life", "longest_s", type=float, default=6.0, show_default=True, help="Most seconds from ready to killed."
 )
 @click.option("--through", type=click.Choice(["connector", "tier"]), default="connector", show_default=True)
+@click.option("--model", "kind", type=click.Choice(list(DTYPES)), default="llama", show_default=True)
 @FOLDER
-def kill(kills: int, seed: int, longest_s: float, through: Literal["connector", "tier"], folder: Path | None) -> None:
+def kill(
+    kills: int, seed: int, longest_s: float, through: Literal["connector", "tier"], kind: Kind, folder: Path | None
+) -> None:
     """SIGKILL vLLM's client, its scheduler or its worker at random moments, each time in a vLLM that was just started.
 
     The model is a small one, made up. Its answers are compared with those of a vLLM without our store. Ends with 1 if
@@ -55,7 +57,7 @@ def kill(kills: int, seed: int, longest_s: float, through: Literal["connector", 
     victims: Counter[str] = Counter()
     judged: Counter[str] = Counter()
     problems: list[str] = []
-    with measuring(folder, progress) as workspace, nursery(workspace, progress) as live:
+    with measuring(folder, progress) as workspace, nursery(workspace, progress, kind) as live:
         store = workspace / "kv"
         wanted = {number: answer for number, *answer in live(Life(seed))["answers"]}
         if len(wanted) < NUM_PROMPTS:
@@ -96,12 +98,21 @@ def kill(kills: int, seed: int, longest_s: float, through: Literal["connector", 
     sys.exit(bool(judged["wrong"] or problems))
 
 
+def damage(store: Path) -> str:
+    """Returns the faults that `diskprefix verify` finds in a store; empty if it is clean."""
+    line = [sys.executable, "-P", "-m", "diskprefix", "verify", "--kv-cache-dir", str(store)]
+    ended = subprocess.run(line, capture_output=True, text=True, check=False)
+    return "" if ended.returncode == 0 else (ended.stdout + ended.stderr).strip()
+
+
 @contextmanager
-def nursery(workspace: Path, progress: Console, kind: Kind = "llama") -> Iterator[Live]:
+def nursery(workspace: Path, progress: Console, kind: Kind) -> Iterator[Live]:
     """Runs the nursery in vLLM's environment, and gives the function that starts a life."""
     command = [str(python_of("vllm", progress.print)), "-P", "-m", "tools.connector.nursery"]
-    environment = os.environ | environment_of() | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    environment |= {"VLLM_RPC_BASE_PATH": str(workspace)}
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(_ROOT)}
+    # One GiB of pages, and all cores of this process.
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_RPC_BASE_PATH": str(workspace)}
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     with (workspace / "nursery.log").open("wb") as log:
         process = subprocess.Popen(
             [*command, kind, str(workspace / kind)],

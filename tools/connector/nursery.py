@@ -27,8 +27,11 @@ from typing import Any, Literal
 from tools.connector.small_models import CONTEXT, DTYPES, VOCABULARY, Kind, make
 
 NUM_PROMPTS = 32
-_CONVERSATIONS, _FIRST_TOKENS, _TURN_TOKENS, _TURNS = 8, 500, 300, 4
+_CONVERSATIONS, _FIRST_TOKENS, _TURN_TOKENS = 8, 500, 300
 _NEW_TOKENS = 12
+_AT_ONCE = 4
+_BUDGET = "16MiB"
+"""It is small, so that blocks are evicted too."""
 _PAGES = 40
 """Of 128 tokens: fewer than the prompts have, so vLLM's own cache evicts, and requests preempt each other."""
 _PRIMARY_BYTES = 8 * 2**20
@@ -39,34 +42,27 @@ _START_DEADLINE_S, _LIFE_DEADLINE_S = 240.0, 1200.0
 @dataclass(frozen=True)
 class Life:
     """One start of vLLM. `store` is the folder of our store, None without one; vLLM uses it through our connector or
-    our tier. The life answers the first `num_prompts` prompts once in each of `rounds`, `at_once` at a time, and ends;
-    or it answers random ones until `kill_after_s` have passed since it was ready (since it began, with
-    `kill_in_start`): then its process number `victim` is killed (0: the one with the client's side, 1: the scheduler's,
-    2: the worker), and the others soon after it. `ranks` are those of tensor parallelism."""
+    our tier. The life answers each prompt once and ends; or it answers random ones until `kill_after_s` have passed
+    since it was ready (since it began, with `kill_in_start`): then its process number `victim` is killed (0: the one
+    with the client's side, 1: the scheduler's, 2: the worker), and the others soon after it."""
 
     seed: int
     store: str | None = None
     through: Literal["connector", "tier"] = "connector"
-    budget: str = "16MiB"
-    """It is small, so that blocks are evicted too."""
     kill_after_s: float | None = None
     kill_in_start: bool = False
     victim: int = 0
-    num_prompts: int = NUM_PROMPTS
-    rounds: int = 1
-    at_once: int = 4
-    ranks: int = 1
 
 
 def prompt(number: int) -> list[int]:
-    """Prompts of conversations, eight at a time, with one to four turns."""
-    turn = number // _CONVERSATIONS % _TURNS
+    """The prompts of eight conversations, with one to four turns."""
+    turn = number // _CONVERSATIONS
     choose = random.Random(_conversation(number))
     return [choose.randrange(VOCABULARY) for _ in range(_FIRST_TOKENS + turn * _TURN_TOKENS)]
 
 
 def _conversation(number: int) -> int:
-    return number % _CONVERSATIONS + number // (_CONVERSATIONS * _TURNS) * _CONVERSATIONS
+    return number % _CONVERSATIONS
 
 
 def main() -> None:
@@ -173,22 +169,18 @@ def _live(life: Life, model: Path, dtype: str, told: int) -> None:
     from vllm import LLM, SamplingParams
 
     more: dict[str, Any] = {} if life.store is None else {"kv_transfer_config": _transfer_config(life)}
-    cores = sorted(os.sched_getaffinity(0))
-    shares = [",".join(map(str, cores[rank :: life.ranks])) for rank in range(life.ranks)]
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(shares)
     llm = LLM(
         str(model),
         skip_tokenizer_init=True,
         dtype=dtype,
         max_model_len=CONTEXT,
-        max_num_seqs=4,
+        max_num_seqs=_AT_ONCE,
         enforce_eager=True,
         num_gpu_blocks_override=_PAGES,
-        tensor_parallel_size=life.ranks,
         **more,
     )
     os.write(told, b"ready\n")
-    choose, numbers = random.Random(life.seed), list(range(life.num_prompts)) * life.rounds
+    choose, numbers = random.Random(life.seed), list(range(NUM_PROMPTS))
     sampling = SamplingParams(
         max_tokens=_NEW_TOKENS,
         temperature=0,
@@ -200,7 +192,7 @@ def _live(life: Life, model: Path, dtype: str, told: int) -> None:
     seen: set[int] = set()
     while True:
         is_last = life.kill_after_s is None
-        batch = numbers[: life.at_once] if is_last else choose.sample(numbers, choose.randint(1, life.at_once))
+        batch = numbers[:_AT_ONCE] if is_last else choose.sample(numbers, choose.randint(1, _AT_ONCE))
         outputs = llm.generate([{"prompt_token_ids": prompt(n)} for n in batch], sampling, use_tqdm=False)
         for number, output in zip(batch, outputs, strict=True):
             (reply,) = output.outputs
@@ -213,12 +205,12 @@ def _live(life: Life, model: Path, dtype: str, told: int) -> None:
                 restored = output.num_cached_tokens
             os.write(told, json.dumps([number, tokens, logprobs, restored]).encode() + b"\n")
         seen.update(map(_conversation, batch))
-        if is_last and not (numbers := numbers[life.at_once :]):
+        if is_last and not (numbers := numbers[_AT_ONCE:]):
             return
 
 
 def _transfer_config(life: Life) -> dict[str, Any]:
-    store: dict[str, Any] = {"path": life.store, "budget": life.budget, "min_free": 0}
+    store: dict[str, Any] = {"path": life.store, "budget": _BUDGET, "min_free": 0}
     if life.through == "connector":
         return {
             "kv_connector": "DiskPrefixConnector",

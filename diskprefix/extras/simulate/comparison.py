@@ -7,21 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.extras.simulate.upper_bound import upper_bound
 from diskprefix.store.eviction import usable_bytes
 
 Regime: TypeAlias = Literal["token", "sliceable", "checkpoints"]
 
 GEOMETRIES: Mapping[Regime, Geometry] = {"token": TOKEN, "sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
 REGIMES: tuple[Regime, ...] = tuple(GEOMETRIES)
-WHOLE_SNAPSHOTS, UPPER_BOUND = "whole-snapshots", "upper-bound"
-"""The names of the baselines, which their rows have in place of a scope."""
+UPPER_BOUND = "upper-bound"
+"""The name of the baseline, which its rows have in place of a scope."""
 
 Simulate: TypeAlias = Callable[[Trace, Policy, Geometry], Totals]
-"""A function that runs a workload: the daemon's rules, or a baseline."""
+"""A function that runs a workload: the daemon's rules, or the upper bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ def cases(
 ) -> list[Case]:
     """Returns the runs over a workload, by regime.
 
-    Each regime has the `policies` and whole snapshots for each budget, the largest first. The `presets`, which have
-    their own budgets, and the upper bound follow. `reference` has the settings of the baselines.
+    Each regime has the `policies` for each budget, the largest first. The `presets`, which have their own budgets, and
+    the upper bound follow. `reference` has the settings of the upper bound.
     """
     finest = replace(
         reference,
@@ -94,8 +94,6 @@ def cases(
         case = partial(Case, regime=regime, geometry=geometry)
         for budget in largest_first:
             found += [case(scope=str(p.scope), policy=replace(p, budget_bytes=budget)) for p in policies]
-            snapshots = replace(reference, budget_bytes=budget)
-            found.append(case(scope=WHOLE_SNAPSHOTS, policy=snapshots, simulate=whole_snapshots))
         found += [case(scope=str(p.scope), policy=p, preset=name) for name, p in presets.items()]
         found.append(case(scope=UPPER_BOUND, policy=finest, simulate=upper_bound))
     return found

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import SettingsError
-from diskprefix.extras.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Row
+from diskprefix.extras.simulate.comparison import UPPER_BOUND, Row
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_STYLES = {UPPER_BOUND: "--", WHOLE_SNAPSHOTS: ":"}
 _SHAPES = "osD^v<>phX"
 
 
@@ -73,7 +72,7 @@ def _draw_panel(panel: Axes, rows: Sequence[Row], colors: Mapping[str, Any], sha
 
     panel.set_xscale("log", base=2)
     for label, color in colors.items():
-        style: Any = {"color": color, "linestyle": _STYLES.get(label, "-"), "label": label}
+        style: Any = {"color": color, "linestyle": "--" if label == UPPER_BOUND else "-", "label": label}
         curve = [row for row in rows if row.case.label == label and (row.totals.written_bytes or label == UPPER_BOUND)]
         curve.sort(key=lambda row: row.case.policy.budget_bytes or math.inf)
         written = [row.totals.written_bytes for row in curve]

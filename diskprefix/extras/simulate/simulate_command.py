@@ -169,15 +169,13 @@ def simulate(
     restored   restored tokens, in % of the prompt tokens
     written    tokens written to disk, in % of the prompt tokens
     bytes      bytes written to disk
-    evictions  evicted blocks, checkpoints or snapshots
+    evictions  evicted blocks and checkpoints
     saved      time of prefill that restoring saved
     --json has more columns.
 
     \b
     Below the table stands the scope that writes least of those that restore the most,
     to one point.
-    whole-snapshots  a simple rule for comparison: saves the prefix that a prompt shares
-                     with one of the 30 prompts before it, whole, under its exact hash
     upper-bound      a limit for all rules: every token that a prompt shares with an
                      earlier one is restored
     """

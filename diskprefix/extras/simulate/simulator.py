@@ -57,7 +57,7 @@ class Totals:
     `hits` counts requests with restored tokens. `written_tokens` are the tokens of written nodes, `written_bytes` their
     size in the file. `distinct_bytes` counts nodes that were written twice only
     once. `selected_tokens` are the tokens that the policy wanted to keep, whether they were stored before or not.
-    `evictions` counts evicted nodes or snapshots, `dropped` publications that did not fit, `unaffordable` prompts of
+    `evictions` counts evicted nodes, `dropped` publications that did not fit, `unaffordable` prompts of
     which the write budget left out something. `seconds_saved` is the time of prefill that restoring saved.
     """
 

@@ -9,16 +9,14 @@ from typing import Any
 import click
 
 from diskprefix.cli.tooling import plain, print_table
-from diskprefix.extras.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Row
+from diskprefix.extras.simulate.comparison import UPPER_BOUND, Row
 from diskprefix.extras.simulate.simulator import Totals
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_duration, format_size
 
-_BASELINES = (
-    "whole-snapshots: prompts are saved whole, under their exact hash; upper-bound: every shared token is restored"
-)
+_BASELINE = "upper-bound: every shared token is restored"
 _A_POINT = 0.01
 """Shares of the prompt tokens that differ by less count as equal."""
 
@@ -34,7 +32,7 @@ def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
         click.echo(f"{printable_only(trace.name)}: {requests}, {tokens}")
         click.echo(f"{_assumed(of_trace)}\n")
         _print_table(of_trace)
-        click.echo(f"\n{_BASELINES}\n{_verdict(of_trace)}")
+        click.echo(f"\n{_BASELINE}\n{_verdict(of_trace)}")
         for line in _asked(trace):
             click.echo(line)
 
@@ -80,7 +78,7 @@ def _verdict(rows: Sequence[Row]) -> str:
     """Returns a sentence about the first kind of state under its smallest budget."""
     found = [row for row in rows if row.case.regime == rows[0].case.regime and row.case.preset is None]
     bound = next(row.totals for row in found if row.case.scope == UPPER_BOUND)
-    scopes = [row for row in found if row.case.scope not in (WHOLE_SNAPSHOTS, UPPER_BOUND)]
+    scopes = [row for row in found if row.case.scope != UPPER_BOUND]
     scopes = [row for row in scopes if row.case.policy.budget_bytes == scopes[-1].case.policy.budget_bytes]
     most = max(scopes, key=lambda row: row.totals.restored_share)
     if not most.totals.restored_tokens:

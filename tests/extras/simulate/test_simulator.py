@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.nodes import Node
-from diskprefix.extras.simulate.baselines import upper_bound
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.extras.simulate.upper_bound import upper_bound
 from diskprefix.nouns import Mark, Prompt, Scope
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes

@@ -1,0 +1,48 @@
+"""The baseline for policies: an upper bound for all rules."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from diskprefix.extras.simulate.geometry import Geometry
+from diskprefix.extras.simulate.radix_tree import RadixTree
+from diskprefix.extras.simulate.simulator import Policy, Totals
+from diskprefix.extras.simulate.trace import Trace
+from diskprefix.nouns import Scope
+from diskprefix.tokens import LEAST_TOKENS
+
+_OFF = Scope("off")
+
+
+def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
+    """Returns totals that no rule can exceed: each prompt restores all tokens that it shares with an earlier prompt and
+    its reply.
+
+    A shared prefix counts if it is at least as long as any rule with the settings of `policy` restores: `LEAST_TOKENS`
+    for models that are exact at every token, else one block, and at most `min_tokens`. Of a request's own options only
+    the scope `off` and `save: false` count. Keeps every distinct token in memory.
+    """
+    totals, kept = Totals(), RadixTree(max_tokens=None)
+    least = min(policy.block_size, max(policy.min_tokens, 1))
+    if geometry.state_kind == "token":
+        least = min(least, LEAST_TOKENS)
+    for request in trace:
+        token_ids, root = request.prompt.token_ids, request.tenant.encode()
+        totals.requests += 1
+        totals.prompt_tokens += len(token_ids)
+        if request.scope == _OFF:
+            continue
+        shared = kept.shared(root, token_ids)
+        restored = shared if shared >= least else 0
+        totals.hits += restored > 0
+        totals.restored_tokens += restored
+        totals.seconds_saved += restored * policy.seconds_per_token
+        if request.save and request.remembered:
+            # The state of a reply is kept only if decoding gives the bits of a prefill.
+            whole = np.concatenate([token_ids, request.reply]) if geometry.state_kind == "token" else token_ids
+            totals.selected_tokens += len(token_ids)
+            totals.written_tokens += len(whole) - kept.shared(root, whole)
+            kept.add(root, whole)
+    num_bytes = totals.written_tokens * geometry.bytes_per_token
+    totals.written_bytes = totals.distinct_bytes = totals.peak_bytes = num_bytes
+    return totals

@@ -1,0 +1,98 @@
+"""The bound that no rule passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.simulator import Policy, simulate
+from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.extras.simulate.upper_bound import upper_bound
+from diskprefix.nouns import Prompt, Scope
+from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from tests.extras.simulate.workloads import CATALOG
+
+POLICY = Policy(scope=Scope("full"), min_tokens=4, block_size=4)
+STATES = Geometry(bytes_per_token=10, state_bytes=1000)
+
+
+def asked(*parts: tuple[int, int], **how: Any) -> TraceRequest:
+    """A prompt of messages, each given as its token and its length; it may be cut behind each of them."""
+    token_ids = np.concatenate([np.full(length, token, np.int32) for token, length in parts])
+    ends = np.cumsum([length for _, length in parts])
+    return TraceRequest(when=0.0, prompt=Prompt(token_ids, tuple(ends.tolist())), **how)
+
+
+A, B, C = (1, 10), (2, 20), (3, 30)
+
+
+def tail(token: int) -> tuple[int, int]:
+    return 100 + token, 5
+
+
+@pytest.mark.parametrize("name", CATALOG)
+def test_no_rule_passes_the_bound(name: str) -> None:
+    trace = CATALOG[name](num_requests=40)
+    bound = upper_bound(trace, Policy(scope=Scope("off"), budget_bytes=2**24, ttl_s=1.0), CHECKPOINTS)
+    assert bound.evictions == 0
+    for scope in (Scope("full"), Scope("auto", 30)):
+        for geometry in (SLICEABLE, CHECKPOINTS):
+            totals = simulate(trace, Policy(scope=scope), geometry)
+            assert totals.restored_tokens <= bound.restored_tokens
+            assert totals.hits <= bound.hits
+    on_the_grid = simulate(trace, Policy(scope=Scope("full")), SLICEABLE)
+    assert on_the_grid.hits == bound.hits
+    assert bound.restored_tokens - on_the_grid.restored_tokens < 256 * bound.hits + 1
+
+
+def test_the_bound_is_all_that_is_shared_with_any_prompt_before() -> None:
+    random = np.random.default_rng(3)
+    prompts: list[TokenIds] = []
+    for _ in range(60):
+        earlier = prompts[random.integers(len(prompts))] if prompts else as_token_ids([])
+        new = random.integers(0, 3, random.integers(1, 20)).astype(np.int32)
+        prompts.append(np.concatenate([earlier[: random.integers(len(earlier) + 1)], new]))
+    requests = [TraceRequest(when=0.0, prompt=Prompt(token_ids)) for token_ids in prompts]
+    shared = [
+        max((common_prefix_length(token_ids, other) for other in prompts[:index]), default=0)
+        for index, token_ids in enumerate(prompts)
+    ]
+    policy = Policy(scope=Scope("full"), block_size=16, min_tokens=5, seconds_per_token=0.5)
+    totals = upper_bound(Trace.of("t", requests), policy, STATES)
+    counted = [number for number in shared if number >= 5]
+    assert (totals.hits, totals.restored_tokens, totals.seconds_saved) == (
+        len(counted),
+        sum(counted),
+        sum(counted) / 2,
+    )
+    assert totals.written_tokens == totals.prompt_tokens - sum(shared)
+    assert totals.written_bytes == totals.peak_bytes == 10 * totals.written_tokens
+    assert len(counted) > 30
+
+
+@pytest.mark.parametrize("how", [{"save": False}, {"remembered": False}, {"scope": Scope("off")}, {"tenant": "me"}])
+def test_what_is_not_kept_for_others_does_not_raise_the_bound(how: dict[str, Any]) -> None:
+    kept = asked(A, B, tail(0))
+    totals = upper_bound(Trace.of("t", [asked(A, B, C, tail(0), **how), kept, asked(A, B, C, tail(0))]), POLICY, STATES)
+    assert totals.restored_tokens == 30
+
+
+def test_the_bound_keeps_replies_where_decoding_leaves_what_a_prefill_does() -> None:
+    asks = TraceRequest(when=0.0, prompt=Prompt(np.arange(20, dtype=np.int32)), reply=np.arange(20, 50, dtype=np.int32))
+    turn = TraceRequest(when=1.0, prompt=Prompt(np.arange(60, dtype=np.int32)))
+    trace = Trace.of("t", [asks, turn])
+    policy = Policy(scope=Scope("full"), min_tokens=4, block_size=16)
+    bound, daemon = upper_bound(trace, policy, TOKEN), simulate(trace, policy, TOKEN)
+    assert (bound.restored_tokens, daemon.restored_tokens) == (50, 50)
+    assert (bound.written_tokens, bound.written_bytes) == (60, 60 * TOKEN.bytes_per_token)
+    assert upper_bound(trace, policy, SLICEABLE).restored_tokens == 20, "its replies are not kept"
+
+
+def test_the_bound_heeds_no_scope_of_a_request_but_off() -> None:
+    own = [asked(A, B, tail(0), scope=Scope("tokens", 8)) for _ in range(2)]
+    assert upper_bound(Trace.of("t", own), POLICY, STATES).restored_tokens == 35
+    off = [asked(A, B, tail(0), scope=Scope("off")) for _ in range(2)]
+    assert upper_bound(Trace.of("t", off), POLICY, STATES).restored_tokens == 0
