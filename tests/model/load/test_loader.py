@@ -128,18 +128,20 @@ def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-def test_a_home_relative_path_is_understood(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model", "settings", "name"),
+    [
+        ("~/tiny-llama", {}, "tiny-llama"),
+        ("tiny-llama", {}, "tiny-llama"),
+        ("./tiny-llama", {"served_model_name": "assistant"}, "assistant"),
+    ],
+)
+def test_a_folder_is_found_by_any_path_to_it_and_served_by_its_name_or_the_chosen_one(
+    model: str, settings: dict[str, str], name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert load("~/tiny-llama").name == "tiny-llama"
-
-
-def test_a_relative_folder_is_not_taken_for_a_hub_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
-    assert load("tiny-llama").name == "tiny-llama"
-
-
-def test_the_served_name_can_be_chosen(folder: Path) -> None:
-    assert load(folder, served_model_name="assistant").name == "assistant"
+    assert load(model, **settings).name == name
 
 
 def test_a_gguf_file_is_converted_and_loaded(tmp_path: Path, cache: Path) -> None:
@@ -149,19 +151,12 @@ def test_a_gguf_file_is_converted_and_loaded(tmp_path: Path, cache: Path) -> Non
     assert loaded.model.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("own", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_dtype_is_the_models_own(own: torch.dtype, tmp_path: Path) -> None:
-    assert load(tiny.write_folder(tmp_path / "m", dtype=own)).model.dtype is own
-
-
-def test_a_configuration_without_dtype_means_float32(folder: Path) -> None:
-    edit_config(folder, dtype=None)
-    assert load(folder).model.dtype is torch.float32
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
-def test_the_dtype_can_be_chosen(name: str, folder: Path) -> None:
-    assert load(folder, dtype=name).model.dtype is getattr(torch, name)
+@pytest.mark.parametrize("own", ["bfloat16", "float16", "float32", None])
+def test_the_dtype_is_the_models_own_unless_another_is_chosen(own: str | None, tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "m", dtype=getattr(torch, own or "float32"))
+    edit_config(folder, dtype=own)
+    assert load(folder).model.dtype is getattr(torch, own or "float32")
+    assert load(folder, dtype="float16").model.dtype is torch.float16
 
 
 def test_weights_in_several_files_are_one_model(tmp_path: Path, folder: Path) -> None:
@@ -314,20 +309,24 @@ def test_a_model_of_another_kind_is_refused_by_the_name_of_its_kind(
     )
 
 
-@pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str)
-def test_a_decoder_whose_tokens_see_later_ones_is_refused(field: dict[str, bool], folder: Path) -> None:
-    """As GTE-Qwen2 and EmbeddingGemma are published."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | field))
-    assert "holds a model whose tokens see later ones: LlamaForCausalLM" in refusal(folder)
-
-
 @pytest.mark.parametrize(
-    ("model_type", "architecture"), [("diffusion_gemma", "DiffusionGemmaForBlockDiffusion"), ("vit", "OfTomorrow")]
+    ("config", "words"),
+    [
+        # As GTE-Qwen2 and EmbeddingGemma are published.
+        ({"is_causal": False}, "holds a model whose tokens see later ones: LlamaForCausalLM"),
+        ({"use_bidirectional_attention": True}, "holds a model whose tokens see later ones: LlamaForCausalLM"),
+        (
+            {"model_type": "diffusion_gemma", "architectures": ["DiffusionGemmaForBlockDiffusion"]},
+            "is not a decoder that generates text",
+        ),
+        ({"model_type": "vit", "architectures": ["OfTomorrow"]}, "is not a decoder model"),
+    ],
+    ids=str,
 )
-def test_what_is_no_decoder_at_all_is_refused(model_type: str, architecture: str, folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
-    assert f"is not a decoder {'model' if model_type == 'vit' else 'that generates text'}" in refusal(folder)
+def test_what_is_no_causal_decoder_is_refused(config: dict[str, Any], words: str, folder: Path) -> None:
+    own = json.loads((folder / "config.json").read_text()) if "model_type" not in config else {}
+    (folder / "config.json").write_text(json.dumps(own | config))
+    assert words in refusal(folder)
 
 
 def test_a_model_that_does_not_fit_is_refused_before_loading_with_both_figures(
@@ -361,9 +360,8 @@ def test_memory_that_runs_out_while_loading_is_one_line(
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "", "cpu:0", "cuda:1 "])
 def test_an_unknown_device_is_refused_with_its_param(device: str) -> None:
-    with pytest.raises(SettingsError, match=r"auto, cpu, cuda, cuda:N, xpu, mps") as caught:
+    with pytest.raises(SettingsError, match=r"^--device: .* auto, cpu, cuda, cuda:N, xpu, mps"):
         load("./nope", device=device)
-    assert caught.value.message.startswith("--device: ")
 
 
 @pytest.mark.parametrize(("device", "num_cuda"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2), ("xpu", 2), ("mps", 0)])
@@ -371,9 +369,8 @@ def test_an_absent_device_is_refused_with_its_param(
     device: str, num_cuda: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_devices(monkeypatch, num_cuda=num_cuda, mps=False)
-    with pytest.raises(SettingsError, match=f"there is no {device}") as caught:
+    with pytest.raises(SettingsError, match=f"^--device: there is no {device}"):
         load(folder, device=device)
-    assert caught.value.message.startswith("--device: ")
 
 
 @pytest.mark.parametrize(
