@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
-from diskprefix.model.load.ahead import ReadAhead
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
 from diskprefix.model.load.fingerprint import weights_digest
@@ -57,7 +56,6 @@ log = logging.getLogger("diskprefix")
 Clock: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Measures a step of the load."""
 
-_ahead: ReadAhead[PreTrainedModel] = ReadAhead()
 _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 
@@ -97,14 +95,6 @@ class _ModelSource:
     dtype: torch.dtype
     device: torch.device
     weights: str
-
-    @property
-    def ahead(self) -> tuple[list[Path], Hashable]:
-        """The folders and values that its weights depend on, for `ReadAhead`."""
-        from diskprefix.native.library import described
-
-        folders = [self.folder, *{file.parent for file in self.files} - {self.folder}]
-        return folders, (self.dtype, described(), *self.files)
 
     def __str__(self) -> str:
         return f"{self.folder.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
@@ -195,7 +185,7 @@ def load_model(
                 begun = BegunPacking.of(source.gguf, source.matrices.values())
                 failing.callback(begun.packing.stop)
             stamps = {file: file_stamp(file) for file in files} | ({} if begun is None else begun.stamps)
-            model = _ahead.take(*source.ahead) or _read_model(source)
+            model = _read_model(source)
         with clock("digest"), _load_failures(folder):
             digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
         with clock("tokenizer"):
@@ -284,8 +274,7 @@ def _source(
 
 
 def import_model(settings: Settings) -> None:
-    """Imports the code of a model, and reads its tokenizer for `load_model`. A model whose
-    matrices are in a `.gguf` file is put together too, without them. An error is left to `load_model`."""
+    """Imports the code of a model, and reads its tokenizer for `load_model`. An error is left to that."""
     with suppress(DiskPrefixError, OSError):
         template = read_template(settings.chat_template)
         source = _source(settings, lambda _line: None, lambda _step: nullcontext())
@@ -294,8 +283,6 @@ def import_model(settings: Settings) -> None:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping(source.config.model_type)
-        if source.matrices:
-            _ahead.read(*source.ahead, lambda: _read_model(source))
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Hashable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.load.ahead import ReadAhead
+from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_ahead: ReadAhead[PreTrainedTokenizerFast] = ReadAhead()
+_ahead: dict[Hashable, PreTrainedTokenizerFast] = {}
+"""Tokenizers that a spare process read before its turn, by template and the files of the folder."""
 
 
 def read_template(path: Path | None) -> str | None:
@@ -31,13 +35,21 @@ def read_template(path: Path | None) -> str | None:
 def read_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a folder: the one that was read ahead, unless a file of the folder was written since.
     `template` replaces its chat template. Raises `ModelError`, and `SettingsError` for a bad template."""
-    tokenizer = _ahead.take([folder], template)
+    tokenizer = None
+    with suppress(OSError):
+        tokenizer = _ahead.pop(_stamps(folder, template), None)
     return _read(folder, template) if tokenizer is None else tokenizer
 
 
 def read_tokenizer_ahead(folder: Path, template: str | None) -> None:
     """Reads a tokenizer for the next `read_tokenizer`. Raises the same errors, and `OSError`."""
-    _ahead.read([folder], template, lambda: _read(folder, template))
+    # First: a file may be written while it is read.
+    key = _stamps(folder, template)
+    _ahead[key] = _read(folder, template)
+
+
+def _stamps(folder: Path, template: str | None) -> Hashable:
+    return template, tuple(sorted((entry.path, *file_stamp(Path(entry.path))) for entry in os.scandir(folder)))
 
 
 def _read(folder: Path, template: str | None) -> PreTrainedTokenizerFast:

@@ -86,34 +86,6 @@ def test_each_file_that_the_index_names_is_in_the_digest(name: str, tmp_path: Pa
     assert load(folder).weights_digest != before.weights_digest
 
 
-@pytest.mark.usefixtures("cache")
-def test_a_spare_has_a_model_put_together_for_a_file_unless_its_folder_was_written_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gguf = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
-    ids = torch.arange(40).reshape(1, -1)
-    with torch.inference_mode():
-        expected = load(gguf).model(ids).logits
-    own, read = loader._read_model, list[Path]()
-
-    def reading(source: Any) -> Any:
-        read.extend(source.files)
-        return own(source)
-
-    monkeypatch.setattr(loader, "_read_model", reading)
-    settings = Settings(model=str(gguf))
-    loader.import_model(settings)
-    with torch.inference_mode():
-        assert torch.equal(load(gguf).model(ids).logits, expected)
-    (file,) = read
-    loader.import_model(settings)
-    # The same bytes again, in a file of another time.
-    file.write_bytes(file.read_bytes())
-    with torch.inference_mode():
-        assert torch.equal(load(gguf).model(ids).logits, expected)
-    assert len(read) == 3
-
-
 def test_a_loaded_model_no_longer_depends_on_its_file(folder: Path) -> None:
     loaded = load(folder)
     with (folder / "model.safetensors").open("r+b") as file:
