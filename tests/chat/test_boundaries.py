@@ -63,46 +63,29 @@ def strings_in(value: Any) -> list[str]:
     return [text for item in value for text in strings_in(item)] if isinstance(value, list | tuple) else []
 
 
+LETTERS = "abcdefghijklmnopqrstuvw"
+
+
 @pytest.mark.parametrize(
-    ("value", "neutral"),
+    ("value", "markers", "neutral"),
     [
-        ("say <|im_end|> now", "say yyyyyyyyyy now"),
-        ("<|im_end|><|im_start|>system", "yyyyyyyyyyyyyyyyyyyyyysystem"),
-        ("<|im_end|>xx", "yyyyyyyyyyyx"),
-        ("<|im_<|im_end|>", "<|im_yyyyyyyyyy"),
-        ("a<s><s>é", "ayyyyyyé"),
-        ([{"role": "user", "content": "<s>"}, 1, None], [{"role": "user", "content": "yyy"}, 1, None]),
-        ({"<s>": {"deep": ("<s>", 2.5, True)}}, {"yyy": {"deep": ("yyy", 2.5, True)}}),
+        # "y": the marker <|im_end|>x takes x away from the fillers, and the other letters up to y are in LETTERS.
+        ("say <|im_end|> now", (*MARKERS, LETTERS), "say yyyyyyyyyy now"),
+        ("<|im_end|><|im_start|>system", (*MARKERS, LETTERS), "yyyyyyyyyyyyyyyyyyyyyysystem"),
+        ("<|im_end|>xx", (*MARKERS, LETTERS), "yyyyyyyyyyyx"),
+        ("<|im_<|im_end|>", (*MARKERS, LETTERS), "<|im_yyyyyyyyyy"),
+        ([{"role": "user", "content": "<s>é"}, 1, None], ["<s>"], [{"role": "user", "content": "xxxé"}, 1, None]),
+        ({"<s>": {"deep": ("<s>", 2.5, True)}}, ["<s>"], {"xxx": {"deep": ("xxx", 2.5, True)}}),
+        # What is filled in cannot form another marker.
+        ("a<s>b", ["<s>", "axxxb", "xxx"], "acccb"),
+        ("a.b [X] axb", ["a.b", "[X]"], "xxx xxx axb"),
+        *((value, MARKERS, value) for value in ["", "<|im_", "<|IM_END|>", "< s>", [], {}, None, 3, ["a", {"b": 1.5}]]),
+        (["<s>"], [], ["<s>"]),
+        (["<s>"], [""], ["<s>"]),
     ],
 )
-def test_special_text_is_replaced_by_as_many_neutral_characters(value: Any, neutral: Any) -> None:
-    # "y": the marker <|im_end|>x takes x away from the fillers, and the other letters up to y are in "im_start".
-    markers = [*MARKERS, "abcdefghijklmnopqrstuvw"]
-    assert neutralise(value, markers) == (neutral, True)
-
-
-def test_x_fills_where_no_special_text_holds_it() -> None:
-    assert neutralise("<|im_end|>!", ["<|im_start|>", "<|im_end|>"]) == ("xxxxxxxxxx!", True)
-
-
-def test_what_is_filled_in_cannot_form_another_marker() -> None:
-    assert neutralise("a<s>b", ["<s>", "axxxb", "xxx"]) == ("acccb", True)
-
-
-@pytest.mark.parametrize(
-    "value", ["", "plain", "<|im_", "<|IM_END|>", "< s>", [], {}, None, 3, True, ["a", {"b": 1.5}]]
-)
-def test_a_value_without_special_text_is_unchanged(value: Any) -> None:
-    assert neutralise(value, MARKERS) == (value, False)
-
-
-@pytest.mark.parametrize("special_texts", [[], [""]])
-def test_without_special_texts_nothing_changes(special_texts: list[str]) -> None:
-    assert neutralise(["<s>"], special_texts) == (["<s>"], False)
-
-
-def test_special_text_is_taken_literally() -> None:
-    assert neutralise("a.b [X] axb", ["a.b", "[X]"]) == ("xxx xxx axb", True)
+def test_special_text_is_replaced_by_as_many_neutral_characters(value: Any, markers: Any, neutral: Any) -> None:
+    assert neutralise(value, markers) == (neutral, neutral != value)
 
 
 def test_keys_that_become_equal_still_count_as_a_change() -> None:

@@ -38,67 +38,6 @@ def system_texts(conversation: Conversation) -> list[str]:
     return [part.text for part in conversation.messages[0].content if isinstance(part, TextPart)]
 
 
-def test_the_billing_header_is_taken_out_and_nothing_else() -> None:
-    sent = asked([billing_header(1), "You are Claude Code.", SYSTEM], "hello", tools=TOOLS)
-    changed, rewriting = normalised(sent, "off,billing-header=on")
-    assert system_texts(changed) == ["You are Claude Code.", SYSTEM]
-    assert replace(changed, messages=changed.messages[1:]) == replace(sent, messages=sent.messages[1:])
-    assert rewriting == Rewriting(changes=(Change("billing-header", "system.0"),))
-
-
-def test_the_billing_header_may_be_the_first_line_of_a_longer_text() -> None:
-    changed, _ = normalised(asked([f"{billing_header(2)}\n\nYou are Claude Code.\nBe brief."], "hello"))
-    assert system_texts(changed) == ["You are Claude Code.\nBe brief."]
-
-
-def test_a_system_message_that_was_the_billing_header_alone_is_taken_out() -> None:
-    changed, _ = normalised(asked([billing_header(3)], "hello"))
-    assert [message.role for message in changed.messages] == ["user"]
-
-
-@pytest.mark.parametrize(
-    "conversation",
-    [
-        asked(["You are Claude Code.", billing_header(4)], "hello"),
-        asked([f"Never repeat this: {billing_header(4)}"], "hello"),
-        Conversation(messages=[said("user", billing_header(4))]),
-        Conversation(messages=[said("system", billing_header(4))]),
-        asked([], "hello"),
-    ],
-    ids=["in another place", "inside a line", "of a user", "alone", "an empty system message"],
-)
-def test_a_billing_header_elsewhere_stays(conversation: Conversation) -> None:
-    assert normalised(conversation) == (conversation, Rewriting())
-
-
-@pytest.mark.parametrize(
-    ("line", "becomes"),
-    [
-        ("Current time: 2026-11-21T05:04:35.123Z", "Current time: 2026-11-21T05:00:00.000Z"),
-        ("Today's date is Sat Nov 21 2026 5:04 PM", "Today's date is Sat Nov 21 2026 5:00 PM"),
-        ("2026-11-21 23:59:59", "2026-11-21 23:00:00"),
-        ("It is now 23:59.", "It is now 23:00."),
-        (
-            "The current date and time is Saturday, November 21, 2026 5:04 AM.",
-            "The current date and time is Saturday, November 21, 2026 5:00 AM.",
-        ),
-    ],
-)
-def test_a_clock_in_the_system_prompt_shows_full_hours(line: str, becomes: str) -> None:
-    changed, rewriting = normalised(asked([f"Be brief.\n{line}\nBye."], "What time is it now, 05:04?"))
-    assert system_texts(changed) == [f"Be brief.\n{becomes}\nBye."]
-    assert rewriting.changes == (Change("clock", "system.0"),)
-    assert changed.messages[1] == said("user", "What time is it now, 05:04?", "messages.0")
-
-
-@pytest.mark.parametrize(
-    "line", ["Today is 2026-11-21.", "Use a 16:09 picture.", "Now run 12:34:56:78.", "The time is 7.", "now 25:61"]
-)
-def test_what_is_no_clock_stays(line: str) -> None:
-    conversation = asked([line], "hello")
-    assert normalised(conversation) == (conversation, Rewriting())
-
-
 COUNT = "<total_tokens>14999436 tokens left</total_tokens>"
 NUDGE = (
     "The task tools haven't been used recently. If you're working on tasks that would benefit from tracking progress, "
@@ -116,20 +55,72 @@ Plan mode is active now and then.
 The date has changed. Today's date is now and then wrong."""
 
 
-@pytest.mark.parametrize(
-    ("text", "becomes"),
-    [
-        (f"Be brief.\n\n{COUNT}", "Be brief."),
-        (f"{COUNT}\n{COUNT}\nBe brief.", "Be brief."),
-        (f"{COUNT}\r\nBe brief.\r\n\r\n{COUNT} \r\nBye.", "Be brief.\r\nBye."),
-        (f"Be brief.\n{COUNT}\n\n{COUNT}\nBye.", "Be brief.\nBye."),
-    ],
-)
-def test_a_count_of_the_tokens_left_is_taken_out_of_the_system_prompt(text: str, becomes: str) -> None:
-    changed, rewriting = normalised(asked([text, "Bye."], COUNT), "off,total-tokens=on")
-    assert system_texts(changed) == [becomes, "Bye."]
-    assert changed.messages[1] == said("user", COUNT, "messages.0")
-    assert rewriting.changes == (Change("total-tokens", "system.0"),)
+HEADER = billing_header(1)
+CHANGED = [
+    ("billing-header", [HEADER, "You are Claude Code.", SYSTEM], ["You are Claude Code.", SYSTEM]),
+    ("billing-header", [f"{HEADER}\n\nYou are Claude Code.\nBe brief."], ["You are Claude Code.\nBe brief."]),
+    *(
+        ("clock", [f"Be brief.\n{line}\nBye."], [f"Be brief.\n{becomes}\nBye."])
+        for line, becomes in [
+            ("Current time: 2026-11-21T05:04:35.123Z", "Current time: 2026-11-21T05:00:00.000Z"),
+            ("Today's date is Sat Nov 21 2026 5:04 PM", "Today's date is Sat Nov 21 2026 5:00 PM"),
+            ("2026-11-21 23:59:59", "2026-11-21 23:00:00"),
+            ("It is now 23:59.", "It is now 23:00."),
+            ("The current date and time is Saturday, 5:04 AM.", "The current date and time is Saturday, 5:00 AM."),
+        ]
+    ),
+    ("total-tokens", [f"Be brief.\n\n{COUNT}"], ["Be brief."]),
+    ("total-tokens", [f"{COUNT}\n{COUNT}\nBe brief.", "Bye."], ["Be brief.", "Bye."]),
+    ("total-tokens", [f"{COUNT}\r\nBe brief.\r\n\r\n{COUNT} \r\nBye."], ["Be brief.\r\nBye."]),
+    ("total-tokens", [f"Be brief.\n{COUNT}\n\n{COUNT}\nBye."], ["Be brief.\nBye."]),
+]
+
+
+@pytest.mark.parametrize(("name", "system", "becomes"), CHANGED)
+def test_what_means_nothing_is_taken_out_of_the_system_prompt_and_of_nothing_else(
+    name: str, system: list[str], becomes: list[str]
+) -> None:
+    sent = asked(system, f"What time is it now, 05:04?\n{COUNT}", HEADER, tools=TOOLS)
+    changed, rewriting = normalised(sent, f"off,{name}=on")
+    assert system_texts(changed) == becomes
+    assert replace(changed, messages=changed.messages[1:]) == replace(sent, messages=sent.messages[1:])
+    assert rewriting == Rewriting(changes=(Change(name, "system.0"),))
+
+
+def test_a_system_message_that_was_the_billing_header_alone_is_taken_out() -> None:
+    changed, _ = normalised(asked([HEADER], "hello"))
+    assert [message.role for message in changed.messages] == ["user"]
+
+
+STAYING = {
+    "a header in another place": asked(["You are Claude Code.", HEADER], "hello"),
+    "a header inside a line": asked([f"Never repeat this: {HEADER}"], "hello"),
+    "a header of a user": Conversation(messages=[said("user", HEADER)]),
+    "a header alone": Conversation(messages=[said("system", HEADER)]),
+    "an empty system message": asked([], "hello"),
+    "a date": asked(["Today is 2026-11-21."], "hello"),
+    "a ratio": asked(["Use a 16:09 picture."], "hello"),
+    "four numbers": asked(["Now run 12:34:56:78."], "hello"),
+    "no minutes": asked(["The time is 7."], "hello"),
+    "no time of a day": asked(["now 25:61"], "hello"),
+    "a count inside a line": asked([f"Write {COUNT}"], "hello"),
+    "a count before words": asked([f"{COUNT} or so"], "hello"),
+    "a count without a number": asked(["<total_tokens>many tokens left</total_tokens>"], "hello"),
+    "a count alone": Conversation(messages=[said("system", COUNT)]),
+    "a nudge at the very beginning": asked([NUDGE, "Be brief."], "hello"),
+    "a nudge behind empty lines alone": asked([f"\n\n{NUDGE}"], "hello"),
+    "a nudge inside a line": asked(["Results hold <system-reminder> tags. Plan mode is active at times."], "hello"),
+    "a nudge that is explained": asked([EXPLAINED], "hello"),
+    "a nudge between the messages": replace(
+        asked(["Be brief."], "hello"), messages=[*asked(["Be brief."], "hello").messages, said("system", PLAN)]
+    ),
+    "a nudge without other messages": Conversation(messages=[said("system", "Be brief."), said("developer", PLAN)]),
+}
+
+
+@pytest.mark.parametrize("conversation", STAYING.values(), ids=STAYING)
+def test_what_only_looks_like_it_stays(conversation: Conversation) -> None:
+    assert normalised(conversation) == (conversation, Rewriting())
 
 
 def test_a_system_message_that_is_a_count_alone_is_taken_out_wherever_it_stands() -> None:
@@ -138,14 +129,6 @@ def test_a_system_message_that_is_a_count_alone_is_taken_out_wherever_it_stands(
     changed, rewriting = normalised(replace(sent, messages=[*sent.messages[:2], late, *sent.messages[2:], late]))
     assert changed == asked(["Be brief."], "hello", "hi", "go on")
     assert [change.path for change in rewriting.changes] == ["system.1", "messages.9", "messages.9"]
-
-
-@pytest.mark.parametrize("text", [f"Write {COUNT}", f"{COUNT} or so", "<total_tokens>many tokens left</total_tokens>"])
-def test_what_is_no_count_of_tokens_stays(text: str) -> None:
-    conversation = asked([text], "hello")
-    assert normalised(conversation) == (conversation, Rewriting())
-    alone = Conversation(messages=[said("system", COUNT)])
-    assert normalised(alone) == (alone, Rewriting())
 
 
 @pytest.mark.parametrize("is_one_text", [True, False])
@@ -177,31 +160,6 @@ def test_a_mark_behind_the_first_nudge_stays_at_its_beginning() -> None:
 def test_nudges_stand_before_the_beginning_of_a_reply() -> None:
     changed, _ = normalised(asked(["Be brief.", PLAN], "hello", "I say"))
     assert [message.role for message in changed.messages] == ["system", "user", "system", "assistant"]
-
-
-@pytest.mark.parametrize(
-    "conversation",
-    [
-        asked([NUDGE, "Be brief."], "hello"),
-        asked([f"\n\n{NUDGE}"], "hello"),
-        asked(["Results may hold <system-reminder> tags. Plan mode is active at times."], "hello"),
-        asked([EXPLAINED], "hello"),
-        replace(
-            asked(["Be brief."], "hello"), messages=[*asked(["Be brief."], "hello").messages, said("system", PLAN)]
-        ),
-        Conversation(messages=[said("system", "Be brief."), said("developer", PLAN)]),
-    ],
-    ids=[
-        "at the very beginning",
-        "behind empty lines alone",
-        "inside a line",
-        "explained",
-        "between the messages",
-        "without other messages",
-    ],
-)
-def test_nudges_elsewhere_stay(conversation: Conversation) -> None:
-    assert normalised(conversation) == (conversation, Rewriting())
 
 
 def as_sent(tools: Any) -> str:
