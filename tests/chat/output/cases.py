@@ -22,6 +22,9 @@ THOUGHT = "I'm\nthinking"
 ONE: Calls = [("special_function", {"arg1": 1})]
 TWO: Calls = [*ONE, ("python", {"code": "print('hello')"})]
 OBJECT = '{"name": "special_function", "arguments": {"arg1": 1}}'
+CITY, ZONE = '{"city": "Tokyo"}', '{"timezone": "Asia/Tokyo"}'
+WEATHER = f'{{"name": "get_weather", "arguments": {CITY}}}'
+TIME = f'{{"name": "get_time", "arguments": {ZONE}}}'
 TOKYO: Calls = [("get_weather", {"city": "Tokyo"})]
 BOTH: Calls = [*TOKYO, ("get_time", {"timezone": "Asia/Tokyo"})]
 TYPES: Calls = [
@@ -268,22 +271,12 @@ DEEPSEEK = [
         reasoning=f"It starts with {DS_BEGIN} and ends with",
         opened="<think>\n",
     ),
-    Case(
-        "deepseek",
-        DS_BEGIN
-        + _deepseek("get_weather", '{"city": "Tokyo"}')
-        + _deepseek("get_time", '{"timezone": "Asia/Tokyo"}')
-        + DS_END,
-        BOTH,
-    ),
+    Case("deepseek", DS_BEGIN + _deepseek("get_weather", CITY) + _deepseek("get_time", ZONE) + DS_END, BOTH),
     Case("deepseek", DS_BEGIN + _deepseek("test_function", TYPES_JSON) + DS_END, TYPES),
     Case("deepseek", DS_BEGIN + _deepseek("test_function", QUOTES_JSON) + DS_END, QUOTES),
     Case("deepseek", DS_BEGIN + _deepseek("get_current_time", "{}") + DS_END, [("get_current_time", {})]),
     Case(
-        "deepseek",
-        "Let me check." + DS_BEGIN + _deepseek("get_weather", '{"city": "Tokyo"}') + DS_END,
-        TOKYO,
-        content="Let me check.",
+        "deepseek", "Let me check." + DS_BEGIN + _deepseek("get_weather", CITY) + DS_END, TOKYO, content="Let me check."
     ),
     Case("deepseek-v3.1", f'{DS_BEGIN}{DS_CALL}get_weather{DS_SEP}{{"city": "Tokyo"}}{DS_CALL_END}{DS_END}', TOKYO),
 ]
@@ -291,19 +284,10 @@ DEEPSEEK = [
 GRANITE = [
     Case("granite", f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
     Case("granite", f"<|tool_call|>[{OBJECT}]", ONE),
-    Case(
-        "granite",
-        '<|tool_call|> [{"name": "get_weather", "arguments": {"city": "Tokyo"}},\n  {"name": "get_time", "arguments": {"timezone": "Asia/Tokyo"}}\n]',
-        BOTH,
-    ),
+    Case("granite", f"<|tool_call|> [{WEATHER},\n  {TIME}\n]", BOTH),
     Case("granite", f'<tool_call> [{{"name": "test_function", "arguments": {TYPES_JSON}}}]', TYPES),
     Case("granite", '<|tool_call|> [{"name": "refresh", "arguments": {}}]', [("refresh", {})]),
-    Case(
-        "granite",
-        'Let me check.\n<|tool_call|> [{"name": "get_weather", "arguments": {"city": "Tokyo"}}]\nDone.',
-        TOKYO,
-        content="Let me check.Done.",
-    ),
+    Case("granite", f"Let me check.\n<|tool_call|> [{WEATHER}]\nDone.", TOKYO, content="Let me check.Done."),
     Case(
         "granite",
         '<|tool_call|> [{"arguments": {"city": "Tokyo"}, "name": "get_weather"}, {"arguments": {"timezone": "Asia/Tokyo"}, "name": "get_time"}]',
@@ -314,17 +298,8 @@ GRANITE = [
 
 FUNCTOOLS = [
     Case("functools", f" functools[{OBJECT}]", ONE),
-    Case(
-        "functools",
-        'functools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}, {"name": "get_time", "arguments": {"timezone": "Asia/Tokyo"}}]',
-        BOTH,
-    ),
-    Case(
-        "functools",
-        'Let me check.\nfunctools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]\nMore?',
-        TOKYO,
-        content="Let me check.More?",
-    ),
+    Case("functools", f"functools[{WEATHER}, {TIME}]", BOTH),
+    Case("functools", f"Let me check.\nfunctools[{WEATHER}]\nMore?", TOKYO, content="Let me check.More?"),
     _text("functools", "functools[] This is just text"),
 ]
 
@@ -375,25 +350,15 @@ PYTHONIC = [
 
 KIMI_K2 = [
     Case(
-        "kimi",
-        "I'll check. " + KIMI + _kimi("functions.get_weather:0", '{"city": "Tokyo"}') + KIMI_END,
-        TOKYO,
-        content="I'll check.",
+        "kimi", "I'll check. " + KIMI + _kimi("functions.get_weather:0", CITY) + KIMI_END, TOKYO, content="I'll check."
     ),
-    Case(
-        "kimi",
-        KIMI
-        + _kimi("functions.get_weather:0", '{"city": "Tokyo"}')
-        + _kimi("functions.get_time:1", '{"timezone": "Asia/Tokyo"}')
-        + KIMI_END,
-        BOTH,
-    ),
+    Case("kimi", KIMI + _kimi("functions.get_weather:0", CITY) + _kimi("functions.get_time:1", ZONE) + KIMI_END, BOTH),
     Case(
         "kimi",
         KIMI + _kimi("functions.data:0", '{\n  "name": "test",\n  "value": 123\n}') + KIMI_END,
         [("data", {"name": "test", "value": 123})],
     ),
-    Case("kimi", KIMI + _kimi("get_weather:0", '{"city": "Tokyo"}') + KIMI_END, TOKYO),
+    Case("kimi", KIMI + _kimi("get_weather:0", CITY) + KIMI_END, TOKYO),
     Case(
         "kimi",
         KIMI
@@ -404,13 +369,13 @@ KIMI_K2 = [
     ),
     Case(
         "kimi",
-        KIMI + _kimi("functions.get_weather:0", '{"city": "Tokyo"}') + _kimi("functions.bad:1", "oops") + KIMI_END,
+        KIMI + _kimi("functions.get_weather:0", CITY) + _kimi("functions.bad:1", "oops") + KIMI_END,
         TOKYO,
         content=_kimi("functions.bad:1", "oops") + KIMI_END,
     ),
     Case(
         "kimi",
-        KIMI + _kimi("0", '{"city": "Tokyo"}') + KIMI_END,
+        KIMI + _kimi("0", CITY) + KIMI_END,
         TOKYO,
         miss="a call without a name is given under its number: a name that is guessed from arguments may be the wrong one",
     ),
