@@ -64,6 +64,7 @@ def strings_in(value: Any) -> list[str]:
 
 
 LETTERS = "abcdefghijklmnopqrstuvw"
+PLAIN: list[Any] = ["", "<|im_", "<|IM_END|>", "< s>", [], {}, None, 3, ["a", {"b": 1.5}]]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ LETTERS = "abcdefghijklmnopqrstuvw"
         # What is filled in cannot form another marker.
         ("a<s>b", ["<s>", "axxxb", "xxx"], "acccb"),
         ("a.b [X] axb", ["a.b", "[X]"], "xxx xxx axb"),
-        *((value, MARKERS, value) for value in ["", "<|im_", "<|IM_END|>", "< s>", [], {}, None, 3, ["a", {"b": 1.5}]]),
+        *((value, MARKERS, value) for value in PLAIN),
         (["<s>"], [], ["<s>"]),
         (["<s>"], [""], ["<s>"]),
     ],

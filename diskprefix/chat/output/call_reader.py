@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls
 from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.patterns import CallPatterns
-from diskprefix.chat.output.reader import Parsing, Reader
+from diskprefix.chat.output.reader import Parsing, Reader, Take
 
 _NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
 _ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
@@ -81,26 +81,25 @@ class CallReader:
         return done
 
     def _behind_head(self, name: str) -> Parsing[bool]:
-        if self._family.body == "braces":
-            return (yield from self._braces(name))
-        if self._family.body == "elements":
-            return (yield from self._elements(name))
-        if self._family.body == "parameters":
+        body, reader = self._family.body, self._reader
+        if body in ("braces", "elements"):
+            return (yield from self._whole(name))
+        if body == "parameters":
             self._calls.begin(name)
             yield from self._parameters(name)
-        elif (first := (yield from self._reader.peek())) == "{":
+        elif (first := (yield from reader.peek())) == "{":
             self._calls.begin(name)
             yield from self._arguments()
         elif first == "(":
-            return (yield from self._python_call(name))
-        elif self._reader.at < len(self._reader.text) and not (yield from self._reader.match(self._patterns.tail)):
+            source = yield from reader.brackets()
+            return self._all(python_calls(f"{name}{source or ''}", self._tools))
+        elif reader.at < len(reader.text) and not (yield from reader.match(self._patterns.tail)):
             return False
         else:
-            self._calls.whole(ParsedCall(name, {}))
-            return True
-        yield from self._reader.space()
-        while (yield from self._reader.match(self._patterns.tail)):
-            yield from self._reader.space()
+            return self._all([ParsedCall(name, {})])
+        yield from reader.space()
+        while (yield from reader.match(self._patterns.tail)):
+            yield from reader.space()
         return True
 
     def objects(self, *, known_only: bool) -> Parsing[bool]:
@@ -192,74 +191,61 @@ class CallReader:
         while True:
             reader.forget()
             yield from reader.space()
-            found = yield from reader.match(self._patterns.argument)
-            if found is None:
+            if (found := (yield from reader.match(self._patterns.argument))) is None:
                 break
             key = found["key"].strip()
             self._calls.arguments(f"{before}{_json(key)}: ")
             before = ", "
             kind = found.groupdict().get("kind")
-            if kind in ("true", "string") or (kind is None and self._tools.is_text(name, key)):
-                complete = yield from self._text_value()
-            else:
-                complete = yield from self._value(name, key)
-            if not complete:
+            is_text = kind in ("true", "string") or (kind is None and self._tools.is_text(name, key))
+            if not (yield from (self._text_value() if is_text else self._value(name, key))):
                 return
         self._calls.arguments("{}" if before == "{" else "}")
 
     def _text_value(self) -> Parsing[bool]:
+        """Reads a text with its end, as all of these. Returns False if that is missing."""
         self._calls.arguments('"')
-        found = yield from self._reader.until(
-            self._patterns.argument_end, lambda text: self._calls.arguments(_json(text)[1:-1])
-        )
-        if found is None:
-            return False
-        self._reader.at = found.end()
-        self._calls.arguments('"')
-        return True
+        is_complete = yield from self._up_to_end(lambda text: self._calls.arguments(_json(text)[1:-1]))
+        self._calls.arguments('"' if is_complete else "")
+        return is_complete
 
     def _value(self, name: str, key: str) -> Parsing[bool]:
         pieces: list[str] = []
-        found = yield from self._reader.until(self._patterns.argument_end, pieces.append)
-        if found is not None:
-            self._reader.at = found.end()
+        is_complete = yield from self._up_to_end(pieces.append)
         text = "".join(pieces)
         try:
             self._calls.arguments(_json(self._tools.value(name, key, text)))
         except RecursionError:
             self._calls.arguments(_json(text))
+        return is_complete
+
+    def _up_to_end(self, take: Take) -> Parsing[bool]:
+        found = yield from self._reader.until(self._patterns.argument_end, take)
+        if found is not None:
+            self._reader.at = found.end()
         return found is not None
 
-    def _braces(self, name: str) -> Parsing[bool]:
-        text = yield from self._reader.before(self._patterns.ends)
-        arguments = None if text is None else braces(text, self._family.quotes)
-        if arguments is None:
-            return False
-        return self._calls.whole(ParsedCall(name, arguments))
+    def _whole(self, name: str) -> Parsing[bool]:
+        """Reads arguments that are parsed as a whole."""
+        reader, quotes = self._reader, self._family.quotes
+        arguments: object = None
+        if self._family.body == "braces":
+            arguments = braces((yield from reader.before(self._patterns.ends)) or "", quotes)
+        else:
+            text = (yield from reader.before(self._patterns.tail)) or ""
+            if (yield from reader.match(self._patterns.tail)):
+                arguments = elements(text, quotes, {"properties": self._tools.properties(name)})
+        return isinstance(arguments, dict) and self._all([ParsedCall(name, arguments)])
 
-    def _elements(self, name: str) -> Parsing[bool]:
-        text = yield from self._reader.before(self._patterns.tail)
-        schema = {"properties": self._tools.properties(name)}
-        arguments = elements(text or "", self._family.quotes, schema)
-        if not (yield from self._reader.match(self._patterns.tail)) or not isinstance(arguments, dict):
-            return False
-        return self._calls.whole(ParsedCall(name, arguments))
-
-    def _python_call(self, name: str) -> Parsing[bool]:
-        source = yield from self._reader.brackets()
-        return self._calls_in(source and f"{name}{source}")
-
-    def _python(self) -> Parsing[bool]:
+    def _python(self) -> Parsing[None]:
         yield from self._reader.space()
-        if self._family.ends:
-            return self._calls_in((yield from self._reader.before(self._patterns.ends)))
-        return self._calls_in((yield from self._reader.brackets()))
+        is_tagged = bool(self._family.ends)
+        source = yield from (self._reader.before(self._patterns.ends) if is_tagged else self._reader.brackets())
+        self._all(python_calls(source or "", self._tools))
 
-    def _calls_in(self, source: str | None) -> bool:
-        calls = python_calls(source, self._tools) if source else []
-        for call in calls:
-            self._calls.whole(call)
-        return bool(calls)
+    def _all(self, calls: Sequence[ParsedCall]) -> bool:
+        """Emits calls that were parsed as a whole. Returns whether there is one whose arguments can be written."""
+        return sum(map(self._calls.whole, calls)) > 0
 
 
 def _nowhere(text: str) -> None:
