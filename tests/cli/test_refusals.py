@@ -108,7 +108,6 @@ REFUSED = """
 2 | warm text --kv-cache-dir x                     | --kv-cache-dir
 1 | warm text --url 'http://no host'               | diskprefix serve
 1 | warm text --url http://127.0.0.1:1             | no daemon answers at http://127.0.0.1:1, diskprefix serve
-1 | chat --url http://127.0.0.1:1                  | no daemon answers
 2 | top                                            | top needs a terminal
 2 | clients emacs                                  | there is no recipe for 'emacs'; there are aider, claude-code,
 1 | clients llm --url http://127.0.0.1:1           | no daemon answers at http://127.0.0.1:1 (
