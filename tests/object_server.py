@@ -9,7 +9,6 @@ import os
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,17 +30,13 @@ _KEPT_OUT = {"transfer-encoding", "connection"}
 
 @dataclass
 class ObjectServer:
-    """`fault` is what the proxy does to each request from now on; with `flaky`, to every second one. `latency_s` passes
-    before each answer; bodies come with `bytes_per_s` (0: as fast as they can)."""
+    """`fault` is what the proxy does to each request from now on; with `flaky`, to every second one."""
 
     folder: Path
     backend_port: int
     fault: Fault = "none"
-    latency_s: float = 0.0
-    bytes_per_s: float = 0.0
     port: int = 0
     num_requests: int = 0
-    methods: list[str] = field(default_factory=list)
     resumed: threading.Event = field(default_factory=threading.Event)
     """Set, it ends what hangs."""
 
@@ -61,21 +56,20 @@ class ObjectServer:
         }
 
     def reset(self) -> None:
-        self.fault, self.latency_s, self.bytes_per_s = "none", 0.0, 0.0
+        self.fault = "none"
         self.resumed.set()
         self.resumed = threading.Event()
 
 
 @contextmanager
-def object_server(folder: Path, *, in_memory: bool = False) -> Iterator[ObjectServer]:
-    """Runs rclone on `folder`, and the proxy. `in_memory`: objects may have names that no file can have, and whoever
-    asks without a signature is served."""
+def object_server(folder: Path) -> Iterator[ObjectServer]:
+    """Runs rclone on `folder`, and the proxy."""
     (folder / BUCKET).mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         backend_port: int = free.getsockname()[1]
     command = [rclone(), "serve", "s3", "--addr", f"127.0.0.1:{backend_port}", "--no-checksum"]
-    command += [":memory:"] if in_memory else ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(folder)]
+    command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(folder)]
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as backend:
         try:
@@ -137,10 +131,7 @@ def _proxy(server: ObjectServer) -> Iterator[None]:
 def _answer(server: ObjectServer, request: BaseHTTPRequestHandler) -> None:
     body = request.rfile.read(int(request.headers.get("content-length") or 0))
     server.num_requests += 1
-    server.methods.append(request.command)
     fault = server.fault
-    if server.latency_s:
-        server.resumed.wait(server.latency_s)
     if fault == "hang":
         server.resumed.wait(60)
     if fault in ("reset", "hang") or (fault == "flaky" and server.num_requests % 2):
@@ -169,22 +160,15 @@ def _forward(server: ObjectServer, request: BaseHTTPRequestHandler, body: bytes,
         _send(request, status, headers, content[: len(content) // 2])
         _reset(request)
         return
-    _send(request, status, headers, content, server.bytes_per_s)
+    _send(request, status, headers, content)
 
 
-def _send(
-    request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes, bytes_per_s: float = 0.0
-) -> None:
+def _send(request: BaseHTTPRequestHandler, status: int, headers: dict[str, str], content: bytes) -> None:
     request.send_response_only(status)
     for name, value in headers.items():
         request.send_header(name, value)
     request.end_headers()
-    step = len(content) if not bytes_per_s else max(1, int(bytes_per_s / 50))
-    for start in range(0, len(content), step or 1):
-        request.wfile.write(content[start : start + step])
-        if bytes_per_s:
-            request.wfile.flush()
-            time.sleep(step / bytes_per_s)
+    request.wfile.write(content)
     request.wfile.flush()
 
 

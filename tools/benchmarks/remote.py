@@ -1,7 +1,7 @@
-"""The shared tier on a real object server (rclone on loopback), behind a proxy that delays, slows down and fails.
+"""The shared tier on a real object server (rclone on loopback), behind a proxy that fails.
 
-Two daemons share a bucket. What one has computed, the other restores: from the bucket, then from its disk. Then the
-proxy fails in every way it knows while requests go on, and each answer is compared with that of the cold run.
+Two daemons share a bucket. What one has computed, the other restores from the bucket. The proxy fails in every way it
+knows while requests go on, and each answer is compared with that of the cold run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,11 @@ from diskprefix.namespace_key import NamespaceKey
 from tests.object_server import FAULTS, ObjectServer, object_server
 from tools.measuring.answers import Answer, LiveServerError
 from tools.measuring.live_server import LiveServer, step
-from tools.measuring.options import FOLDER, JSON, runs_option
+from tools.measuring.options import FOLDER, JSON
 from tools.measuring.prompts import prompt_text
 from tools.measuring.report import machine, median, new_table, print_report, show_machine
 from tools.measuring.workspace import measuring
 
-NETWORKS = {"loopback": (0.0, 0.0), "5 ms, 1 Gbit/s": (0.005, 125e6), "40 ms, 200 Mbit/s": (0.04, 25e6)}
-"""Latency in seconds, and bytes a second of each connection; 0: as fast as it can."""
-TOKENS = (2048, 6000)
 FAULT_TOKENS = 700
 REPLY_TOKENS = 8
 SHARE_DEADLINE_S = 60.0
@@ -78,34 +75,6 @@ def share(one: LiveServer, prompt: str) -> Answer:
             raise LiveServerError("the prompt was not shared")
         time.sleep(0.01)
     return answer
-
-
-def tiers(
-    one: LiveServer, other: LiveServer, server: ObjectServer, sizes: Sequence[int], runs: int, console: Console
-) -> Iterator[dict[str, Any]]:
-    """Yields samples of prompts that a daemon had not on its disk (`tier` cold or remote), or had (disk)."""
-    bytes_per_token = one.cache_stats()["bytes_per_token"]
-    for run in range(runs):
-        for number, (network, (latency_s, bytes_per_s)) in enumerate(NETWORKS.items()):
-            for tokens in sizes:
-                with step(console, f"run {run + 1} of {runs}, {network}, {tokens} tokens"):
-                    prompt = prompt_text(tokens, 100 * run + number)
-                    first = share(one, prompt)
-                    server.latency_s, server.bytes_per_s = latency_s, bytes_per_s
-                    for tier in ("remote", "disk"):
-                        answer = other.complete(prompt, max_tokens=REPLY_TOKENS)
-                        if answer.text != first.text or answer.cache.get("source") != tier:
-                            raise LiveServerError(f"{tier}: {answer.cache}, {answer.text!r} after {first.text!r}")
-                        yield _sample(network, tier, tokens, answer, bytes_per_token)
-                        other.wait_until_saved()
-                    server.reset()
-                    yield _sample(network, "cold", tokens, first, bytes_per_token)
-
-
-def _sample(network: str, tier: str, tokens: int, answer: Answer, bytes_per_token: int) -> dict[str, Any]:
-    times = {"ttft_ms": answer.ttft_s * 1e3, "restore_ms": answer.timings["restore_ms"]}
-    restored = {"restored": answer.restored, "num_bytes": answer.restored * bytes_per_token}
-    return {"network": network, "tier": tier, "tokens": tokens} | restored | times
 
 
 def faults(
@@ -179,13 +148,6 @@ def _under(fault: str, other: LiveServer, asked: Sequence[str], firsts: Sequence
 
 def _show(report: dict[str, Any], console: Console) -> None:
     show_machine(report["machine"], console)
-    columns = ("tokens", "tier", "first token, ms", "restore, ms", "restored", "MB/s")
-    table = new_table("By tier", left=("network",), right=columns)
-    for row in report["tiers"]:
-        speed = "" if not row["restored"] else f"{row['mb_s']:.0f}"
-        ttft, restore = f"{row['ttft_ms']:.0f}", f"{row['restore_ms']:.0f}"
-        table.add_row(row["network"], str(row["tokens"]), row["tier"], ttft, restore, str(row["restored"]), speed)
-    console.print(table)
     columns = ("requests", "wrong answers", "from the bucket", "refused", "first token at most, ms", "cold, ms")
     table = new_table("Faults", left=("fault",), right=columns)
     for row in report["faults"]:
@@ -194,54 +156,24 @@ def _show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _by_tier(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for network in NETWORKS:
-        for tokens in sorted({sample["tokens"] for sample in samples}):
-            for tier in ("cold", "remote", "disk"):
-                some = [s for s in samples if (s["network"], s["tokens"], s["tier"]) == (network, tokens, tier)]
-                restore_ms = median(s["restore_ms"] for s in some)
-                yield {
-                    "network": network,
-                    "tokens": tokens,
-                    "tier": tier,
-                    "ttft_ms": median(s["ttft_ms"] for s in some),
-                    "restore_ms": restore_ms,
-                    "restored": some[0]["restored"],
-                    "mb_s": some[0]["num_bytes"] / 1e3 / restore_ms if restore_ms else 0.0,
-                }
-
-
 @click.command()
-@runs_option(2)
-@click.option(
-    "--tokens",
-    type=click.IntRange(512, 8100),
-    multiple=True,
-    default=TOKENS,
-    show_default=True,
-    help="Length of a prompt; repeatable.",
-)
 @click.option("--requests", type=click.IntRange(min=1), default=3, show_default=True, help="Requests under each fault.")
 @click.option("--gone", type=float, default=60.0, show_default=True, help="Seconds for which the bucket is gone.")
 @FOLDER
 @JSON
-def main(runs: int, tokens: tuple[int, ...], requests: int, gone: float, folder: Path | None, as_json: bool) -> None:
-    """Measure latency and bandwidth by tier, and check the answers under faults of the object server."""
+def main(requests: int, gone: float, folder: Path | None, as_json: bool) -> None:
+    """Check the answers of two daemons that share a bucket under faults of the object server."""
     progress: Console = Console(stderr=True)
     with (
         measuring(folder, progress) as workspace,
         object_server(workspace / "objects") as server,
         two_daemons(workspace, server) as (one, other),
     ):
-        samples = list(tiers(one, other, server, sorted(set(tokens)), runs, progress))
         found = list(faults(one, other, server, requests, gone, progress))
     report = {
         "benchmark": "remote",
-        "runs": runs,
         "machine": machine(),
-        "tiers": list(_by_tier(samples)),
         "faults": [asdict(one) for one in found],
-        "samples": samples,
     }
     print_report(report, as_json, _show)
     if any(one.wrong for one in found):

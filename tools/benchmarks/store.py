@@ -1,4 +1,4 @@
-"""The store benchmark: restores against a memory copy and a direct read, lookups and codecs.
+"""The store benchmark: restores against a memory copy, and codecs.
 
 Figures that are compared are measured alternately in one run, so that a drift of the machine cancels.
 """
@@ -28,7 +28,7 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
-from tests.synthetic_model import SyntheticModel, dense_layout, open_restorer
+from tests.synthetic_model import SyntheticModel, open_restorer
 from tools.benchmarks.kv_sample import BLOCK_SIZE, KVSample, synthetic_sample
 from tools.measuring import page_cache
 from tools.measuring.live_server import step
@@ -38,18 +38,15 @@ from tools.measuring.workspace import measuring
 
 THREADS = 2
 """As many as a restore uses."""
-MATCH_TOKENS = 100_000
-MATCH_REPEATS = 300
 CODECS = tuple(Codec)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The sizes of a run. `tokens` are restored; prompts are looked up in a store of `blocks`."""
+    """The sizes of a run. `tokens` are restored."""
 
     sample: KVSample
     tokens: int
-    blocks: int
     runs: int
     folder: Path
 
@@ -61,8 +58,6 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
     with step(console, f"codecs, on {sample.num_bytes / 1e6:.0f} MB of KV"):
         codecs = {codec.name.lower(): _measure_codec(sample, codec, plan.runs) for codec in CODECS}
     restore = _measure_restore(plan, console)
-    with step(console, f"a store of {plan.blocks} blocks, and lookups of {MATCH_TOKENS} tokens in it"):
-        match = _measure_match(plan.folder, plan.blocks)
     return {
         "benchmark": "store",
         "machine": machine(),
@@ -70,7 +65,6 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
         "kv_bytes": sample.num_bytes,
         "codecs": codecs,
         "restore": restore,
-        "match": match,
     }
 
 
@@ -161,15 +155,6 @@ class Restore:
         with self.opened(codec) as model, open_restorer(model, capacity=len(self.prompt)) as restorer:
             return restorer.seconds(self.prompt), restorer.seconds(self.prompt)
 
-    def cold_s(self, codec: Codec) -> float:
-        """Returns the seconds of a restore without the page cache."""
-        page_cache.drop(self.file(codec))
-        store = self._open(codec)
-        with open_restorer(self._model(store), capacity=len(self.prompt)) as restorer:
-            seconds = restorer.seconds(self.prompt)
-        store.close()
-        return seconds
-
     @contextmanager
     def opened(self, codec: Codec) -> Iterator[SyntheticModel]:
         """Opens the store, with the file in the page cache."""
@@ -203,85 +188,36 @@ def _measure_restore(plan: Plan, console: Console) -> dict[str, Any]:
                 once, twice = restore.warm_s(codec)
                 first[codec].append(once)
                 again[codec].append(twice)
-    cold: dict[Codec, list[float]] = {codec: [] for codec in CODECS}
-    direct: list[float] = []
-    with step(console, f"restoring {megabytes:.0f} MB, page cache dropped, {plan.runs} times"):
-        for _ in range(plan.runs):
-            for codec in CODECS:
-                direct += _direct_read(restore.file(Codec.RAW), restore.num_bytes)
-                cold[codec].append(restore.cold_s(codec))
-    copy_s, read_s = statistics.median(copies), statistics.median(direct) if direct else None
+    copy_s = statistics.median(copies)
 
-    def report(codec: Codec) -> dict[str, float | None]:
-        first_s, again_s, cold_s = (statistics.median(samples[codec]) for samples in (first, again, cold))
+    def report(codec: Codec) -> dict[str, float]:
+        first_s, again_s = (statistics.median(samples[codec]) for samples in (first, again))
         return {
             "first_gb_s": round(restore.num_bytes / first_s / 1e9, 2),
             "again_gb_s": round(restore.num_bytes / again_s / 1e9, 2),
-            "cold_gb_s": round(restore.num_bytes / cold_s / 1e9, 2),
             "again_to_copy": round(copy_s / again_s, 3),
-            "cold_to_direct_read": None if read_s is None else round(read_s / cold_s, 3),
         }
 
     return {
         "tokens": len(restore.prompt),
         "bytes": restore.num_bytes,
         "copy_gb_s": round(restore.num_bytes / copy_s / 1e9, 2),
-        "direct_read_gb_s": None if read_s is None else round(restore.num_bytes / read_s / 1e9, 2),
         "codecs": {codec.name.lower(): report(codec) for codec in CODECS},
     }
 
 
-def _direct_read(file: Path, num_bytes: int) -> list[float]:
-    """Returns the seconds of one direct read; nothing where the file system has none (tmpfs)."""
-    try:
-        return [page_cache.direct_read_s(file, num_bytes)]
-    except OSError:
-        return []
-
-
-def _measure_match(folder: Path, num_blocks: int) -> dict[str, Any]:
-    """Looks up long prompts in a store of many blocks, whose payloads are tiny."""
-    layout = dense_layout(layers=1, heads=1, head_dim=1, dtype=torch.bfloat16, vocab_size=2)
-    blank = memoryview(bytes(PayloadLayout.parse(layout.describe()).payload_bytes(BLOCK_SIZE, Kind.TAIL)))
-    store = Store(folder / "match", budget_bytes=2 << 30)
-    model = SyntheticModel(store, layout, identity="bench")
-    rng = np.random.default_rng(2)
-    prompts: list[TokenIds] = []
-    blocks = 0
-    while blocks < num_blocks:
-        prompts.append(rng.integers(0, 50_000, MATCH_TOKENS).astype(np.int32))
-        publication = model.publication(prompts[-1], lambda node: blank[: model.payload_bytes(node)])
-        store.publish(publication)
-        blocks += len(publication.nodes)
-    with open_restorer(model, capacity=MATCH_TOKENS) as restorer:
-        times = [restorer.restore(prompts[i]).lookup_ms for i in rng.integers(0, len(prompts), MATCH_REPEATS)]
-    blocks = store.counts()["blocks"]
-    store.close()
-    return {
-        "prompt_tokens": MATCH_TOKENS,
-        "blocks": blocks,
-        "median_ms": round(statistics.median(times), 3),
-        "p99_ms": round(float(np.percentile(times, 99)), 3),
-    }
-
-
 def show(report: dict[str, Any], console: Console) -> None:
-    restore, match = report["restore"], report["match"]
-    title = f"{restore['bytes'] / 1e6:.0f} MB of KV, medians of {report['runs']}, in GB/s; of a copy, of a direct read"
-    right = ("ratio", "encode\n1 thread", f"decode\n{THREADS} threads", "restore\nwarm", "of a\ncopy", "first\none")
-    table = new_table(title, left=("codec",), right=(*right, "pages\ndropped", "of a\nread"))
+    restore = report["restore"]
+    title = f"{restore['bytes'] / 1e6:.0f} MB of KV, medians of {report['runs']}, in GB/s"
+    right = ("ratio", "encode\n1 thread", f"decode\n{THREADS} threads", "restore", "of a\ncopy", "first\none")
+    table = new_table(title, left=("codec",), right=right)
     for name, codec in report["codecs"].items():
         found = restore["codecs"][name]
         figures = [codec["ratio"], codec["encode_gb_s"], codec["decode_gb_s"], found["again_gb_s"]]
-        figures += [found[key] for key in ("again_to_copy", "first_gb_s", "cold_gb_s", "cold_to_direct_read")]
-        table.add_row(name, *("" if figure is None else f"{figure:.2f}" for figure in figures))
+        figures += [found[key] for key in ("again_to_copy", "first_gb_s")]
+        table.add_row(name, *(f"{figure:.2f}" for figure in figures))
     console.print(table)
-    say(console, f"memory copy {restore['copy_gb_s']} GB/s; direct read {restore['direct_read_gb_s'] or 'none'} GB/s")
-    say(
-        console,
-        f"lookup of {match['prompt_tokens']:,} tokens in {match['blocks']:,} blocks: {match['median_ms']:.2f} ms, "
-        f"p99 {match['p99_ms']:.2f} ms",
-    )
+    say(console, f"memory copy {restore['copy_gb_s']} GB/s")
     show_machine(report["machine"], console)
 
 
@@ -293,23 +229,16 @@ def show(report: dict[str, Any], console: Console) -> None:
     show_default=True,
     help="How much is saved and restored; of the embedded model's shape, 1 GiB is about 46 000 tokens.",
 )
-@click.option(
-    "--blocks",
-    type=click.IntRange(min=1),
-    default=100_000,
-    show_default=True,
-    help="How many the store holds in which prompts of 100 000 tokens are looked up.",
-)
 @runs_option(7)
 @FOLDER
 @JSON
-def main(tokens: int, blocks: int, runs: int, folder: Path | None, as_json: bool) -> None:
-    """Measure what the store can do: restores against a memory copy and a direct read, lookups, codecs.
+def main(tokens: int, runs: int, folder: Path | None, as_json: bool) -> None:
+    """Measure what the store can do: restores against a memory copy, and codecs.
 
     The KV is made up, so that it compresses as that of the embedded model does.
     """
     progress = Console(stderr=True)
     with measuring(folder, progress) as workspace:
-        plan = Plan(sample=synthetic_sample(8), tokens=tokens, blocks=blocks, runs=runs, folder=workspace)
+        plan = Plan(sample=synthetic_sample(8), tokens=tokens, runs=runs, folder=workspace)
         report = measure(plan, progress)
     print_report(report, as_json, show)

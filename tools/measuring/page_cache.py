@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import time
 from pathlib import Path
 
 _READ_BYTES = 4 << 20
@@ -25,20 +23,3 @@ def warm(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.read(_READ_BYTES):
             pass
-
-
-def direct_read_s(path: Path, num_bytes: int) -> float:
-    """Returns the seconds of reading the first `num_bytes` past the page cache, 4 MiB after 4 MiB.
-
-    Raises `OSError` where the file system has no direct reads.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        with mmap.mmap(-1, _READ_BYTES) as buffer:
-            started = time.perf_counter()
-            position = 0
-            while position < num_bytes and (read := os.preadv(fd, [buffer], position)):
-                position += read
-            return time.perf_counter() - started
-    finally:
-        os.close(fd)
