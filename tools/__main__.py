@@ -48,7 +48,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
     },
     "Research": {
         "policy": Tool("research.policy", "How well `auto` and the presets choose, by simulation."),
-        "workloads": Tool("research.workloads", "Published workloads as files for the simulator."),
         "models": Tool("models.real", "List and fetch the real models that tools and tests use."),
     },
 }

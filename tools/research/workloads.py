@@ -1,10 +1,8 @@
-"""Published workloads as traces for the simulator: `tools/bench workloads write NAME --data DIR`.
+"""Published workloads as traces for the simulator.
 
-Each workload's data, as its authors publish them, lie in a folder of its name below DIR. Traces of block ids become
-Mooncake's format, conversations become request bodies, one JSON object a line. `open_workload` returns a `Trace`.
-
+Each workload's data, as its authors publish them, lie in a folder of its name below the folder of all data.
 Chats are rendered with the embedded model's tokenizer and the ChatML template below, because the model's own template
-omits tools. `tools/bench workloads template` prints it, for a daemon that is to render the same prompts.
+omits tools.
 """
 
 from __future__ import annotations
@@ -22,14 +20,11 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import click
 import numpy as np
 
-from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.simulate.trace import BlockRequest, Trace, TraceRequest, block_trace
 from diskprefix.extras.simulate.trace_formats import ReadBody, read_trace
 from diskprefix.nouns import Prompt
-from tools.measuring.options import DATA
 
 Json: TypeAlias = dict[str, Any]
 
@@ -310,44 +305,3 @@ def renderer() -> ReadBody:
 def token_counter() -> Callable[[str], int]:
     """Returns a function that counts the tokens of a text."""
     return lambda text: len(_tokenizer()(text, verbose=False)["input_ids"]) if text else 0
-
-
-@click.group()
-def main() -> None:
-    """Published workloads as traces for the simulator."""
-
-
-@main.command(name="template")
-def print_template() -> None:
-    """Print the chat template that conversations are rendered with."""
-    click.echo(TEMPLATE, nl=False)
-
-
-@main.command()
-@click.argument("name", type=click.Choice(NAMES))
-@DATA
-def write(name: str, data: Path) -> None:
-    """Print the workload NAME as JSON lines: request bodies, or block ids in Mooncake's format."""
-    try:
-        for line in mooncake_lines(data, name) if name in TRACES else body_lines(data, name):
-            click.echo(json.dumps(line))
-    except (OSError, DiskPrefixError) as error:
-        raise click.ClickException(str(error)) from error
-
-
-def mooncake_lines(data: Path, name: str) -> Iterator[Json]:
-    block_tokens = BLOCK_TOKENS[name]
-    for request in open_workload(name, data):
-        first_tokens = request.prompt.token_ids.view(np.uint32)[::block_tokens]
-        yield {
-            "timestamp": round(request.when * 1000),
-            "input_length": len(request.prompt.token_ids),
-            "output_length": request.output_tokens,
-            "block_size": block_tokens,
-            "hash_ids": (first_tokens // block_tokens).tolist(),
-        }
-
-
-def body_lines(data: Path, name: str) -> Iterator[Json]:
-    for index, turn in enumerate(CONVERSATIONS[name](data)):
-        yield {"timestamp": round(index * PAUSE_S * 1000), **turn.body}
