@@ -1,31 +1,44 @@
-"""`POST /v1/embeddings`, in the form of OpenAI's API: vectors of length 1."""
+"""`POST /v1/embeddings`, in the form of OpenAI's API: vectors of length 1, read at the ends of many short prompts."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+import json
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+from starlette.types import Message
 
-from diskprefix.api.fields import REFUSED
+from diskprefix.api.fields import REFUSED, CacheFields, cache_options
 from diskprefix.chat.messages import JsonObject
-from diskprefix.engine.request import Reading
+from diskprefix.engine.gauges import Activity
+from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.embedding.model_purpose import Purpose
-from diskprefix.extras.embedding.prompt_readings import (
-    MAX_INPUTS,
-    Prompts,
-    ReadingBody,
-    Values,
-    answer_with_readings,
-)
-from diskprefix.nouns import Prompt
+from diskprefix.nouns import CacheOptions, Prompt, Scope
+from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
+from diskprefix.server.generation import Generation, together
+from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.serving import Serving
+from diskprefix.server.streaming import disconnected
+from diskprefix.tenant_ids import group_of
+
+MAX_INPUTS, MAX_TOKENS = 2048, 300_000
+"""The most inputs of a request, and tokens of all its prompts, as OpenAI has them."""
+_WAIT_S = 60.0
+
+Values: TypeAlias = npt.NDArray[np.float32]
 
 router = APIRouter(tags=["embeddings"])
 
@@ -50,11 +63,12 @@ def _checked_input(value: Any) -> Any:
     return value
 
 
-class EmbeddingsRequest(ReadingBody):
+class EmbeddingsRequest(CacheFields):
     """`POST /v1/embeddings`."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"input": ["The Nile is a river.", "Oslo is a city."]}})
 
+    model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")
     input: Annotated[Any, AfterValidator(_checked_input), WithJsonSchema(_INPUT)] = Field(
         description="A text, a list of token ids, or a list of these. A text ends as the model's tokenizer ends it."
     )
@@ -71,10 +85,42 @@ class EmbeddingsRequest(ReadingBody):
 )
 async def embeddings(request: Request) -> Response:
     """A vector for each input: the model's last hidden states, pooled as its files or `--pooling` say."""
-    return await answer_with_readings(request, EmbeddingsRequest, _prompts, _reply)
+    daemon: Daemon = request.app.state.daemon
+    context = log_context(request)
+    context.wants_reply = True
+    async with AsyncExitStack() as held:
+        body = await daemon.bodies.read_json(request, EmbeddingsRequest, held)
+        serving = await daemon.ready()
+        serving.require_model(body.model)
+        purpose: Purpose = request.app.state.purpose
+        purpose.require()
+        cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
+        serving.engine.give_way()
+        prompts = await daemon.threads.run("rendering", _prompts, serving, purpose, body)
+        # It takes long for a tenant who was not here lately.
+        await asyncio.shield(asyncio.wrap_future(serving.engine.cache.load(cache.tenant)))
+        await held.aclose()
+        reading = Reading(pooling=purpose.pooling)
+        options = _options(cache, reading)
+        requests = [
+            GenerateRequest(
+                id=f"read-{uuid.uuid4().hex}",
+                prompt=prompt,
+                sampling=SamplingParams(max_tokens=0),
+                cache=options,
+                reading=reading,
+            )
+            for prompt in prompts
+        ]
+        found = await _Readings(request, context, daemon, serving).run(requests)
+        usage = _count(context, [done for _, done in found])
+        fields: JsonObject = {"object": "list", "model": serving.model_name, "usage": usage}
+        vectors = [values for values, _ in found]
+        content = await daemon.threads.run("rendering", _written, fields, body, vectors)
+    return Response(content, media_type="application/json")
 
 
-def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> tuple[Prompts, Reading]:
+def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> list[Prompt]:
     model = serving.engine.model
     if model.base_model is model:
         raise InvalidRequest.at("model", "this model does not show its last hidden states, so it makes no embeddings")
@@ -83,8 +129,15 @@ def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> tup
         raise InvalidRequest.at("dimensions", f"must be at most {size}, the size of this model's vectors")
     is_one = isinstance(body.input, str) or _is_tokens(body.input)
     items = {"input": body.input} if is_one else {f"input.{index}": item for index, item in enumerate(body.input)}
-    prompts = ((path, _prompt(serving, purpose, item, path)) for path, item in items.items())
-    return prompts, Reading(pooling=purpose.pooling)
+    prompts: list[Prompt] = []
+    num_tokens = 0
+    for path, item in items.items():
+        prompts.append(_prompt(serving, purpose, item, path))
+        num_tokens += len(prompts[-1].token_ids)
+        if num_tokens > MAX_TOKENS:
+            problem = f"here the prompts of this request exceed {MAX_TOKENS} tokens; send the rest in another request"
+            raise InvalidRequest.at(path, problem)
+    return prompts
 
 
 def _prompt(serving: Serving, purpose: Purpose, item: str | list[int], path: str) -> Prompt:
@@ -97,14 +150,74 @@ def _prompt(serving: Serving, purpose: Purpose, item: str | list[int], path: str
     return renderer.completion([*prompt.token_ids.tolist(), purpose.end_id], param=path)
 
 
-def _reply(body: EmbeddingsRequest, values: list[Values]) -> tuple[JsonObject, str, Iterator[JsonObject]]:
-    vectors = (_written(one, body) for one in values)
-    items = ({"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(vectors))
-    return {"object": "list"}, "data", items
+def _written(fields: JsonObject, body: EmbeddingsRequest, values: Sequence[Values]) -> bytes:
+    """Returns the reply in JSON, written item by item: other threads do not run during a call of `dumps`."""
+    dumps = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
+    items = (
+        {"object": "embedding", "index": index, "embedding": _vector(one, body)} for index, one in enumerate(values)
+    )
+    written = ",".join(dumps(item) for item in items)
+    return f'{dumps(fields)[:-1]},"data":[{written}]}}'.encode()
 
 
-def _written(values: Values, body: EmbeddingsRequest) -> list[float] | str:
+def _vector(values: Values, body: EmbeddingsRequest) -> list[float] | str:
     """Returns the beginning of a vector, with length 1."""
     wide = values[: body.dimensions].astype(np.float64)
     unit = (wide / (np.sqrt((wide * wide).sum()) or 1.0)).astype("<f4")
     return base64.b64encode(unit.tobytes()).decode() if body.encoding_format == "base64" else unit.tolist()
+
+
+def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
+    """Returns how the prompts are cached. They are compared with their like only. A mean needs all tokens computed."""
+    if reading.pooling == "mean":
+        cache = replace(cache, scope=Scope("off"))
+    group = cache.group or group_of("embedding")
+    return replace(cache, group=group, replay=False, leaves_last=True)
+
+
+def _count(context: LogContext, done: Sequence[DoneEvent]) -> JsonObject:
+    """Sets what the log says of all prompts, and returns their `usage`."""
+    context.done = together(done)
+    usage = context.done.usage
+    cached = {"cached_tokens": usage.cached_tokens}
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, "prompt_tokens_details": cached}
+
+
+class _Readings:
+    """The prompts of one request in the engine. As many at a time as it runs, so that others get their turn."""
+
+    def __init__(self, request: Request, context: LogContext, daemon: Daemon, serving: Serving) -> None:
+        self._context, self._daemon, self._inbox = context, daemon, serving.inbox
+        self._gone = asyncio.create_task(disconnected(request.receive))
+        self._free = asyncio.Semaphore(serving.engine.max_sequences)
+
+    async def run(self, requests: Sequence[GenerateRequest]) -> list[tuple[Values, DoneEvent]]:
+        """Returns the values of each prompt. The first error ends all of them."""
+        tasks = [asyncio.create_task(self._read(one)) for one in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in (self._gone, *tasks):
+                task.cancel()
+
+    async def _read(self, request: GenerateRequest) -> tuple[Values, DoneEvent]:
+        async with self._free:
+            generation = Generation(self._inbox, request, self._receive, self._on_done, self._on_cancelled)
+            try:
+                values = np.zeros(0, np.float32)
+                while not isinstance(event := await generation.next(_WAIT_S), DoneEvent):
+                    if isinstance(event, ReadEvent):
+                        values = event.values
+                return values, event
+            finally:
+                generation.close()
+
+    async def _receive(self) -> Message:
+        await asyncio.shield(self._gone)
+        return {"type": "http.disconnect"}
+
+    def _on_done(self, done: DoneEvent) -> None:
+        self._daemon.metrics.count_tokens(done)
+
+    def _on_cancelled(self, activity: Activity) -> None:
+        self._context.cancelled_at = activity

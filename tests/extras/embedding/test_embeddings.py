@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.embedding import prompt_readings
+from diskprefix.extras.embedding import embeddings
 from diskprefix.extras.embedding.model_purpose import Purpose, read_purpose
 from diskprefix.settings import Settings
 from tests.agent_bodies import words
@@ -226,7 +226,7 @@ def test_bad_bodies_are_refused_with_the_path(client: httpx.Client, body: dict[s
 def test_a_request_with_too_many_tokens_is_refused_before_any_is_computed(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_readings, "MAX_TOKENS", 5)
+    monkeypatch.setattr(embeddings, "MAX_TOKENS", 5)
     reply = client.post("/v1/embeddings", json={"input": [[1, 2, 3], [1, 2], [3]]})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input.2")
     assert embed(client, [[1, 2, 3], [1, 2]])["usage"]["total_tokens"] == 5
