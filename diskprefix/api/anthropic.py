@@ -22,10 +22,10 @@ from diskprefix.api.fields import (
     Body,
     Count,
     Markable,
+    NamedTool,
     OneOf,
     RequestBody,
     StopString,
-    ToolName,
     require_fields,
     sampling_params,
 )
@@ -38,16 +38,11 @@ _RUN_BY_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_searc
 """Prefixes of the types of tools that Anthropic's servers run."""
 
 
-class CustomTool(Markable):
+class CustomTool(NamedTool):
     """A tool that the client runs."""
 
     type: Literal["custom"] | None = Field(default=None, description="`custom`, or absent.")
-    name: ToolName = Field(description="Name of the tool.")
-    description: str | None = Field(default=None, description="What it does, for the model to read.")
     input_schema: JsonObject = Field(description="JSON schema of its arguments.")
-    strict: bool | None = Field(
-        default=None, description="`true`: the arguments follow the schema, also where no call is forced."
-    )
 
     @property
     def for_template(self) -> JsonObject:

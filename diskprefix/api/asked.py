@@ -157,21 +157,19 @@ def constraint_of(
         return None if asked.text_format is None else _checked_text(asked.text_format, None, check)
     tools, choice = asked.tool_choice.allowed(asked.prompt.tools or ()), asked.tool_choice
     thought = _thought_before(output_format, prompt_end)
-    if choice.mode == "required":
-        grammar = output_format.call_grammar(tools, many=choice.many)
+    is_forced = choice.mode == "required"
+    strict = choice.strict.intersection(tool["function"]["name"] for tool in tools)
+    if is_forced or (strict and asked.text_format is None):
+        if is_forced:
+            grammar = output_format.call_grammar(tools, many=choice.many)
+        else:
+            grammar = output_format.strict_grammar(tools, strict)
         if thought is not None and thought.begin is None and not _is_thinking(output_format, prompt_end):
-            # What ends this thought begins an answer, and a model that is to call must not begin one.
+            # A call may come before the end of this thought, which begins an answer: a model that must call has none.
             thought = None
         return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
     if asked.text_format is None:
-        strict = choice.strict.intersection(tool["function"]["name"] for tool in tools)
-        if not strict:
-            return None
-        grammar = output_format.strict_grammar(tools, strict)
-        if thought is not None and thought.begin is None and not _is_thinking(output_format, prompt_end):
-            # A call may come before the end of this thought.
-            thought = None
-        return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
+        return None
     constraint = _checked_text(asked.text_format, thought, check)
     if not tools or constraint.kind == "choice":
         return constraint

@@ -203,13 +203,22 @@ MAX_NAME_CHARS = 128
 MAX_SALT_CHARS = 256
 MAX_CACHE_KEY_CHARS = 512
 
-ToolName: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 Effort: TypeAlias = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
     Field(description="Told to chat templates that know it; `none` also turns thinking off."),
 ]
+
+
+class NamedTool(Markable):
+    """A tool that the client runs."""
+
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)] = Field(description="Name of the tool.")
+    description: str | None = Field(default=None, description="What it does, for the model to read.")
+    strict: bool | None = Field(
+        default=None, description="`true`: the arguments follow the schema, also where no call is forced."
+    )
 
 
 class ReasoningLimits(Body):

@@ -89,6 +89,8 @@ class OpenAIWriter(ABC):
         self._head = head
         self._include_usage = include_usage
         self.with_logprobs = with_logprobs
+        self.sent_chars: dict[int, int] = {}
+        """The characters that were sent, by choice. A choice that has begun is in it."""
         self._held: list[Json] = []
         self._reasoning_tokens = 0
 
@@ -270,18 +272,13 @@ class Completions:
 class CompletionWriter(OpenAIWriter):
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
-        super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
-        self._sent_chars: dict[int, int] = {}
-        """By choice."""
-
     def whole_choice(self, choice: WholeChoice) -> Json:
         return {"text": choice.content, "logprobs": _logprobs(choice.tokens, 0) if self.with_logprobs else None}
 
     def chunk_choices(self, event: DeltaEvent) -> list[Json]:
         text = "".join(delta.text for delta in event.deltas if isinstance(delta, ContentDelta))
-        sent = self._sent_chars.get(event.choice, 0)
-        self._sent_chars[event.choice] = sent + len(text)
+        sent = self.sent_chars.get(event.choice, 0)
+        self.sent_chars[event.choice] = sent + len(text)
         return [{"text": text, "logprobs": _logprobs(event.tokens, sent) if event.tokens else None}]
 
     def end_choice(self, _event: EndEvent) -> Json:

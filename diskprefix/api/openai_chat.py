@@ -153,10 +153,6 @@ class ChatWriter(OpenAIWriter):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
-        super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
-        self._begun: set[int] = set()
-
     def whole_choice(self, choice: WholeChoice) -> Json:
         message: Json = {
             "role": "assistant",
@@ -177,9 +173,9 @@ class ChatWriter(OpenAIWriter):
         choices: list[Json] = [{"delta": delta, "logprobs": None} for delta in deltas]
         if event.tokens:
             choices[0]["logprobs"] = _logprobs(event.tokens)
-        if event.choice in self._begun:
+        if event.choice in self.sent_chars:
             return choices
-        self._begun.add(event.choice)
+        self.sent_chars[event.choice] = 0
         return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}, *choices]
 
     def end_choice(self, _event: EndEvent) -> Json:

@@ -14,9 +14,9 @@ from diskprefix.api.fields import (
     Body,
     CacheControl,
     Markable,
+    NamedTool,
     OneOf,
     TextOrObject,
-    ToolName,
     Unmarkable,
     require_fields,
 )
@@ -157,15 +157,10 @@ class MessageBody(Markable):
         )
 
 
-class ToolFunction(Markable, extra="allow"):
+class ToolFunction(NamedTool, extra="allow"):
     """A function that the model may call. A mark on it counts as a mark on its tool."""
 
-    name: ToolName = Field(description="Name of the function.")
-    description: str | None = Field(default=None, description="What it does, for the model to read.")
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
-    strict: bool | None = Field(
-        default=None, description="`true`: the arguments follow the schema, also where no call is forced."
-    )
 
 
 class Tool(Markable, extra="allow"):

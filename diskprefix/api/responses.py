@@ -20,11 +20,10 @@ from diskprefix.api.fields import (
     Body,
     CacheControl,
     Count,
-    Markable,
+    NamedTool,
     OneOf,
     ReasoningLimits,
     RequestBody,
-    ToolName,
     Unmarkable,
     require_fields,
     sampling_params,
@@ -50,16 +49,11 @@ from diskprefix.store.notes import TenantNotes
 from diskprefix.units import format_size
 
 
-class FunctionTool(Markable):
+class FunctionTool(NamedTool):
     """A function that the model may call."""
 
     type: Literal["function"] = Field(description="`function`. Tools of other types are skipped.")
-    name: ToolName = Field(description="Name of the function.")
-    description: str | None = Field(default=None, description="What it does, for the model to read.")
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
-    strict: bool | None = Field(
-        default=None, description="The arguments follow the schema, also where no call is forced."
-    )
 
 
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}

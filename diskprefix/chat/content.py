@@ -36,9 +36,7 @@ def read_media(processor: MediaProcessor | None, draft: PromptDraft) -> PromptDr
             _refuse_placeholders(part, processor)
             continue
         if len(images) + len(audio) == _MOST_PARTS:
-            raise InvalidRequest(
-                f"{part.path}: a request may hold at most {_MOST_PARTS} images and sounds", param=part.path
-            )
+            raise InvalidRequest.at(part.path, f"a request may hold at most {_MOST_PARTS} images and sounds")
         taking = _require_taken(part, processor)
         if isinstance(part, ImagePart):
             content = _data_uri(part.uri, part.uri_path)
@@ -51,17 +49,13 @@ def read_media(processor: MediaProcessor | None, draft: PromptDraft) -> PromptDr
 
 def render_media(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Renders the conversation with a placeholder for each image and sound."""
-    path = draft.conversation.path
     template_input = template.input_of(draft.conversation)
     for message, sent in zip(template_input.messages, draft.conversation.messages, strict=True):
         message["content"] = [_part_for_template(part) for part in sent.content] or text_for_template("")
     text = template.render(template_input, draft.ending)
     if text == template.try_render(without_media(template_input), draft.ending):
-        raise InvalidRequest(
-            f"{path}: the chat template leaves images and sounds out; use another one with --chat-template",
-            param=path,
-            code=UNSUPPORTED,
-        )
+        problem = "the chat template leaves images and sounds out; use another one with --chat-template"
+        raise InvalidRequest.at(draft.conversation.path, problem, UNSUPPORTED)
     return replace(draft, rendering=Rendering(template_input, text))
 
 
@@ -100,33 +94,26 @@ def _require_taken(part: ImagePart | AudioPart | OtherPart, processor: MediaProc
         reason = f"this model is served for text only ({processor.problem})"
     elif isinstance(part, OtherPart) and "image" in kinds:
         reason += "; send its pages or frames as images"
-    raise InvalidRequest(f"{part.path}: {reason} (got {wanted})", param=part.path, code=UNSUPPORTED)
+    raise InvalidRequest.at(part.path, f"{reason} (got {wanted})", UNSUPPORTED)
 
 
 def _refuse_placeholders(part: TextPart, processor: MediaProcessor | None) -> None:
     """Raises `InvalidRequest` for a placeholder in a text: the processor would take it for an image or a sound."""
     for placeholder in sorted(processor.placeholders) if processor is not None else ():
         if placeholder in part.text:
-            raise InvalidRequest(
-                f"{part.path}: {placeholder} stands for an image or a sound in this model's prompts; a request with "
-                "images or sounds must not contain it",
-                param=part.path,
-                code=UNSUPPORTED,
-            )
+            problem = "stands for an image or a sound here, so a request with images or sounds must not contain it"
+            raise InvalidRequest.at(part.path, f"{placeholder} {problem}", UNSUPPORTED)
 
 
 def _data_uri(uri: str, param: str) -> bytes:
     """Returns the content of a data: URI. Other URLs are never fetched: clients could read what the server can."""
     scheme, _, rest = uri.partition(":")
     if scheme.lower() != "data":
-        raise InvalidRequest(
-            f"{param}: URLs are not fetched; send the image itself, as data:image/png;base64,… "
-            f"(got {shown(uri, _SHOWN_CHARS)})",
-            param=param,
-        )
+        problem = "URLs are not fetched; send the image itself, as data:image/png;base64,…"
+        raise InvalidRequest.at(param, f"{problem} (got {shown(uri, _SHOWN_CHARS)})")
     header, comma, data = rest.partition(",")
     if not comma or not header.lower().replace(" ", "").endswith(";base64"):
-        raise InvalidRequest(f"{param}: must be a data: URI in base64 (data:image/png;base64,…)", param=param)
+        raise InvalidRequest.at(param, "must be a data: URI in base64 (data:image/png;base64,…)")
     return _from_base64(data, param)
 
 
@@ -134,4 +121,4 @@ def _from_base64(text: str, param: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(f"{param}: is not valid base64: {error}", param=param) from error
+        raise InvalidRequest.at(param, f"is not valid base64: {error}") from error

@@ -216,10 +216,8 @@ class Encoder:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"{param}: half of a surrogate pair in the prompt (its character {error.start}); send whole characters",
-                param=param,
-            ) from error
+            problem = f"half of a surrogate pair in the prompt (its character {error.start}); send whole characters"
+            raise InvalidRequest.at(param, problem) from error
         self._probe(text, param)
         parts = self._parts.of(text)
         long = [k for k, part in enumerate(parts) if len(part) >= PART_CHARS] if store is not None else []
@@ -233,7 +231,7 @@ class Encoder:
         if adds_special:
             encoding = encoding.between(*self.added)
         if not len(encoding.token_ids):
-            raise InvalidRequest(f"{param}: the prompt has no tokens", param=param)
+            raise InvalidRequest.at(param, "the prompt has no tokens")
         self.check_positions(len(encoding.token_ids), param)
         if store is not None:
             for k in ids.keys() & fresh.keys():
@@ -282,10 +280,8 @@ class Encoder:
     def check_vocabulary(self, token_ids: Sequence[int], param: str = "prompt") -> None:
         for index, token_id in enumerate(token_ids):
             if not 0 <= token_id < self._vocab_size:
-                raise InvalidRequest(
-                    f"{param}.{index}: {token_id} is not a token id of this model (0 to {self._vocab_size - 1})",
-                    param=f"{param}.{index}",
-                )
+                problem = f"{token_id} is not a token id of this model (0 to {self._vocab_size - 1})"
+                raise InvalidRequest.at(f"{param}.{index}", problem)
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Returns the number of tokens of each text; a lower bound for a text that cannot fit."""

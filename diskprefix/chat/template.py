@@ -99,8 +99,8 @@ class ChatTemplate:
             self._warned_of_tools = True
             log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
         for name in self._reserved & conversation.template_variables.keys():
-            param = f"{conversation.variables_path}.{name}"
-            raise InvalidRequest(f"{param}: is set by the daemon and cannot be changed", param=param)
+            problem = "is set by the daemon and cannot be changed"
+            raise InvalidRequest.at(f"{conversation.variables_path}.{name}", problem)
         developer_is_known = "developer" in template
         messages = [message_for_template(message, developer_is_known) for message in conversation.messages]
         return TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
@@ -123,10 +123,8 @@ class ChatTemplate:
             )
         except _TEMPLATE_FAULTS as error:
             reason = shown(" ".join(str(error).split()), _REASON_CHARS) or type(error).__name__
-            path = template_input.path
-            raise InvalidRequest(
-                f"{path}: the chat template refuses the messages: {reason}", param=path, code="template_error"
-            ) from error
+            problem = f"the chat template refuses the messages: {reason}"
+            raise InvalidRequest.at(template_input.path, problem, "template_error") from error
 
     def try_render(self, template_input: TemplateInput, ending: Ending) -> str:
         """Renders to find boundaries. Returns an empty text, which leads to no boundary, if the template refuses."""

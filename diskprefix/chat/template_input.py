@@ -64,8 +64,8 @@ def require_few_arguments(conversation: Conversation) -> None:
     calls = (call for message in conversation.messages for call in message.tool_calls)
     texts = [call.arguments.encode("utf-8", "replace") for call in calls if isinstance(call.arguments, str)]
     if too_many := count_values(texts).too_many:
-        said = f"the arguments of calls, which are JSON text, have {too_many}"
-        raise InvalidRequest(f"{conversation.path}: {said}", param=conversation.path, code="body_too_complex")
+        problem = f"the arguments of calls, which are JSON text, have {too_many}"
+        raise InvalidRequest.at(conversation.path, problem, "body_too_complex")
 
 
 def _tool_call(call: ToolCall) -> JsonObject:

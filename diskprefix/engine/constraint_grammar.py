@@ -96,7 +96,7 @@ def explained(constraint: Constraint, param: str, reason: str) -> InvalidRequest
 
 
 def _invalid(param: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"{param}: {_reason(reason)}", param=param)
+    return InvalidRequest.at(param, _reason(reason))
 
 
 def _reason(text: str) -> str:

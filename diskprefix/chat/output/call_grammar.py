@@ -157,7 +157,7 @@ class CallGrammar:
     def _rule(self, head: str, expression: str, *, name: str | None = None) -> str:
         self._num_chars += len(expression)
         if self._num_chars > _MOST_CHARS:
-            raise InvalidRequest(f"tools: make a grammar of more than {_MOST_CHARS} characters", param="tools")
+            raise InvalidRequest.at("tools", f"make a grammar of more than {_MOST_CHARS} characters")
         self._rules.append(f"{head}: {expression}")
         return name or head
 

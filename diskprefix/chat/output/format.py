@@ -117,7 +117,7 @@ class PlainText:
         return _Everything()
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:  # noqa: ARG002 (the protocol's)
-        raise InvalidRequest("tool_choice: this model's chat template knows no tool calls", param="tool_choice")
+        raise InvalidRequest.at("tool_choice", "this model's chat template knows no tool calls")
 
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:  # noqa: ARG002
         return "start: /(?s:.*)/\n"
