@@ -6,14 +6,12 @@ import gc
 import importlib
 import logging
 import time
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diskprefix import hooks
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.errors import SettingsError
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
@@ -32,7 +30,8 @@ def serve(settings: Settings) -> None:
     from diskprefix.model.load.named_model import require_named
 
     # Before the port is taken.
-    for flag, models in (("--model", settings.model_names), ("--draft-model", [settings.draft_model])):
+    drafts = [] if settings.guesses_by_ngram else [settings.draft_model]
+    for flag, models in (("--model", settings.model_names), ("--draft-model", drafts)):
         for model in models:
             require_named(model, flag, with_weights=True)
     _require_folder(settings.kv_cache_dir)
@@ -73,22 +72,10 @@ def prepare(settings: Settings, with_model: bool) -> None:
     from diskprefix.model.load.memory import one_thread
 
     if with_model and torch.version.cuda is None and torch.version.hip is None:
-        # What is put together depends on the kernels. A worker says what is wrong with the setting.
-        with one_thread(), suppress(SettingsError):
-            _require_kernels(settings)
+        with one_thread():
             import_model(settings)
     # A collection in a worker would write to all pages that it shares.
     gc.freeze()
-
-
-def _require_kernels(settings: Settings) -> None:
-    """Raises `SettingsError` if this machine does not have the kernels of `settings`."""
-    from diskprefix.native.library import Unavailable, choose
-
-    try:
-        choose(settings.kernels)
-    except Unavailable as error:
-        raise SettingsError(f"--kernels: {error}") from error
 
 
 def load_engine(settings: Settings, progress: Report) -> Engine:
@@ -99,7 +86,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-    _require_kernels(settings)
     from diskprefix.model.load.loader import begin_packing, load_model
 
     # It goes on beside the import of transformers, which comes with the engine.
@@ -125,7 +111,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))
-            settings = replace(settings, kv_cache_write_buffer=buffer_bytes)
+            settings = settings.with_constants(kv_cache_write_buffer=buffer_bytes)
         found = measured(loaded, settings, progress)
         layout = found.layout
         if recorder is not None:
@@ -144,7 +130,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             cache.namespaces.on_forget = recorder.forget
         exactness = {"exact_at": layout.exact_at, "exact_at_reason": found.reason or None}
         identity = found.fingerprint.as_dict() | exactness | {"root": cache.root.hex()}
-        draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)
+        has_draft = settings.draft_model is not None and not settings.guesses_by_ngram
+        draft = None if not has_draft else load_draft(settings, loaded, cache, progress)
         engine = Engine(loaded, cache, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()
         opened.pop_all()

@@ -8,13 +8,14 @@ The command line merges defaults, policy file, environment and flags. A program 
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import re
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from diskprefix.errors import SettingsError
 from diskprefix.units import format_size, parse_size
@@ -77,7 +78,6 @@ class Setting:
 
 
 MODEL, SERVER, CACHE, SHARED_TIER = "Model", "Server", "Disk cache", "Shared tier"
-CODECS = ("planes", "raw")
 _SAMPLING = {
     "temperature": (0.0, 2.0),
     "top_p": (1e-6, 1.0),
@@ -88,6 +88,8 @@ _SAMPLING = {
     "frequency_penalty": (-2.0, 2.0),
 }
 """The bounds of what `--sampling` sets. Requests have the same."""
+NGRAM = "ngram"
+"""The `draft_model` that is no model."""
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 
@@ -143,11 +145,6 @@ class Settings:
         "The type in which the model computes. auto takes the type of the weights.",
         choices=("auto", "bfloat16", "float16", "float32"),
     )
-    kernels: str = _model(
-        "auto",
-        "The kernels for attention and quantised weights. auto takes the fastest that this CPU can run.",
-        choices=("auto", "torch", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "baseline"),
-    )
     weights: str = _model(
         "auto",
         "The form of the weights in memory. auto keeps the quants that a model was published with, native unpacks "
@@ -161,15 +158,11 @@ class Settings:
     chat_template: Path | None = _model(None, "A Jinja file: a chat template.", kind="file", unset="the model's own")
     draft_model: str | None = _model(
         None,
-        "A smaller model with the same vocabulary, which guesses the next tokens. Replies stay the same.",
+        "A smaller model with the same vocabulary, which guesses the next tokens; or ngram, which guesses them where a "
+        "reply repeats earlier text. Replies stay the same.",
         is_common=True,
-        metavar="ID|PATH",
+        metavar="ID|PATH|ngram",
         unset="none",
-    )
-    speculative: str = _model(
-        "off",
-        "ngram guesses the next tokens where a reply repeats earlier text. Replies stay the same.",
-        choices=("off", "ngram"),
     )
     sampling: str | None = _model(
         None,
@@ -178,18 +171,6 @@ class Settings:
         metavar="NAME=VALUE,…",
         unset="temperature=1; of the embedded model temperature=0.2,top_p=0.9",
     )
-    reasoning_budget: int | None = _model(
-        None,
-        "The most tokens that a model thinks in a reply whose request does not say it; then its thought is ended.",
-        unset="no limit",
-        bounds=(1, 2**31 - 1),
-    )
-    pooling: str = _model(
-        "auto",
-        "How /v1/embeddings makes a vector of the hidden states. auto: as the model's files say, or else by the last "
-        "token.",
-        choices=("auto", "last", "mean"),
-    )
     host: str = _server(
         "127.0.0.1",
         "The address to listen on. Without --api-keys, everybody who reaches it is served.",
@@ -197,13 +178,6 @@ class Settings:
     )
     port: int = _server(
         8642, "The port to listen on. 0 takes a free port and logs it.", is_common=True, bounds=(0, 65535)
-    )
-    allowed_hosts: str | None = _server(
-        None,
-        "More names under which clients may call this server, separated by commas; * for any. Requests under other "
-        "names are refused, because a web page could send them.",
-        metavar="NAME,…",
-        unset="the address; beyond loopback also all addresses, names without a dot and, with --api-keys, all names",
     )
     api_keys: Path | None = _server(
         None,
@@ -225,13 +199,6 @@ class Settings:
         "places are taken.",
         is_common=True,
         bounds=(1, 1024),
-    )
-    inter_token_latency: float = _server(
-        0.05,
-        "The longest time that a reply pauses while the prompt of another request is computed. A smaller value gives "
-        "steadier replies and later first tokens. 0 sets no limit.",
-        kind="duration",
-        bounds=(0, 60),
     )
     prefill_compression: str = _server(
         "off",
@@ -277,8 +244,6 @@ class Settings:
     log_level: str = _server(
         "info", "Log messages of this level and above.", choices=("debug", "info", "warning", "error")
     )
-    log_format: str = _server("text", "Lines of text, or a JSON object on each line.", choices=("text", "json"))
-    log_prompts: bool = _server(False, "Log the prompt of each request. The log then holds what people wrote.")
     disk_prefix_cache: str = _cache(
         "auto:30",
         "How much of each prompt is kept: off, full (all of it), auto:N (what is likely to come again, judged by the N "
@@ -300,9 +265,6 @@ class Settings:
         is_common=True,
         kind="size",
         bounds=(MIN_BUDGET, MAX_BUDGET),
-    )
-    kv_cache_min_free: int = _cache(
-        1024**3, "Disk space that the store leaves free.", kind="size", bounds=(0, MAX_BUDGET)
     )
     kv_cache_write_budget: str = _cache(
         "off",
@@ -336,24 +298,6 @@ class Settings:
         10240,
         "For models with state that cannot be cut: the number of tokens between two checkpoints.",
         bounds=(1, 2**31 - 1),
-    )
-    kv_cache_cold_max: int = _cache(
-        10240,
-        "For models with state that cannot be cut: keep one more checkpoint, at the last message boundary within this"
-        " many tokens.",
-        bounds=(0, 2**31 - 1),
-    )
-    kv_cache_write_buffer: int = _cache(
-        1024**3,
-        "Memory for state that waits to be written, at most half of what is left beside --kv-memory. Prompts that do "
-        "not fit are saved in parts.",
-        kind="size",
-        bounds=(0, MAX_BUDGET),
-    )
-    kv_cache_codec: str = _cache(
-        "planes",
-        "The lossless form of stored state: planes (the smallest) or raw (faster without the compiled operators).",
-        choices=CODECS,
     )
     kv_cache_gate: str = _cache(
         "auto",
@@ -393,12 +337,27 @@ class Settings:
         "What to upload: prefixes seen at least twice, every saved prefix, or nothing.",
         choices=("seen-twice", "all", "off"),
     )
-    remote_deadline: float = _shared(
-        10.0,
-        "The longest time that a request waits for the bucket. What is missing then is computed.",
-        kind="duration",
-        bounds=(0.01, 3600),
-    )
+
+    # No settings: nobody needs other numbers, but tests, and a machine with little memory.
+    kv_cache_write_buffer: ClassVar[int] = 1024**3
+    """Bytes for state that waits to be written, at most half of what is left beside `kv_memory`."""
+    kv_cache_min_free: ClassVar[int] = 256 * 1024**2
+    """Bytes of the disk that the store leaves free."""
+    kv_cache_cold_max: ClassVar[int] = 10240
+    """Of models with state that cannot be cut, one more checkpoint is kept at the last message boundary within so many
+    tokens."""
+    remote_deadline: ClassVar[float] = 10.0
+    """The most seconds that a request waits for the bucket. What is missing then is computed."""
+
+    def with_constants(self, **values: float) -> Settings:
+        """Returns the same settings with other values of the numbers above."""
+        changed = copy.copy(self)
+        vars(changed).update(values)
+        return changed
+
+    @property
+    def guesses_by_ngram(self) -> bool:
+        return self.draft_model == NGRAM
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -445,11 +404,6 @@ class Settings:
             )
         return num_bytes
 
-    @property
-    def allowed_host_names(self) -> tuple[str, ...]:
-        """The names of `allowed_hosts`."""
-        return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
-
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
@@ -476,11 +430,10 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 
 PER_MODEL = frozenset(
     {
-        *("device", "dtype", "kernels", "weights", "chat_template", "draft_model", "speculative", "sampling"),
-        *("reasoning_budget", "pooling"),
-        *("inter_token_latency", "prefill_compression", "kv_memory", "kv_memory_entries", "disk_prefix_cache"),
+        *("device", "dtype", "weights", "chat_template", "draft_model", "sampling"),
+        *("prefill_compression", "kv_memory", "kv_memory_entries", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "normalise", "kv_cache_interval"),
-        *("kv_cache_cold_max", "kv_cache_gate", "max_sequences"),
+        *("kv_cache_gate", "max_sequences"),
     }
 )
 """The settings that a model in `models.toml` may have for itself."""

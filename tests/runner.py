@@ -23,6 +23,7 @@ from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
+from tests.made_settings import made_settings
 from tests.waiting import wait_for
 
 VOCAB = 400
@@ -60,7 +61,7 @@ def tiny_settings(folder: Path, **changes: object) -> Settings:
         # Which of the two is faster differs from run to run for a tiny model.
         "kv_cache_gate": "off",
     }
-    return Settings(**(values | changes))  # type: ignore[arg-type]
+    return made_settings(**(values | changes))
 
 
 @dataclass

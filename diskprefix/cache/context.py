@@ -114,8 +114,8 @@ class RequestContext:
 
     def prefetch(self, nodes: PromptNodes, is_cancelled: Callable[[], bool], have: int) -> Prefetched:
         """Fetches the nodes that the shared tier has and nearer tiers lack into the writer's buffer. Restores read them
-        from there, and the writer puts them on the disk. Waits for up to `--remote-deadline`. The first `have` tokens
-        are in memory: the shared tier is not asked if hardly more is missing."""
+        from there, and the writer puts them on the disk. Waits for up to `Settings.remote_deadline`. The first `have`
+        tokens are in memory: the shared tier is not asked if hardly more is missing."""
         cache, namespace, cost_model = self.cache, self.namespace, self.cache.cost_model
         if cache.remote is None or cache.store.problem is not None:
             return Prefetched()

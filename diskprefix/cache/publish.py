@@ -99,7 +99,7 @@ class Publisher:
         if len(node.token_ids) and node.position < arena.complete_from:
             self.give_up("what it continues is no longer stored, and of layers with windows not in memory either")
         if self.batch_bytes > self._cache.settings.kv_cache_write_buffer:
-            self.give_up("the write buffer is smaller than a block; raise --kv-cache-write-buffer")
+            self.give_up("the write buffer is smaller than a block")
 
     def _batches(self, nodes: Sequence[NewNode]) -> Iterator[tuple[NewNode, ...]]:
         """Yields parts of `nodes` that wait for room for no more than `batch_bytes` each; an empty one of none."""
@@ -134,7 +134,7 @@ class Publisher:
         """Drops a batch, on the capturing thread."""
         self._cache.writer.release(sum(len(node.payload) for node in batch))
         if batch:
-            self.give_up("its memory was needed before the disk had room for it; raise --kv-cache-write-buffer")
+            self.give_up("its memory was needed before the disk had room for it")
         if plan is not None:
             self._submit((), plan)
 

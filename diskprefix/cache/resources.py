@@ -20,7 +20,6 @@ from diskprefix.kv.layout import Layout
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.settings import Settings
-from diskprefix.store.codec.codec import Codec
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import RootRecord
@@ -55,7 +54,6 @@ def open_store(settings: Settings) -> Store:
                 "choose another cache_dir"
             ) from error
         raise
-    store.codec = Codec[settings.kv_cache_codec.upper()]
     store.meter.budget_bytes = settings.write_budget_bytes
     return store
 

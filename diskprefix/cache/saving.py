@@ -93,7 +93,7 @@ class Saver:
             assert logits is not None, "a prompt that goes on has no tail"
             tail = self._states.tail(arena, logits)
         if tail is None:
-            self.publisher.record_loss("the write buffer had no room for its end; raise --kv-cache-write-buffer")
+            self.publisher.record_loss("the write buffer had no room for its end")
             plan = Plan(plan.nodes[:-1])
         elif logits is not None and self.selection.keep_tail and self._cache.layout.state_kind == "token":
             self._remember_logits(arena, logits, is_in_tail=self._has_tail or bool(tail), is_new=computed > 0)
@@ -233,7 +233,7 @@ class Saver:
 
     def _take_states(self, arena: KVArena, *, is_last: bool) -> None:
         if not self._states.take(arena, is_last=is_last):
-            self.publisher.record_loss("the write buffer had no room for a checkpoint; raise --kv-cache-write-buffer")
+            self.publisher.record_loss("the write buffer had no room for a checkpoint")
 
     def _last_states_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of the last copies that are still to be made when `num_tokens` are computed. Where states

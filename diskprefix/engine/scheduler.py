@@ -27,6 +27,8 @@ MAX_ROWS = 256
 _AGING = 0.25
 """The tokens by which a prompt counts as shorter for each token that overtook it."""
 
+TARGET_S = 0.05
+"""The most seconds of a step with replies and prompts: so long a reply pauses for the prompts of others."""
 LEAST_ROWS = 16
 """The least rows of prompts, so that a prompt gets on whatever is measured."""
 _KEPT = 6
@@ -224,8 +226,8 @@ class Scheduler(Generic[S]):
 class Pace:
     """Measures the steps of one engine, and limits the rows of prompts beside replies. For the engine's thread."""
 
-    def __init__(self, target_s: float) -> None:
-        """Makes a pace. `target_s` is the most seconds of a step with replies and prompts; 0 for any time."""
+    def __init__(self, target_s: float = TARGET_S) -> None:
+        """Makes a pace. `target_s` is the most seconds of a step with replies and prompts."""
         self._target_s = target_s
         self._decoding_s: deque[tuple[int, float]] = deque(maxlen=_KEPT)
         """The numbers of replies and the times of steps without prompts."""
@@ -236,7 +238,7 @@ class Pace:
 
     def most_rows(self) -> int | None:
         """Returns the most rows of prompts in the next step if it has replies, None for any number."""
-        if not self._target_s or not self._row_s:
+        if not self._row_s:
             return None
         if self._num_mixed >= _STEPS_BETWEEN:
             return 0

@@ -75,7 +75,7 @@ class ServedModel:
         """True if one step can compute several sequences."""
         self.max_rows = MAX_ROWS
         """The most rows of a step."""
-        self.pace = Pace(cache.settings.inter_token_latency)
+        self.pace = Pace()
         self.clock = time.perf_counter
         """The clock that measures steps."""
         self._kv_limit = loaded.fit.kv_limit
@@ -218,7 +218,7 @@ class ServedModel:
         return Guesser(
             request.prompt.token_ids,
             num_tokens + self.reply_limit(request) - 1,
-            looks_back=self.cache.settings.speculative == "ngram",
+            looks_back=self.cache.settings.guesses_by_ngram,
             draft_rate=None if self.drafter is None else DraftRate(self.drafter.rate),
         )
 
@@ -265,14 +265,12 @@ class ServedModel:
         )
 
     def _make_speculation(self) -> Speculation | None:
-        settings = self.cache.settings
-        if settings.speculative == "off" and self.drafter is None:
+        if self.cache.settings.draft_model is None:
             return None
         # A state cannot be taken back from a wrong guess.
         if self.packs and self.cache.layout.is_sliceable:
             return Speculation(self.drafter)
-        flag = f"--speculative {settings.speculative}" if self.drafter is None else "--draft-model"
-        log.warning("[engine] %s has no effect: with this model, guesses could change the reply", flag)
+        log.warning("[engine] --draft-model has no effect: with this model, guesses could change the reply")
         return None
 
     def _make_drafter(self, draft: LoadedDraft) -> ModelDrafter:

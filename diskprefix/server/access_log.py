@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import asdict
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diskprefix.api.figures import figures_reply
 from diskprefix.errors import DiskPrefixError, NotReady
 from diskprefix.printable import shown
 from diskprefix.server.daemon import Daemon
@@ -23,8 +20,6 @@ _QUIET_ROUTES = frozenset({"/health", "/metrics", "/dashboard/state", "/dashboar
 """Logged at debug, because machines poll them every few seconds."""
 
 _LOGGED_PATH_CHARS = 200
-_CAME = ("prompt_tokens", "ready_tokens", "restored_tokens", "reply_tokens")
-"""The figures of a cancelled request. The first `ready_tokens` of the prompt were restored or computed."""
 
 
 class AccessLog:
@@ -87,10 +82,7 @@ class AccessLog:
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
         caller = f" · key {record.caller.name}" if record.caller.name else ""
         said = f"{record.status}{caller}{_figures(record)} · {elapsed_s:.2f} s"
-        if record.prompt_text is not None:
-            said += f" · prompt: {record.prompt_text}"
-        facts = _facts(scope, record, route, elapsed_s)
-        log.log(level, "%s %s %s", scope["method"], _path(scope), said, extra={"request": facts})
+        log.log(level, "%s %s %s", scope["method"], _path(scope), said)
 
 
 def _path(scope: Scope) -> str:
@@ -99,39 +91,12 @@ def _path(scope: Scope) -> str:
     return shown(raw.decode("ascii", "replace"), _LOGGED_PATH_CHARS)
 
 
-def _facts(scope: Scope, record: LogContext, route: str, elapsed_s: float) -> dict[str, Any]:
-    """Returns what a line in JSON says of a request."""
-    facts: dict[str, Any] = {
-        "id": record.request_id,
-        "method": scope["method"],
-        "path": _path(scope),
-        "route": route,
-        "status": record.status,
-        "outcome": record.outcome,
-        "key": record.caller.name,
-        "elapsed_s": round(elapsed_s, 4),
-        "error": record.error,
-        "prompt": record.prompt_text,
-    }
-    if record.done is not None:
-        facts["usage"] = asdict(record.done.usage)
-        facts |= figures_reply(record.done, None)
-    elif (came := record.cancelled_at) is not None:
-        facts["cancelled_at"] = {name: getattr(came, name) for name in _CAME}
-    return {name: fact for name, fact in facts.items() if fact is not None}
-
-
 def _figures(record: LogContext) -> str:
     if record.done is None:
-        came = record.cancelled_at
-        far = (
-            ""
-            if came is None
-            else (
-                f" · prompt {came.ready_tokens} of {came.prompt_tokens} · restored {came.restored_tokens}"
-                f" · reply {came.reply_tokens}"
-            )
-        )
+        far = ""
+        if (came := record.cancelled_at) is not None:
+            far = f" · prompt {came.ready_tokens} of {came.prompt_tokens} · restored {came.restored_tokens}"
+            far += f" · reply {came.reply_tokens}"
         return f"{far} · {record.error}" if record.error else far
     usage, cache, timings = record.done.usage, record.done.cache, record.done.timings
     return (

@@ -257,8 +257,6 @@ async def submit(parts: Sequence[Rendered]) -> Submitted:
     if made is None:
         raise ClientDisconnect
     reader, generate = made
-    if daemon.settings.log_prompts:
-        context.prompt_text = await daemon.threads.run("rendering", serving.engine.tokenizer.decode, prompt.token_ids)
     least = min(part.room for part in parts)
     head = Head(
         id=generate.id,
@@ -314,7 +312,6 @@ def _engine_request(rendered: Rendered, num_choices: int, room: int) -> tuple[Re
     tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []
     prompt_end = serving.renderer.end_of(replayed.prompt)
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
-    budget = asked.thinking_budget or arrival.daemon.settings.reasoning_budget
     ends = serving.renderer.fill_in_ends(asked.prompt) if isinstance(asked.prompt, FillIn) else ()
     sampling = _sampling(asked, room, num_choices)
     generate = GenerateRequest(
@@ -324,7 +321,7 @@ def _engine_request(rendered: Rendered, num_choices: int, room: int) -> tuple[Re
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
         cache=arrival.cache,
         constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
-        thought_budget=thought_budget_of(budget, output_format, prompt_end, encode),
+        thought_budget=thought_budget_of(asked.thinking_budget, output_format, prompt_end, encode),
         shown_special_tokens=output_format.special_tokens.union(ends),
         reports_progress=asked.return_progress,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from collections.abc import Collection
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
@@ -23,7 +22,6 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import shown
 from diskprefix.server.keys import NOBODY, TOKEN_PLACE, ApiKeys, Caller, OwnerToken
 from diskprefix.server.limits import InFlight
-from diskprefix.settings import Settings
 
 OPEN_PATHS = frozenset({"/", "/chat", "/dashboard", "/favicon.ico", "/health"})
 """The paths that need no key: load balancers, service managers, probing clients and pages have none."""
@@ -113,16 +111,18 @@ class BrowserGuard:
     """ASGI middleware for a daemon that listens on `host`, which is resolved once.
 
     On a loopback address, `Host` must be a name of that address. On other addresses it may also be any address, any
-    name without a dot, and the machine's name. `allowed` are more names; `*` stands for all.
+    name without a dot, and the machine's name, also with `.local`. With keys any name is taken: a page of another site
+    has none.
     """
 
-    def __init__(self, app: ASGIApp, host: str, allowed: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, host: str, *, has_keys: bool) -> None:
         self._app = app
         self._is_loopback = is_loopback(host)
-        self._any_host = "*" in allowed
-        self._own_names = {name.lower().rstrip(".") for name in ("localhost", host, *allowed)}
+        self._any_host = has_keys
+        self._own_names = {name.lower().rstrip(".") for name in ("localhost", host)}
         if not self._is_loopback:
-            self._own_names.add(socket.gethostname().lower())
+            machine = socket.gethostname().lower()
+            self._own_names |= {machine, f"{machine}.local"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self.refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
@@ -142,7 +142,7 @@ class BrowserGuard:
         if host is not None and not self._any_host and not self._is_ours(_name_in(host)):
             which = ", which listens on the loopback address; use localhost or 127.0.0.1" if self._is_loopback else ""
             return (
-                f"the Host '{shown(host)}' is not a name of this daemon{which} (--allowed-hosts names more; a proxy "
+                f"the Host '{shown(host)}' is not a name of this daemon{which} (with --api-keys any is; a proxy "
                 "may send one of them)"
             )
         if scope["method"] in _SAFE_METHODS and scope["path"] in _LINKED_PATHS:
@@ -166,13 +166,6 @@ class BrowserGuard:
             return False
         is_open = not self._is_loopback and ("." not in name or _address_in(name) is not None)
         return is_open or name in self._own_names or _is_loopback_address(name)
-
-
-def allowed_names(settings: Settings) -> tuple[str, ...]:
-    """Returns the names that `Host` may have besides those of the address."""
-    # A page of another site has no key, so with keys any name may lead to an address that others reach.
-    any_name = ("*",) if settings.api_keys is not None and not is_loopback(settings.host) else ()
-    return (*settings.allowed_host_names, *any_name)
 
 
 def is_loopback(host: str) -> bool:

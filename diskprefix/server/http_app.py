@@ -16,7 +16,7 @@ from diskprefix.server.access_log import AccessLog
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
 from diskprefix.server.error_replies import HANDLERS
-from diskprefix.server.guards import OPEN_PATHS, Auth, BrowserGuard, allowed_names
+from diskprefix.server.guards import OPEN_PATHS, Auth, BrowserGuard
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.settings import Settings
 from diskprefix.version import __version__
@@ -59,7 +59,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | Own
     )
     app.state.daemon, app.state.who = daemon, who
     app.add_middleware(Auth, who=who, in_flight=daemon.in_flight)
-    app.add_middleware(BrowserGuard, host=settings.host, allowed=allowed_names(settings))
+    app.add_middleware(BrowserGuard, host=settings.host, has_keys=settings.api_keys is not None)
     app.add_middleware(AccessLog, daemon=daemon)
     app.include_router(answer.router)
     app.include_router(stored_responses.router)

@@ -30,8 +30,6 @@ class LogContext:
     error: str | None = None
     generation_id: str | None = None
     """The id of the reply, once the engine has the request."""
-    prompt_text: str | None = None
-    """Only with `--log-prompts`."""
     wants_reply: bool = False
     """True for a request that asks for a reply."""
     done: DoneEvent | None = None

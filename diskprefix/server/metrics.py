@@ -67,7 +67,7 @@ _REMOTE = {
     "fetched_bytes": ("remote_fetched_bytes", "Bytes of these objects."),
     "missing": ("remote_missing_objects", "Objects that were asked for and not there."),
     "failed": ("remote_failures", "Requests to the object store that failed, after retries."),
-    "late": ("remote_deadlines", "Prompts computed as the object store took too long (--remote-deadline)."),
+    "late": ("remote_deadlines", "Prompts computed as the object store took too long."),
     "skipped": ("remote_skipped", "Prompts for which it was not asked, as it failed several times."),
     "slower": ("remote_slower", "Prompts for which it was not asked, as computing is faster."),
     "written": ("remote_written_objects", "Objects that were written."),
@@ -238,7 +238,7 @@ class ServerMetrics:
         self._reply_tokens = counter("diskprefix_generation_tokens", "Tokens of the replies to completed requests.")
         self._draft_tokens = counter(
             "diskprefix_draft_tokens",
-            "Guessed tokens that were computed for completed requests (--speculative), and what became of them.",
+            "Guessed tokens that were computed for completed requests (--draft-model), and what became of them.",
             ["result"],
         )
         self._first_token = histogram(

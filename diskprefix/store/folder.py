@@ -70,7 +70,7 @@ def disk_full(path: Path, min_free_bytes: int) -> str:
     text = f"the disk of --kv-cache-dir {path} is full: {format_size(max(0, free_bytes(path)))} are free"
     if not min_free_bytes:
         return f"{text}; make room, or choose another folder"
-    return f"{text}, and --kv-cache-min-free keeps {format_size(min_free_bytes)} free; make room, or lower that setting"
+    return f"{text}, and the store leaves {format_size(min_free_bytes)}; make room, or choose another folder"
 
 
 @contextmanager

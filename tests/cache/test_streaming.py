@@ -104,7 +104,7 @@ def test_a_prompt_larger_than_the_write_buffer_is_saved_whole(
 def test_a_long_state_takes_no_memory_beside_itself_but_the_write_buffer_and_some_pieces(tmp_path: Path) -> None:
     """32 MiB of state: saved with a buffer of 4 MiB, and restored in pieces."""
     model, buffer = tiny_llama(torch.bfloat16, num_key_value_heads=16, num_attention_heads=16, head_dim=128), 4 << 20
-    settings = tiny_settings(tmp_path, block_size=128, kv_cache_write_buffer=buffer, kv_cache_codec="planes")
+    settings = tiny_settings(tmp_path, block_size=128, kv_cache_write_buffer=buffer)
     runner, prompt = Runner(model, settings, exact_at=None), random_prompt(1, 2048)
     state_bytes = len(prompt) * runner.layout.bytes_per_token
     assert state_bytes == 32 << 20

@@ -27,6 +27,7 @@ from diskprefix.extras.setup.doctor_machine import (
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
+from tests.made_settings import made_settings
 from tests.server.daemon_process import DaemonProcess
 from tests.store.building import open_store
 
@@ -72,25 +73,10 @@ def test_a_cpu_without_vectors_is_told(monkeypatch: pytest.MonkeyPatch, cpu: str
     assert by_check(torch_findings(Settings()))["torch"].level == level
 
 
-@pytest.mark.parametrize(
-    ("names", "kernels", "level"),
-    [("native (amx)", "auto", "ok"), ("torch", "torch", "note"), ("torch", "auto", "note")],
-)
-def test_kernels_that_could_be_faster_are_told(
-    monkeypatch: pytest.MonkeyPatch, names: str, kernels: str, level: str
-) -> None:
-    monkeypatch.setattr(library, "choose", lambda _kernels: None)
+@pytest.mark.parametrize(("names", "level"), [("native (amx)", "ok"), ("torch", "note")])
+def test_kernels_that_could_be_faster_are_told(monkeypatch: pytest.MonkeyPatch, names: str, level: str) -> None:
     monkeypatch.setattr(library, "described", lambda: names)
-    assert by_check(torch_findings(Settings(kernels=kernels)))["kernels"].level == level
-
-
-def test_kernels_that_are_not_there_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(_kernels: str) -> None:
-        raise library.Unavailable("this CPU has no AMX")
-
-    monkeypatch.setattr(library, "choose", choose)
-    found = by_check(torch_findings(Settings()))
-    assert (found["kernels"].level, found["kernels"].text) == ("problem", "this CPU has no AMX")
+    assert by_check(torch_findings(Settings()))["kernels"].level == level
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +128,7 @@ def test_a_file_system_that_forgets_or_is_remote_is_a_problem(
     ("budget", "min_free", "level"), [(2**30, 0, "ok"), (2**50, 0, "note"), (2**30, 2**50, "problem")]
 )
 def test_the_budget_is_compared_with_the_free_space(tmp_path: Path, budget: int, min_free: int, level: str) -> None:
-    settings = Settings(kv_cache_dir=tmp_path, kv_cache_budget=budget, kv_cache_min_free=min_free)
+    settings = made_settings(kv_cache_dir=tmp_path, kv_cache_budget=budget, kv_cache_min_free=min_free)
     assert by_check(folder_findings(settings))["space"].level == level
 
 
@@ -151,7 +137,7 @@ def test_the_room_that_the_store_has_already_is_counted(tmp_path: Path, monkeypa
     disk = SimpleNamespace(f_bavail=1, f_frsize=2000)
     monkeypatch.setattr(os, "statvfs", lambda _path: disk)
     for min_free, level in ((4000, "note"), (5000, "problem")):
-        settings = Settings(kv_cache_dir=tmp_path, kv_cache_budget=2**30, kv_cache_min_free=min_free)
+        settings = made_settings(kv_cache_dir=tmp_path, kv_cache_budget=2**30, kv_cache_min_free=min_free)
         assert by_check(folder_findings(settings))["space"].level == level
 
 

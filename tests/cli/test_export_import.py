@@ -225,7 +225,7 @@ def test_a_model_restores_what_another_store_computed_bit_for_bit(
     run: Run, model: PreTrainedModel, tmp_path: Path, ends: str
 ) -> None:
     has_tail, token_ids = ends == "with its tail", random_prompt(1, 10 * BLOCK + 7)
-    settings = tiny_settings(tmp_path / "a", kv_cache_interval=4 * BLOCK, kv_cache_codec="planes")
+    settings = tiny_settings(tmp_path / "a", kv_cache_interval=4 * BLOCK)
     runner = FingerprintedRunner(model, settings)
     cold = runner.run(token_ids, "full" if has_tail else 10 * BLOCK, reply=8)
     shorter, longer = token_ids[: 7 * BLOCK], np.concatenate([token_ids, random_prompt(3, 2 * BLOCK)])

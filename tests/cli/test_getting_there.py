@@ -29,15 +29,13 @@ def test_print_config_names_the_source_of_each_value(run: Run, home: Path, monke
     policy = home / "p.toml"
     policy.write_text('port = 1234\nmax_queue = 7\nkv_cache_budget = "3GiB"\n')
     monkeypatch.setenv("DISKPREFIX_MAX_QUEUE", "8")
-    ended = run(
-        "serve", "--policy", policy, "--port", "4321", "--standby", "--kv-cache-min-free", "0B", "--print-config"
-    )
+    ended = run("serve", "--policy", policy, "--port", "4321", "--standby", "--idle-unload", "0s", "--print-config")
     lines = {line.lstrip("# ").split(" ")[0]: line for line in ended.stdout.splitlines()}
     assert list(lines) == list(SETTINGS)
     assert lines["port"].split() == ["port", "=", "4321", "#", "the", "flag", "--port"]
     assert lines["max_queue"].endswith("# the variable DISKPREFIX_MAX_QUEUE")
     assert lines["kv_cache_budget"].endswith(f"# the policy {policy}")
-    assert lines["kv_cache_min_free"].split()[2] == "0"
+    assert lines["idle_unload"].split()[2] == "0.0"
     assert lines["host"].endswith("# default")
     assert lines["model"].startswith("# model =")
     assert f"# default: {SETTINGS['model'].unset}" in lines["model"]

@@ -32,9 +32,9 @@ from diskprefix.kv import arena, sizes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
+from tests.made_settings import made_settings
 from tests.model import tiny
 
 BLOCK = 64
@@ -56,7 +56,7 @@ def load(model: Path, kv: Path, *, block_size: int = BLOCK, **settings: Any) -> 
         "kv_cache_budget": 32 << 20,
         "kv_cache_gate": "off",
     } | settings
-    return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
+    return load_engine(made_settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
 
 
 def tokens(num_tokens: int, seed: int = 0) -> TokenIds:

@@ -370,17 +370,6 @@ def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, engine:
     assert sum(asked[-150:]) < 10
 
 
-def test_both_kinds_of_guesses_together(folders: tuple[Path, Path], plain: Engine, tmp_path: Path) -> None:
-    one = request(np.tile(tokens(60, 1), 3), max_tokens=2 * REPLY)
-    (expected,) = run_together(plain, [one])
-    engine = drafting(folders, tmp_path / "kv", speculative="ngram")
-    with helped(engine, [expected]):
-        (found,) = run_together(engine, [one])
-    assert said(found) == said(expected)
-    assert some_are_wrong(found)
-    engine.close()
-
-
 def test_guesses_are_the_likeliest_tokens_with_their_probabilities() -> None:
     logits = torch.randn(3, 250_000, generator=torch.Generator().manual_seed(4)).bfloat16()
     logits[1, 249_999], logits[2, 7] = 20.0, torch.nan

@@ -58,7 +58,7 @@ def folder_of(name: str, at: Path) -> Path:
 
 
 def guessing(folder: Path, kv: Path) -> Engine:
-    engine = load(folder, kv, speculative="ngram")
+    engine = load(folder, kv, draft_model="ngram")
     # No step is measured, so that the same guesses are computed each time.
     engine.clock = lambda: 0.0
     return engine
@@ -278,7 +278,7 @@ def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = guessing(folder_of("qwen3_next", tmp_path), tmp_path / "kv")
-    assert "--speculative ngram has no effect" in caplog.text
+    assert "--draft-model has no effect" in caplog.text
     (client,) = run_together(engine, [request(TEXT)])
     assert client.done.timings.drafted_tokens == 0
     engine.close()

@@ -75,8 +75,8 @@ class AtOnce:
 class Driven:
     """An engine that computes the steps that a test asks for."""
 
-    def __init__(self, folder: Path, kv: Path, speculative: str) -> None:
-        self.engine = load(folder, kv, kv_cache_write_buffer=1 << 20, speculative=speculative)
+    def __init__(self, folder: Path, kv: Path, draft_model: str | None = None) -> None:
+        self.engine = load(folder, kv, kv_cache_write_buffer=1 << 20, draft_model=draft_model)
         # So that a life can be lived again.
         self.engine.clock = lambda: 0.0
         self.inbox = Inbox(self.engine.serve)
@@ -139,7 +139,7 @@ class Alone:
     """An engine without a cache and without guesses that computes one request after the other."""
 
     def __init__(self, folder: Path, kv: Path) -> None:
-        self.driven = Driven(folder, kv, "off")
+        self.driven = Driven(folder, kv)
         self.replies: dict[Asked, Reply] = {}
 
     def reply(self, asked: Asked) -> Reply:

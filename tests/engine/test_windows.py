@@ -153,7 +153,7 @@ def test_windows_that_slide_while_guesses_are_taken_back_give_the_reply_without_
 ) -> None:
     one = request(tokens(PROMPT), max_tokens=260, temperature=1.0, seed=3)
     (expected,) = run_together(engine, [one])
-    guessing = load(folder, tmp_path / "guessing", speculative="ngram")
+    guessing = load(folder, tmp_path / "guessing", draft_model="ngram")
     guessing.clock = lambda: 0.0
     with scripted(guessing, [expected]):
         (found,) = run_together(guessing, [one])

@@ -338,15 +338,6 @@ def test_a_budget_for_thinking_ends_the_thought(
     assert [see(piece) for piece in ["", "<think>", "hm", "</think>", "a"]] == [False, False, True, False, False]
 
 
-def test_the_daemon_may_have_a_budget_for_all(agent_model: Path) -> None:
-    engine = ScriptedEngine(saying("hello"))
-    with scripted_app(agent_model, engine, reasoning_budget=7) as server:
-        for limits in ({}, {"reasoning": THINK}):
-            body = {"model": "scripted", "messages": MESSAGES} | limits
-            httpx.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status()
-    assert [one.thought_budget and one.thought_budget.max_tokens for one in engine.requests] == [7, 40]
-
-
 def test_a_thought_of_a_real_model_has_as_many_tokens_as_it_may(daemon: AppServer) -> None:
     begun = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
     body = {"model": "agent", "messages": begun, "max_tokens": 30, "seed": 1, "reasoning": {"max_tokens": 12}}

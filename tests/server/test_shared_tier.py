@@ -29,7 +29,7 @@ def test_two_daemons_share_a_bucket_and_no_fault_of_it_changes_an_answer(
 ) -> None:
     (tmp_path / "key").write_text("a key that both daemons share")
     (tmp_path / "key").chmod(0o600)
-    flags: dict[str, Any] = {"namespace_key_file": tmp_path / "key", "remote_write": "all", "remote_deadline": "1s"}
+    flags: dict[str, Any] = {"namespace_key_file": tmp_path / "key", "remote_write": "all"}
     with object_server(tmp_path / "objects") as server:
         flags["remote_tier"] = server.url
         for name, value in server.environment.items():

@@ -52,7 +52,6 @@ def two_daemons(folder: Path, server: ObjectServer) -> Iterator[tuple[LiveServer
     key_file.chmod(0o600)
     flags: tuple[str, ...] = ("--disk-prefix-cache", "full", "--kv-memory-entries", "0", "--kv-cache-gate", "off")
     flags += ("--remote-tier", server.url, "--namespace-key-file", str(key_file), "--remote-write", "all")
-    flags += ("--remote-deadline", "3s")
     log_path = folder / "server.log"
     with (
         LiveServer(kv_cache_dir=folder / "one", log_path=log_path, flags=flags, environment=server.environment) as one,

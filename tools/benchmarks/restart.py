@@ -2,7 +2,7 @@
 
     tools/bench restart
     tools/bench restart --model qwen2.5-coder-0.5b --engine diskprefix --engine llama.cpp --engine vllm
-    tools/bench restart --model 3b --engine diskprefix --engine 'diskprefix --kernels avx2' --engine llama.cpp
+    tools/bench restart --model 3b --engine diskprefix --engine llama.cpp
 
 An engine is alone on the machine while it is measured. Every figure is the client's.
 """

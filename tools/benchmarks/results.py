@@ -168,7 +168,7 @@ def plan_options(*, rounds: int) -> Callable[[Command], Command]:
             show_default=True,
             callback=_known,
             help=f"One of {', '.join(ENGINES)}, with more arguments of its own if there are any, such as "
-            "'diskprefix --kernels avx2'; repeatable. Ratios are to the first.",
+            "'diskprefix --draft-model ngram'; repeatable. Ratios are to the first.",
         ),
         click.option(
             "--model",

@@ -1,8 +1,8 @@
 """Several requests at once, and decoding with guessed tokens.
 
 tools/bench together
-tools/bench together --part pacing --engine diskprefix --engine 'diskprefix --inter-token-latency 50ms'
-tools/bench together --part guessing --engine diskprefix --engine 'diskprefix --speculative ngram'
+tools/bench together --part pacing
+tools/bench together --part guessing --engine diskprefix --engine 'diskprefix --draft-model ngram'
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def add_routes(app: FastAPI) -> None:
     daemon = app.state.daemon
 
     def read(serving: Serving) -> None:
-        app.state.purpose = read_purpose(serving.engine.origin, daemon.settings.pooling)
+        app.state.purpose = read_purpose(serving.engine.origin)
 
     daemon.at_load.append(read)
     app.include_router(embeddings.router)

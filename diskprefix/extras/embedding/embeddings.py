@@ -84,7 +84,7 @@ class EmbeddingsRequest(CacheFields):
     "/v1/embeddings", summary="Embeddings", **described(EmbeddingsRequest, "A list of the vectors, as in OpenAI's API.")
 )
 async def embeddings(request: Request) -> Response:
-    """A vector for each input: the model's last hidden states, pooled as its files or `--pooling` say."""
+    """A vector for each input: the model's last hidden states, pooled as its files say."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True

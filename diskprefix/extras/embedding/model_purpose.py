@@ -7,7 +7,7 @@ The files: those of sentence-transformers (`modules.json`, `1_Pooling/config.jso
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -34,23 +34,18 @@ class Purpose:
     def require(self) -> None:
         """Raises `InvalidRequest` if there is a problem."""
         if self.problem is not None:
-            message = f"{self.problem}; if that is wrong, start with --pooling last or mean"
-            raise InvalidRequest.at("model", message)
+            raise InvalidRequest.at("model", self.problem)
 
 
-def read_purpose(origin: Path, setting: str) -> Purpose:
-    """Returns the purpose of the model in a folder or a `.gguf` file; `setting` is `--pooling`. A decoder whose files
-    say nothing is pooled by its last token."""
+def read_purpose(origin: Path) -> Purpose:
+    """Returns the purpose of the model in a folder or a `.gguf` file. A decoder whose files say nothing is pooled by
+    its last token."""
     try:
-        found = _of_file(origin) if origin.is_file() else _of_folder(origin)
+        return _of_file(origin) if origin.is_file() else _of_folder(origin)
     except OSError as error:
-        found = Purpose(problem=f"one of its files cannot be read: {error.strerror}")
+        return Purpose(problem=f"one of its files cannot be read: {error.strerror}")
     except (ModelError, RecursionError, ValueError) as error:
-        found = Purpose(problem=f"its files cannot be read: {first_line(error)}")
-    if setting == "auto":
-        return found
-    pooling: Pooling = "mean" if setting == "mean" else "last"
-    return replace(found, pooling=pooling, problem=None)
+        return Purpose(problem=f"its files cannot be read: {first_line(error)}")
 
 
 def _of_file(file: Path) -> Purpose:

@@ -14,7 +14,6 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import export_entry, import_entry, require_known_model, require_room
 from diskprefix.printable import printable_only
-from diskprefix.store.codec.codec import Codec
 from diskprefix.store.tree import list_entries
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_size
@@ -119,7 +118,6 @@ def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: P
                 require_room(store, reader)
                 reader.verify_payloads(advance)
         if not dry_run:
-            store.codec = Codec[settings.kv_cache_codec.upper()]
             with progress("importing", num_bytes) as advance:
                 done = [import_entry(store, reader, advance=advance)._asdict() for reader in readers]
     results = [_described(reader) | result for reader, result in zip(readers, done or [{}] * len(readers), strict=True)]

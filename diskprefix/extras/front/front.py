@@ -31,7 +31,7 @@ from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, 
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
-from diskprefix.server.guards import BrowserGuard, allowed_names, caller_of, entered
+from diskprefix.server.guards import BrowserGuard, caller_of, entered
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
 from diskprefix.server.limits import InFlight
 from diskprefix.server.process.systemd import notify, watchdog_s
@@ -70,7 +70,7 @@ class Front:
         """`end` stops the server."""
         self.exit_code = 0
         self._settings, self._listing, self._workers, self._who, self._end = settings, listing, workers, who, end
-        self._guard = BrowserGuard(self, settings.host, allowed_names(settings))
+        self._guard = BrowserGuard(self, settings.host, has_keys=settings.api_keys is not None)
         self._swaps = Swaps(None if listing.only else settings.memory_limit)
         self._by_place: dict[Place, ModelWorker] = {}
         self._routes = OwnRoutes(listing, self._swaps, self._by_place, self._ordered)

@@ -47,7 +47,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     import torch
 
     from diskprefix.model.load.loader import pick_device
-    from diskprefix.native.library import Unavailable, choose, described
+    from diskprefix.native.library import described
 
     builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
     kind = next((name for name, version in builds.items() if version), "CPU")
@@ -61,16 +61,10 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "accelerator", "note", text, "--device cpu is exact at every token; vLLM serves many users on GPUs"
         )
-    try:
-        choose(settings.kernels)
-        names = described()
-    except Unavailable as error:
-        yield Finding("kernels", "problem", str(error), "give another --kernels")
-        return
+    names = described()
     is_native = names.startswith("native")
-    cure = "leave --kernels out" if settings.kernels == "torch" else "install a C++ compiler, then diskprefix again"
-    advice = "" if is_native else f"{cure}, to be exact at every token, and faster"
-    yield Finding("kernels", "ok" if is_native else "note", f"computed by {names}", advice)
+    advice = "install a C++ compiler, then diskprefix again, to be exact at every token, and faster"
+    yield Finding("kernels", "ok" if is_native else "note", f"computed by {names}", "" if is_native else advice)
 
 
 def folder_findings(settings: Settings) -> Iterator[Finding]:
@@ -112,9 +106,7 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
         why = disk_full(settings.kv_cache_dir, settings.kv_cache_min_free)
         return Finding("space", "problem", text, f"nothing can be saved: {why}")
     if usable < settings.kv_cache_budget:
-        return Finding(
-            "space", "note", text, f"the store stays below {format_size(usable)}, because of --kv-cache-min-free"
-        )
+        return Finding("space", "note", text, f"the store stays below {format_size(usable)}, as the disk has no more")
     return Finding("space", "ok", text)
 
 

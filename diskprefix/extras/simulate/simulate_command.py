@@ -155,7 +155,7 @@ def simulate(
     times to live that single requests set apply in every row. Each model of a recording has a table and a store of its
     own.
 
-    --kv-cache-gate, --kv-cache-min-free and --kv-cache-write-buffer are not simulated: everything that is found is
+    --kv-cache-gate, a full disk and a full write buffer are not simulated: everything that is found is
     restored, and writing takes no time.
 
     \b

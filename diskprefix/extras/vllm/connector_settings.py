@@ -18,15 +18,12 @@ NAMES = {
     "scope": "disk_prefix_cache",
     "ttl": "kv_cache_ttl",
     "min_tokens": "kv_cache_min_tokens",
-    "min_free": "kv_cache_min_free",
-    "write_buffer": "kv_cache_write_buffer",
-    "codec": "kv_cache_codec",
     "block_size": "block_size",
     "namespace_key_file": "namespace_key_file",
     "record": "record",
 }
 """A key of the connector's configuration → the field of `Settings`."""
-TIER_NAMES = ("path", "budget", "ttl", "min_free", "write_buffer", "codec", "namespace_key_file")
+TIER_NAMES = ("path", "budget", "ttl", "namespace_key_file")
 """The keys of the tier's configuration. vLLM chooses what a tier gets."""
 
 _WRITE_BUFFER = 256 * 1024**2
@@ -58,7 +55,7 @@ def _settings(config: Mapping[str, Any], names: Collection[str], **defaults: Any
         raise SettingsError("path: must name the folder of the store")
     given = {NAMES[key]: _converted(key, value) for key, value in config.items() if value is not None}
     with own_names():
-        return Settings(**{"kv_cache_write_buffer": _WRITE_BUFFER} | defaults | given)
+        return Settings(**defaults | given).with_constants(kv_cache_write_buffer=_WRITE_BUFFER)
 
 
 def _converted(key: str, value: object) -> Any:

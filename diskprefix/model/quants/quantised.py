@@ -182,7 +182,7 @@ def describe(config: PreTrainedConfig, files: Sequence[Path]) -> None:
     This goes into the identity of the model. Raises `ModelError` if those that were chosen do not take them."""
     metadata = _metadata(files[0])
     if metadata.get(_LINES) != _lines():
-        raise ModelError(f"{files[0]} was made for another CPU or other --kernels; serve the model that it was made of")
+        raise ModelError(f"{files[0]} was made for another CPU; serve the model that it was made of")
     config.quantization_config = {"quant_method": METHOD, "kernel": compiled().identity}
     if is_untied(metadata):
         untie(config)

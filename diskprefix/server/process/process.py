@@ -384,9 +384,7 @@ def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, addre
     )
     if stats["state"] == "ok" and stats["room_bytes"] < stats["budget_bytes"]:
         room, budget = format_size(stats["room_bytes"]), format_size(stats["budget_bytes"])
-        least = settings.kv_cache_min_free
-        kept = f"; --kv-cache-min-free keeps {format_size(least)} free" if least else ""
-        log.warning("[disk-cache] the disk has room for %s of --kv-cache-budget %s%s", room, budget, kept)
+        log.warning("[disk-cache] the disk has room for %s of --kv-cache-budget %s", room, budget)
     notify(READY=1, STATUS=f"serving {serving.model_name} on {address}, {cache}")
 
 

@@ -193,7 +193,6 @@ class Daemon:
             "kv_cache_cold_max": COLD_MAX,
             "kv_cache_interval": INTERVAL,
             "kv_cache_gate": "off",
-            "kv_cache_codec": "raw",
         }
         self.recording = folder / "recording.jsonl"
         self._histories: list[tuple[bytes, list[TokenIds]]] = []

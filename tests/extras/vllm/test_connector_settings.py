@@ -18,8 +18,6 @@ def test_keys_are_those_of_the_daemon_under_shorter_names() -> None:
     settings = connector_settings({"path": "/kv", "budget": "2GiB", "ttl": "7d", "scope": "AUTO:9"}, 128)
     assert (settings.kv_cache_dir, settings.kv_cache_budget, settings.kv_cache_ttl) == (Path("/kv"), 2**31, 604800.0)
     assert (settings.disk_prefix_cache, settings.block_size) == ("auto:9", 128)
-    assert settings.kv_cache_codec == "planes"
-    assert connector_settings({"path": "/kv", "codec": "raw"}, 128).kv_cache_codec == "raw"
 
 
 @pytest.mark.parametrize(("page", "block"), [(16, 128), (48, 144), (128, 128), (272, 272)])
@@ -38,8 +36,6 @@ def test_a_block_is_whole_pages_and_not_too_small(page: int, block: int) -> None
         ({"path": "/kv", "budget": 5}, "budget: 5 is out of range"),
         ({"path": "/kv", "scope": "most"}, "scope: 'most' is not a cache scope"),
         ({"path": "/kv", "ttl": "1 month"}, "ttl: '1 month' is not a duration"),
-        ({"path": "/kv", "codec": 3}, "codec: 3 is not a text"),
-        ({"path": "/kv", "codec": "gzip"}, "codec: 'gzip' is not one of"),
         ({"path": "/kv", "min_tokens": "few"}, "min_tokens: 'few' is not a number"),
         ({"path": "/kv", "record": []}, "record: must be a number or a text"),
         ({"path": "/kv", "block_size": 200}, "block_size: 200 tokens are not whole pages of 16 tokens"),

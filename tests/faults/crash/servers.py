@@ -108,7 +108,7 @@ class ServerPhase:
         _verify(cache.folder, finding)
 
     def _daemon(self, cache: _Cache, **changes: str) -> DaemonProcess:
-        same = {"block_size": str(BLOCK_SIZE), "kv_cache_min_free": "0", "kv_cache_budget": cache.budget}
+        same = {"block_size": str(BLOCK_SIZE), "kv_cache_budget": cache.budget}
         flags = serve_flags(self._models, cache.folder, log_level="debug", **(same | changes))
         return DaemonProcess(*self.flags, *flags[1:])
 

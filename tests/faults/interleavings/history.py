@@ -100,15 +100,12 @@ class History:
             "remote_tier": "s3://simulated",
             "namespace_key_file": folder / "key",
             "remote_write": choose(("seen-twice", "all", "all")),
-            "remote_deadline": choose((0.05, 1.0, 10.0)),
         }
         self.settings = Settings(
             **(shared if self._has_bucket else {}),
             kv_cache_dir=folder / "kv",
             kv_cache_min_tokens=choose((8, 16, 24)),
-            kv_cache_min_free=0,
             kv_cache_gate="off",
-            kv_cache_codec=choose(("raw", "planes")),
             kv_cache_ttl=self.ttl_s,
             kv_cache_write_budget=choose(("off", "off", "300kB/day", "1MB/day")),
             kv_memory_entries=choose((0, 1, 3, 8)),
@@ -119,7 +116,9 @@ class History:
         vars(self.settings).update(
             block_size=BLOCK,
             kv_cache_budget=choose((1_260_000, 1_320_000, 4_000_000)),
+            kv_cache_min_free=0,
             kv_cache_write_buffer=choose((300, 700, 3_000, 1 << 20)),
+            remote_deadline=choose((0.05, 1.0, 10.0)),
         )
 
     def run(self) -> None:

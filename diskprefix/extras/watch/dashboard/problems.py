@@ -20,7 +20,7 @@ _ORDER: tuple[Level, ...] = ("error", "warning", "hint")
 _COUNTED: tuple[tuple[str, Level, str, str], ...] = (
     ("quarantined", "error", "damaged records were set aside", "run `diskprefix verify`, and look at the disk"),
     ("errors", "warning", "errors of the cache became misses", "read the daemon's log"),
-    ("dropped", "warning", "prompts were not saved whole", "raise --kv-cache-write-buffer or --kv-cache-budget"),
+    ("dropped", "warning", "prompts were not saved whole", "raise --kv-cache-budget, or use a faster disk"),
     ("unaffordable", "hint", "prompts were left out, or a part of them", "raise --kv-cache-write-budget"),
 )
 """Counts of the cache. Each is a problem if it is above 0."""

@@ -39,7 +39,7 @@ def test_a_daemon_that_is_well_has_no_problems() -> None:
         ({"state": "unsupported"}, "warning", "without the cache", "list --architectures"),
         ({"quarantined": 3}, "error", "damaged records", "diskprefix verify"),
         ({"errors": 3}, "warning", "became misses", "log"),
-        ({"dropped": 3}, "warning", "not saved whole", "--kv-cache-write-buffer"),
+        ({"dropped": 3}, "warning", "not saved whole", "--kv-cache-budget"),
         ({"dropped": 3, "full_disk": "the disk is full"}, "warning", "not saved whole", "the disk is full"),
         ({"unaffordable": 3}, "hint", "left out", "--kv-cache-write-budget"),
         ({"gate": {"state": "closed"}}, "hint", "computing is faster", "--kv-cache-gate off"),
