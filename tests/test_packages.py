@@ -48,7 +48,6 @@ BESIDE = {
     "warm": {"daemon_call"},
     "talk": {"web_page"},
     "clients": {"catalogue", "daemon_call"},
-    "simulate": {"warm", "request_bodies"},
     "setup": {"catalogue", "daemon_call", "front", "request_bodies"},
     "front": {"catalogue", "web_page"},
 }

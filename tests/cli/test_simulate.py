@@ -27,7 +27,6 @@ from diskprefix.units import parse_size
 from tests.cli.conftest import Ended, Run, run_fresh
 from tests.cli.terminal import Terminal
 from tests.extras.simulate.workloads import CATALOG, interleaved
-from tests.server.chat_model import write_tokenizer
 
 MIB, GIB = 2**20, 2**30
 SHORT = "--scope", "auto:8", "--regime", "sliceable", "--budget", "unlimited"
@@ -65,15 +64,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         return write_lines(tmp_path_factory.mktemp(name) / f"{name}.jsonl", *lines)
 
     return write
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    """A model's folder without its weights."""
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    write_tokenizer(folder)
-    return folder
 
 
 @pytest.mark.parametrize(("state_bytes", "regime"), [(None, "token"), (0, "sliceable"), (1 << 20, "checkpoints")])
@@ -146,31 +136,19 @@ def test_a_policy_file_is_a_row_of_its_own_settings(made: Made, run: Run, tmp_pa
     assert found[str(file)]["restored_tokens"] == totals.restored_tokens > 0
 
 
-def test_traces_of_all_kinds_are_replayed_in_one_go(made: Made, run: Run, tmp_path: Path, tokenizer: Path) -> None:
-    body = {"messages": [{"role": "system", "content": WORDS * 40}, {"role": "user", "content": "Rivers?"}]}
-    bodies = write_lines(tmp_path / "bodies.jsonl", body, body, {"prompt": WORDS * 40})
+def test_traces_of_all_kinds_are_replayed_in_one_go(made: Made, run: Run, tmp_path: Path) -> None:
     recorded = record(tmp_path / "recorded.jsonl", block_size=256)
     mooncake = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE, MOONCAKE)
-    traces = mooncake, recorded, bodies, made("one-off", 2)
-    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--model", str(tokenizer), "--json"
+    traces = mooncake, recorded, made("one-off", 2)
+    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--json"
     found = [row for row in rows(run("simulate", *traces, *flags)) if row["scope"] == "full"]
     assert {row["trace"]: row["requests"] for row in found} == {
-        "mooncake": 2, "recorded": 8, "bodies": 3, "one-off": 2
+        "mooncake": 2, "recorded": 8, "one-off": 2
     }  # fmt: skip
     restored = {row["trace"]: row["restored_tokens"] for row in found}
     assert restored["mooncake"] == 1000
     assert restored["recorded"] > 0
-    assert restored["bodies"] > 512, "the second chat is the first one again"
     assert restored["one-off"] == 0
-
-
-def test_request_bodies_are_rendered_with_the_template_that_is_given(run: Run, tmp_path: Path, tokenizer: Path) -> None:
-    bodies = write_lines(tmp_path / "bodies.jsonl", {"messages": [{"role": "user", "content": WORDS}]})
-    template = tmp_path / "template.jinja"
-    template.write_text("{{ messages[0].content * 10 }}")
-    shorter = rows(run("simulate", bodies, *SHORT, "--model", tokenizer, "--json"))[0]["prompt_tokens"]
-    longer = rows(run("simulate", bodies, *SHORT, "--model", tokenizer, "--chat-template", template, "--json"))[0]
-    assert longer["prompt_tokens"] > 5 * shorter
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(run: Run, tmp_path: Path) -> None:
@@ -206,19 +184,29 @@ def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None
     assert row[1:4] == [f"{figures[name]:.1%}" for name in ("hit_rate", "restored_share", "written_share")]
 
 
-def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tmp_path: Path, tokenizer: Path) -> None:
-    body = {"prompt": WORDS * 40}
-    own = body | {"prefix_cache": {"scope": "full", "save": False}}
-    bodies = write_lines(tmp_path / "bodies.jsonl", body, own, own)
-    last = run("simulate", bodies, *SHORT, "--model", tokenizer).stdout.splitlines()[-1]
-    expected = "2 have a scope of their own, 2 only read (save: false)"
-    assert last == f"of the requests, in every row but upper-bound: {expected}"
-    plain = write_lines(tmp_path / "plain.jsonl", body)
-    assert run("simulate", plain, *SHORT, "--model", tokenizer).stdout.splitlines()[-1].startswith("verdict: ")
+def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tmp_path: Path) -> None:
+    asked = CacheOptions(scope=Scope("full"), save=False)
+    own = record(tmp_path / "own.jsonl", block_size=256, options=asked)
+    expected = "8 have a scope of their own, 8 only read (save: false)"
+    assert (
+        run("simulate", own, *SHORT).stdout.splitlines()[-1]
+        == f"of the requests, in every row but upper-bound: {expected}"
+    )
+    plain = record(tmp_path / "plain.jsonl", block_size=256)
+    assert run("simulate", plain, *SHORT).stdout.splitlines()[-1].startswith("verdict: ")
+
+
+DEFAULT = CacheOptions(scope=Scope("auto", 30))
 
 
 def record(
-    path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token: int = 1024, model: str | None = None
+    path: Path,
+    *,
+    block_size: int,
+    state_bytes: int = 0,
+    bytes_per_token: int = 1024,
+    model: str | None = None,
+    options: CacheOptions = DEFAULT,
 ) -> Path:
     settings = Settings(block_size=block_size, kv_cache_min_tokens=64, served_model_name=model)
     recorder = RequestRecorder(path, settings, lambda: 1)
@@ -229,7 +217,6 @@ def record(
         exact_at="grid",
     )
     for request in interleaved(num_requests=8):
-        options = CacheOptions(scope=Scope("auto", 30))
         num_tokens = len(request.prompt.token_ids)
         recorder.record_request(
             request.prompt,
@@ -436,7 +423,6 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
         ([], "Missing argument 'TRACE...'"),
         (["nowhere.jsonl"], "nowhere.jsonl: it cannot be read: No such file"),
         (["."], "it cannot be read: Is a directory"),
-        (["day.jsonl", "--chat-template", "nowhere"], "File 'nowhere' does not exist"),
         (["day.jsonl", "--scope", "autos"], "--scope: 'autos' is not a cache scope"),
         (["day.jsonl", "--regime", "both"], "'both' is not one of 'token', 'sliceable', 'checkpoints'"),
         (["day.jsonl", "--budget", "much"], "--budget: 'much' is not a size"),
@@ -482,19 +468,6 @@ def test_what_is_wrong_with_a_policy_file_is_said_with_its_line(
 def test_a_line_at_fault_is_named_before_anything_is_simulated(run: Run, tmp_path: Path) -> None:
     good, bad = (write_lines(tmp_path / f"{name}.jsonl", MOONCAKE, line) for name, line in (("a", MOONCAKE), ("b", {})))
     run("simulate", good, bad).assert_refused(2, f"{bad}:2: ")
-
-
-def test_a_body_that_the_daemon_would_refuse_is_named(run: Run, tmp_path: Path, tokenizer: Path) -> None:
-    bodies = write_lines(
-        tmp_path / "bodies.jsonl", {"prompt": "hello"}, {"prompt": "hello", "prefix_cache": {"scope": 0}}
-    )
-    run("simulate", bodies, "--model", tokenizer).assert_refused(2, f"{bodies}:2: prefix_cache.scope")
-
-
-def test_a_model_that_is_not_there_has_an_exit_code_of_its_own(made: Made, run: Run, tmp_path: Path) -> None:
-    bodies = write_lines(tmp_path / "bodies.jsonl", {"prompt": "hello"})
-    run("simulate", bodies, "--model", tmp_path / "nowhere").assert_refused(3)
-    assert rows(run("simulate", made("one-off", 1), *SHORT, "--model", tmp_path / "nowhere", "--json"))
 
 
 def test_a_terminal_shows_how_far_it_is(made: Made) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.simulate.bodies import read_body
+from diskprefix.extras.request_bodies import DEFAULT, parse_body
 from diskprefix.nouns import SHARED, Scope
 from diskprefix.tenant_ids import group_of
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
@@ -32,34 +31,30 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
 
 def test_a_chat_is_the_prompt_that_the_server_renders(renderer: PromptRenderer) -> None:
     conversation = ChatRequest.model_validate(CHAT).conversation
-    request, rendered = read_body(renderer, CHAT), renderer.replay(conversation, None).prompt
-    assert request.prompt.token_ids.tolist() == rendered.token_ids.tolist()
-    assert request.prompt.boundaries == rendered.boundaries
-    assert request.prompt.system_end == rendered.system_end > 0
+    prompt, rendered = parse_body(CHAT).prompt(renderer), renderer.replay(conversation, None).prompt
+    assert prompt.token_ids.tolist() == rendered.token_ids.tolist()
+    assert prompt.boundaries == rendered.boundaries
+    assert prompt.system_end == rendered.system_end > 0
 
 
-def test_what_is_not_asked_for_is_left_to_the_daemon(renderer: PromptRenderer) -> None:
-    request = read_body(renderer, CHAT | {"prefix_cache": {}})
-    asked = (request.scope, request.group, request.save, request.ttl_s, request.tenant, request.remembered)
-    assert asked == (None, b"", True, None, str(SHARED), True)
+def test_what_is_not_asked_for_is_left_to_the_daemon() -> None:
+    options = parse_body(CHAT | {"prefix_cache": {}}).options
+    asked = (options.scope, options.group, options.save, options.ttl_s, options.tenant)
+    assert asked == (DEFAULT, b"", True, None, SHARED)
 
 
-def test_what_is_asked_of_the_cache_is_replayed(renderer: PromptRenderer) -> None:
-    options = {"scope": "full", "save": False, "ttl": "2m", "salt": "mine"}
-    request = read_body(renderer, CHAT | {"prefix_cache": options, "prompt_cache_key": "a"})
-    assert (request.scope, request.save, request.ttl_s) == (Scope("full"), False, 120.0)
-    assert (request.group, request.tenant) == (group_of("a"), str(SHARED.with_salt("mine")))
-    assert read_body(renderer, CHAT | {"prompt_cache_retention": "24h"}).ttl_s == 86400.0
-
-
-def test_a_window_alone_is_a_scope_of_its_own(renderer: PromptRenderer) -> None:
-    assert read_body(renderer, CHAT | {"prefix_cache": {"window": 7}}).scope == Scope("auto", 7)
+def test_what_is_asked_of_the_cache_is_read() -> None:
+    asked = {"scope": "full", "save": False, "ttl": "2m", "salt": "mine"}
+    options = parse_body(CHAT | {"prefix_cache": asked, "prompt_cache_key": "a"}).options
+    assert (options.scope, options.save, options.ttl_s) == (Scope("full"), False, 120.0)
+    assert (options.group, options.tenant) == (group_of("a"), SHARED.with_salt("mine"))
+    assert parse_body(CHAT | {"prompt_cache_retention": "24h"}).options.ttl_s == 86400.0
+    assert parse_body(CHAT | {"prefix_cache": {"window": 7}}).options.scope == Scope("auto", 7)
 
 
 def test_a_raw_prompt_may_be_text_or_token_ids(renderer: PromptRenderer) -> None:
-    read = partial(read_body, renderer)
-    assert read({"prompt": [5, 6, 7]}).prompt.token_ids.tolist() == [5, 6, 7]
-    assert len(read({"prompt": "Name three rivers."}).prompt.token_ids) > 3
+    assert parse_body({"prompt": [5, 6, 7]}).prompt(renderer).token_ids.tolist() == [5, 6, 7]
+    assert len(parse_body({"prompt": "Name three rivers."}).prompt(renderer).token_ids) > 3
 
 
 @pytest.mark.parametrize(
@@ -74,5 +69,5 @@ def test_a_raw_prompt_may_be_text_or_token_ids(renderer: PromptRenderer) -> None
 )
 def test_what_the_daemon_refuses_is_refused(renderer: PromptRenderer, body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
-        read_body(renderer, body)
+        parse_body(body).prompt(renderer)
     assert raised.value.param == param

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from diskprefix.extras.simulate.trace import BlockRequest, Trace, TraceRequest, block_trace
-from diskprefix.extras.simulate.trace_formats import ReadBody, read_trace
+from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.nouns import Prompt
 
 Json: TypeAlias = dict[str, Any]
@@ -225,8 +225,6 @@ TRACES: dict[str, Callable[[Path], Trace]] = {
     "mooncake": mooncake,
     "weka-claude-code": weka,
 }
-BLOCK_TOKENS = {"mooncake": 512, "weka-claude-code": WEKA_BLOCK_TOKENS}
-NAMES = (*TRACES, *CONVERSATIONS)
 
 
 def open_workload(name: str, data: Path) -> Trace:
@@ -271,7 +269,7 @@ def _render_into(folder: Path, turns: Sequence[Turn]) -> None:
     prompts: list[np.ndarray[Any, np.dtype[np.int32]]] = []
     facts = []
     for index, turn in enumerate(turns):
-        prompt = render(turn.body).prompt
+        prompt = render(turn.body)
         prompts.append(prompt.token_ids)
         facts.append((prompt.system_end, list(prompt.boundaries), count(turn.reply)))
         if index % 100 == 99:
@@ -294,12 +292,13 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def renderer() -> ReadBody:
-    """Returns a function that reads a request body as the server does, of any length. It raises `InvalidRequest`."""
+def renderer() -> Callable[[Json], Prompt]:
+    """Returns a function that renders a request body as the server does, of any length."""
     from diskprefix.chat.renderer import PromptRenderer
-    from diskprefix.extras.simulate.bodies import read_body
+    from diskprefix.extras.request_bodies import parse_body
 
-    return partial(read_body, PromptRenderer(_tokenizer(), vocab_size=len(_tokenizer()), max_positions=1 << 30))
+    of_any_length = PromptRenderer(_tokenizer(), vocab_size=len(_tokenizer()), max_positions=1 << 30)
+    return lambda body: parse_body(body).prompt(of_any_length)
 
 
 def token_counter() -> Callable[[str], int]:

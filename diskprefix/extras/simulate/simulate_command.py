@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from diskprefix.extras.simulate.plot import check_plot, draw
 from diskprefix.extras.simulate.simulator import Policy
 from diskprefix.extras.simulate.table import show
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
-from diskprefix.extras.simulate.trace_formats import ReadBody, read_trace
+from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.nouns import Scope
 from diskprefix.printable import printable_only
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
@@ -51,7 +51,7 @@ Examples:
   diskprefix serve --record day.jsonl
       records the workload of a daemon: lengths and hashes, no text
 
-Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenizer for request bodies.
+Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
 """
 
 
@@ -118,12 +118,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 @option(
     "--last", metavar="DURATION", show_default="all of it", help="Replay only the end of each workload: 90s, 15m, 12h."
 )
-@setting_option(
-    "model",
-    envvar=None,
-    help="The model whose tokenizer and chat template render request bodies. The weights are not loaded.",
-)
-@setting_option("chat_template", envvar=None, type=PathType(exists=True, dir_okay=False))
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",
@@ -143,8 +137,6 @@ def simulate(
     state_bytes: str | None,
     tokens_per_s: float | None,
     last: str | None,
-    model: str | None,
-    chat_template: Path | None,
     json: bool,
     plot: Path | None,
     **flags: Any,
@@ -161,7 +153,6 @@ def simulate(
     \b
     TRACE is a file with one JSON object on each line:
       a recording of `diskprefix serve --record FILE`
-      request bodies as for the daemon, or lists of messages; `timestamp` is in ms
       Mooncake's form: timestamp, input_length, output_length, hash_ids
 
     \b
@@ -202,7 +193,7 @@ def simulate(
     )
     # An error in an option is reported before the traces are read, and one in a trace before the first is replayed.
     cases_of(None)
-    read = _read(traces, _lazy_reader(model, chat_template))
+    read = _read(traces)
     shortened = [trace if last_s is None else trace.last(last_s) for trace in read]
     planned = [(one, cases_of(one.daemon)) for trace in shortened for one in trace.by_model()]
     with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
@@ -293,23 +284,7 @@ def _size(text: str, flag: str, least: int, most: int) -> int:
     return num_bytes
 
 
-def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
-    """Returns a function that reads request bodies. It loads the tokenizer for the first of them."""
-
-    @cache
-    def read() -> ReadBody:
-        from diskprefix.chat.renderer import PromptRenderer
-        from diskprefix.extras.simulate.bodies import read_body
-        from diskprefix.model.load.loader import load_tokenizer
-
-        tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
-        # The simulation does not limit the length of a prompt.
-        return partial(read_body, PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30))
-
-    return lambda body: read()(body)
-
-
-def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
+def _read(names: Sequence[str]) -> list[Trace]:
     """Reads all traces before the first is replayed, so that an error in the last one is reported at once."""
 
     def warn(line: str) -> None:
@@ -321,5 +296,5 @@ def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
         # The name without folder and suffix, unless two traces would have it.
         title = name if stems.count(stem) > 1 else stem
         with status(f"reading {title}"):
-            traces.append(read_trace(expanded(name), read_body, name=title, warn=warn))
+            traces.append(read_trace(expanded(name), name=title, warn=warn))
     return traces

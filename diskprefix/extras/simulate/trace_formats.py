@@ -2,10 +2,8 @@
 
     {"timestamp": …, "input_length": …, "output_length": …, "hash_ids": […]}     Mooncake's traces (times in ms)
     {"version": …, "cuts": […], "hashes": […], …}                                a recording of `serve --record`
-    {"messages": […]} or {"prompt": …} or […]                                    request bodies, or messages alone
 
-A request body may have the extra fields `timestamp` (in ms) and `output_length`, and may be the `body` of a line of a
-batch file. Without times, requests come one second apart. An unfinished last line, which a crash may leave, is ignored.
+An unfinished last line, which a crash may leave, is ignored.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -22,29 +18,24 @@ import msgspec
 import numpy as np
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.errors import InvalidRequest, InvalidScope, SettingsError
+from diskprefix.errors import InvalidScope, SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
-from diskprefix.extras.warm.warm_prompts import body_in
 from diskprefix.nouns import Mark, Prompt, Scope
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
 JsonObject: TypeAlias = dict[str, Any]
-_Json: TypeAlias = dict[str, Any] | list[Any]
 _Lines: TypeAlias = Iterator[tuple[int, bytes]]
-ReadBody: TypeAlias = Callable[[JsonObject], TraceRequest]
-"""Converts a request body to a request at time 0. Raises `InvalidRequest` for a body that the daemon would refuse."""
 
 MOONCAKE_BLOCK_TOKENS = 512
 _MOST_TOKENS = 1 << 24
 """The maximum length of a prompt."""
 _NESTED = "it is nested too deeply"
-_PAUSE_S = 1.0
 _LEAST_MEASURED_S = 1e-3
-_KNOWN = "a Mooncake trace (hash_ids), a recording of the daemon (hashes) or request bodies (messages or prompt)"
+_KNOWN = "a Mooncake trace (hash_ids) or a recording of the daemon (hashes)"
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
@@ -58,31 +49,21 @@ class _MooncakeRow(msgspec.Struct, frozen=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_BLOCK_TOKENS
 
 
-class _BesideBody(msgspec.Struct, frozen=True):
-    timestamp: _Time | None = None
-    output_length: _Count = 0
-
-
 Warn: TypeAlias = Callable[[str], None]
 
 
-def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "", warn: Warn = log.warning) -> Trace:
-    """Returns the workload in `path`. Its default name is that of the file. `read_body` is needed for request bodies
-    only. Raises `SettingsError`."""
+def read_trace(path: Path, *, name: str = "", warn: Warn = log.warning) -> Trace:
+    """Returns the workload in `path`. Its default name is that of the file. Raises `SettingsError`."""
     number, line = next(_numbered_lines(path, warn), (0, b""))
     if not line:
         raise _refused(path, None, f"it is empty; give {_KNOWN}")
-    first = _decode(path, number, line, _Json)
+    first: JsonObject = _decode(path, number, line, JsonObject)
     lines, name = _numbered_lines(path, warn), name or path.stem
-    if isinstance(first, dict) and "hash_ids" in first:
+    if "hash_ids" in first:
         return _mooncake(path, lines, name)
-    if isinstance(first, dict) and "hashes" in first:
+    if "hashes" in first:
         return _recording(path, lines, name)
-    if isinstance(first, dict) and not first.keys() & {"messages", "prompt", "body"}:
-        raise _refused(path, number, f"its keys are not those of {_KNOWN}")
-    if read_body is None:
-        raise _refused(path, None, "request bodies need the tokenizer of a model")
-    return Trace.of(name, sorted(_bodies(path, lines, read_body), key=attrgetter("when")))
+    raise _refused(path, number, f"its keys are not those of {_KNOWN}")
 
 
 def _numbered_lines(path: Path, warn: Warn) -> _Lines:
@@ -250,17 +231,3 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
         remembered=record.remembered,
         model=record.model,
     )
-
-
-def _bodies(path: Path, lines: _Lines, read_body: ReadBody) -> Iterator[TraceRequest]:
-    for index, (number, line) in enumerate(lines):
-        value = _decode(path, number, line, _Json)
-        beside = _decode(path, number, line, _BesideBody) if isinstance(value, dict) else _BesideBody()
-        try:
-            request = read_body(body_in(value))
-        except InvalidRequest as error:
-            raise _refused(path, number, error.message) from error
-        except RecursionError as error:
-            raise _refused(path, number, _NESTED) from error
-        when = index * _PAUSE_S if beside.timestamp is None else beside.timestamp / 1000
-        yield replace(request, when=when, output_tokens=beside.output_length)

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diskprefix.errors import InvalidRequest, SettingsError
+from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
-from diskprefix.extras.simulate.trace import RecordedDaemon, TraceRequest
+from diskprefix.extras.simulate.trace import RecordedDaemon
 from diskprefix.extras.simulate.trace_formats import JsonObject, read_trace
 from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
@@ -42,14 +42,6 @@ RECORDED: JsonObject = {
 def write(path: Path, *lines: JsonObject | str) -> Path:
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     return path
-
-
-def read_words(body: JsonObject) -> TraceRequest:
-    """Tokens are the lengths of the words."""
-    if body.get("prompt") == "":
-        raise InvalidRequest("prompt: the prompt has no tokens", param="prompt")
-    text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
-    return TraceRequest(when=0.0, prompt=Prompt(as_token_ids([len(word) for word in text.split()])), save=False)
 
 
 def test_a_mooncake_trace_has_its_blocks_times_and_lengths(tmp_path: Path) -> None:
@@ -107,7 +99,7 @@ def test_a_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
         read_trace(write(tmp_path / "t.jsonl", line))
 
 
-@pytest.mark.parametrize("line", [MOONCAKE, RECORDED, {"prompt": "a"}], ids=["mooncake", "recording", "bodies"])
+@pytest.mark.parametrize("line", [MOONCAKE, RECORDED], ids=["mooncake", "recording"])
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -119,89 +111,36 @@ def test_a_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
 def test_a_line_that_is_no_json_is_named(tmp_path: Path, line: JsonObject, text: str, reason: str) -> None:
     path = write(tmp_path / "t.jsonl", line, text)
     with pytest.raises(SettingsError) as raised:
-        read_trace(path, read_words)
+        read_trace(path)
     assert raised.value.message == f"{path}:2: {reason}"
 
 
-def test_a_body_that_nests_deeper_than_what_reads_it_is_named(tmp_path: Path) -> None:
-    def read_deeply(_body: JsonObject) -> TraceRequest:
-        raise RecursionError
-
-    with pytest.raises(SettingsError, match=":1: it is nested too deeply"):
-        read_trace(write(tmp_path / "t.jsonl", {"prompt": "a"}), read_deeply)
-
-
-@pytest.mark.parametrize("line", [MOONCAKE, RECORDED, {"prompt": "a"}], ids=["mooncake", "recording", "bodies"])
+@pytest.mark.parametrize("line", [MOONCAKE, RECORDED], ids=["mooncake", "recording"])
 def test_an_unfinished_last_line_is_left_out_with_a_warning(tmp_path: Path, line: JsonObject) -> None:
     path, warnings = write(tmp_path / "t.jsonl", line, line), list[str]()
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:9])
-    assert len(read_trace(path, read_words, warn=warnings.append)) == 2
+    assert len(read_trace(path, warn=warnings.append)) == 2
     assert warnings == [f"{path}:3: the last line is unfinished and is ignored"]
     path.write_bytes(whole[:-1])
-    assert len(read_trace(path, read_words, warn=warnings.append)) == 2, "all that is missing is the end of the line"
+    assert len(read_trace(path, warn=warnings.append)) == 2, "all that is missing is the end of the line"
     assert len(warnings) == 1
 
 
-def test_messages_alone_are_a_body(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "a bb"}]
-    path = tmp_path / "t.jsonl"
-    path.write_text(f"{json.dumps(messages)}\n{json.dumps({'prompt': 'ccc'})}\n")
-    assert [(r.when, r.prompt.token_ids.tolist()) for r in read_trace(path, read_words)] == [(0.0, [1, 2]), (1.0, [3])]
-    path.write_text(f"{json.dumps(messages)}\n[]\n")
-    with pytest.raises(SettingsError, match=":2: it is neither a request body nor"):
-        read_trace(path, read_words)
-
-
-@pytest.mark.parametrize("text", ["", "\n\n", "no json\n", "[1]\n", '{"a": 1}\n', '{"hash_ids": [', "\xff\n"])
+@pytest.mark.parametrize(
+    "text", ["", "\n\n", "no json\n", "[1]\n", '{"prompt": "a"}\n', '{"a": 1}\n', '{"hash_ids": [', "\xff\n"]
+)
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(SettingsError, match=r"t\.jsonl"):
-        read_trace(path, read_words)
+        read_trace(path)
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(SettingsError, match="cannot be read"):
             read_trace(path)
-
-
-def test_request_bodies_are_read_with_the_times_beside_them(tmp_path: Path) -> None:
-    lines: list[JsonObject] = [
-        {"prompt": "a bb", "timestamp": 2000, "output_length": 9},
-        {"messages": [{"role": "user", "content": "ccc"}], "timestamp": 1000},
-    ]
-    chat, raw = read_trace(write(tmp_path / "t.jsonl", *lines), read_words)
-    assert (chat.when, chat.prompt.token_ids.tolist(), chat.save) == (1.0, [3], False)
-    assert (raw.when, raw.prompt.token_ids.tolist(), raw.output_tokens) == (2.0, [1, 2], 9)
-
-
-def test_request_bodies_without_times_keep_their_order(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", {"prompt": "a"}, {"prompt": "bb"}, {"prompt": "ccc"})
-    assert [(r.when, r.prompt.token_ids.tolist()) for r in read_trace(path, read_words)] == [
-        (0.0, [1]),
-        (1.0, [2]),
-        (2.0, [3]),
-    ]
-
-
-def test_the_lines_of_a_batch_file_are_bodies_too(tmp_path: Path) -> None:
-    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a bb"}}
-    (request,) = read_trace(write(tmp_path / "t.jsonl", line), read_words)
-    assert request.prompt.token_ids.tolist() == [1, 2]
-
-
-def test_a_body_that_the_daemon_would_refuse_is_refused_with_its_place(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.jsonl", {"prompt": "a"}, {"prompt": ""})
-    with pytest.raises(SettingsError) as raised:
-        read_trace(path, read_words)
-    assert raised.value.message == f"{path}:2: prompt: the prompt has no tokens"
-
-
-def test_bodies_need_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="tokenizer"):
-        read_trace(write(tmp_path / "t.jsonl", {"prompt": "a"}))
 
 
 def open_recorder(path: Path, block_size: int = BLOCK, min_tokens: int = BLOCK) -> RequestRecorder:
