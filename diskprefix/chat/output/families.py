@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from diskprefix.chat.output.format import ThoughtTags
@@ -142,14 +142,6 @@ def _list(name: str, begin: str, end: str, call: str = Family.call, dropped: tup
     return Family(name, "objects", call, begin=f"{begin}[", end=f"]{end}", between=", ", dropped=dropped)
 
 
-def _tagged(name: str, begin: str, end: str, signs: tuple[str, ...] = ()) -> Family:
-    """Returns a family like Qwen3-Coder."""
-    call, argument = "\n<function=NAME>\nARGUMENTS</function>\n", "<parameter=KEY>\nVALUE\n</parameter>\n"
-    return Family(
-        name, "parameters", call, argument, begin, end, each=True, between="\n", bare="<function=", signs=signs
-    )
-
-
 def _invoked(
     name: str, tag: str, prefix: str, attribute: str = "", **more: str | Channels | ThoughtTags | tuple[str, ...]
 ) -> Family:
@@ -166,22 +158,6 @@ def _invoked(
     )
 
 
-def _keyed(name: str, newline: str) -> Family:
-    """Returns a family like GLM. The newline before a value tells two of them apart."""
-    argument = f"<arg_key>KEY</arg_key>{newline}<arg_value>VALUE</arg_value>{newline}"
-    return Family(
-        name,
-        "parameters",
-        f"NAME{newline}ARGUMENTS",
-        argument,
-        "<tool_call>",
-        "</tool_call>",
-        each=True,
-        between="\n",
-        signs=(f"</arg_key>{newline or '<arg_value>'}",),
-    )
-
-
 def _hunyuan(name: str, suffix: str, signs: tuple[str, ...] = ()) -> Family:
     """Returns a family like GLM, with a tag behind the name, tags around all calls, and a suffix in each tag."""
     return Family(
@@ -195,42 +171,56 @@ def _hunyuan(name: str, suffix: str, signs: tuple[str, ...] = ()) -> Family:
     )
 
 
-def _braces(name: str, begin: str, end: str, quotes: str) -> Family:
-    return Family(name, "braces", "call:NAMEARGUMENTS", begin=begin, end=end, each=True, quotes=quotes)
-
-
-def _python(name: str, begin: str, end: str, signs: tuple[str, ...] = ()) -> Family:
-    call, argument = "NAME(ARGUMENTS)", "KEY=VALUE"
-    return Family(name, "python", call, argument, f"{begin}[", f"]{end}", between=", ", signs=signs)
-
-
+QWEN_CODER = Family(
+    "qwen3-coder",
+    "parameters",
+    "\n<function=NAME>\nARGUMENTS</function>\n",
+    "<parameter=KEY>\nVALUE\n</parameter>\n",
+    "<tool_call>",
+    "</tool_call>",
+    each=True,
+    between="\n",
+    bare="<function=",
+    signs=("<parameter=",),
+)
+GLM = Family(
+    "glm",
+    "parameters",
+    "NAME\nARGUMENTS",
+    "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+    "<tool_call>",
+    "</tool_call>",
+    each=True,
+    between="\n",
+    signs=("</arg_key>\n",),
+)
+GEMMA_4 = Family(
+    "gemma-4", "braces", "call:NAMEARGUMENTS", begin="<|tool_call>", end="<tool_call|>", each=True, quotes='<|"|>'
+)
+LFM_2 = Family(
+    "lfm2",
+    "python",
+    "NAME(ARGUMENTS)",
+    "KEY=VALUE",
+    begin="<|tool_call_start|>[",
+    end="]<|tool_call_end|>",
+    between=", ",
+)
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-
-
-def _deepseek(name: str, call: str, head: str = "", tail: str = "", signs: tuple[str, ...] = ()) -> Family:
-    return Family(
-        name,
-        "json",
-        call,
-        begin="<｜tool▁calls▁begin｜>",
-        end="<｜tool▁calls▁end｜>",
-        bare=_BEGIN,
-        also_begins=("<｜tool▁calls｜>",),
-        head=head,
-        tail=tail,
-        signs=signs,
-    )
-
+DEEPSEEK_V31 = Family(
+    "deepseek-v3.1",
+    "json",
+    f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}",
+    begin="<｜tool▁calls▁begin｜>",
+    end="<｜tool▁calls▁end｜>",
+    bare=_BEGIN,
+    also_begins=("<｜tool▁calls｜>",),
+)
 
 _NS = "]<]minimax[>["
 
 NONE = Family(
-    "none",
-    begin="[",
-    end="]",
-    between=", ",
-    head=r'<function(?:=| name=")(?P<name>[^>"\n]+)"?>',
-    tail="</function>",
+    "none", begin="[", end="]", between=", ", head=r'<function(?:=| name=")(?P<name>[^>"\n]+)"?>', tail="</function>"
 )
 """The calls of small models, whatever their template writes: JSON without tags, or a tag with the name and JSON."""
 
@@ -282,10 +272,16 @@ FAMILIES = (
         # The template may have written `>>>`.
         channels=Channels(r"(?:>>>)?(?:all|(?P<name>NAMES))\n", r"(?=>>>(?:all|NAMES)\n)"),
     ),
-    _tagged("qwen3-coder", "<tool_call>", "</tool_call>", signs=("<parameter=",)),
-    _tagged("seed-oss", "<seed:tool_call>", "</seed:tool_call>"),
-    _keyed("glm", "\n"),
-    _keyed("glm-4.7", ""),
+    QWEN_CODER,
+    replace(QWEN_CODER, name="seed-oss", begin="<seed:tool_call>", end="</seed:tool_call>", signs=()),
+    GLM,
+    replace(
+        GLM,
+        name="glm-4.7",
+        call="NAMEARGUMENTS",
+        argument="<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
+        signs=("</arg_key><arg_value>",),
+    ),
     _hunyuan("hunyuan-3", ":opensource"),
     _hunyuan("hunyuan-3-preview", "", signs=("<tool_sep>",)),
     Family("hermes", call=_LINE, begin="<tool_call>", end="</tool_call>", each=True, between="\n"),
@@ -303,14 +299,15 @@ FAMILIES = (
     _invoked("minimax", "minimax:tool_call", ""),
     _invoked("deepseek-v3.2", "｜DSML｜function_calls", "｜DSML｜", ' string="IS_TEXT"'),
     _invoked("deepseek-v4", "｜DSML｜tool_calls", "｜DSML｜", ' string="IS_TEXT"'),
-    _deepseek(
-        "deepseek",
-        f"{_BEGIN}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}",
+    replace(
+        DEEPSEEK_V31,
+        name="deepseek",
+        call=f"{_BEGIN}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}",
         head=rf"(?:{_BEGIN})?(?:function)?{_SEP}(?P<name>[^\s<`]+)\s*```(?:json)?\n",
         tail=rf"```|{_END}",
         signs=("```json",),
     ),
-    _deepseek("deepseek-v3.1", f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}"),
+    DEEPSEEK_V31,
     Family(
         "mistral",
         "json",
@@ -359,8 +356,8 @@ FAMILIES = (
         argument_head=r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?',
         argument_end=r"(?:\]\]>)?</param>",
     ),
-    _braces("gemma-4", "<|tool_call>", "<tool_call|>", '<|"|>'),
-    _braces("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    GEMMA_4,
+    replace(GEMMA_4, name="functiongemma", begin="<start_function_call>", end="<end_function_call>", quotes="<escape>"),
     _list("granite", "<|tool_call|>", "", dropped=("<response>", "</response>")),
     _list("phi-4-mini", "<|tool_call|>", "<|/tool_call|>"),
     _list("functools", "functools", ""),
@@ -385,9 +382,9 @@ FAMILIES = (
     Family("gigachat-3", begin="<|message_sep|>\n\nfunction call<|role_sep|>\n", also_ends=("<|message_sep|>",)),
     Family("gigachat", call=_LINE, begin="<|function_call|>", each=True, between="\n"),
     _list("apertus", "<|tools_prefix|>", "<|tools_suffix|>", "{NAME: ARGUMENTS}"),
-    _python("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
-    _python("gemma-3", "```tool_code", "```"),
-    _python("pythonic", "", "", signs=("(",)),
+    LFM_2,
+    replace(LFM_2, name="gemma-3", begin="```tool_code[", end="]```"),
+    replace(LFM_2, name="pythonic", begin="[", end="]", signs=("(",)),
     Family(
         "llama-3",
         call='{"name": NAME, "parameters": ARGUMENTS}',
@@ -396,6 +393,6 @@ FAMILIES = (
         head=r"(?P<name>\w+)\.call(?=\()",
         signs=('"parameters"',),
     ),
-    Family("json", begin="[", end="]", between=", ", head=NONE.head, tail=NONE.tail, signs=('"arguments"',)),
+    replace(NONE, name="json", signs=('"arguments"',)),
 )
 """All families, in the order in which they are tried."""
