@@ -10,7 +10,6 @@ import pytest
 
 from diskprefix.api import asked
 from diskprefix.api.anthropic import CountTokensRequest, MessagesRequest
-from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.chat.messages import CacheMark, Conversation, ImagePart, Message, TextPart, ToolCall, joined
 from diskprefix.server.body import parse_json
 
@@ -206,24 +205,6 @@ def test_tools_that_anthropic_runs_are_left_out_beside_others(caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    ("sent", "choice"),
-    [
-        (None, ToolChoice("auto")),
-        ({"type": "auto"}, ToolChoice("auto")),
-        ({"type": "auto", "disable_parallel_tool_use": True}, ToolChoice("auto", many=False)),
-        ({"type": "any"}, ToolChoice("required")),
-        ({"type": "any", "disable_parallel_tool_use": True}, ToolChoice("required", many=False)),
-        ({"type": "tool", "name": "write"}, ToolChoice("required", frozenset({"write"}), many=False)),
-        ({"type": "none"}, ToolChoice("none")),
-    ],
-)
-def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(sent: Any, choice: ToolChoice) -> None:
-    found = body(tools=TOOLS, tool_choice=sent)
-    assert found.choice == choice
-    assert (found.conversation.tools is None) == (choice.mode == "none")
-
-
-@pytest.mark.parametrize(
     ("sent", "thinking"),
     [
         (None, None),
@@ -235,18 +216,6 @@ def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(sent: Any, ch
 )
 def test_thinking_is_switched_where_the_client_says_so(sent: Any, thinking: bool | None) -> None:
     assert body(thinking=sent).conversation.thinking is thinking
-
-
-def test_effort_and_format_of_the_output() -> None:
-    own = {"type": "json_schema", "schema": SCHEMA}
-    found = body(output_config={"effort": "high", "format": own, "task_budget": None})
-    assert found.conversation.reasoning_effort == "high"
-    assert found.text_format == TextFormat("json_schema", json.dumps(SCHEMA), "output_config.format.schema")
-    older = TextFormat("json_schema", json.dumps(SCHEMA), "output_format.schema")
-    assert body(output_format=own).text_format == older
-    one_of = TextFormat("choice", '["a"]', "structured_outputs.choice")
-    assert body(structured_outputs={"choice": ["a"]}).text_format == one_of
-    assert body().text_format is None
 
 
 @pytest.mark.parametrize(
@@ -276,6 +245,11 @@ def test_what_a_local_model_needs_not_know_is_accepted() -> None:
         "something_new": 1,
     }
     assert body(**fields).conversation == body().conversation
+
+
+def test_the_effort_is_that_of_the_output() -> None:
+    found = body(output_config={"effort": "high", "task_budget": None})
+    assert found.conversation.reasoning_effort == "high"
 
 
 def test_tokens_are_counted_without_max_tokens() -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.server.body import parse_json
 
 USER = {"role": "user", "content": "hello"}
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("read", "write")]
-SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -22,79 +20,6 @@ def chat(**fields: Any) -> ChatRequest:
 
 def function(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
-
-
-def allowed(mode: str, *names: str) -> dict[str, Any]:
-    tools = [function(name) for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
-
-
-@pytest.mark.parametrize(
-    ("sent", "choice", "callable_tools"),
-    [
-        (None, ToolChoice("auto"), ["read", "write"]),
-        ("auto", ToolChoice("auto"), ["read", "write"]),
-        ("none", ToolChoice("none"), []),
-        ("required", ToolChoice("required"), ["read", "write"]),
-        (function("write"), ToolChoice("required", frozenset({"write"}), many=False), ["write"]),
-        (allowed("auto", "read"), ToolChoice("auto", frozenset({"read"})), ["read"]),
-        (allowed("required", "write", "read"), ToolChoice("required", frozenset({"read", "write"})), ["read", "write"]),
-    ],
-)
-def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(
-    sent: Any, choice: ToolChoice, callable_tools: list[str]
-) -> None:
-    body = chat(tools=TOOLS, tool_choice=sent)
-    assert body.choice == choice
-    assert [tool["function"]["name"] for tool in body.choice.allowed(TOOLS)] == callable_tools
-
-
-def test_allowed_tools_leave_the_prompt_as_it_is() -> None:
-    assert chat(tools=TOOLS, tool_choice=allowed("auto", "read")).conversation == chat(tools=TOOLS).conversation
-
-
-@pytest.mark.parametrize("many", [None, True, False])
-def test_parallel_calls_are_allowed_unless_they_are_refused(many: bool | None) -> None:
-    assert chat(tools=TOOLS, parallel_tool_calls=many).choice.many is (many is not False)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text_format"),
-    [
-        ({}, None),
-        ({"response_format": None, "structured_outputs": None}, None),
-        ({"response_format": {"type": "text"}}, None),
-        ({"response_format": {"type": "json_object"}}, TextFormat("json_object", "", "response_format")),
-        (
-            {"response_format": {"type": "json_object", "schema": {"properties": {"b": {}, "a": {}}}}},
-            TextFormat("json_schema", json.dumps(SCHEMA), "response_format.schema"),
-        ),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
-                }
-            },
-            TextFormat("json_schema", json.dumps(SCHEMA), "response_format.json_schema.schema"),
-        ),
-        (
-            {"structured_outputs": {"json": SCHEMA, "choice": None}},
-            TextFormat("json_schema", json.dumps(SCHEMA), "structured_outputs.json"),
-        ),
-        ({"structured_outputs": {"json": "{}"}}, TextFormat("json_schema", "{}", "structured_outputs.json")),
-        (
-            {"structured_outputs": {"choice": ["a", "b"]}},
-            TextFormat("choice", '["a", "b"]', "structured_outputs.choice"),
-        ),
-        (
-            {"structured_outputs": {"json_object": True}},
-            TextFormat("json_object", "", "structured_outputs.json_object"),
-        ),
-    ],
-)
-def test_what_the_text_must_be_is_said_in_two_ways(fields: dict[str, Any], text_format: TextFormat | None) -> None:
-    assert chat(**fields).text_format == text_format
 
 
 BEGUN = [USER, {"role": "assistant", "content": "The answer is"}]

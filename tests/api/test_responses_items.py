@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diskprefix.api import asked
-from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.responses import ResponseRequest
 from diskprefix.api.responses_items import ReferenceItem, SpokenItem, messages_of, stored_form
 from diskprefix.chat.messages import (
@@ -182,44 +180,8 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "choice"),
-    [
-        ({}, ToolChoice()),
-        ({"parallel_tool_calls": False}, ToolChoice(many=False)),
-        ({"tool_choice": "none"}, ToolChoice("none")),
-        ({"tool_choice": "required"}, ToolChoice("required")),
-        ({"tool_choice": {"type": "function", "name": "read"}}, ToolChoice("required", frozenset({"read"}), False)),
-        ({"tool_choice": allowed("auto", "read")}, ToolChoice("auto", frozenset({"read"}))),
-        ({"tool_choice": allowed("required", "read")}, ToolChoice("required", frozenset({"read"}))),
-    ],
-)
-def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(fields: dict[str, Any], choice: ToolChoice) -> None:
-    assert body(tools=[READ | {"strict": False}], **fields).choice == choice
-    strict = frozenset() if fields.get("tool_choice") == "none" else frozenset({"read"})
-    assert body(tools=[READ | {"strict": True}], **fields).choice == replace(choice, strict=strict)
-
-
 def test_without_a_choice_the_tools_are_left_out_of_the_prompt() -> None:
     assert body(tools=[READ], tool_choice="none").offered.functions == []
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        (None, None),
-        ({}, None),
-        ({"verbosity": "low"}, None),
-        ({"format": {"type": "text"}}, None),
-        ({"format": {"type": "json_object"}}, TextFormat("json_object", "", "text.format")),
-        (
-            {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}},
-            TextFormat("json_schema", json.dumps(SCHEMA), "text.format.schema"),
-        ),
-    ],
-)
-def test_the_format_of_the_text(text: Any, wanted: TextFormat | None) -> None:
-    assert body(text=text).text_format == wanted
 
 
 LOGPROBS = "message.output_text.logprobs"
