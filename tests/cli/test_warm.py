@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,10 @@ import pytest
 import diskprefix.extras.warm.warm_command
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.errors import InvalidRequest, NotReady
-from diskprefix.extras.daemon_call import running_daemon as calling
+from diskprefix.errors import InvalidRequest
 from diskprefix.extras.warm.warm_prompts import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
-from tests.cli.conftest import Ended, Run, run_fresh
-from tests.cli.terminal import Terminal
-from tests.server.daemon_process import DaemonProcess, running_daemon
+from tests.cli.conftest import Ended, Run
+from tests.server.daemon_process import DaemonProcess
 from tests.server.scripted import ScriptedEngine, scripted_app
 
 WORDS = "Name three rivers and tell me where each of them begins and where it ends. "
@@ -123,18 +120,6 @@ def test_a_prompt_that_is_known_already_is_only_read(run: Run, daemon: DaemonPro
     assert f"1 prompt of {tokens} tokens, {tokens} restored and 0 computed in " in ended.stdout
 
 
-def test_the_scope_decides_what_is_kept_whatever_the_body_says(run: Run, chat_model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "scope.jsonl"
-    own = {"prefix_cache": {"scope": "auto", "window": 3, "save": False, "salt": "of-the-scope-test"}}
-    path.write_text(json.dumps({"messages": question("scope"), **own}))
-    with running_daemon(chat_model, tmp_path / "kv", kv_memory_entries=0) as daemon:
-        assert run("warm", path, "--url", daemon.url, "--scope", "32", "--json").exit_code == 0
-        (row,) = rows(run("warm", path, "--url", daemon.url, "--json"))
-        assert (row["restored"], row["saved"]) == (32, "queued")
-        (row,) = rows(run("warm", path, "--url", daemon.url, "--json"))
-        assert (row["restored"], row["saved"]) == (row["prompt_tokens"], "stored")
-
-
 def test_what_is_too_short_to_keep_is_told(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("Hi")
@@ -198,12 +183,6 @@ def test_each_field_of_a_request_either_has_a_say_in_the_prompt_or_is_dropped() 
     of_prompts |= {"prompt_cache_key", "prompt_cache_retention"}
     fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     assert fields - of_prompts == set(NOT_OF_PROMPTS)
-
-
-def test_the_help_names_the_variable_of_the_key_and_what_is_dropped(run: Run) -> None:
-    text = run("warm", "--help").stdout
-    assert "DISKPREFIX_API_KEY" in text
-    assert "response_format" in text
 
 
 def test_what_is_wrong_inside_prefix_cache_is_left_to_the_daemon_to_refuse() -> None:
@@ -402,29 +381,12 @@ def test_what_does_not_serve_is_one_line(run: Run, text: Path, answer: tuple[int
     ended.assert_refused(1, words)
 
 
-def test_on_a_terminal_each_prompt_has_a_line_of_its_own(text: Path) -> None:
-    with Scripted(health=[health("ok")], props=[props()], completions=[SAVED]) as server:
-        terminal = Terminal("warm", str(text), str(text), "--url", server.url)
-        assert terminal.wait() == 0
-    lines = [re.sub(r"\x1b\[[0-9?;]*[a-zA-Z]", "", line.split("\x1b[2K")[-1]) for line in terminal.shown.split("\r\n")]
-    assert len([line for line in lines if line.startswith(f"{text}: 1,234 tokens, 0 restored, saved, ")]) == 2
-    assert "starting" in terminal.shown
-
-
 def test_the_port_of_the_variable_is_asked(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Scripted(health=[health("ok")], props=[props()], completions=[SAVED]) as server:
         monkeypatch.setenv("DISKPREFIX_PORT", server.url.rpartition(":")[2])
         assert run("warm", text).exit_code == 0
     monkeypatch.setenv("DISKPREFIX_PORT", "http")
     run("warm", text).assert_refused(2, "DISKPREFIX_PORT", "http")
-
-
-def test_a_daemon_that_ends_meanwhile_is_one_line() -> None:
-    with Scripted(health=[health("ok")]) as server:
-        call = calling(server.url, None)
-        assert call("GET", "/health", None).status == 200
-    with pytest.raises(NotReady, match="no daemon answers"):
-        call("GET", "/props", None)
 
 
 @contextmanager
@@ -453,9 +415,3 @@ def test_a_key_is_sent_where_one_is_asked_for(
         monkeypatch.setenv("DISKPREFIX_API_KEY", ADMIN_KEY)
         ended = run("warm", text, "--url", url)
         assert (ended.exit_code, ended.stderr) == (0, "")
-
-
-def test_through_a_daemon_torch_is_not_imported(text: Path) -> None:
-    with Scripted(health=[health("ok")], props=[props()], completions=[SAVED]) as server:
-        _, imported = run_fresh(["warm", str(text), "--url", server.url])
-    assert imported <= {"rich"}

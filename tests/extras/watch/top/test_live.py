@@ -10,7 +10,10 @@ from rich.console import Console
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.watch.top import live
 from diskprefix.units import format_part
+from tests.cli.conftest import Run
+from tests.cli.terminal import Terminal
 from tests.extras.watch.top.states import ended, request, state
+from tests.server.daemon_process import DaemonProcess
 
 
 def lines(now: dict[str, Any], *over: dict[str, Any]) -> list[str]:
@@ -98,3 +101,16 @@ def test_an_outage_is_waited_for_and_what_ended_before_it_is_forgotten(monkeypat
 )
 def test_two_sizes_have_one_unit_unless_one_is_much_smaller(part: float, whole: float, text: str) -> None:
     assert format_part(part, whole) == text
+
+
+def test_the_daemon_is_shown_at_a_terminal_until_ctrl_c(daemon: DaemonProcess) -> None:
+    terminal = Terminal("top", "--url", daemon.url)
+    terminal.wait_for("compute saved")
+    assert f" · ok · {daemon.url}" in terminal.shown
+    assert terminal.interrupt() == 0
+
+
+def test_at_a_terminal_without_a_daemon_there_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for url, exit_code in (("http://127.0.0.1:9", 1), ("ftp://x", 2)):
+        run("top", "--url", url).assert_refused(exit_code, url)
