@@ -27,7 +27,7 @@ def hello():
 
 def test_the_own_extras_add_their_commands() -> None:
     assert set(hooks.commands()) == {
-        *("pull", "list", "show", "rm"),
+        *("pull", "list", "show"),
         *("verify", "purge", "compact", "backup", "restore"),
         *("launch", "clients", "doctor", "warm", "inspect", "top"),
         *("export", "import", "simulate", "remote"),

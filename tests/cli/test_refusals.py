@@ -116,8 +116,6 @@ REFUSED = """
 2 | show ''                                        | it is empty
 2 | show ~nouser/x                                 | no model is called '~nouser/x', there is SmolLM2-135M-Instruct
 3 | show none                                      | holds no weights
-2 | rm ~nouser/x --yes                             | is called '~nouser/x'
-2 | rm text --yes                                  | is a file or folder of yours
 2 | completion tcsh                                | tcsh
 """
 

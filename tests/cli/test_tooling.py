@@ -17,7 +17,7 @@ from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-_WITHOUT_STORE = {"clients", "completion", "doctor", "launch", "list", "pull", "remote", "rm", "show", "top"}
+_WITHOUT_STORE = {"clients", "completion", "doctor", "launch", "list", "pull", "remote", "show", "top"}
 STORE_TOOLS = sorted(set(TOOLS) - _WITHOUT_STORE - {"simulate", "warm"})
 
 
