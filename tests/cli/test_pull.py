@@ -217,7 +217,7 @@ def test_safetensors_are_fetched_where_there_are_some(run: Run, hub: FakeHub, tm
     hub.repos["org/whole"] = tiny.write_folder(tmp_path / "whole")
     shutil.copy(hub.repos[REPO] / "tiny-q8_0.gguf", tmp_path / "whole")
     row = run("pull", "org/whole", "--json").json
-    assert (row["name"], row["kind"]) == ("org/whole", "F32")
+    assert (row["name"], row["kind"]) == ("org/whole", "float32")
     assert "tiny-q8_0.gguf" not in hub.fetched()
     run("pull", "org/whole:Q8_0")
     assert listed(run) == ["org/whole", "org/whole:Q8_0"]
