@@ -84,9 +84,9 @@ def test_without_options_there_is_one_table_with_all_scopes(
     ("regime", "geometry"), [("token", TOKEN), ("sliceable", SLICEABLE), ("checkpoints", CHECKPOINTS)]
 )
 def test_a_row_says_what_the_simulator_counts(made: Made, run: Run, regime: str, geometry: Geometry) -> None:
-    flags = "--scope", "AUTO", "--regime", regime, "--budget", "500MiB", "--tokens-per-s", "250", "--json"
+    flags = "--scope", "AUTO", "--regime", regime, "--budget", "500MiB", "--json"
     row, _ = rows(run("simulate", made("interleaved", 40), *flags))
-    policy = Policy(scope=Scope("auto", 30), budget_bytes=500 * MIB, seconds_per_token=1 / 250)
+    policy = Policy(scope=Scope("auto", 30), budget_bytes=500 * MIB)
     trace = read_trace(made("interleaved", 40))
     totals = simulate(trace, policy, geometry)
     assert totals.evictions or geometry is not CHECKPOINTS
@@ -100,11 +100,11 @@ def test_a_row_says_what_the_simulator_counts(made: Made, run: Run, regime: str,
 def test_options_reach_the_policy_and_the_geometry(made: Made, run: Run) -> None:
     flags = ["--scope", "full", "--regime", "checkpoints", "--budget", "1GiB", "--budget", "unlimited"]
     flags += ["--block-size", "64", "--kv-cache-min-tokens", "3000", "--kv-cache-ttl", "10s"]
-    flags += ["--bytes-per-token", "1KiB", "--state-bytes", "2MiB", "--json"]
+    flags += ["--json"]
     found = rows(run("simulate", made("interleaved", 30), *flags))
     policy = Policy(scope=Scope("full"), block_size=64, min_tokens=3000, ttl_s=10.0)
     trace = read_trace(made("interleaved", 30))
-    totals = simulate(trace, policy, Geometry(1024, 2 * MIB, CHECKPOINTS.logits_bytes))
+    totals = simulate(trace, policy, CHECKPOINTS)
     assert found[0]["budget_bytes"] is None
     assert (found[0]["requests"], found[0]["written_bytes"]) == (30, totals.written_bytes)
     forever = simulate(trace, replace(policy, ttl_s=0.0), CHECKPOINTS)
@@ -233,15 +233,6 @@ def record(
     return path
 
 
-def test_only_the_end_of_a_workload_is_replayed_if_that_is_wanted(made: Made, run: Run) -> None:
-    def requests(*flags: str) -> set[int]:
-        return {row["requests"] for row in rows(run("simulate", made("interleaved", 20), *SHORT, *flags, "--json"))}
-
-    assert requests() == requests("--last", "7d") == {20}
-    assert requests("--last", "0s") == {1}
-    assert run("simulate", made("interleaved", 20), "--last", "soon").exit_code == 2
-
-
 def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path: Path) -> None:
     cut = record(tmp_path / "cut.jsonl", block_size=32)
     states = record(tmp_path / "states.jsonl", block_size=64, state_bytes=5 * MIB)
@@ -262,11 +253,7 @@ def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path:
         ("states", "sliceable"): [64, 64, SLICEABLE.bytes_per_token, 0, speed],
         ("states", "checkpoints"): [64, 64, 1024, 5 * MIB, speed],
     }
-    flags = "--block-size", "16", "--kv-cache-min-tokens", "8", "--bytes-per-token", "2KiB", "--state-bytes", "1MiB"
-    assert set(map(tuple, of(*regimes, *flags, "--tokens-per-s", "10").values())) == {
-        (16, 8, 2048, 0, 10.0),
-        (16, 8, 2048, MIB, 10.0),
-    }
+    assert {tuple(found[:2]) for found in of("--block-size", "16", "--kv-cache-min-tokens", "8").values()} == {(16, 8)}
     policy = Policy(scope=Scope("full"), block_size=64, min_tokens=64)
     totals = simulate(read_trace(states), policy, Geometry(1024, 5 * MIB, 800))
     found = rows(run("simulate", states, "--scope", "full", "--budget", "unlimited", "--json"))
@@ -324,17 +311,6 @@ def test_what_a_file_is_called_cannot_steer_the_terminal(run: Run, tmp_path: Pat
     shown = run("simulate", file, *SHORT).stdout
     assert not {"\x1b", "\x07"} & set(shown)
     assert "[b]: 1 request, 1,000 prompt tokens" in shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.04, "40 ms"), (119.0, "119.0 s"), (120.0, "2.0 min"), (7300.0, "2.0 h"), (2e5, "2.3 d")]
-)
-def test_seconds_saved_are_shown_in_a_unit_that_fits(made: Made, run: Run, seconds: float, shown: str) -> None:
-    flags = "--scope", "full", *SHORT[2:]
-    restored = rows(run("simulate", made("interleaved", 20), *flags, "--json"))[0]["restored_tokens"]
-    table = run("simulate", made("interleaved", 20), *flags, "--tokens-per-s", str(restored / seconds)).stdout
-    (row,) = (line for line in table.splitlines() if line.startswith("full "))
-    assert row.rstrip().endswith(f" {shown}")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".SVG"])
@@ -431,11 +407,6 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
         (["day.jsonl", "--block-size", "8"], "--block-size: 8 is out of range"),
         (["day.jsonl", "--kv-cache-min-tokens", "-1"], "--kv-cache-min-tokens: -1 is out of range"),
         (["day.jsonl", "--kv-cache-ttl", "soon"], "--kv-cache-ttl: 'soon' is not a duration"),
-        (["day.jsonl", "--bytes-per-token", "0"], "--bytes-per-token: 0 is out of range"),
-        (["day.jsonl", "--state-bytes", "2TiB"], "--state-bytes: 2TiB is out of range"),
-        (["day.jsonl", "--tokens-per-s", "0"], "--tokens-per-s: it must be a number above 0"),
-        (["day.jsonl", "--tokens-per-s", "nan"], "--tokens-per-s: it must be a number above 0"),
-        (["day.jsonl", "--tokens-per-s", "inf"], "--tokens-per-s: it must be a number above 0"),
         (["day.jsonl", "--policy", "nobody"], "--policy: no preset 'nobody'"),
         (["day.jsonl", "--plot", "plot.pdf"], "--plot: plot.pdf must end in .png or .svg"),
         (["day.jsonl", "--plot", "nowhere/plot.png"], "--plot: there is no folder nowhere"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +15,7 @@ from diskprefix.cli.options import PathType, build_settings, nonempty, option, p
 from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
-from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
+from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.plot import check_plot, draw
 from diskprefix.extras.simulate.simulator import Policy
 from diskprefix.extras.simulate.table import show
@@ -25,7 +24,7 @@ from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.nouns import Scope
 from diskprefix.printable import printable_only
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
-from diskprefix.units import format_size, parse_duration, parse_size
+from diskprefix.units import parse_size
 
 _DEFAULTS = Settings()
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
@@ -97,27 +96,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
     show_default="none: everything is restored from the disk",
 )
 @setting_option("kv_memory_entries", envvar=None)
-@option(
-    "--bytes-per-token",
-    metavar="SIZE",
-    show_default=f"the recording's, else {SLICEABLE.bytes_per_token}, with checkpoints {CHECKPOINTS.bytes_per_token}",
-    help="The bytes of state that each token adds. The defaults are those of SmolLM2-135M and Qwen3-Next-80B-A3B.",
-)
-@option(
-    "--state-bytes",
-    metavar="SIZE",
-    show_default=f"the recording's, else {format_size(CHECKPOINTS.state_bytes)}",
-    help="The bytes of one checkpoint, for models with checkpoints.",
-)
-@option(
-    "--tokens-per-s",
-    type=float,
-    show_default=f"as recorded, else {_TOKENS_PER_S:.0f}",
-    help="The speed of prefill. Only the time saved depends on it.",
-)
-@option(
-    "--last", metavar="DURATION", show_default="all of it", help="Replay only the end of each workload: 90s, 15m, 12h."
-)
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",
@@ -133,10 +111,6 @@ def simulate(
     regime: tuple[Regime, ...],
     budget: tuple[str, ...],
     policy: tuple[str, ...],
-    bytes_per_token: str | None,
-    state_bytes: str | None,
-    tokens_per_s: float | None,
-    last: str | None,
     json: bool,
     plot: Path | None,
     **flags: Any,
@@ -170,32 +144,21 @@ def simulate(
     upper-bound      a limit for all rules: every token that a prompt shares with an
                      earlier one is restored
     """
-    if tokens_per_s is not None and not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
-        raise SettingsError("--tokens-per-s: it must be a number above 0")
     if plot is not None:
         check_plot(plot)
-    last_s = None if last is None else parse_duration(last, param="--last")
     # A curve needs two points.
     budget = budget or (_BUDGETS if plot else _BUDGETS[-1:])
     cases_of = partial(
         _cases,
         scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope or _SCOPES)),
         regimes=regime,
-        budgets=tuple(
-            None if size.strip().lower() == "unlimited" else _size(size, "--budget", MIN_BUDGET, MAX_BUDGET)
-            for size in budget
-        ),
+        budgets=tuple(map(_budget, budget)),
         presets={name: policy_values(name) for name in policy},
         flags={name: value for name, value in flags.items() if value is not None},
-        bytes_per_token=None if bytes_per_token is None else _size(bytes_per_token, "--bytes-per-token", 1, 2**30),
-        state_bytes=None if state_bytes is None else _size(state_bytes, "--state-bytes", 1, 2**40),
-        tokens_per_s=tokens_per_s,
     )
     # An error in an option is reported before the traces are read, and one in a trace before the first is replayed.
     cases_of(None)
-    read = _read(traces)
-    shortened = [trace if last_s is None else trace.last(last_s) for trace in read]
-    planned = [(one, cases_of(one.daemon)) for trace in shortened for one in trace.by_model()]
+    planned = [(one, cases_of(one.daemon)) for trace in _read(traces) for one in trace.by_model()]
     with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
         rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
     if plot is not None:
@@ -222,9 +185,6 @@ def _cases(
     budgets: Sequence[int | None],
     presets: Mapping[str, Mapping[str, Any]],
     flags: Mapping[str, Any],
-    bytes_per_token: int | None,
-    state_bytes: int | None,
-    tokens_per_s: float | None,
 ) -> list[Case]:
     """Returns the runs over a workload that `daemon` recorded. Raises `SettingsError`.
 
@@ -232,32 +192,24 @@ def _cases(
     """
     recorded = {"block_size": daemon.block_size, "kv_cache_min_tokens": daemon.min_tokens} if daemon else {}
     said = {**recorded, **flags}
-    speed = tokens_per_s or (daemon and daemon.tokens_per_s) or _TOKENS_PER_S
+    speed = (daemon and daemon.tokens_per_s) or _TOKENS_PER_S
     reference = _policy(said, speed)
     return cases(
         [replace(reference, scope=scope) for scope in scopes],
-        {
-            regime: _geometry(regime, daemon, bytes_per_token, state_bytes)
-            for regime in regimes or (_own_regime(daemon),)
-        },
+        {regime: _geometry(regime, daemon) for regime in regimes or (_own_regime(daemon),)},
         budgets,
         {name: _policy({**said, **values}, speed) for name, values in presets.items()},
         reference,
     )
 
 
-def _geometry(
-    regime: Regime, daemon: RecordedDaemon | None, bytes_per_token: int | None, state_bytes: int | None
-) -> Geometry:
+def _geometry(regime: Regime, daemon: RecordedDaemon | None) -> Geometry:
+    """Returns the size of the recorded state if it is of this kind, else that of a common model."""
     found = GEOMETRIES[regime]
-    if daemon and daemon.geometry and bool(daemon.geometry.state_bytes) == bool(found.state_bytes):
-        recorded = daemon.geometry
-        found = recorded if recorded.state_bytes else replace(recorded, exact_at=found.exact_at)
-    given: dict[str, Any] = {
-        "bytes_per_token": bytes_per_token,
-        "state_bytes": state_bytes if regime == "checkpoints" else 0,
-    }
-    return replace(found, **{name: value for name, value in given.items() if value is not None})
+    recorded = daemon.geometry if daemon else None
+    if recorded is None or bool(recorded.state_bytes) != bool(found.state_bytes):
+        return found
+    return recorded if recorded.state_bytes else replace(recorded, exact_at=found.exact_at)
 
 
 def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
@@ -277,10 +229,13 @@ def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
     )
 
 
-def _size(text: str, flag: str, least: int, most: int) -> int:
-    num_bytes = parse_size(text, param=flag)
-    if not least <= num_bytes <= most:
-        raise SettingsError(f"{flag}: {text} is out of range ({least} to {most} bytes)")
+def _budget(text: str) -> int | None:
+    """Returns the bytes of a budget, None for no limit."""
+    if text.strip().lower() == "unlimited":
+        return None
+    num_bytes = parse_size(text, param="--budget")
+    if not MIN_BUDGET <= num_bytes <= MAX_BUDGET:
+        raise SettingsError(f"--budget: {text} is out of range ({MIN_BUDGET} to {MAX_BUDGET} bytes)")
     return num_bytes
 
 

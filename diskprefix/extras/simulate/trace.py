@@ -77,19 +77,17 @@ class Trace:
     def __iter__(self) -> Iterator[TraceRequest]:
         return self.replay()
 
-    def last(self, seconds: float) -> Trace:
-        """Returns a trace of the last seconds."""
-        start = max((request.when for request in self), default=0.0) - seconds
-        return self._of(lambda request: request.when >= start)
-
     def by_model(self) -> list[Trace]:
         """Returns a trace for each model, or this one if there are not several."""
-        found = [(name, self._of(lambda one, name=name: one.model == name)) for name in self.models]  # type: ignore[misc]
+        found = [(name, self._of(name)) for name in self.models]
         made = [replace(one, name=f"{self.name}: {name}", daemon=self.models[name], models={}) for name, one in found]
         return made or [self]
 
-    def _of(self, is_in: Callable[[TraceRequest], bool]) -> Trace:
-        return replace(self, num_requests=sum(map(is_in, self)), replay=lambda: filter(is_in, self.replay()))
+    def _of(self, model: str) -> Trace:
+        def replay() -> Iterator[TraceRequest]:
+            return (request for request in self.replay() if request.model == model)
+
+        return replace(self, num_requests=sum(1 for _ in replay()), replay=replay)
 
     def head(self, num_requests: int) -> Trace:
         """Returns a trace of the first `num_requests` requests, or of all if there are fewer."""

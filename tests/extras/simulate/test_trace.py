@@ -31,14 +31,6 @@ def test_the_head_of_a_trace_is_as_long_as_it_says(wanted: int, there: int) -> N
     assert head.name == "t"
 
 
-@pytest.mark.parametrize(("seconds", "there"), [(0, [9]), (4, [5, 9]), (100, [0, 5, 9])])
-def test_the_last_of_a_trace_are_counted_from_its_last_request(seconds: float, there: list[float]) -> None:
-    last = Trace.of("t", [request(when, 1) for when in (0, 5, 9)]).last(seconds)
-    assert len(last) == len(there)
-    assert [request.when for request in last] == [request.when for request in last] == there
-    assert len(Trace.of("t", []).last(5)) == 0
-
-
 def block_request(when: float, ids: list[int], num_tokens: int) -> BlockRequest:
     return BlockRequest(when=when, block_ids=np.array(ids, np.int64), num_tokens=num_tokens)
 
