@@ -175,7 +175,6 @@ class Runner:
         run through the model. `have`: tokens of the prompt that the arena holds."""
         token_ids = prompt.token_ids
         with torch.inference_mode():
-            self.cache.load(options.tenant).result()
             cached = self.cache.begin(prompt, options)
             self.arena.settle(drop=True)
             self.arena.truncate(have)
@@ -215,7 +214,6 @@ class Runner:
                 raise Gone
 
         with torch.inference_mode():
-            self.cache.load(options.tenant).result()
             cached = self.cache.begin(prompt, options)
             self.arena.settle(drop=True)
             self.arena.truncate(0)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
-from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ class Owner(NamedTuple):
 
 
 class PrefixCache(CacheResources):
-    """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
+    """The prefix cache of one model. `begin` is for the engine thread; `stats` is for any thread.
 
     `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`).
     Its hash is the root of all that the tenant stores. `device` names what computes, precisely enough to tell its speed
@@ -75,18 +75,17 @@ class PrefixCache(CacheResources):
             store, self.payload_layout, self._root_record, on_history, settings.kv_cache_ttl
         )
         self.writer.on_forget.append(self.namespaces.forget_deleted)
-        self.load(SHARED).result()
-        self.root = self.namespaces.get(SHARED).root
+        shared = self.namespaces.get(SHARED)
+        with suppress(CacheError):
+            # The first request tries again.
+            self.namespaces.read(shared)
+        self.root = shared.root
         """The root of callers with neither key nor salt."""
         if not layout.unsupported:
             self.writer.add_model(ModelRecord(model=model_name, identity=identity(str(SHARED))))
         key = f"{self.root.hex()} {device} {store.store_id.hex()}"
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
         self.writer.on_turn.append(self.cost_model.remember_due)
-
-    def load(self, tenant: Tenant) -> Future[Any]:
-        """See `TenantNamespaces.load`. A request that does not wait for it is served as if it were the first one."""
-        return self.namespaces.load(tenant)
 
     def notes(self, tenant: Tenant) -> TenantNotes:
         """Returns the notes of a tenant; for any thread."""
@@ -215,14 +214,12 @@ class PrefixCache(CacheResources):
         that is `beside` another leaves the store to that one."""
         if not self.has_own_threads:
             self.cost_model.remember()
-            self.namespaces.close()
             return True
         self.capturer.close(timeout_s)
         self.cost_model.remember()
         # Before the threads, which may take long to end: what waits is written within the time.
         is_written = self.tiered.end_writing(timeout_s)
         self.readers.shutdown()
-        self.namespaces.close()
         self.tiered.close_store()
         return is_written
 

@@ -109,6 +109,8 @@ class CachedRequest:
         arena.truncate(have)
         self.restored = held = _held(have, logits)
         if self._bypass is None:
+            with self._guarded("what was seen before is not known"):
+                self.cache.namespaces.read(self.namespace)
             restoration = self._restoration(on_logits)
             self._miss_reason = "error"
             with self._guarded("nothing is restored"):

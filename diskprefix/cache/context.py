@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from diskprefix.cache.choosing import choose_kept
+from diskprefix.cache.choosing import choose_kept, look
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.namespaces import TenantNamespace
 from diskprefix.cache.planning import ttl_at
 from diskprefix.cache.policy.breaks import find_break
+from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
 from diskprefix.cache.resources import CacheResources
@@ -38,6 +39,8 @@ class RequestContext:
         """Id and secret of the store that the request began with."""
         self.spending: Spending | None = None
         """The state of the write budget when the prompt was chosen."""
+        self._sighting = Sighting()
+        """What earlier prompts say about this one. Set by `choose`."""
 
     def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
         """Returns the nodes of the prompt, or of the prompt and its reply."""
@@ -58,7 +61,8 @@ class RequestContext:
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         self.spending = cache.spending(self.options.tenant)
         prompt, options, stored = self.prompt, self.options, restored.stored_tokens
-        selection = choose_kept(self.namespace.seen, rules, prompt, options, nodes.block_names, stored)
+        self._sighting = look(self.namespace.seen, prompt, options, nodes.block_names)
+        selection = choose_kept(self._sighting, rules, prompt, options, stored)
         had = max(restored.num_tokens, stored)
         selection = within_budget(
             selection, prompt, self.spending, rules, stored=stored, had=had, is_asked=options.is_asked
@@ -81,7 +85,7 @@ class RequestContext:
         if self.prompt.source is None:
             return None
         known = max(selection.common, selection.seen, restored.num_tokens)
-        recent = self.namespace.seen.in_window(self.options.scope, self.options.group)
+        recent = (one.prompt.token_ids for one in self._sighting.recent if one.prompt.num_tokens > known)
         return find_break(self.prompt.token_ids, recent, known)
 
     def why_missed(self, restored: Restored, selection: Selection, broken: Break | None) -> MissReason:

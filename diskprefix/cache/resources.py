@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from diskprefix import hooks
 from diskprefix.cache.cost_model import CostModel
+from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.write_budget import Spending, SpentByKey
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
@@ -93,6 +94,7 @@ class CacheResources:
     """The store and the threads of one prefix cache, and its counts."""
 
     cost_model: CostModel
+    namespaces: TenantNamespaces
 
     def __init__(self, settings: Settings, store: Store, layout: Layout, beside: CacheResources | None = None) -> None:
         """`beside` is the cache of another model in the same store, whose threads serve

@@ -181,7 +181,7 @@ class DraftModel:
 
     def _begin(self, reply: Reply) -> DraftSequence | None:
         prompt, options = reply.running.request.prompt, reply.running.request.cache
-        if not self.cache.load(options.tenant).done() or reply.num_known >= self.max_positions:
+        if reply.num_known >= self.max_positions:
             return None
         is_off = options.scope.kind == "off"
         owner = reply.running if is_off else self.cache.owner(options.tenant)

@@ -9,7 +9,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -218,24 +217,19 @@ async def ask(arrival: Arrival) -> Question:
 
 
 async def render(question: Question) -> Rendered:
-    """Renders the prompt in a thread, and waits until the tenant's stored prompts are known."""
+    """Renders the prompt in a thread."""
     arrival, wanted = question.arrival, question.asked.prompt
     serving, cache = arrival.serving, arrival.cache
 
-    def make_prompt() -> tuple[Replayed, Future[None] | None]:
+    def make_prompt() -> Replayed:
         renderer, encodings = serving.renderer, stored_encodings(serving, cache)
         if isinstance(wanted, Conversation):
-            replayed = renderer.replay(wanted, stored_turns(serving, cache), encodings)
-        else:
-            replayed = Replayed(renderer.completion(wanted, encodings))
-        return replayed, None if replayed.prompt.media else serving.engine.cache.load(cache.tenant)
+            return renderer.replay(wanted, stored_turns(serving, cache), encodings)
+        return Replayed(renderer.completion(wanted, encodings))
 
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
-    replayed, loading = await arrival.daemon.threads.run("media" if has_media else "rendering", make_prompt)
-    if loading is not None:
-        # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
-        await asyncio.shield(asyncio.wrap_future(loading))
-    return Rendered(arrival, question.asked, replayed)
+    work = "media" if has_media else "rendering"
+    return Rendered(arrival, question.asked, await arrival.daemon.threads.run(work, make_prompt))
 
 
 async def submit(parts: Sequence[Rendered]) -> Submitted:

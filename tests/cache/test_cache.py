@@ -395,7 +395,7 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
     runner.wait_for(lambda: runner.cache.is_gone(owner))
     again = runner.run(prompt, "auto")
-    assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).seen.history)) == (0, 1)
+    assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).seen)) == (0, 1)
 
 
 def test_a_purge_that_finds_nothing_in_the_store_has_the_daemon_forget_its_memory(runner: Runner) -> None:

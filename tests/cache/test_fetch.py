@@ -139,7 +139,7 @@ def test_what_memory_has_counts_as_stored_for_no_policy(tmp_path: Path) -> None:
     runner = open_runner("qwen3_next", tmp_path)
     auto = CacheOptions(scope=parse_scope("auto", param="scope"))
     prompt = Prompt(PROMPT, boundaries=(len(PROMPT),))
-    runner.cache.namespaces.get(SHARED).seen.history.add(PROMPT, b"")
+    runner.cache.namespaces.get(SHARED).seen.remember(PROMPT, [])
     logits = compute(runner, PROMPT)
     cached = runner.cache.begin(prompt, auto)
     cached.fetch(runner.arena, len(PROMPT), logits)

@@ -13,6 +13,7 @@ import pytest
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.policy.seen import Earlier, SeenPrompt, Sighting
 from diskprefix.cache.policy.select import Rules, select
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
@@ -21,6 +22,7 @@ from diskprefix.extras.compression.compression import fit
 from diskprefix.json_values import MOST_PARTS
 from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
+from diskprefix.tokens import common_prefix_length
 from tests.chat.rendering import rendered, renderer_of, tokenizer_with
 from tests.server.chat_model import CHAT_TEMPLATE, VOCAB_SIZE
 
@@ -288,7 +290,10 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
     assert second.boundaries == ()
     auto = parse_scope("auto", param="scope")
     rules = Rules(block_size=16, min_tokens=16, cold_max=1024, interval=1024)
-    kept = select(auto, second, [first.token_ids], rules)
+    earlier = Earlier(
+        SeenPrompt((), first.token_ids.tobytes()), common_prefix_length(first.token_ids, second.token_ids)
+    )
+    kept = select(auto, second, rules, Sighting(recent=(earlier,)))
     assert kept.reason == "shared_prefix"
     assert kept.aligned > 64
 

@@ -165,8 +165,8 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     (expected,) = run_together(plain, [first])
     engine = drafting(folders, tmp_path / "kv")
     assert computed_by(engine, first, expected) > len(text)
-    (remembered,) = drafter(engine).model.cache.namespaces.get(SHARED).seen.history.recent(2)
-    assert remembered.tolist() == text.tolist()
+    (remembered,) = drafter(engine).model.cache.namespaces.get(SHARED).seen._prompts
+    assert remembered.token_ids.tolist() == text.tolist()
     assert computed_by(engine, first, expected) < MOST_GUESSED, "it is in memory"
     engine.close()
 

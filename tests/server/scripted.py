@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +134,6 @@ class ScriptedEngine:
         self.closed = threading.Event()
         self.stats = dict(STATS)
         self.requests: list[GenerateRequest] = []
-        self.loaded: list[Tenant] = []
         """The tenants whose recent prompts were asked for, in this order."""
         self.model = SimpleNamespace(
             config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=2)),
@@ -205,7 +203,6 @@ class ScriptedCache:
         self.is_readable = threading.Event()
         self.is_readable.set()
         self.is_waited_for = threading.Event()
-        self.loading: dict[Tenant, Future[None]] = {}
         self.noted: dict[tuple[Tenant, NoteKind, str], bytes] = {}
 
     @property
@@ -217,15 +214,6 @@ class ScriptedCache:
             self.is_waited_for.set()
             assert self.is_readable.wait(30)
         return self._engine.stats
-
-    def load(self, tenant: Tenant) -> Future[None]:
-        """Stands in for `PrefixCache.load`. Of a tenant in `loading`, it is done when the test says so."""
-        self._engine.loaded.append(tenant)
-        if tenant in self.loading:
-            return self.loading[tenant]
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def notes(self, tenant: Tenant) -> TenantNotes:
         """Stands in for `PrefixCache.notes`."""

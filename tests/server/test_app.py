@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,6 @@ from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import ModelError
-from diskprefix.nouns import SHARED
 from diskprefix.server import limits as reading
 from diskprefix.server import streaming
 from diskprefix.server.process import process
@@ -40,7 +39,6 @@ from tests.server.scripted import (
     started_app,
     until_cancelled,
 )
-from tests.server.test_media import one_thread
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -200,24 +198,6 @@ def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
             wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the request waits")
         wait_until(lambda: not server.daemon.num_arriving, "the place is free")
         load.go_on.set()
-
-
-def test_a_tenant_that_is_read_slowly_takes_no_thread_that_another_needs(
-    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine.script = say_hello
-    slow = SHARED.with_salt("slow")
-    loading = engine.cache.loading[slow] = Future()
-    monkeypatch.setattr(asyncio.BaseEventLoop, "run_in_executor", one_thread(asyncio.BaseEventLoop.run_in_executor))
-    with server.client() as client, ThreadPoolExecutor(2) as clients:
-        waiting = [clients.submit(client.post, CHAT, json=HELLO | {"cache_salt": "slow"}) for _ in range(2)]
-        try:
-            wait_until(lambda: engine.loaded.count(slow) == 2, "two requests wait for their tenant")
-            assert client.post(CHAT, json=HELLO).status_code == 200
-            assert not any(request.done() for request in waiting)
-        finally:
-            loading.set_result(None)
-        assert [request.result().status_code for request in waiting] == [200, 200]
 
 
 @pytest.mark.parametrize("error", [ModelError("no such model"), RuntimeError("secret detail")])

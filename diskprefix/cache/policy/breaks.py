@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +20,23 @@ _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
-def find_break(token_ids: TokenIds, recent: Sequence[TokenIds], known: int) -> Break | None:
+def find_break(token_ids: TokenIds, recent: Iterable[TokenIds], known: int) -> Break | None:
     """Returns the break that costs most; None if none of the `recent` prompts, newest first, shows one. `known` tokens
     from the first one on are found anyway. A break counts if at least 256 more would be found without it, and if at
     least half of what followed in the earlier prompt follows here too."""
-    commons = [common_prefix_length(token_ids, earlier) for earlier in recent]
-    candidates = [
+    commons = ((common_prefix_length(token_ids, earlier), earlier) for earlier in recent)
+    costly = (
         (common, earlier)
-        for common, earlier in zip(commons, recent, strict=True)
+        for common, earlier in commons
         if min(len(token_ids), len(earlier)) >= max(known, common) + _LEAST_TOKENS
-    ][:_MOST_PROMPTS]
+    )
+    candidates = list(islice(costly, _MOST_PROMPTS))
     if not candidates:
         return None
     hashes = np.sort(_hashes(token_ids))
     breaks = [Break(common, _num_shared(hashes, earlier[common:])) for common, earlier in candidates]
-    costly = [one for one in breaks if one.num_tokens and one.at + one.num_tokens >= known + _LEAST_TOKENS]
-    return max(costly, key=lambda one: one.at + one.num_tokens, default=None)
+    found = [one for one in breaks if one.num_tokens and one.at + one.num_tokens >= known + _LEAST_TOKENS]
+    return max(found, key=lambda one: one.at + one.num_tokens, default=None)
 
 
 def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:

@@ -29,10 +29,10 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from diskprefix.cache.policy.sightings import Sighting
+from diskprefix.cache.policy.seen import Earlier, Sighting
 from diskprefix.nouns import Prompt, Reason, Scope, Selection
 from diskprefix.settings import Settings
-from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
+from diskprefix.tokens import LEAST_TOKENS, floor_to_grid
 
 StateKind: TypeAlias = Literal["token", "sliceable", "token_checkpoints", "checkpoints"]
 """Where a restored prefix can end: at any token; at the end of any block; at a checkpoint, which may be at any token;
@@ -103,21 +103,17 @@ class _Choice(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The recent prompts, newest first, and how many tokens the prompt shares with each (`commons`). `seen` is the
-    number of its tokens whose blocks were seen before, in these prompts or in older ones."""
+    """The earlier prompts of the window, newest first, and what is known from all others. `seen` is the number of the
+    prompt's tokens whose blocks were seen before, in these prompts or in older ones."""
 
-    prompts: Sequence[TokenIds]
-    commons: list[int]
+    recent: Sequence[Earlier]
     seen: int
     sighting: Sighting
-    older: TokenIds | None = None
-    """The prompt that shares most, if it is older than those of the window."""
-    common_older: int = 0
 
     @property
     def common(self) -> int:
         """The most that is shared with a prompt of the window."""
-        return max(self.commons, default=0)
+        return max((one.common for one in self.recent), default=0)
 
     @property
     def known(self) -> int:
@@ -127,48 +123,44 @@ class _Window(NamedTuple):
     @property
     def most_common(self) -> int:
         """The most that is shared with a prompt of the window, or with the older one."""
-        return max(self.common, self.common_older)
+        older = self.sighting.older
+        return max(self.common, older.common if older is not None else 0)
 
     @property
     def lost(self) -> int:
         """The number of tokens at the end of the prompt that shares most with this one, which this one lacks. If there
         are several such prompts, the fewest."""
-        common = self.common
-        if self.older is not None and self.common_older > common:
-            return len(self.older) - self.common_older
-        lengths = (len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True) if n == common)
-        return min(lengths, default=common) - common
+        common, older = self.common, self.sighting.older
+        if older is not None and older.common > common:
+            return older.lost
+        return min((one.lost for one in self.recent if one.common == common), default=0)
 
 
 def select(
     scope: Scope,
     prompt: Prompt,
-    recent: Sequence[TokenIds],
     rules: Rules,
+    sighting: Sighting,
     *,
     restored: int = 0,
-    sighting: Sighting = Sighting(),  # noqa: B008 (immutable)
-    older: TokenIds | None = None,
 ) -> Selection:
-    """Returns the part of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same
+    """Returns the part of `prompt` to keep under `scope`, given what is known from earlier prompts. Same inputs, same
     answer.
 
     If messages were left out of a prompt, the scopes `auto` and `N` keep marked positions only: its tokens are not
     those of the conversation.
 
-    `restored` is the number of tokens that need not be computed; the checkpoints of `auto` depend on it. `sighting`
-    says how much of the prompt was seen before, in the window or earlier. `older` is a prompt from before the window
-    that shares more than those in it: it counts only for whether this prompt goes on from it.
+    `restored` is the number of tokens that need not be computed; the checkpoints of `auto` depend on it. Scopes other
+    than `auto` only report the prompts of the window. `Sighting.older` counts only for whether this prompt goes on from
+    it.
     """
     num_tokens, grid, state = len(prompt.token_ids), rules.grid, rules.state
     if scope.kind == "off":
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
     auto = scope.kind == "auto"
-    seen = min(sighting.num_blocks * rules.block_size, num_tokens)
-    recent = recent[: scope.value] if auto else recent
-    commons = [common_prefix_length(prompt.token_ids, earlier) for earlier in recent]
-    common_older = 0 if older is None else common_prefix_length(prompt.token_ids, older)
-    window = _Window(recent, commons, seen, sighting, older, common_older)
+    if not auto:
+        sighting = Sighting(recent=sighting.recent)
+    window = _Window(sighting.recent, min(sighting.num_blocks * rules.block_size, num_tokens), sighting)
     least = max(rules.min_tokens, 1)
 
     # Nothing would be kept for a mark with fewer than `least` tokens before it.
@@ -218,9 +210,9 @@ def select(
         anchors=tuple(sorted(anchors - {0})) if at_checkpoints else (),
         votes=tuple(support[position] for position in checkpoints) if choice.support is not None else (),
         window=scope.value if auto else 0,
-        recent=len(window.prompts),
+        recent=len(window.recent),
         common=window.common,
-        seen=seen,
+        seen=window.seen,
         safe=prompt.last_safe(window.known) if auto else 0,
         price=rules.price if auto and at_checkpoints else 0,
         lost=window.lost,
@@ -253,12 +245,12 @@ def _by_support(prompt: Prompt, window: _Window, rules: Rules, least: int, resto
     grid, price = rules.grid, rules.price
     leaving: Counter[int] = Counter()
     far: set[int] = set()
-    for earlier, common in zip(window.prompts, window.commons, strict=True):
+    for earlier in window.recent:
         # A prompt that this one continues does not leave it: its conversation goes on from here.
-        if common < len(earlier):
-            at = prompt.last_safe(common)
+        if earlier.lost:
+            at = prompt.last_safe(earlier.common)
             leaving[at] += 1
-            if (len(earlier) - common) * _SHORT_END > len(earlier):
+            if earlier.lost * _SHORT_END > earlier.lost + earlier.common:
                 far.add(at)
     votes: Counter[int] = Counter()
     of_others: Counter[int] = Counter()
@@ -321,7 +313,7 @@ def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None
     show that system messages do not come again."""
     if not prompt.system_end or window.known >= prompt.system_end:
         return None
-    beginnings = [bytes(earlier[:least]) for earlier in window.prompts]
+    beginnings = [bytes(earlier.prompt.token_ids[:least]) for earlier in window.recent]
     is_shared = len(set(beginnings)) < len(beginnings)
     return _Choice(prompt.system_end, "new_system_prompt") if is_shared or len(beginnings) < _SEEN_ENOUGH else None
 
@@ -333,7 +325,7 @@ def _why_short(prompt: Prompt, least: int) -> Reason:
 def _why_nothing(window: _Window) -> Reason:
     if window.known:
         return "no_safe_boundary"
-    return "no_match" if window.prompts else "no_history"
+    return "no_match" if window.recent else "no_history"
 
 
 def _best_positions(

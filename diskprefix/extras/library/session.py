@@ -258,7 +258,6 @@ class PrefixCacheSession:
     def _complete(self, arena: KVArena, prompt: Prompt, *, goes_on: bool = False) -> torch.Tensor | None:
         """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab], or None if
         they are not needed (`goes_on`) and were not computed."""
-        self._cache.load(self._options.tenant).result()
         cached = self._cache.begin(prompt, self._options, goes_on=goes_on)
         try:
             arena.settle(drop=True)

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diskprefix.cache.choosing import SeenPrompts, choose_kept
+from diskprefix.cache.choosing import choose_kept, look
 from diskprefix.cache.matching import Matcher, Restored
 from diskprefix.cache.planning import Plan, Planner, marked_nodes, ttl_at
+from diskprefix.cache.policy.seen import SeenPrompts
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
 from diskprefix.cache.tiers.nodes import PromptNodes
@@ -144,7 +145,7 @@ class Simulator:
         is_asked = request.scope is not None or request.ttl_s is not None
         options = CacheOptions(scope=scope, group=request.group, save=request.save, is_asked=is_asked)
         spending, stored = self._spending(request.when), restored.stored_tokens
-        selection = choose_kept(seen, self._rules, prompt, options, names, stored)
+        selection = choose_kept(look(seen, prompt, options, names), self._rules, prompt, options, stored)
         had = max(in_memory, stored)
         selection = within_budget(selection, prompt, spending, self._rules, stored=stored, had=had, is_asked=is_asked)
         self.totals.unaffordable += selection.reason == "write_budget"
@@ -156,7 +157,7 @@ class Simulator:
                 selection = replace(selection, keeps_reply=False)
             written = self._publish(request, nodes, in_all, selection)
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
-                seen.remember(prompt.token_ids, request.group, names)
+                seen.remember(prompt.token_ids, names, request.group)
         if scope.kind != "off":
             self._memory.keep(request.tenant, np.concatenate([prompt.token_ids, request.reply]), request.when)
         num_restored = max(restored.num_tokens, in_memory)

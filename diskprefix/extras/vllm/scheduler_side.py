@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix import hooks
-from diskprefix.cache.choosing import choose_kept
+from diskprefix.cache.choosing import choose_kept, look
 from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.cache.planning import ttl_at
 from diskprefix.cache.policy.select import Rules
@@ -53,7 +53,6 @@ class SchedulerSide:
             lambda tenant: ranks[0].record(str(tenant)),
             None if self._recorder is None else self._recorder.know,
         )
-        self._namespaces.load(SHARED).result()
         self._counts: Counter[str] = Counter()
         self._differs = what_differs(shared.store, ranks[0])
         if self._differs is not None:
@@ -76,7 +75,6 @@ class SchedulerSide:
             return
         tenant = SHARED.with_salt(request.cache_salt) if request.cache_salt else SHARED
         self._namespaces.forget_deleted()
-        self._namespaces.load(tenant)
         prompt = as_token_ids(request.prompt_token_ids or [])
         roots = [rank.root(str(tenant)) for rank in self._ranks]
         self._requests[request.request_id] = Tracked(
@@ -161,7 +159,6 @@ class SchedulerSide:
         return counts
 
     def close(self) -> None:
-        self._namespaces.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -239,9 +236,10 @@ class SchedulerSide:
     def _selected(self, tracked: Tracked) -> Selection:
         options, prompt = tracked.options.cache, Prompt(tracked.prompt, marks=tracked.options.marks)
         namespace = self._namespaces.get(tracked.tenant)
+        self._namespaces.read(namespace)
         names = tracked.names[0][1:]
         restored = tracked.num_matched * self._block_size
-        selection = choose_kept(namespace.seen, self._rules, prompt, options, names, restored)
+        selection = choose_kept(look(namespace.seen, prompt, options, names), self._rules, prompt, options, restored)
         if options.save and len(prompt.token_ids) >= self._settings.kv_cache_min_tokens:
             self._remember(tracked, namespace, names)
         return selection

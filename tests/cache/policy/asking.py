@@ -1,15 +1,20 @@
-"""Asks the policy with its rules as keywords."""
+"""Asks the policy with its rules as keywords, and earlier prompts as arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from diskprefix.cache.policy.seen import Earlier, SeenPrompt, Sighting
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.select import select as select_by
-from diskprefix.cache.policy.sightings import Sighting
 from diskprefix.nouns import Prompt, Scope, Selection
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, common_prefix_length
+
+
+def earlier(prompt: Prompt, token_ids: TokenIds) -> Earlier:
+    return Earlier(SeenPrompt((), token_ids.tobytes()), common_prefix_length(prompt.token_ids, token_ids))
 
 
 def select(
@@ -22,4 +27,10 @@ def select(
     older: TokenIds | None = None,
     **rules: Any,
 ) -> Selection:
-    return select_by(scope, prompt, recent, Rules(**rules), restored=restored, sighting=sighting, older=older)
+    window = recent[: scope.value] if scope.kind == "auto" else recent
+    seen = replace(
+        sighting,
+        recent=tuple(earlier(prompt, token_ids) for token_ids in window),
+        older=None if older is None else earlier(prompt, older),
+    )
+    return select_by(scope, prompt, Rules(**rules), seen, restored=restored)

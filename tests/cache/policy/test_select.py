@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diskprefix.cache.policy.seen import Earlier, SeenPrompt, Sighting
 from diskprefix.cache.policy.select import StateKind, _Window
-from diskprefix.cache.policy.sightings import Sighting
 from diskprefix.nouns import Mark, Prompt, Reason, Scope, Selection
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length, raw_boundaries
 from tests.cache.policy.asking import select
@@ -81,21 +81,21 @@ def seen(num_blocks: int) -> Sighting:
     return replace(UNLIKELY, num_blocks=num_blocks)
 
 
-class Counted(list[int]):
+class Counted(list[Earlier]):
     """Counts how often it is gone through."""
 
     passes = 0
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Earlier]:
         self.passes += 1
         return super().__iter__()
 
 
 def test_what_was_lost_is_found_in_two_passes_over_the_window() -> None:
     """With a pass for each prompt, a window of 8 192 prompts took three seconds of the engine's thread."""
-    commons = Counted([5] * 100)
-    assert _Window([ids(7)] * 100, commons, 0, UNLIKELY).lost == 2
-    assert commons.passes <= 2
+    recent = Counted([Earlier(SeenPrompt((), ids(7).tobytes()), 5)] * 100)
+    assert _Window(recent, 0, UNLIKELY).lost == 2
+    assert recent.passes <= 2
 
 
 def test_off_selects_nothing_and_looks_at_nothing() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.cache.policy.sightings import Sighting
+from diskprefix.cache.policy.seen import Sighting
 from diskprefix.nouns import Mark, Prompt, Scope, Selection
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids
 from tests.cache.policy.asking import select

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules, select
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
@@ -250,7 +251,7 @@ def test_the_text_that_the_template_writes_is_that_of_the_prompt(
 
 def kept_of(prompt: Prompt, scope: Scope) -> tuple[int, str]:
     rules = Rules(block_size=16, min_tokens=16, cold_max=100, interval=100, state="token")
-    chosen = select(scope, prompt, [], rules)
+    chosen = select(scope, prompt, rules, Sighting())
     return chosen.kept, chosen.reason
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import numpy as np
 
-from diskprefix.cache.choosing import SeenPrompts
-from diskprefix.cache.policy.history import History
+from diskprefix.cache.policy.seen import Earlier, SeenPrompt, SeenPrompts, Sighting
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.nouns import MAX_VALUE
-from diskprefix.store.schema import HISTORY_TOKENS
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, common_prefix_length
 
 Disturb: TypeAlias = Callable[[list[TokenIds], TokenIds, np.random.Generator], list[TokenIds]]
 """Makes another window of the window (newest prompt first) and the prompt."""
@@ -52,32 +50,30 @@ DISTURBED: dict[str, Disturb] = {
 }
 
 
-class _DisturbedHistory(History):
-    """A history whose window is disturbed. `prompt` is the prompt that is being looked up."""
+class _DisturbedPrompts(SeenPrompts):
+    """Earlier prompts whose window is disturbed."""
 
-    def __init__(self, disturb: Disturb, seed: int) -> None:
-        super().__init__(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
-        self.prompt: TokenIds = np.empty(0, np.int32)
+    def __init__(self, block_size: int, disturb: Disturb, seed: int, *, is_trusting: bool) -> None:
+        super().__init__(block_size, is_trusting=is_trusting)
         self._disturb = disturb
         self._random = np.random.default_rng(seed)
 
-    def recent(self, n: int, group: bytes = b"") -> tuple[TokenIds, ...]:
-        return tuple(self._disturb(list(super().recent(n, group)), self.prompt, self._random))
+    def look(self, token_ids: TokenIds, names: Sequence[bytes], window: int, group: bytes = b"") -> Sighting:
+        sighting = super().look(token_ids, names, window, group)
+        disturbed = self._disturb([one.prompt.token_ids for one in sighting.recent], token_ids, self._random)
+        recent = (Earlier(SeenPrompt((), ids.tobytes()), common_prefix_length(token_ids, ids)) for ids in disturbed)
+        return replace(sighting, recent=tuple(recent))
 
 
 class _DisturbedSimulator(Simulator):
     def __init__(self, policy: Policy, geometry: Geometry, disturb: Disturb, seed: int) -> None:
         super().__init__(policy, geometry)
-        self._histories: dict[str, _DisturbedHistory] = {}
-        self._disturb, self._seed = disturb, seed
+        self._block_size, self._disturb, self._seed = policy.block_size, disturb, seed
 
     def _seen(self, request: TraceRequest) -> SeenPrompts:
-        seen = super()._seen(request)
-        seen.history = history = self._histories.setdefault(
-            request.tenant, _DisturbedHistory(self._disturb, self._seed)
-        )
-        history.prompt = request.prompt.token_ids
-        return seen
+        is_trusting = request.is_shared or not request.tenant
+        new = _DisturbedPrompts(self._block_size, self._disturb, self._seed, is_trusting=is_trusting)
+        return self._seen_by.setdefault(request.tenant, new)
 
 
 def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb: Disturb, seed: int = 0) -> Totals:

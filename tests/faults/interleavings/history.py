@@ -237,17 +237,11 @@ class History:
         self.scheduler.spawn(one.id, "clients", lambda: self._ask(one, daemon))
 
     def _ask(self, one: Asked, daemon: Daemon) -> None:
-        """What `server.answer` does: has the tenant loaded, and submits."""
+        """What `server.answer` does."""
         # The task belongs to the clients, and what it calls to the daemon.
         assert self.scheduler.current is not None
         self.scheduler.current.process = daemon.process
         one.daemon = daemon
-        try:
-            daemon.cache.load(one.tenant).result()
-        except RuntimeError:
-            # The server lets nobody come as late as this: it closes the engine when its connections have ended.
-            one.last, one.ended_at = ErrorEvent(NotReady("closed")), self.scheduler.now
-            return
         request = GenerateRequest(
             id=one.id,
             prompt=Prompt(np.array(one.token_ids, np.int32)),
