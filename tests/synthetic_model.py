@@ -64,7 +64,7 @@ class SyntheticModel:
         return self._payload_layout.payload_bytes(node.num_tokens, node.kind)
 
     def publication(
-        self, token_ids: TokenIds, payload: Callable[[Node], memoryview], *, stored: int = 0, history_limit: int = 30
+        self, token_ids: TokenIds, payload: Callable[[Node], memoryview], *, stored: int = 0
     ) -> Publication:
         """Returns a publication of a prompt without its first `stored` nodes; `payload` returns a node's bytes."""
         nodes, path = self.nodes(token_ids), self.path(token_ids)
@@ -76,7 +76,6 @@ class SyntheticModel:
             last_node=path[-1].name,
             entry=EntryRecord(root=self.root, num_tokens=len(token_ids), scope="full", preview="", created_at=0.0),
             prompt=token_ids,
-            history_limit=history_limit,
         )
 
     def _new_node(self, nodes: PromptNodes, node: Node, payload: memoryview) -> NewNode:

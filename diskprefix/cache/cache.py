@@ -71,9 +71,7 @@ class PrefixCache(CacheResources):
         self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
-        self.namespaces = TenantNamespaces(
-            store, self.payload_layout, self._root_record, on_history, settings.kv_cache_ttl
-        )
+        self.namespaces = TenantNamespaces(store, self._root_record, on_history, settings.kv_cache_ttl)
         self.writer.on_forget.append(self.namespaces.forget_deleted)
         shared = self.namespaces.get(SHARED)
         with suppress(CacheError):

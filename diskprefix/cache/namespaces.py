@@ -11,11 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from diskprefix.cache.policy.seen import SeenPrompts
-from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
 from diskprefix.errors import CacheError
-from diskprefix.nouns import MAX_VALUE, SHARED, Tenant
-from diskprefix.store.pieces import PayloadLayout
+from diskprefix.nouns import SHARED, Tenant
+from diskprefix.store.ghosts import newest_first
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, root_hash
@@ -28,18 +27,38 @@ _MAX_TENANTS = 256
 @dataclass(eq=False)
 class TenantNamespace:
     """One tenant's part of the cache. `root` names everything that is stored for it. `is_read`: what the store knows of
-    earlier prompts is in memory. The first of these expires at `expires_at`, in seconds since the epoch."""
+    earlier prompts is in memory. Their first one expires at `expires_at`, and their last one came at `latest_at`, both
+    in seconds since the epoch."""
 
     root: bytes
     record: RootRecord
     seen: SeenPrompts
     is_read: bool = False
     expires_at: float = math.inf
+    latest_at: float = -math.inf
 
-    def remember(self, token_ids: TokenIds, group: bytes, block_names: Sequence[bytes], expires_at: float) -> None:
-        """Adds a prompt as the newest. `block_names` are the names of its full blocks."""
+    def remember(
+        self, token_ids: TokenIds, group: bytes, block_names: Sequence[bytes], came_at: float, lasts_s: float
+    ) -> None:
+        """Adds a prompt as the newest. `block_names` are the names of its full blocks. It came at `came_at`, and
+        expires `lasts_s` seconds later."""
         self.seen.remember(token_ids, block_names, group)
-        self.expires_at = min(self.expires_at, expires_at)
+        self._note_times(came_at, lasts_s)
+
+    def has_expired(self, now: float) -> bool:
+        """Returns whether some prompt has expired, or came at a time that is not yet: the clock was wrong then."""
+        return not self.latest_at <= now < self.expires_at
+
+    def replace(self, seen: SeenPrompts, times: Iterable[tuple[float, float]]) -> None:
+        """Takes over what was read from the store, with `came_at` and `lasts_s` of each prompt."""
+        for came_at, lasts_s in times:
+            self._note_times(came_at, lasts_s)
+        # One reference is replaced: the engine's thread uses the one before or this one.
+        self.seen, self.is_read = seen, True
+
+    def _note_times(self, came_at: float, lasts_s: float) -> None:
+        self.expires_at = min(self.expires_at, came_at + lasts_s)
+        self.latest_at = max(self.latest_at, came_at)
 
 
 class TenantNamespaces:
@@ -53,13 +72,11 @@ class TenantNamespaces:
     def __init__(
         self,
         store: Store,
-        layout: PayloadLayout,
         record_of: Callable[[Tenant], RootRecord],
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         ttl_s: float = 0.0,
     ) -> None:
         self._store = store
-        self._layout = layout
         self._record_of = record_of
         self._on_history = on_history
         self._ttl_s = ttl_s
@@ -93,23 +110,15 @@ class TenantNamespaces:
         """
         if namespace.is_read:
             return
+        seen = _nothing_seen(namespace.record)
         with self._store.snapshot() as snapshot:
-            prompts = snapshot.recent_prompts(namespace.root, MAX_VALUE)
-            times = list(snapshot.prompt_times(namespace.root))
+            prompts = list(newest_first(snapshot, namespace.root, most_bytes=MAX_PROMPT_BYTES))[::-1]
         if self._on_history is not None:
-            self._on_history(namespace.root, (token_ids for _, token_ids in prompts))
-        block_size, seen = namespace.record.block_size, _nothing_seen(namespace.record)
-        for group, token_ids in prompts:
-            nodes = PromptNodes(self._store.secret, namespace.root, token_ids, block_size, self._layout)
-            seen.remember(token_ids, nodes.block_names, group)
-        namespace.expires_at = min((self.expires_at(when, own_s) for when, own_s in times), default=math.inf)
-        # One reference is replaced: the engine's thread uses the one before or this one.
-        namespace.seen, namespace.is_read = seen, True
-
-    def expires_at(self, came_at: float, ttl_s: float | None) -> float:
-        """Returns the time when a prompt expires that came at `came_at`, both in seconds since the epoch. `ttl_s` is
-        its own time to live, or None."""
-        return came_at + (ttl_s or self._ttl_s or math.inf)
+            self._on_history(namespace.root, (prompt.token_ids for prompt in prompts))
+        for prompt in prompts:
+            seen.remember(prompt.token_ids, prompt.names, prompt.leaf.group)
+        leaves = (prompt.leaf for prompt in prompts)
+        namespace.replace(seen, ((leaf.came_at, leaf.ttl_s or self._ttl_s or math.inf) for leaf in leaves))
 
     def forget_deleted(self) -> None:
         """Drops the tenants with purged or expired prompts. They are read again when needed. Reads the store: to be
@@ -118,7 +127,7 @@ class TenantNamespaces:
         now = self._store.clock()
         with self._lock:
             for tenant, one in list(self._used.items()):
-                if one.expires_at <= now:
+                if one.has_expired(now):
                     del self._used[tenant]
                     self.on_forget()
 

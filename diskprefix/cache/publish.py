@@ -17,7 +17,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.transfer import is_finite
-from diskprefix.nouns import MAX_VALUE, Selection
+from diskprefix.nouns import Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Chain, Publication
@@ -166,7 +166,6 @@ class Publisher:
             last_node=last_node,
             entry=entry if last_node is not None and plan.has_entry else None,
             prompt=plan.prompt,
-            history_limit=MAX_VALUE,
             prompt_group=context.options.group,
             prompt_ttl_s=context.ttl_at(len(context.prompt.token_ids)),
             ttl_s=context.ttl_at(plan.num_tokens),

@@ -250,7 +250,7 @@ class Saver:
         is_too_short = len(token_ids) < self._cache.settings.kv_cache_min_tokens
         if is_too_short or not self._options.save or self.selection.reason == "left_out":
             return None
-        expires_at = self._cache.store.clock() + self._cache.lasts_s(self._context.ttl_at(len(token_ids)))
-        names = self.planner.nodes.block_names
-        self._context.namespace.remember(token_ids, self._options.group, names, expires_at)
+        lasts_s = self._cache.lasts_s(self._context.ttl_at(len(token_ids)))
+        names, now = self.planner.nodes.block_names, self._cache.store.clock()
+        self._context.namespace.remember(token_ids, self._options.group, names, now, lasts_s)
         return token_ids

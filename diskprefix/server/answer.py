@@ -228,8 +228,8 @@ async def render(question: Question) -> Rendered:
         return Replayed(renderer.completion(wanted, encodings))
 
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
-    work = "media" if has_media else "rendering"
-    return Rendered(arrival, question.asked, await arrival.daemon.threads.run(work, make_prompt))
+    replayed = await arrival.daemon.threads.run("media" if has_media else "rendering", make_prompt)
+    return Rendered(arrival, question.asked, replayed)
 
 
 async def submit(parts: Sequence[Rendered]) -> Submitted:

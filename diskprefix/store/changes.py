@@ -17,7 +17,6 @@ from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
 from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded, with_uses
 from diskprefix.store.note_record import used_note
 from diskprefix.store.schema import (
-    HISTORY_TOKENS,
     EntryRecord,
     Kind,
     ModelRecord,
@@ -27,16 +26,12 @@ from diskprefix.store.schema import (
     checkpoint_names,
     decode_usage,
     encode_node,
-    encode_prompt,
     encode_record,
     encode_usage,
-    history_key,
-    history_sequence,
     is_node,
     model_key,
     piece_index,
     piece_key,
-    prompt_tokens,
     shorter_names,
 )
 from diskprefix.store.snapshot import Snapshot
@@ -119,7 +114,7 @@ class Changes(Snapshot):
 
     def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float) -> None:
         super().__init__(databases, txn)
-        self._now = now
+        self.now = now
         self.num_bytes = 0
         """The size of the records that were stored, in whole pages."""
 
@@ -128,7 +123,7 @@ class Changes(Snapshot):
 
     def record_purge(self) -> None:
         """Tells daemons that records which they keep in memory may be gone."""
-        self.put_meta("purged_at", struct.pack("<d", self._now))
+        self.put_meta("purged_at", struct.pack("<d", self.now))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Stores the record of a root unless there is a sound one."""
@@ -176,12 +171,12 @@ class Changes(Snapshot):
             stored_bytes=sum(sizes),
         )
         usage = UsageRecord(
-            last_used=self._now,
+            last_used=self.now,
             hits=float(node.is_expected),
             children=0,
             stored_bytes=node_bytes(len(node.token_ids), sizes),
             prefill_s=node.prefill_s,
-            created_at=self._now,
+            created_at=self.now,
             ttl_s=recorded_ttl(node.ttl_s),
         )
         self._put("nodes", node.name, encode_node(node.name, record))
@@ -204,7 +199,7 @@ class Changes(Snapshot):
             if shorter is None or shorter.children or longer_ttl(shorter.ttl_s, usage.ttl_s) != usage.ttl_s:
                 continue
             self.delete_node(name, node.parent)
-            usage = with_uses(usage, shorter, self._now)
+            usage = with_uses(usage, shorter, self.now)
             self.put_usage(node.name, usage)
 
     def remove_superseded(
@@ -270,45 +265,34 @@ class Changes(Snapshot):
         self._delete_payload(name)
         return found
 
-    def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"", ttl_s: int = 0) -> None:
-        """Adds a prompt to the history of a root, which holds at most `limit` prompts and `HISTORY_TOKENS` tokens, of
-        all groups together; the oldest go. `group` has 8 bytes or none, `ttl_s` the form of `eviction.recorded_ttl`."""
-        newest, num_tokens, surplus = -1, len(prompt), []
-        for number, (key, value) in enumerate(self.history(root), start=1):
-            newest = max(newest, history_sequence(key))
-            num_tokens += prompt_tokens(value)
-            if number >= limit or num_tokens > HISTORY_TOKENS:
-                surplus.append(key)
-        key = history_key(root, max(newest + 1, int(self._now * 1e6)), group)
-        self._put("history", key, encode_prompt(key, prompt, ttl_s))
-        for key in surplus:
-            self.delete_record("history", key)
-
-    def forget(self, keys: Iterable[bytes], database: Literal["history", "notes"]) -> None:
-        """Removes remembered prompts or notes, given by their keys, and the records of roots that have nothing left."""
-        roots = {key[:HASH_BYTES] for key in keys if self.delete_record(database, key)}
-        self.delete_bare_roots(roots)
+    def forget_notes(self, keys: Iterable[bytes]) -> None:
+        """Removes notes, given by their keys, and the records of roots that have nothing left."""
+        self.delete_bare_roots({key[:HASH_BYTES] for key in keys if self.delete_record("notes", key)})
 
     def delete_bare_roots(self, roots: set[bytes]) -> int:
         """Removes the records of those of `roots` under which nothing is stored. Returns how many there were."""
-        under: tuple[str, ...] = ("history", "notes", "children")
+        under: tuple[str, ...] = ("seen", "notes", "children")
         bare = [root for root in roots if all(next(self.keys_under(one, root), None) is None for one in under)]
         return sum(self.delete_record("roots", root) for root in bare)
 
     def delete_roots(self, roots: Iterable[bytes]) -> None:
         """Removes roots without nodes, with all that is stored under them."""
         for root in roots:
-            for database in ("history", "notes"):
+            for database in ("seen", "ghosts", "notes"):
                 for key in list(self.keys_under(database, root)):
                     self.delete_record(database, key)
         self.delete_bare_roots(set(roots))
+
+    def put_seen(self, database: Literal["seen", "ghosts"], key: bytes, value: bytes) -> None:
+        """Stores an encoded prompt that was seen, or a ghost; see `ghosts`."""
+        self._put(database, key, value)
 
     def put_note(self, key: bytes, value: bytes | None) -> None:
         """Stores an encoded note, replacing the one before. With None, removes that one."""
         if value is not None:
             self._put("notes", key, value)
         else:
-            self.forget([key], "notes")
+            self.forget_notes([key])
 
     def use_note(self, key: bytes, when: float) -> None:
         """Records the use of a note. One that is damaged is left as it is."""

@@ -6,22 +6,19 @@ import os
 import struct
 import threading
 from collections import Counter
-from typing import Literal
 
 from diskprefix.errors import StoreCorrupt, StoreFull
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import LEAST_FREE, disk_full, file_errors, free_bytes
+from diskprefix.store.ghosts import GHOST_SHARE, PROMPTS_AT_ONCE, beyond, forget, has_expired
 from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
-from diskprefix.store.schema import history_sequence
 from diskprefix.store.store_file import StoreFile
 from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size
 
 _F64 = struct.Struct("<d")
-_HISTORY_SHARE = 16
-"""The recent prompts of all roots may take this part of the budget. Clients who choose salts make many roots."""
 _ROOTS_SHARE = 16
 """The records of roots without nodes may take this part of the budget."""
 
@@ -61,12 +58,12 @@ class Evictor:
     def make_room(self, need_bytes: int, keep: frozenset[bytes]) -> int:
         """Evicts until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes. Raises
         `StoreFull`, and evicts nothing, if evicting all that may be evicted is not enough."""
+        self._bound_seen()
         with self._file.snapshot() as snapshot:
             used, usable, budget = snapshot.used_bytes(), self.usable_bytes(), self._file.budget_bytes
             wanted = bytes_to_free(used=used, need=need_bytes, usable=usable, budget=budget)
             if not wanted:
                 return 0
-            prompts = snapshot.prompts_beyond(budget // _HISTORY_SHARE)
             roots = snapshot.roots_beyond(budget // _ROOTS_SHARE)
             table = snapshot.usages()
             victims = choose_victims(
@@ -81,28 +78,31 @@ class Evictor:
             if need_bytes and used + need_bytes - freed > usable:
                 busy = "what is stored was just written or is in use; raise --kv-cache-budget"
                 raise StoreFull(self._disk_problem() or f"no room for {format_size(need_bytes)}: {busy}")
-        self._forget(prompts, "history")
         self._drop_roots(roots)
         self._evict(victims)
         return len(victims)
 
     def expire(self, ttl_s: float) -> int:
-        """Removes nodes and remembered prompts that were not used for `ttl_s` seconds (0: they stay), or for the time
-        that a request asked for, and notes after their time. Returns the number of removed nodes."""
+        """Removes nodes that were not used for `ttl_s` seconds (0: they stay), or for the time that a request asked
+        for; prompts that came before that; and notes after their time. Returns the number of removed nodes."""
         with self._file.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
-            came = list(snapshot.prompt_ttls())
+            came = list(snapshot.seen_times())
             notes = list(snapshot.notes())
-        prompts = [key for key, own_s in came if 0 < (own_s or ttl_s) < now - history_sequence(key) / 1e6]
+        prompts = [key for key, came_at, own_s in came if has_expired(now, came_at, own_s, ttl_s)]
         self.may_have_own_ttls = (
             table.has_own_ttls
-            or any(own_s for _, own_s in came)
+            or any(own_s for _, _, own_s in came)
             or any(note.times.ttl_s < SHORT_TTL_S for note in notes)
         )
         self._evict(names)
-        self._forget(prompts, "history")
-        self._forget([note.key for note in notes if note.times.is_expired(now)], "notes")
+        for some in batches(prompts, PROMPTS_AT_ONCE):
+            with self._file.changes() as changes:
+                forget(changes, some)
+        if gone := [note.key for note in notes if note.times.is_expired(now)]:
+            with self._file.changes() as changes:
+                changes.forget_notes(gone)
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
@@ -144,11 +144,16 @@ class Evictor:
         if victims:
             self.let_freed_pages_age()
 
-    def _forget(self, keys: list[bytes], database: Literal["history", "notes"]) -> None:
-        """Removes recent prompts or notes; see `Changes.forget`."""
-        if keys:
+    def _bound_seen(self) -> None:
+        """Removes the oldest prompts if what was seen takes more than its share, which is left three quarters full."""
+        limit = self._file.budget_bytes // GHOST_SHARE
+        with self._file.snapshot() as snapshot:
+            oldest_first = beyond(snapshot, limit, self._file.clock())
+        for some in batches(oldest_first, PROMPTS_AT_ONCE):
             with self._file.changes() as changes:
-                changes.forget(keys, database)
+                forget(changes, some)
+                if changes.seen_bytes() <= limit * 3 // 4:
+                    break
 
     def _drop_roots(self, roots: list[bytes]) -> None:
         for some in batches(roots, NODES_AT_ONCE):

@@ -212,7 +212,7 @@ class Notes:
         gone = surplus_notes(notes, self._store.budget_bytes)
         for some in batches(gone, RECORDS_AT_ONCE):
             with self._store.changes() as changes:
-                changes.forget(some, "notes")
+                changes.forget_notes(some)
         lost = set(gone)
         self._sizes = sizes_by_root(note for note in notes if note.key not in lost)
 

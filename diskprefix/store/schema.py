@@ -15,19 +15,15 @@ import msgspec
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.codec.codec import decode_tokens, encode_tokens, encoded_tokens
 from diskprefix.tokens import HASH_BYTES, TokenIds, beginning_hashes, block_hash, checksum, root_hash
 
-HISTORY_TOKENS = 1 << 22
-"""The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
-GROUP_BYTES = 8
 FORMAT, NAMES = "format", "names"
 """Keys of the database `meta`."""
 MODEL_MARK = b"model "
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 MAX_PREFILL_S = 1e6
 """Computing no node takes longer, in seconds."""
-DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes")
+DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "ghosts", "notes")
 
 _HEADER = struct.Struct("<16s16sIIBxHxxxxQQ")
 _PLACE = struct.Struct("<32xI4xB")
@@ -42,13 +38,10 @@ _MAX_KEY_BYTES = 511
 """LMDB takes no longer key."""
 CHILD_PART_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
 """Bytes of token ids in one key of the database `children`."""
-_HISTORY_SEQUENCE = struct.Struct(">Q")
-_HISTORY_TTL = struct.Struct("<I")
-_PROMPT_AT = _CHECKSUM.size + _HISTORY_TTL.size
 CHECKSUM_BYTES = _CHECKSUM.size
 NOTE_TIMES = struct.Struct("<ddI")
-HISTORY_KEY_BYTES = tuple(HASH_BYTES + _HISTORY_SEQUENCE.size + size for size in (0, GROUP_BYTES))
-"""Lengths of a key of the history: of a prompt without a group, and with one."""
+SEEN_TIMES = struct.Struct("<dI")
+"""The beginning of the record of a prompt that was seen: when it came, and its time to live; see `ghosts`."""
 
 
 class Kind(IntEnum):
@@ -281,46 +274,9 @@ def decode_usage(value: bytes | memoryview) -> UsageRecord:
     return UsageRecord(*_USAGE.unpack(value))
 
 
-def history_key(root: bytes, sequence: int, group: bytes = b"") -> bytes:
-    """Returns the key of a remembered prompt. Keys sort by root, then by age, the oldest first. `group` has 8 bytes or
-    none."""
-    assert len(group) in (0, GROUP_BYTES)
-    return root + _HISTORY_SEQUENCE.pack(sequence) + group
-
-
-def history_sequence(key: bytes) -> int:
-    return int(_HISTORY_SEQUENCE.unpack_from(key, HASH_BYTES)[0])
-
-
-def history_group(key: bytes) -> bytes:
-    """Returns the group that a remembered prompt belongs to; empty if it has none."""
-    return key[HASH_BYTES + _HISTORY_SEQUENCE.size :]
-
-
 def encode_record(key: bytes, record: msgspec.Struct) -> bytes:
     """Returns the record's checksum, which covers `key` too, and the record."""
     return with_checksum(key, msgspec.msgpack.encode(record))
-
-
-def encode_prompt(key: bytes, token_ids: TokenIds, ttl_s: int = 0) -> bytes:
-    """Returns a prompt of the history as it is stored: a checksum, which covers `key` too, its time to live in seconds
-    (0: the daemon's holds), and the encoded tokens."""
-    return with_checksum(key, _HISTORY_TTL.pack(ttl_s) + encode_tokens(token_ids))
-
-
-def decode_prompt(key: bytes, value: bytes | memoryview) -> TokenIds:
-    """Inverse of `encode_prompt`. Raises `StoreCorrupt`."""
-    return decode_tokens(verified(key, value)[_HISTORY_TTL.size :], max_tokens=HISTORY_TOKENS)
-
-
-def prompt_ttl_s(value: bytes | memoryview) -> int:
-    """Returns the time to live of a prompt of the history, without verifying it."""
-    return int(_HISTORY_TTL.unpack_from(value, _CHECKSUM.size)[0]) if len(value) >= _PROMPT_AT else 0
-
-
-def prompt_tokens(value: bytes | memoryview) -> int:
-    """Returns the number of tokens that a prompt of the history claims to hold, without verifying it; 0 if unknown."""
-    return encoded_tokens(value[_PROMPT_AT:])
 
 
 _Record = TypeVar("_Record", bound=msgspec.Struct)

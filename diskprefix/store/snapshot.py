@@ -1,4 +1,4 @@
-"""The read side of the store: one consistent view of the tree, its payloads, entries and history."""
+"""The read side of the store: one consistent view of the tree, its payloads, entries and ghosts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from diskprefix.store.eviction import UsageTable
 from diskprefix.store.note_record import StoredNote
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
+    CHECKSUM_BYTES,
     DATABASES,
-    HISTORY_KEY_BYTES,
     MODEL_MARK,
+    SEEN_TIMES,
     USAGE_DTYPE,
     EntryRecord,
     Kind,
@@ -29,24 +30,20 @@ from diskprefix.store.schema import (
     child_keys,
     child_parts,
     decode_node,
-    decode_prompt,
     decode_record,
     decode_usage,
-    history_group,
-    history_sequence,
     is_node,
     node_kind,
     node_position,
     node_root,
     piece_index,
     piece_key,
-    prompt_ttl_s,
 )
-from diskprefix.tokens import HASH_BYTES, TokenIds, num_common
+from diskprefix.tokens import HASH_BYTES, num_common
 
 log = logging.getLogger("diskprefix")
 
-_PAST_THE_END = b"\xff" * (HISTORY_KEY_BYTES[-1] - HASH_BYTES)
+_PAST_THE_END = b"\xff" * (HASH_BYTES + 1)
 
 
 class Snapshot:
@@ -214,31 +211,30 @@ class Snapshot:
         for key, value in self.records("entries"):
             yield key, decode_record(EntryRecord, key, value)
 
-    def recent_prompts(self, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
-        """Returns the last `limit` remembered prompts of a root, oldest first, as pairs of group and token ids. The
-        group is empty if a prompt has none. A record that cannot be read is left out."""
-        prompts: list[tuple[bytes, TokenIds]] = []
-        for key, value in self.history(root):
-            if len(prompts) >= limit:
-                break
-            try:
-                prompts.append((history_group(key), decode_prompt(key, value)))
-            except StoreCorrupt as error:
-                log.warning("[disk-cache] history: %s", error)
-        return prompts[::-1]
-
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints), recent `prompts` and `notes`."""
-        names = {"entries": "entries", "blocks": "nodes", "prompts": "history", "notes": "notes"}
-        return {key: self._stat(name)["entries"] for key, name in names.items()}
+        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints), recent `prompts`, their `ghosts` and
+        `notes`; and `seen_bytes` as `ghost_bytes`."""
+        names = {"entries": "entries", "blocks": "nodes", "prompts": "seen", "ghosts": "ghosts", "notes": "notes"}
+        return {key: self._stat(name)["entries"] for key, name in names.items()} | {"ghost_bytes": self.seen_bytes()}
 
     def used_bytes(self) -> int:
         """Returns the size of the pages that hold data. Free pages inside the file do not count."""
         return sum(self._bytes_in(name) for name in DATABASES)
 
-    def history(self, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Yields keys and encoded prompts of a root, of all groups, newest first."""
-        cursor = self._txn.cursor(self._databases["history"])
+    def seen_bytes(self) -> int:
+        """Returns the size of the pages with the prompts that were seen and their ghosts."""
+        return self._bytes_in("seen") + self._bytes_in("ghosts")
+
+    def seen_times(self) -> Iterator[tuple[bytes, float, int]]:
+        """Yields for all prompts that were seen, without verifying them: the key, when it came, and its time to live in
+        seconds (0: the daemon's). A record that is too short came at 0."""
+        for key, value in self.records("seen"):
+            is_whole = len(value) >= CHECKSUM_BYTES + SEEN_TIMES.size
+            yield key, *(SEEN_TIMES.unpack_from(value, CHECKSUM_BYTES) if is_whole else (0.0, 0))
+
+    def last_under(self, database: str, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
+        """Yields keys and values that begin with a root, the last key first."""
+        cursor = self._txn.cursor(self._databases[database])
         found = cursor.set_range(root + _PAST_THE_END)
         found = cursor.prev() if found else cursor.last()
         while found and (key := bytes(cursor.key())).startswith(root):
@@ -250,13 +246,9 @@ class Snapshot:
         for key, value in self.records("notes"):
             yield StoredNote.of(key, value)
 
-    def prompt_ttls(self) -> Iterator[tuple[bytes, int]]:
-        """Yields the keys of all remembered prompts with their times to live in seconds (0: the daemon's)."""
-        for key, value in self.records("history"):
-            yield key, prompt_ttl_s(value)
-
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
-        """Yields the keys that begin with a root: of its history, its notes, or its first blocks (`children`)."""
+        """Yields the keys that begin with a root: what was seen under it, its notes, or its first blocks
+        (`children`)."""
         cursor = self._txn.cursor(self._databases[database])
         found = cursor.set_range(root)
         while found and (key := bytes(cursor.key())).startswith(root):
@@ -274,34 +266,15 @@ class Snapshot:
         used: dict[bytes, float] = {}
         for note in self.notes():
             used[note.root] = max(used.get(note.root, 0.0), note.times.last_used)
-        for key in self.keys("history"):
-            root = key[:HASH_BYTES]
-            used[root] = max(used.get(root, 0.0), history_sequence(key) / 1e6)
-        sizes = [(root, len(value)) for root, value in self.records("roots") if not self.has_nodes(root)]
-        return self._beyond("roots", limit_bytes, sorted(sizes, key=lambda found: used.get(found[0], 0.0)))
-
-    def prompt_times(self, root: bytes) -> Iterator[tuple[float, int]]:
-        """Yields, for each remembered prompt of a root, when it came and its time to live in seconds (0: the
-        daemon's)."""
-        for key, value in self.history(root):
-            yield history_sequence(key) / 1e6, prompt_ttl_s(value)
-
-    def prompts_beyond(self, limit_bytes: int) -> list[bytes]:
-        """Returns the keys of the oldest remembered prompts that must go if the history takes more than the limit. The
-        rest takes at most three quarters of it."""
-        if self._bytes_in("history") <= limit_bytes:
-            return []
-        sizes = ((key, len(value)) for key, value in self.records("history"))
-        return self._beyond("history", limit_bytes, sorted(sizes, key=lambda found: history_sequence(found[0])))
-
-    def _beyond(self, database: str, limit_bytes: int, sizes: Iterable[tuple[bytes, int]]) -> list[bytes]:
-        """Returns the first keys, until the rest of the database takes at most three quarters of the limit."""
+        for key, came_at, _ in self.seen_times():
+            used[key[:HASH_BYTES]] = max(used.get(key[:HASH_BYTES], 0.0), came_at)
         gone: list[bytes] = []
-        excess = self._bytes_in(database) - limit_bytes * 3 // 4
-        for key, size in sizes:
+        excess = self._bytes_in("roots") - limit_bytes * 3 // 4
+        sizes = [(root, len(value)) for root, value in self.records("roots") if not self.has_nodes(root)]
+        for root, size in sorted(sizes, key=lambda found: used.get(found[0], 0.0)):
             if excess <= 0:
                 break
-            gone.append(key)
+            gone.append(root)
             excess -= size
         return gone
 

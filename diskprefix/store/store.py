@@ -1,4 +1,4 @@
-"""The store: nodes of the prefix tree, their payloads, entries and history in one LMDB environment.
+"""The store: nodes of the prefix tree, their payloads, entries and ghosts in one LMDB environment.
 
 A reader takes a `Snapshot`, which is one LMDB read transaction. There is one writer at a time, in this process or
 another, and a publication is one write transaction. The budget is the size of the memory map, so LMDB itself refuses to
@@ -23,6 +23,7 @@ from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
+from diskprefix.store.ghosts import see
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord
 from diskprefix.store.store_file import OnCorruption, StoreFile
 from diskprefix.store.tree import PrefixTree
@@ -74,7 +75,7 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Publication:
-    """The records that one transaction adds to a store: new nodes (parents first), an entry, a prompt for the history.
+    """The records that one transaction adds to a store: new nodes (parents first), an entry, a prompt that was seen.
 
     `store_id` names the store whose secret named the nodes. `last_node` is the last node of the request's path, new or
     already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the daemon's
@@ -90,7 +91,6 @@ class Publication:
     last_node: bytes | None = None
     entry: EntryRecord | None = None
     prompt: TokenIds | None = None
-    history_limit: int = 0
     prompt_group: bytes = b""
     prompt_ttl_s: float | None = None
     ttl_s: float | None = None
@@ -339,9 +339,13 @@ class Store(StoreFile):
                     if publication.entry is not None and last_node == publication.last_node:
                         changes.put_entry(last_node, publication.entry)
                 if publication.prompt is not None:
-                    limit, group = publication.history_limit, publication.prompt_group
-                    ttl_s = recorded_ttl(publication.prompt_ttl_s)
-                    changes.remember(publication.root, publication.prompt, limit, group, ttl_s)
+                    see(
+                        *(changes, publication.root, publication.prompt),
+                        secret=self.secret,
+                        block_size=publication.root_record.block_size,
+                        group=publication.prompt_group,
+                        ttl_s=recorded_ttl(publication.prompt_ttl_s),
+                    )
         except StoreFull:
             return False
         self.meter.recorded_bytes = recorded

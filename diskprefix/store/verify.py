@@ -1,7 +1,7 @@
 """Checks the records of the store against each other, and removes those that fail.
 
-There is one rule: a node that fails a check goes, with all that continues it. Any other record goes alone. What went is
-computed and stored again when it is wanted.
+There is one rule: a node that fails a check goes, with all that continues it. What was seen under a root goes as a
+whole, any other record alone. What went is computed and stored again when it is wanted.
 
 `verify_index` works within one snapshot. `verify_payloads` checks the contents of the payloads apart: that takes long,
 and an open snapshot keeps freed pages from being reused. So it reads payloads in slices, each with a snapshot of its
@@ -24,18 +24,17 @@ from diskprefix.nouns import Tenant
 from diskprefix.store.changes import RECORDS_AT_ONCE, batches, node_bytes
 from diskprefix.store.codec.codec import Piece, populate
 from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.ghosts import SeenCheck, forget_root
 from diskprefix.store.note_record import decode_note
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     DATABASES,
-    HISTORY_KEY_BYTES,
     MODEL_MARK,
     EntryRecord,
     Kind,
     ModelRecord,
     NodeRecord,
     RootRecord,
-    decode_prompt,
     decode_record,
     model_key,
     piece_index,
@@ -100,12 +99,16 @@ def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None)
                 check = RecordCheck(changes, store.secret)
                 for problem in some:
                     key = bytes.fromhex(problem.key)
-                    if check.wrong(problem.database, key) and changes.delete_record(problem.database, key):
+                    if not (changes.has_record(problem.database, key) and check.wrong(problem.database, key)):
+                        continue
+                    if problem.database in ("seen", "ghosts") and len(key) >= HASH_BYTES:
+                        counts["seen"] += forget_root(changes, key[:HASH_BYTES], problem.message)
+                    elif changes.delete_record(problem.database, key):
                         counts[problem.database] += 1
                         entries += [key] if problem.database == "entries" else []
         found = verify_index(store).problems
     return Removed(
-        entries=tuple(entries), blocks=counts["nodes"], prompts=counts["history"], records=counts.total() + len(entries)
+        entries=tuple(entries), blocks=counts["nodes"], prompts=counts["seen"], records=counts.total() + len(entries)
     )
 
 
@@ -140,7 +143,7 @@ def _verify_once(store: Store) -> IndexReport:
             stored_bytes=stored_bytes,
             num_nodes=counts["nodes"],
             num_entries=counts["entries"],
-            num_prompts=counts["history"],
+            num_prompts=counts["seen"],
             num_roots=len(check.roots),
         )
 
@@ -151,6 +154,7 @@ class RecordCheck:
     def __init__(self, snapshot: Snapshot, secret: int) -> None:
         self._snapshot = snapshot
         self.tree = PrefixTree(snapshot, secret)
+        self._seen = SeenCheck(snapshot, secret)
         self.roots: dict[bytes, RootRecord] = {}
         self._layouts: dict[bytes, PayloadLayout] = {}
         for root, value in snapshot.records("roots"):
@@ -175,9 +179,8 @@ class RecordCheck:
                     _checked_root(key, value)
                 case "entries":
                     return self._wrong_entry(key, decode_record(EntryRecord, key, value))
-                case "history":
-                    _require_history_key(key)
-                    decode_prompt(key, value)
+                case "seen" | "ghosts":
+                    self._seen.check(database, key, value)
                     return self._wrong_root(key)
                 case "notes":
                     decode_note(key, value)
@@ -296,11 +299,6 @@ class RecordCheck:
 
     def _wrong_root(self, key: bytes) -> str | None:
         return None if key[:HASH_BYTES] in self.roots else "there is no sound record of its root"
-
-
-def _require_history_key(key: bytes) -> None:
-    if len(key) not in HISTORY_KEY_BYTES:
-        raise StoreCorrupt(f"its key has {len(key)} bytes")
 
 
 def _checked_root(root: bytes, value: bytes | memoryview) -> tuple[RootRecord, PayloadLayout]:

@@ -103,7 +103,7 @@ def test_a_tenant_that_could_not_be_read_is_read_by_its_next_request(
         raise StoreUnavailable("the disk is away")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Snapshot, "recent_prompts", unreadable)
+        patched.setattr(module, "newest_first", unreadable)
         assert ask(runner, ALICE, prompt) == "no_history", "and the prompt is restored all the same"
     assert runner.cache.counters["errors"] == 1
     assert ask(runner, ALICE, prompt) == "shared_prefix"

@@ -78,7 +78,7 @@ def test_fix_tells_of_records_that_went_alone(run: Run, folder: Path, pubs: list
     assert last_node is not None
     with damaged(folder) as records:
         records.put("entries", last_node, b"no record")
-        records.put("history", b"h" * 24, b"no prompt")
+        records.put("seen", b"h" * 24, b"no prompt")
     report = run("verify", "--fix", "--json", "--kv-cache-dir", folder).json
     assert report["removed"] == {"entries": [last_node.hex()], "blocks": 0, "prompts": 1}
     assert run("verify", "--fix", "--json", "--kv-cache-dir", folder).json["clean"]

@@ -20,6 +20,7 @@ import torch
 from diskprefix.errors import CacheError, StoreFull
 from diskprefix.store import writer
 from diskprefix.store.changes import Use
+from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.closing import needs
@@ -217,7 +218,7 @@ def test_a_clock_that_jumps_back_loses_nothing_and_stops_nothing(tmp_path: Path)
         store.touch({pub.last_node: Use(clock.now)})
         pubs.append(pub)
     with store.snapshot() as snapshot:
-        recent = [found.tolist() for _, found in snapshot.recent_prompts(ROOT, 4)]
+        recent = [found.tolist() for _, found in recent_prompts(snapshot, ROOT, 4)]
     assert recent == [prompt(seed, 3 * BLOCK).tolist() for seed in range(26, 30)]
     assert store.evictor.expire(1e6) == 0
     store.close()

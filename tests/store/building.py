@@ -147,7 +147,6 @@ def publication(
         last_node=last_node,
         entry=EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview="hello", created_at=1.0),
         prompt=token_ids,
-        history_limit=4,
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed
 from diskprefix.store.compact import copy_store
+from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.pieces import PayloadLayout
@@ -70,7 +71,7 @@ def contents(store: Store) -> dict[str, str]:
             found[f"entry {name.hex()}"] = str(values)
         for root, record in snapshot.roots():
             found[f"root {root.hex()}"] = f"{record.model} {record.block_size} {record.layout}"
-            prompts = [token_ids.tolist() for _, token_ids in snapshot.recent_prompts(root, 100)]
+            prompts = [token_ids.tolist() for _, token_ids in recent_prompts(snapshot, root, 100)]
             found[f"prompts {root.hex()}"] = str(prompts)
             # A store that was written before a kind came has no notes of it.
             for kind in NoteKind:

@@ -141,6 +141,6 @@ def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store
         assert with_nodes < roots, "the others still have recent prompts and counts"
         bare = len(roots - with_nodes)
         assert bare * 2 * 4096 <= store.budget_bytes / 16 + 64 * 2 * 4096
-        assert {key[:16] for key in [*snapshot.keys("history"), *snapshot.keys("notes")]} <= roots
+        assert {key[:16] for key in [*snapshot.keys("seen"), *snapshot.keys("notes")]} <= roots
         assert total_savings(snapshot).total.requests == 250
     assert is_clean(store)

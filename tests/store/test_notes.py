@@ -14,6 +14,7 @@ import pytest
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import notes as notes_module
 from diskprefix.store.changes import Changes
+from diskprefix.store.ghosts import forget
 from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.schema import RootRecord
@@ -113,14 +114,14 @@ def test_the_record_of_a_root_stays_while_something_is_stored_under_it(store: St
     of_pub.put(RESPONSE, "resp_2", b"content")
     notes.write()
     with store.snapshot() as snapshot:
-        prompts = [key for key, _ in snapshot.history(pub.root)]
+        prompts = list(snapshot.keys("seen"))
         nodes = [(name, snapshot.parent(name)) for name in snapshot.keys("nodes")]
     with store.changes() as changes:
         if left != "blocks":
             for name, parent in nodes[::-1]:
                 changes.delete_node(name, parent)
         if left != "a recent prompt":
-            changes.forget(prompts, "history")
+            forget(changes, prompts)
     assert of_pub.delete(RESPONSE, "resp_1")
     if left != "another note":
         assert of_pub.delete(RESPONSE, "resp_2")

@@ -14,11 +14,11 @@ import pytest
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.store import environment
 from diskprefix.store.changes import Use
-from diskprefix.store.schema import FORMAT_VERSION, Kind, history_sequence
+from diskprefix.store.ghosts import recent_prompts
+from diskprefix.store.schema import FORMAT_VERSION, Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import PrefixTree
-from diskprefix.store.verify import verify_index
 from tests import forked
 from tests.store import other_process
 from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
@@ -44,7 +44,7 @@ def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
     assert is_whole(store, pub)
     with store.snapshot() as snapshot:
         assert [name for name, _ in snapshot.entries()] == [pub.last_node]
-        assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
+        assert [p.tolist() for _, p in recent_prompts(snapshot, ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
         assert pub.last_node is not None
         assert list(PrefixTree(snapshot).path(pub.last_node)) == [node.name for node in pub.nodes]
     store.close()
@@ -128,24 +128,6 @@ def test_a_block_with_the_name_of_another_is_refused(store: Store) -> None:
     with pytest.raises(PrefixGone, match="same name"):
         store.publish(replace(pub, nodes=(impostor, *pub.nodes[1:])))
     assert is_whole(store, pub)
-
-
-def test_a_remembered_prompt_comes_back_with_its_group_and_the_bound_is_over_all_groups(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    groups = [b"", b"1" * 8, b"\xff" * 8, b"", b"1" * 8]
-    for seed, group in enumerate(groups):
-        store.publish(replace(publication(store, prompt(seed, BLOCK)), prompt_group=group))
-    store.close()
-    store = open_store(tmp_path)
-    with store.snapshot() as snapshot:
-        recent = snapshot.recent_prompts(ROOT, 99)
-        numbers = [history_sequence(key) for key, _ in snapshot.history(ROOT)]
-        assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 2)] == [p.tolist() for _, p in recent[-2:]]
-    assert [group for group, _ in recent] == groups[1:]
-    assert [p.tolist() for _, p in recent] == [prompt(seed, BLOCK).tolist() for seed in (1, 2, 3, 4)]
-    assert numbers == sorted(set(numbers), reverse=True)
-    assert verify_index(store).problems == ()
-    store.close()
 
 
 def test_a_file_that_another_process_has_open_keeps_its_size(tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
@@ -38,6 +40,7 @@ from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import JUST_WRITTEN_S, recorded_ttl
+from diskprefix.store.ghosts import decode_ghost, recent_prompts
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind, child_keys
@@ -46,7 +49,16 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from tests.examples import examples
-from tests.store.building import BLOCK, Clock, layout_of, names_of_every_run, open_store, publication, read_payload
+from tests.store.building import (
+    BLOCK,
+    Clock,
+    chain,
+    layout_of,
+    names_of_every_run,
+    open_store,
+    publication,
+    read_payload,
+)
 
 R = TypeVar("R")
 
@@ -55,7 +67,6 @@ BLOCK_BYTES = 540_000
 """Of a block's payload: two pieces. Six blocks fill the budget."""
 STATE_BYTES = 150_000
 """Of a checkpoint's."""
-HISTORY_LIMIT = 3
 SALTS = {b"a" * 16: "a", b"b" * 16: "b", b"c" * 16: "c"}
 """Tenants' roots."""
 LAYOUTS = {
@@ -142,8 +153,8 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0, end: int | None
         entry=whole.entry if end is None else None,
         prompt=whole.prompt if end is None else None,
         root_record=root_record,
-        history_limit=HISTORY_LIMIT,
         prompt_group=prompt.group,
+        prompt_ttl_s=prompt.ttl_s,
         ttl_s=prompt.ttl_s,
     )
 
@@ -174,6 +185,13 @@ class ModelNode:
         )
 
 
+class Seen(NamedTuple):
+    came_at: float
+    ttl_s: float | None
+    group: bytes
+    token_ids: list[int]
+
+
 class Model:
     """The content that must be in the store, in plain dictionaries."""
 
@@ -181,8 +199,8 @@ class Model:
         self.nodes: dict[bytes, ModelNode] = {}
         self.entries: dict[bytes, int] = {}
         """Number of tokens of each saved prompt, by the name of its last node."""
-        self.history: dict[bytes, list[tuple[int, bytes, list[int]]]] = {root: [] for root in SALTS}
-        """The recent prompts of each root with their numbers and groups, oldest first."""
+        self.seen: dict[bytes, list[Seen]] = {root: [] for root in SALTS}
+        """The recent prompts of each root, oldest first."""
 
     def path(self, name: bytes) -> Iterator[bytes]:
         """Names of stored nodes from this one up to the first; nothing if it is not stored."""
@@ -245,10 +263,8 @@ class Model:
         self.touch(last_node, now, 0, publication.ttl_s)
         if last_node == publication.last_node:
             self.entries.setdefault(last_node, publication.entry.num_tokens)
-        history = self.history[publication.root]
-        number = max(int(now * 1e6), history[-1][0] + 1 if history else 0)
-        remembered = number, publication.prompt_group, publication.prompt.tolist()
-        self.history[publication.root] = [*history, remembered][-HISTORY_LIMIT:]
+        own_s, token_ids = publication.prompt_ttl_s, publication.prompt.tolist()
+        self.seen[publication.root].append(Seen(now, own_s, publication.prompt_group, token_ids))
 
     def longer(self, new: NewNode) -> bytes | None:
         """Returns the node that holds all of one that is not stored: of several the first in the index of children."""
@@ -279,9 +295,21 @@ class Model:
         kept = {name for name, node in self.nodes.items() if not node.is_over(ttl_s, now)}
         return self.nodes.keys() - self.with_ancestors(kept | pinned)
 
-    def forget_before(self, when: float) -> None:
-        for root, history in self.history.items():
-            self.history[root] = [prompt for prompt in history if prompt[0] >= when * 1e6]
+    def forget_expired_prompts(self, ttl_s: float, now: float) -> None:
+        for root, seen in self.seen.items():
+            self.seen[root] = [one for one in seen if abs(now - one.came_at) < (one.ttl_s or ttl_s or math.inf)]
+
+    def ghosts(self, secret: int) -> Counter[bytes]:
+        """How often each ghost is continued, by its key: by ghosts, and by prompts."""
+        continued: set[tuple[bytes, bytes]] = set()
+        prompts: Counter[bytes] = Counter()
+        for root, seen in self.seen.items():
+            for one in seen:
+                names = [root, *chain(secret, root, np.array(one.token_ids, np.int32), BLOCK)]
+                continued |= {(root + parent, name) for parent, name in pairwise(names)}
+                prompts[root + names[-1]] += 1
+        uses = prompts + Counter(parent for parent, _ in continued)
+        return Counter({key: number for key, number in uses.items() if key[:16] != key[16:]})
 
 
 def is_part(node: NewNode, other: NewNode) -> bool:
@@ -547,8 +575,7 @@ class StoreMachine(RuleBasedStateMachine):
             names = self.model.expired(ttl_s, self.clock.now, self.pinned(process))
             assert self.do(process, expire, ttl_s) == len(names)
         self.model.remove(names)
-        if ttl_s:
-            self.model.forget_before(self.clock.now - ttl_s)
+        self.model.forget_expired_prompts(ttl_s, self.clock.now)
 
     @precondition(lambda self: self.model.entries)
     @rule(process=processes, data=st.data(), what=st.sampled_from(["damage", "prompt", "tenant"]))
@@ -574,7 +601,7 @@ class StoreMachine(RuleBasedStateMachine):
         doomed = {name for name, node in self.model.nodes.items() if node.root == root}
         assert self.do(process, forget, PurgeFilter(salt=SALTS[root]), self.clock.now) == len(doomed)
         self.model.remove(doomed)
-        self.model.history[root] = []
+        self.model.seen[root] = []
 
     def forget_prompt(self, process: str, last_node: bytes) -> None:
         path = list(self.model.path(last_node))[::-1]
@@ -590,9 +617,7 @@ class StoreMachine(RuleBasedStateMachine):
         root = self.model.nodes[last_node].root
         self.model.remove(doomed)
         self.model.entries.pop(last_node, None)
-        self.model.history[root] = [
-            prompt for prompt in self.model.history[root] if prompt[2][: len(token_ids)] != token_ids
-        ]
+        self.model.seen[root] = [one for one in self.model.seen[root] if one.token_ids[: len(token_ids)] != token_ids]
 
     @rule(budget_bytes=st.sampled_from([BUDGET, SMALLER_BUDGET]), alone=st.booleans())
     def reopen(self, budget_bytes: int, alone: bool) -> None:
@@ -635,9 +660,11 @@ class StoreMachine(RuleBasedStateMachine):
                 assert is_there(snapshot, node.new)
                 assert read_payload(snapshot, node.new) == node.new.payload.obj
             assert {name: entry.num_tokens for name, entry in snapshot.entries()} == self.model.entries
-            for root, history in self.model.history.items():
-                found = [(group, prompt.tolist()) for group, prompt in snapshot.recent_prompts(root, 99)]
-                assert found == [(group, prompt) for _, group, prompt in history]
+            for root, seen in self.model.seen.items():
+                found = [(group, prompt.tolist()) for group, prompt in recent_prompts(snapshot, root, 999)]
+                assert found == [(one.group, one.token_ids) for one in seen]
+            uses = {key: decode_ghost(key, value).uses for key, value in snapshot.records("ghosts")}
+            assert uses == self.model.ghosts(self.store.secret), "and prompts that share a beginning share its ghosts"
 
     @invariant()
     def uses_and_continuations_are_counted(self) -> None:

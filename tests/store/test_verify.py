@@ -12,6 +12,7 @@ import pytest
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store import store as store_module
 from diskprefix.store.changes import NewNode
+from diskprefix.store.ghosts import Leaf, decode_ghost, encode_ghost, encode_leaf
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import (
@@ -24,11 +25,7 @@ from diskprefix.store.schema import (
     decode_node,
     decode_record,
     encode_node,
-    encode_prompt,
     encode_record,
-    history_group,
-    history_key,
-    history_sequence,
     model_key,
     node_name,
     piece_key,
@@ -212,19 +209,19 @@ def change_entry(records: Records, stored: Stored) -> None:
     records.put("entries", stored.first.last_node, encode_record(stored.first.last_node, changed))
 
 
-def change_group(records: Records, stored: Stored) -> None:
-    key = next(key for key in records.keys("history") if history_group(key) == GROUP)
-    value = records.get("history", key)
-    records.delete("history", key)
-    records.put("history", history_key(stored.first.root, history_sequence(key), b"another!"), value)
+def change_ghost(records: Records, stored: Stored, **changes: bytes | int) -> None:
+    """Another value in the ghost of a block of the first prompt, under a good checksum."""
+    key = stored.first.root + stored.first.nodes[1].name
+    ghost = decode_ghost(key, records.get("ghosts", key))._replace(**changes)  # type: ignore[arg-type]
+    records.put("ghosts", key, encode_ghost(key, ghost))
 
 
 def put_note(records: Records, key: bytes) -> None:
     records.put("notes", key, encode_note(key, b"content", NoteTimes(1000.0, 1000.0, 1000)))
 
 
-def put_prompt(records: Records, key: bytes) -> None:
-    records.put("history", key, encode_prompt(key, prompt(1, 9)))
+def put_prompt(records: Records, key: bytes, parent: bytes) -> None:
+    records.put("seen", key, encode_leaf(key, Leaf(1000.0, 0, parent, GROUP, b"")))
 
 
 def put_model(records: Records, model: str) -> None:
@@ -314,7 +311,7 @@ STRANGE_KEY = b"short"
 GROUP = b"together"
 GONE = bytes(range(16))
 WITHOUT_ITS_NODE = "payloads, usage"
-WITHOUT_ITS_ROOT = "nodes, history"
+WITHOUT_ITS_ROOT = "nodes, seen, ghosts"
 
 DAMAGE: dict[str, tuple[Damage, str]] = {
     "a flipped bit in token ids": (lambda r, s: r.flip("nodes", s.name(1), 80), "nodes"),
@@ -396,13 +393,16 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         lambda r, s: r.put("entries", GONE, encode_record(GONE, s.first.entry)),  # type: ignore[arg-type]
         "entries",
     ),
-    "a flipped bit in a recent prompt": (lambda r, _: r.flip("history", r.keys("history")[0], 12), "history"),
-    "a recent prompt under a strange key": (lambda r, _: r.put("history", STRANGE_KEY, b"x"), "history"),
-    "a recent prompt of no root": (lambda r, _: put_prompt(r, history_key(GONE, 1)), "history"),
-    "a recent prompt in another group": (change_group, "history"),
-    "a recent prompt in half a group": (
-        lambda r, s: put_prompt(r, history_key(s.first.root, 1) + b"half"),
-        "history",
+    "a flipped bit in a recent prompt": (lambda r, _: r.flip("seen", r.keys("seen")[0], 12), "seen"),
+    "a recent prompt under a strange key": (lambda r, _: r.put("seen", STRANGE_KEY, b"x"), "seen"),
+    "a recent prompt of no root": (lambda r, _: put_prompt(r, GONE + bytes(8), GONE), "seen"),
+    "a recent prompt that continues no ghost": (lambda r, s: put_prompt(r, s.first.root + b"\xff" * 8, GONE), "seen"),
+    "a flipped bit in a ghost": (lambda r, _: r.flip("ghosts", r.keys("ghosts")[0], 40), "ghosts"),
+    "a ghost of another block": (lambda r, s: change_ghost(r, s, token_ids=b"1234"), "ghosts"),
+    "a ghost with another count": (lambda r, s: change_ghost(r, s, uses=7), "ghosts"),
+    "a ghost that is gone": (
+        lambda r, s: r.delete("ghosts", s.first.root + s.first.nodes[1].name),
+        "ghosts",
     ),
     "a note with a flipped bit": (lambda r, _: r.flip("notes", r.keys("notes")[0], 40), "notes"),
     "a note of an unknown kind": (lambda r, _: put_note(r, HYBRID_ROOT + b"\xff" * 17), "notes"),
@@ -483,7 +483,7 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
 
 
 def _damage_at_random(records: Records, rng: random.Random) -> None:
-    database = rng.choice(("roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes"))
+    database = rng.choice(("roots", "nodes", "children", "usage", "payloads", "entries", "seen", "ghosts", "notes"))
     keys = records.keys(database)
     if not keys:
         return

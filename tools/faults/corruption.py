@@ -31,6 +31,7 @@ from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, populate
 from diskprefix.store.folder import DATA
+from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
@@ -302,7 +303,7 @@ def _look_around(store: Store, prompts: list[Saved]) -> None:
     try:
         with store.snapshot() as snapshot:
             for root in {saved.root for saved in prompts}:
-                for _, remembered in snapshot.recent_prompts(root, HISTORY_LIMIT):
+                for _, remembered in recent_prompts(snapshot, root, HISTORY_LIMIT):
                     if (root, remembered.tobytes()) not in known:
                         raise Failure("wrong bytes", "a prompt in the history was never sent")
             store.counts()

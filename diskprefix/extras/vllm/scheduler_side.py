@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +50,6 @@ class SchedulerSide:
         self._recorder = recorder_of(shared, ranks)
         self._namespaces = TenantNamespaces(
             shared.store,
-            PayloadLayout.parse(ranks[0].layout),
             lambda tenant: ranks[0].record(str(tenant)),
             None if self._recorder is None else self._recorder.know,
         )
@@ -245,14 +245,13 @@ class SchedulerSide:
         return selection
 
     def _remember(self, tracked: Tracked, namespace: TenantNamespace, names: Sequence[bytes]) -> None:
-        namespace.remember(tracked.prompt, b"", names, self._namespaces.expires_at(self._shared.store.clock(), None))
+        namespace.remember(tracked.prompt, b"", names, self._shared.store.clock(), math.inf)
         publication = Publication(
             store_id=self._shared.store.store_id,
             root=namespace.root,
             root_record=namespace.record,
             nodes=(),
             prompt=tracked.prompt,
-            history_limit=MAX_VALUE,
         )
         self._shared.writer.submit(publication, reserved_bytes=0)
 

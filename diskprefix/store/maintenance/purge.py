@@ -18,9 +18,10 @@ import numpy as np
 from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
+from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, newest_first
 from diskprefix.store.note_record import NoteKind, note_prompt
 from diskprefix.store.savings import forget_hits
-from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
+from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import names_of
@@ -188,6 +189,7 @@ class _Planner:
     def __init__(self, snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> None:
         self._snapshot = snapshot
         self._filter = purge_filter
+        self._now = now
         self._cutoff = None if purge_filter.older_than_s is None else now - purge_filter.older_than_s
         self._tree = PrefixTree(snapshot)
         self._nodes: dict[bytes, NodeRecord] = {
@@ -271,11 +273,13 @@ class _Planner:
 
     def _of_roots(self) -> tuple[list[GoneText], list[bytes], list[bytes]]:
         """Returns the keys of the recent prompts and the notes under the wanted roots. No caller needs their texts."""
+        older_than_s = self._filter.older_than_s
         prompts = [
             key
-            for key in self._snapshot.keys("history")
+            for key, came_at, _ in self._snapshot.seen_times()
+            # A time in the future is that of a clock that was wrong.
             if self._is_wanted_root(key[:HASH_BYTES])
-            and (self._cutoff is None or history_sequence(key) < self._cutoff * 1e6)
+            and (older_than_s is None or abs(self._now - came_at) > older_than_s)
         ]
         notes = [
             note.key
@@ -305,11 +309,11 @@ class _Planner:
             kept = _Texts([token_ids for name, token_ids in of_root.items() if name not in gone])
             deleted = [of_root[name] for name in gone if name in of_root]
             texts += [GoneText(root, size, token_ids, kept.shared(token_ids), is_saved=True) for token_ids in deleted]
-            for key, value in self._snapshot.history(root):
-                prompt = decode_prompt(key, value)
+            for seen in newest_first(self._snapshot, root):
+                prompt = seen.token_ids
                 num_kept = kept.shared(prompt)
                 if num_kept < len(prompt) and any(_is_of(prompt, text, num_kept) for text in deleted):
-                    prompts.append(key)
+                    prompts.append(seen.key)
                     texts.append(GoneText(root, size, prompt, num_kept))
         return texts, sorted(prompts), list(self._notes_of(texts))
 
@@ -336,7 +340,7 @@ class _Planner:
     ) -> frozenset[bytes]:
         """Returns the roots that become empty by this purge, or that were selected."""
         left = {node.root for name, node in self._nodes.items() if name not in nodes}
-        left |= {key[:HASH_BYTES] for key in self._snapshot.keys("history") if key not in prompts}
+        left |= {key[:HASH_BYTES] for key in self._snapshot.keys("seen") if key not in prompts}
         left |= {key[:HASH_BYTES] for key in self._snapshot.keys("notes") if key not in notes}
         touched = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in (*prompts, *notes)}
         if not self._filter.entries and self._cutoff is None:
@@ -374,9 +378,9 @@ def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[i
     """Carries out a plan as far as it still holds, and counts what is removed."""
     nodes, entries = frozenset(plan.nodes), frozenset(plan.entries)
     # The entries go last: after a kill, the same purge finds them again, and what is left of the rest.
-    for some in batches(plan.prompts, RECORDS_AT_ONCE):
+    for some in batches(plan.prompts, PROMPTS_AT_ONCE):
         with store.changes() as changes:
-            gone.prompts += sum(changes.delete_record("history", key) for key in some)
+            gone.prompts += forget(changes, some)
     for some in batches(plan.notes, RECORDS_AT_ONCE):
         with store.changes() as changes:
             gone.notes += sum(changes.delete_record("notes", key) for key in some)

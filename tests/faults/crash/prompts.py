@@ -127,5 +127,4 @@ def publication(store: Store, number: int) -> Publication:
         last_node=nodes[-1].name,
         entry=EntryRecord(root=model.root, num_tokens=len(ids), scope="full", preview=str(number), created_at=0.0),
         prompt=ids,
-        history_limit=8,
     )

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.folder import DATA, FolderLock
+from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.notes import Notes
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
@@ -146,7 +147,7 @@ class _Look:
         notes, found, left = Notes(store, lambda: None), set[int](), set[int]()
         with store.snapshot() as snapshot:
             for root in {_root(number) for number in numbers}:
-                for _, token_ids in snapshot.recent_prompts(root, HISTORY):
+                for _, token_ids in recent_prompts(snapshot, root, HISTORY):
                     if token_ids.tobytes() not in sent:
                         raise Wrong("the history has a prompt that nobody sent")
                     found.add(sent[token_ids.tobytes()])

@@ -10,6 +10,7 @@ from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
+from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.maintenance import purge as purging
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.note_record import NoteKind
@@ -119,7 +120,7 @@ def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store)
     store.publish(replace(unsaved, prompt_group=b"together"))
     assert purge_now(store, PurgeFilter(entries=frozenset({last_node(first)}))).prompts == 2
     with store.snapshot() as snapshot:
-        assert [p.tolist() for _, p in snapshot.recent_prompts(other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
+        assert [p.tolist() for _, p in recent_prompts(snapshot, other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
 
 
 def test_by_model(store: Store) -> None:
@@ -146,7 +147,7 @@ def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
     assert (purged.entries, purged.roots, purged.left_blocks) == (3, 4, 0)
     with store.snapshot() as snapshot:
         assert {root for root, _ in snapshot.roots()} == {shared.root, bob.root}
-        assert {key[:16] for key in snapshot.keys("history")} == {shared.root, bob.root}
+        assert {key[:16] for key in snapshot.keys("seen")} == {shared.root, bob.root}
         names = {node.name for pub in (*alices, user) for node in pub.nodes}
         for database in ("nodes", "usage", "payloads", "entries"):
             assert not names & {key[:16] for key in snapshot.keys(database)}
@@ -199,7 +200,7 @@ def test_everything(store: Store) -> None:
     purged = purge_now(store, PurgeFilter())
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (9, 9 * 4, 9, 3)
     with store.snapshot() as snapshot:
-        for database in ("roots", "nodes", "children", "usage", "payloads", "entries", "history"):
+        for database in ("roots", "nodes", "children", "usage", "payloads", "entries", "seen", "ghosts"):
             assert not list(snapshot.keys(database))
     # It still is the same store: a daemon that has it open goes on with it.
     assert store.secret == secret
@@ -319,7 +320,7 @@ def test_recent_prompts_that_are_a_beginning_of_a_purged_one_go_with_what_came_f
         store.publish(replace(publication(store, token_ids), nodes=(), last_node=None, entry=None))
     assert purge_now(store, PurgeFilter(entries=frozenset({last_node(entry)}))).prompts == 3
     with store.snapshot() as snapshot:
-        assert [p.tolist() for _, p in snapshot.recent_prompts(entry.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
+        assert [p.tolist() for _, p in recent_prompts(snapshot, entry.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
 
 
 def test_a_recent_prompt_that_a_saved_one_begins_with_stays_with_that_one(store: Store) -> None:

@@ -20,6 +20,7 @@ from diskprefix.extras.watch.browse.causes import LATER, Cause, cause_between
 from diskprefix.identity import differing
 from diskprefix.nouns import Prompt
 from diskprefix.settings import Settings
+from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
 from diskprefix.store.pieces import LayoutText, PayloadLayout
@@ -254,7 +255,7 @@ def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> I
         entry = snapshot.entry(name)
         if entry is not None and entry.root == root:
             yield info.id, info.preview, np.concatenate([node.token_ids for node in tree.path(name).values()])
-    for _, token_ids in reversed(snapshot.recent_prompts(root, _MOST_PROMPTS)):
+    for _, token_ids in reversed(recent_prompts(snapshot, root, _MOST_PROMPTS)):
         yield "", "", token_ids
 
 
