@@ -167,8 +167,8 @@ class PrefixCache(CacheResources):
             counts = self.store.counts() | {"room_bytes": self.store.evictor.room_bytes()}
             savings = self.writer.savings.total()
         except CacheError as failure:
-            names = ("entries", "blocks", "prompts", "notes", "used_bytes", "file_bytes", "room_bytes")
-            counts = dict.fromkeys(names, 0)
+            names = ("entries", "blocks", "prompts", "ghosts", "notes", "ghost_bytes", "used_bytes", "file_bytes")
+            counts = dict.fromkeys((*names, "room_bytes"), 0)
             state, error = "degraded", str(failure)
             savings = None
         return {

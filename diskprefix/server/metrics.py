@@ -48,6 +48,10 @@ _GAUGES = {
     "entries": ("store_entries", "Saved prompts in the store."),
     "blocks": ("store_blocks", "Blocks in the store."),
     "used_bytes": ("store_used_bytes", "Bytes of the store's pages that hold data."),
+    "ghost_bytes": (
+        "store_ghost_bytes",
+        "Of these, those of prompts that were seen (at most 1/16 of the budget).",
+    ),
     "file_bytes": ("store_file_bytes", "Bytes of the store's file: pages that hold data, and free ones."),
     "budget_bytes": ("store_budget_bytes", "Bytes that the store may use (--kv-cache-budget)."),
     "disk_written_bytes": ("store_disk_written_ever_bytes", "Bytes that all processes have written to the file."),

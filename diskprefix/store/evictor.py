@@ -100,6 +100,7 @@ class Evictor:
         for some in batches(prompts, PROMPTS_AT_ONCE):
             with self._file.changes() as changes:
                 forget(changes, some)
+                changes.delete_bare_roots({key[:HASH_BYTES] for key in some})
         if gone := [note.key for note in notes if note.times.is_expired(now)]:
             with self._file.changes() as changes:
                 changes.forget_notes(gone)
@@ -152,6 +153,7 @@ class Evictor:
         for some in batches(oldest_first, PROMPTS_AT_ONCE):
             with self._file.changes() as changes:
                 forget(changes, some)
+                changes.delete_bare_roots({key[:HASH_BYTES] for key in some})
                 if changes.seen_bytes() <= limit * 3 // 4:
                     break
 

@@ -115,8 +115,7 @@ def see(
 
 
 def forget(changes: Changes, keys: Iterable[bytes]) -> int:
-    """Removes prompts, with the ghosts that no other needs, and the records of roots that have nothing left. Returns
-    how many there were."""
+    """Removes prompts, given by their keys, with the ghosts that no other needs. Returns how many there were."""
     gone = 0
     for key in keys:
         value, root = changes.record("seen", key), key[:HASH_BYTES]
@@ -128,7 +127,6 @@ def forget(changes: Changes, keys: Iterable[bytes]) -> int:
                 gone += changes.delete_record("seen", key)
         except StoreCorrupt as error:
             gone += forget_root(changes, root, error)
-    changes.delete_bare_roots({key[:HASH_BYTES] for key in keys})
     return gone
 
 

@@ -99,7 +99,7 @@ def test_a_tenant_that_could_not_be_read_is_read_by_its_next_request(
     ask(runner, ALICE, prompt)
     runner.cache.namespaces._used.pop(ALICE)
 
-    def unreadable(*_: object) -> None:
+    def unreadable(*_: object, **_more: object) -> None:
         raise StoreUnavailable("the disk is away")
 
     with monkeypatch.context() as patched:

@@ -18,8 +18,8 @@ from tests.store.released_format import FORMATS, contents
 
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "8.json": "9dbe7feac123aa53793650a7bda32465fbdb47f6d8993ac83834e7c5bd4cdeca",
-    "8.mdb.gz": "26c6260bdfd6acffd45cad9d98a98b977c6f455e86788257042a4875eecba188",
+    "9.json": "9dbe7feac123aa53793650a7bda32465fbdb47f6d8993ac83834e7c5bd4cdeca",
+    "9.mdb.gz": "72763b8e20b44a774fbe5848fd295b5fb2a89343951e6722fdba138f1faa7657",
 }
 
 
