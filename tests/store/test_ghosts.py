@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from diskprefix.store.verify import verify_index
 
 from diskprefix.store import evictor
 from diskprefix.store.ghosts import forget, newest_first, recent_prompts
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, ROOT, Clock, chain, open_store, prompt, publication
 

@@ -97,8 +97,6 @@ async def embeddings(request: Request) -> Response:
         cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
         serving.engine.give_way()
         prompts = await daemon.threads.run("rendering", _prompts, serving, purpose, body)
-        # It takes long for a tenant who was not here lately.
-        await asyncio.shield(asyncio.wrap_future(serving.engine.cache.load(cache.tenant)))
         await held.aclose()
         reading = Reading(pooling=purpose.pooling)
         options = _options(cache, reading)

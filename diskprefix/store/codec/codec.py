@@ -20,7 +20,7 @@ import zstandard
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.planes import BF16, FP16, FP32, Bytes, join, split
-from diskprefix.tokens import TokenIds, checksum
+from diskprefix.tokens import checksum
 
 PIECE_BYTES = 512 * 1024
 """The size of a piece before encoding. It is a part of the format, because it decides where payloads are cut."""
@@ -260,23 +260,3 @@ def decompress(stored: bytes | memoryview, *, max_bytes: int) -> bytes:
         return _zstd.record_decompressor.decompress(stored, max_output_size=size)
     except zstandard.ZstdError as error:
         raise StoreCorrupt(f"a compressed record cannot be read: {error}") from error
-
-
-def encode_tokens(token_ids: TokenIds) -> bytes:
-    return compress(token_ids.astype("<i4").tobytes())
-
-
-def encoded_tokens(stored: bytes | memoryview) -> int:
-    """Returns the number of tokens that an encoded value claims to hold, without decoding it; 0 if unknown."""
-    try:
-        return max(0, zstandard.frame_content_size(stored)) // 4
-    except zstandard.ZstdError:
-        return 0
-
-
-def decode_tokens(stored: bytes | memoryview, *, max_tokens: int) -> TokenIds:
-    """Inverse of `encode_tokens`. Raises `StoreCorrupt` on anything that is not at most `max_tokens` int32."""
-    raw = decompress(stored, max_bytes=4 * max_tokens)
-    if len(raw) % 4:
-        raise StoreCorrupt(f"a record of token ids has {len(raw)} bytes")
-    return np.frombuffer(raw, dtype="<i4").astype(np.int32)
