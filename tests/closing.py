@@ -1,8 +1,9 @@
-"""What a run of the tests says when it ends: which variants of the operators were tested, and in CI, what was skipped
-that should not have been.
+"""What a run of the tests says when it ends: which variants of the operators were tested, which tests took too long,
+and in CI, what was skipped that should not have been.
 
 `.ci/run` sets DISKPREFIX_TEST_MISSING to the programs that it could not install, separated by blanks. Where it is set,
-a skip that `LISTED` does not name fails the run.
+a skip that `LISTED` does not name fails the run. So does a test without the mark `slow` that takes over three seconds
+on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections import Counter
 
 import pytest
@@ -31,6 +33,28 @@ LISTED = {
 }
 """Skips that CI accepts: a part of the reason that the test gives, and why it is accepted."""
 
+LONGEST_S = 3.0
+"""The most seconds of a test without the mark `slow`, on a machine that takes `_REFERENCE_S` for `_work`."""
+_REFERENCE_S = 0.05
+_BUSY = 1.5
+"""The load of each processor from which times say nothing."""
+
+
+def _work() -> None:
+    sum(number * number for number in range(1_000_000))
+
+
+def slowness() -> float:
+    """Returns how many times slower than the reference this machine is, 1 at least."""
+    began = time.perf_counter()
+    _work()
+    return max(1.0, (time.perf_counter() - began) / _REFERENCE_S)
+
+
+def is_busy() -> bool:
+    """Returns whether other programs use this machine."""
+    return os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
+
 
 def needs(program: str) -> pytest.MarkDecorator:
     """Returns the mark of tests that run a program which is not one of the project's dependencies."""
@@ -50,12 +74,17 @@ class ClosingLines:
     def __init__(self) -> None:
         self._skips: list[tuple[str, str]] = []
         self._tested: Counter[str] = Counter()
+        self._longest_s = LONGEST_S * slowness()
+        self._long: list[tuple[str, float]] = []
+        """Tests without the mark `slow` that took too long, with their seconds."""
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self._note_skip(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._note_skip(report)
+        if report.when == "call" and report.duration > self._longest_s and "slow" not in report.keywords:
+            self._long.append((report.nodeid, report.duration))
         if report.when == "call" and report.passed:
             self._tested.update(str(value) for name, value in report.user_properties if name == TESTED)
 
@@ -69,12 +98,15 @@ class ClosingLines:
         return [(test, reason) for test, reason in self._skips if unlisted([reason], MISSING)]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self._wrong_skips() and session.exitstatus == pytest.ExitCode.OK:
+        is_too_long = MISSING is not None and bool(self._long) and not is_busy()
+        if (self._wrong_skips() or is_too_long) and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for test, reason in self._wrong_skips():
             terminalreporter.write_line(f"CI does not accept this skip: {test}: {reason}", red=True)
+        for test, seconds in self._long:
+            terminalreporter.write_line(f"{seconds:.1f} s: make it cheaper or mark it slow: {test}", yellow=True)
         if MISSING:
             terminalreporter.write_line(f"not tested, because it could not be installed: {MISSING}", yellow=True)
         if self._tested:

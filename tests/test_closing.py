@@ -91,3 +91,22 @@ def test_each_listed_reason_is_one_that_a_test_gives() -> None:
     given = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != ROOT / "tests/closing.py")
     for reason in LISTED:
         assert reason in given or "import" in reason, reason
+
+
+@pytest.mark.parametrize(
+    ("mark", "busy", "code"),
+    [("", False, 1), ("", True, 0), ("@pytest.mark.slow", False, 0)],
+    ids=["plain", "busy", "slow"],
+)
+def test_a_test_without_a_mark_that_takes_long_fails_ci_on_a_quiet_machine(
+    tmp_path: Path, mark: str, busy: bool, code: int
+) -> None:
+    shorter = f"from tests import closing\n\nclosing.LONGEST_S, closing.is_busy = -1.0, lambda: {busy}\n"
+    (tmp_path / "conftest.py").write_text(shorter + CONFTEST)
+    (tmp_path / "test_it.py").write_text(f"import pytest\n\n{mark}\ndef test_one():\n    pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DISKPREFIX_TEST_MISSING": ""}
+    command = [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == code, ended.stdout
+    assert ("make it cheaper or mark it slow: test_it.py::test_one" in ended.stdout) == (mark == "")
