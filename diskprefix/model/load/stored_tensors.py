@@ -11,7 +11,7 @@ import torch
 from diskprefix.errors import ModelError
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
 
-_TYPES = {
+TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -26,6 +26,7 @@ _TYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+"""By the names of safetensors."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class StoredTensor:
 
         The file is not mapped: a page of a mapped one that is cut short meanwhile would end the process.
         """
-        found = torch.empty(self.header.shape, dtype=_TYPES[self.header.kind])
+        found = torch.empty(self.header.shape, dtype=TYPES[self.header.kind])
         view, done = memoryview(found.view(-1).view(torch.uint8).numpy().data), 0
         with self.file.open("rb", buffering=0) as source:
             source.seek(self.header.offset)
@@ -59,6 +60,6 @@ def stored_tensors(folder: Path, files: Sequence[Path]) -> dict[str, StoredTenso
 
 def _of_safetensors(file: Path) -> Iterator[StoredTensor]:
     for one in stored_shapes(file):
-        if one.kind not in _TYPES:
+        if one.kind not in TYPES:
             raise ModelError(f"{file.name}: {one.name} is of the type {one.kind}, which is not known")
         yield StoredTensor(one, file)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -59,13 +59,12 @@ class StreamedQuantising:
         """Parameters of the experts of a layer, until all are there."""
         self._written: set[str] = set()
         self._forms: dict[str, str] = {}
-        self._failure: Exception | None = None
         self._writer: TensorWriter | None = None
 
     def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
         """Quantises, and returns the model without its weights. Raises `ModelError` if the checkpoint lacks tensors, or
         nothing in it can be quantised, `OSError` if the disk is full."""
-        state = {name: TensorOnRequest(self._reader(source)) for name, source in self._sources.items()}
+        state = {name: TensorOnRequest(source) for name, source in self._sources.items()}
         try:
             with taking_parameters(self._take), torch.no_grad(), one_thread():
                 model, info = model_class.from_pretrained(
@@ -77,25 +76,12 @@ class StreamedQuantising:
                     ignore_mismatched_sizes=True,
                     local_files_only=True,
                 )
-                self._check(info)
+                require_whole(info, "the weights")
                 self._finish(model)
-        except Exception as error:
-            # transformers collects what goes wrong while it reads.
-            raise self._failure or error from error
         finally:
             if self._writer is not None:
                 self._writer.close()
         return model
-
-    def _reader(self, source: Source) -> Callable[[], torch.Tensor]:
-        def read() -> torch.Tensor:
-            try:
-                return source()
-            except Exception as error:
-                self._failure = self._failure or error
-                raise
-
-        return read
 
     def _begin(self, model: PreTrainedModel) -> TensorWriter:
         tied, users = dict(model.all_tied_weights_keys), defaultdict(list)
@@ -167,11 +153,6 @@ class StreamedQuantising:
     ) -> tuple[torch.Tensor, QuantForm] | None:
         bits = bits_for(model, linear, self._weights)
         return None if bits is None else pack_in_pieces(weight, bits, self._num_threads)
-
-    def _check(self, info: Mapping[str, set[Any]]) -> None:
-        if self._failure is not None:
-            raise self._failure
-        require_whole(info, "the weights")
 
     def _finish(self, model: PreTrainedModel) -> None:
         if not self._forms or self._writer is None:

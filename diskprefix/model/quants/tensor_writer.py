@@ -8,18 +8,9 @@ from typing import Any
 
 import torch
 
-_TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from diskprefix.model.load.stored_tensors import TYPES
+
+_KINDS = {dtype: kind for kind, dtype in TYPES.items()}
 _ALIGNMENT = 8
 """Bytes. Each tensor begins at a multiple of the largest element, and the format allows no gaps."""
 
@@ -46,7 +37,7 @@ class TensorWriter:
     def _write(self, name: str, tensor: torch.Tensor) -> None:
         self._out.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         offsets = [self._at, self._at + tensor.nbytes]
-        self._entries[name] = {"dtype": _TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        self._entries[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         self._at = offsets[1]
 
     def finish(self, metadata: dict[str, str]) -> None:

@@ -26,46 +26,48 @@ def write(folder: Path, files: Mapping[str, object]) -> Path:
     return folder
 
 
-@pytest.fixture
-def proc(tmp_path: Path) -> Path:
-    return write(tmp_path / "proc", {"meminfo": "MemTotal: 9999 kB\nMemAvailable: 8192 kB", "self/cgroup": "0::/"})
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_a_machine_without_limits_offers_what_is_available(proc: Path, tmp_path: Path) -> None:
-    assert available_ram_bytes(proc, tmp_path / "none") == 8192 * 1024
-
-
-def test_the_tightest_control_group_counts_and_page_cache_is_free(proc: Path, tmp_path: Path) -> None:
-    write(proc, {"self/cgroup": "0::/a/b"})
-    groups = {
-        "a/b/memory.max": "max",
-        "a/b/memory.current": MIB,
-        "a/memory.max": 4 * MIB,
-        "a/memory.current": 3 * MIB,
-        "a/memory.stat": f"anon 1\ninactive_file {MIB}",
-        "memory.max": 6 * MIB,
-        "memory.current": 3 * MIB,
-    }
-    assert available_ram_bytes(proc, write(tmp_path / "cgroup", groups)) == 2 * MIB
-
-
-def test_a_group_that_is_over_its_limit_offers_nothing(proc: Path, tmp_path: Path) -> None:
-    groups = {"memory.max": MIB, "memory.current": 2 * MIB}
-    assert available_ram_bytes(proc, write(tmp_path / "cgroup", groups)) == 0
-
-
-def test_control_groups_of_the_first_version_count(proc: Path, tmp_path: Path) -> None:
-    write(proc, {"self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/x"})
-    groups = {
-        "memory/memory.limit_in_bytes": 2 * MIB,
-        "memory/memory.usage_in_bytes": MIB,
-        "memory/memory.stat": f"total_inactive_file {MIB // 2}",
-    }
-    assert available_ram_bytes(proc, write(tmp_path / "cgroup", groups)) == 3 * MIB // 2
+@pytest.mark.parametrize(
+    ("own", "groups", "free"),
+    [
+        # A machine without limits.
+        ("0::/", {}, 8 * MIB),
+        # The tightest group counts, and page cache is free.
+        (
+            "0::/a/b",
+            {
+                "a/b/memory.max": "max",
+                "a/b/memory.current": MIB,
+                "a/memory.max": 4 * MIB,
+                "a/memory.current": 3 * MIB,
+                "a/memory.stat": f"anon 1\ninactive_file {MIB}",
+                "memory.max": 6 * MIB,
+                "memory.current": 3 * MIB,
+            },
+            2 * MIB,
+        ),
+        # A group that is over its limit.
+        ("0::/", {"memory.max": MIB, "memory.current": 2 * MIB}, 0),
+        # The first version of control groups.
+        (
+            "5:cpu,cpuacct:/x\n4:memory:/docker/x",
+            {
+                "memory/memory.limit_in_bytes": 2 * MIB,
+                "memory/memory.usage_in_bytes": MIB,
+                "memory/memory.stat": f"total_inactive_file {MIB // 2}",
+            },
+            3 * MIB // 2,
+        ),
+    ],
+)
+def test_free_is_what_the_machine_and_the_control_groups_leave(
+    own: str, groups: dict[str, object], free: int, tmp_path: Path
+) -> None:
+    proc = {"meminfo": "MemTotal: 9999 kB\nMemAvailable: 8192 kB", "self/cgroup": own}
+    assert available_ram_bytes(write(tmp_path / "proc", proc), write(tmp_path / "cgroup", groups)) == free
 
 
 def test_without_proc_the_machines_memory_is_taken(tmp_path: Path) -> None:
