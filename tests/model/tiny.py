@@ -80,11 +80,26 @@ def write_gguf(
             writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
         elif name != without:
             writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
+
+
+def add_value(writer: Any, key: str, value: Any) -> None:
+    """Adds metadata to a file, in the type that llama.cpp would take."""
+    import gguf
+
+    kinds = gguf.GGUFValueType
+    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        writer.add_key_value(key, value, types[type(value)])
+
+
+def finish(writer: Any) -> None:
+    """Writes the file of a writer."""
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
 
 
 def add_tokenizer(writer: Any, pre: str = "smollm") -> None:

@@ -200,19 +200,16 @@ def write(
 ) -> Path:
     """Writes the model as a file, its matrices quantised. `values` replace metadata, or leave them out."""
     writer, kind = gguf.GGUFWriter(path, "deepseek2"), type_of(model)
-    types = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}
-    types |= {float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
     for name, value in (values_of(model, is_split=is_split) | (values or {})).items():
         if value is not None:
-            writer.add_key_value(f"deepseek2.{name}", value, types[type(value)])
+            tiny.add_value(writer, f"deepseek2.{name}", value)
     tiny.add_tokenizer(writer)
     for name, tensor in (tensors_of(model, is_split=is_split) | (more or {})).items():
         if tensor.ndim > 1 and "ffn_gate_inp" not in name:
             writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, tensor)
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
+    tiny.finish(writer)
     return path
 
 

@@ -145,7 +145,7 @@ def written(path: Path, architecture: str, model: PreTrainedModel, values: dict[
     }
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (common | values).items():
-        add(writer, f"{architecture}.{key}", value)
+        tiny.add_value(writer, f"{architecture}.{key}", value)
     tiny.add_tokenizer(writer)
     writer.add_pad_token_id(2)
     kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -160,26 +160,12 @@ def written(path: Path, architecture: str, model: PreTrainedModel, values: dict[
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers + 1
         writer.add_tensor(f"{names.get_name(stem)}.{end}", np.ascontiguousarray(numbers))
-    finish(writer)
+    tiny.finish(writer)
     return path
 
 
 def heads_of(stem: str) -> int:
     return HEADS if stem.endswith("q_proj") else KV_HEADS if stem.endswith("k_proj") else 0
-
-
-def add(writer: Any, key: str, value: Any) -> None:
-    kinds = gguf.GGUFValueType
-    types = {bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32, str: kinds.STRING}
-    if isinstance(value, list):
-        writer.add_array(key, value)
-    else:
-        writer.add_key_value(key, value, types[type(value)])
-
-
-def finish(writer: Any) -> None:
-    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
-        step()
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
@@ -235,7 +221,7 @@ def with_tensors(source: Path, path: Path, tensors: dict[str, np.ndarray[Any, An
         writer.add_tensor(tensor.name, np.array(tensor.data))
     for name, numbers in tensors.items():
         writer.add_tensor(name, numbers)
-    finish(writer)
+    tiny.finish(writer)
     return path
 
 
@@ -244,7 +230,7 @@ def keys(**values: Any) -> Callable[[Any], None]:
 
     def more(writer: Any) -> None:
         for name, value in values.items():
-            add(writer, f"{writer.arch}.{name.replace('__', '.')}", value)
+            tiny.add_value(writer, f"{writer.arch}.{name.replace('__', '.')}", value)
 
     return more
 
@@ -296,12 +282,6 @@ def test_what_nothing_reads_is_refused_by_name(more: Callable[[Any], None], name
 
 
 @pytest.mark.usefixtures("cache")
-def test_what_files_say_of_encoders_that_they_do_not_have_is_no_reason_to_refuse_them(tmp_path: Path) -> None:
-    more = keys(mm__tokens_per_image=256, vision__block_count=27, audio__block_count=12)
-    converted_folder(tiny.write_gguf(tmp_path / "tiny.gguf", more=more), lambda _: None)
-
-
-@pytest.mark.usefixtures("cache")
 def test_a_head_that_rotates_in_part_is_refused_where_the_model_rotates_all(tmp_path: Path) -> None:
     sizes = {"head_dim": 32, "rope_parameters": rope(), **EPSILON}
     values = RMS | {"attention.key_length": 32, "attention.value_length": 32, "rope.freq_base": 250000.0}
@@ -336,6 +316,10 @@ def test_what_files_have_beside_the_numbers_is_no_fault(tmp_path: Path) -> None:
             rope__scaling__type="none",
             rope__scaling__factor=8.0,
             rope__scaling__finetuned=True,
+            # Of encoders, which are other files.
+            mm__tokens_per_image=256,
+            vision__block_count=27,
+            audio__block_count=12,
         )(writer)
         for key, value in {
             "general.name": "Tiny",
@@ -348,6 +332,6 @@ def test_what_files_have_beside_the_numbers_is_no_fault(tmp_path: Path) -> None:
             "mradermacher.quantized_by": "somebody",
             "tokenizer.ggml.add_space_prefix": False,
         }.items():
-            add(writer, key, value)
+            tiny.add_value(writer, key, value)
 
     converted_folder(tiny.write_gguf(tmp_path / "tiny.gguf", more=more), lambda _: None)
