@@ -27,9 +27,9 @@ def hello():
 
 def test_the_own_extras_add_their_commands() -> None:
     assert set(hooks.commands()) == {
-        *("pull", "list", "show"),
+        *("pull", "list", "show", "rm"),
         *("verify", "purge", "compact", "backup", "restore"),
-        *("launch", "clients", "doctor", "warm", "inspect", "top"),
+        *("launch", "clients", "chat", "doctor", "warm", "inspect", "top"),
         *("export", "import", "simulate", "remote"),
     }
     assert command_names()[0] == "serve"

@@ -46,7 +46,7 @@ BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its firs
 BESIDE = {
     "watch": {"warm", "request_bodies", "daemon_call", "web_page"},
     "warm": {"daemon_call"},
-    "talk": {"web_page"},
+    "talk": {"daemon_call", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "setup": {"catalogue", "daemon_call", "front", "request_bodies"},
     "front": {"catalogue", "web_page"},

@@ -5,9 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -52,11 +53,55 @@ Call: TypeAlias = Callable[[str, str, object], Answer]
 """Sends a request with a method, a path and a JSON body (None for none). Raises `NotReady` if there is no answer."""
 
 
+Stream: TypeAlias = Callable[[str, object], "AbstractContextManager[Iterator[Any]]"]
+"""Posts a JSON body to a path, for a context with the events of the answer as they come. An error is an event, and the
+last one. Raises `NotReady` if there is no answer, or it breaks off."""
+
+
 def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
     """Returns a function that calls the daemon at `url`. Raises `SettingsError` for an invalid URL or key.
 
     `otherwise` is added to the message of `NotReady`, which the function raises if nothing answers.
     """
+    answered = _connected(url, api_key, otherwise)
+
+    def call(method: str, path: str, body: object) -> Answer:
+        with answered(method, path, body) as response:
+            return Answer(response.status, response.read())
+
+    return call
+
+
+def streaming_daemon(url: str, api_key: str | None) -> Stream:
+    """Returns a function that reads streams of the daemon at `url`. Raises `SettingsError` as `running_daemon`."""
+    answered = _connected(url, api_key, "")
+
+    @contextmanager
+    def stream(path: str, body: object) -> Iterator[Iterator[Any]]:
+        with answered("POST", path, body) as response:
+            yield _events(response)
+
+    return stream
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
+    if response.status != HTTPStatus.OK:
+        yield {"error": {"message": Answer(response.status, response.read()).message}}
+        return
+    for line in response:
+        data = line.removeprefix(b"data: ").strip()
+        if data == b"[DONE]":
+            return
+        if line.startswith(b"data: "):
+            yield (event := json.loads(data))
+            if "error" in event:
+                return
+    raise NotReady("the connection ended before the reply did")
+
+
+def _connected(
+    url: str, api_key: str | None, otherwise: str
+) -> Callable[[str, str, object], AbstractContextManager[http.client.HTTPResponse]]:
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
         port = parts.port
@@ -73,7 +118,8 @@ def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
     # OpenAI's clients take the address with /v1 at its end, so people may give it here too.
     prefix = parts.path.rstrip("/").removesuffix("/v1")
 
-    def call(method: str, path: str, body: object) -> Answer:
+    @contextmanager
+    def answered(method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
         data = None if body is None else json.dumps(body)
         try:
             with closing(kind(parts.hostname or "", port, timeout=_CONNECT_S)) as connection:
@@ -82,8 +128,7 @@ def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
                 token = token_of_peer(connection.sock) if api_key is None else None
                 shown_token = {"Authorization": f"Bearer {token}"} if token else {}
                 connection.request(method, prefix + path, data, headers | shown_token)
-                response = connection.getresponse()
-                return Answer(response.status, response.read())
+                yield connection.getresponse()
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NotReady(
@@ -91,7 +136,7 @@ def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
                 f"address with --url{otherwise}"
             ) from error
 
-    return call
+    return answered
 
 
 def wait_ready(call: Call, url: str, say: Say) -> None:

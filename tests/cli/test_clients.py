@@ -131,7 +131,7 @@ def test_a_refused_key_and_no_daemon_are_one_clear_line(run: Run, monkeypatch: p
     assert ended.stderr.startswith("error: no daemon answers at http://127.0.0.1:1 (")
 
 
-@pytest.mark.parametrize("command", ["clients llm", "warm prompt.txt", "launch claude --print"])
+@pytest.mark.parametrize("command", ["clients llm", "chat", "warm prompt.txt", "launch claude --print"])
 def test_what_takes_connections_and_says_nothing_is_not_waited_for(
     run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,3 +150,6 @@ def test_a_daemon_that_falls_silent_within_an_answer_is_not_waited_for(monkeypat
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(NotReady, match="timed out"):
             daemon_call.running_daemon(url, None)("POST", "/v1/completions", {})
+        stream = daemon_call.streaming_daemon(url, None)
+        with pytest.raises(NotReady, match="timed out"), stream("/v1/completions", {}):
+            pass

@@ -1,4 +1,4 @@
-"""`diskprefix pull`, with the unchanged client of the hub and a hub on this machine."""
+"""`diskprefix pull` and `diskprefix rm`, with the unchanged client of the hub and a hub on this machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from diskprefix.errors import ModelError
 from diskprefix.extras.catalogue import pull_command
 from diskprefix.model.load import hub as hub_module
 from diskprefix.model.load.fit import ROOM_BYTES
+from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
@@ -83,20 +84,19 @@ def test_the_quant_that_is_asked_for_is_fetched_and_nothing_else(run: Run, hub: 
 
 
 def test_the_best_quant_that_fits_is_chosen_with_the_reason_and_16_bits_only_if_nothing_else_does(
-    run: Run, hub: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    snapshots = tmp_path / "hub/models--org--tiny-GGUF/snapshots"
     size = (repository / "tiny-q8_0.gguf").stat().st_size
     for num_bytes in (size + ROOM_BYTES + (1 << 30), 1 << 40):
         free_memory(monkeypatch, num_bytes)
         assert "Q8_0, " in run("pull", REPO).stderr
-        shutil.rmtree(snapshots)
+        run("rm", f"{REPO}:Q8_0", "--yes")
     free_memory(monkeypatch, size + ROOM_BYTES + (1 << 30) - 1)
     ended = run("pull", REPO)
     assert "Q4_0, " in ended.stderr
     assert "the best of 3 that fits into 1.6 GiB of free memory" in ended.stderr
     assert hub.fetched() == ["tiny-q4_0.gguf", "tiny-q8_0.gguf"]
-    shutil.rmtree(snapshots)
+    run("rm", f"{REPO}:Q4_0", "--yes")
     free_memory(monkeypatch, ROOM_BYTES)
     refused = run("pull", REPO)
     assert (refused.exit_code, "no quant of org/tiny-GGUF fits into" in refused.stderr) == (3, True)
@@ -221,6 +221,8 @@ def test_safetensors_are_fetched_where_there_are_some(run: Run, hub: FakeHub, tm
     assert "tiny-q8_0.gguf" not in hub.fetched()
     run("pull", "org/whole:Q8_0")
     assert listed(run) == ["org/whole", "org/whole:Q8_0"]
+    run("rm", "org/whole", "--yes")
+    assert listed(run) == ["org/whole:Q8_0"]
 
 
 def test_a_quant_that_two_files_have_is_fetched_and_found_by_the_name_of_the_file(
@@ -354,3 +356,96 @@ def test_a_malformed_listing_is_one_line(listing: Any, run: Run, hub: FakeHub, t
     assert (ended.exit_code, ended.stdout) == (3, "")
     assert ended.stderr.splitlines()[-1].startswith(f"error: cannot fetch '{REPO}' from the hub: ")
     assert not list(tmp_path.rglob("*stolen*"))
+
+
+# -- rm --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_was_fetched_is_removed_with_what_was_made_of_it_and_the_rest_stays(run: Run, tmp_path: Path) -> None:
+    rows = [run("pull", f"{REPO}:{quant}", "--json").json for quant in ("Q8_0", "Q4_0")]
+    made = [converted_folder(Path(row["path"]), lambda _line: None) for row in rows]
+    size = Path(rows[0]["path"]).stat().st_size
+    assert run("rm", f"{REPO}:Q8_0", "--yes", "--json").json == {"removed": [f"{REPO}:Q8_0"], "bytes": size}
+    assert listed(run) == [f"{REPO}:Q4_0"]
+    assert [folder.exists() for folder in made] == [False, True]
+    assert len(leftovers(tmp_path)) == 1
+    assert run("rm", f"{REPO}:Q4_0", "--yes").stdout.startswith("removed 1 model, ")
+    assert not list((tmp_path / "hub").glob("models--*"))
+
+
+@pytest.mark.usefixtures("hub")
+def test_unknown_names_are_refused_and_nothing_goes_unasked(run: Run) -> None:
+    run("pull", f"{REPO}:Q8_0")
+    run("rm", "x" * 201, "--yes").assert_refused(2, "no model has a name of 201 characters")
+    run("rm", f"{REPO}:Q8_1", "--yes").assert_refused(2, f"the nearest name is '{REPO}:Q8_0'")
+    run("rm", "zzz", f"{REPO}:Q8_0", "--yes").assert_refused(
+        2, "no model that was fetched from the hub is called 'zzz'"
+    )
+    run("rm", f"{REPO}:Q8_0").assert_refused(2, "add --yes")
+    assert listed(run) == [f"{REPO}:Q8_0"]
+
+
+@pytest.mark.parametrize("state", ["a data set of that name", "main names a commit that is not here"])
+@pytest.mark.usefixtures("hub")
+def test_a_model_is_removed_whatever_else_is_in_the_cache(state: str, run: Run, tmp_path: Path) -> None:
+    run("pull", f"{REPO}:Q8_0")
+    folder = tmp_path / "hub" / "models--org--tiny-GGUF"
+    others = tmp_path / "hub" / "datasets--org--tiny-GGUF"
+    if "data set" in state:
+        shutil.copytree(folder, others, symlinks=True)
+        next((others / "snapshots").iterdir()).rename(others / "snapshots" / ("1" * 40))
+        (others / "refs" / "main").write_text("1" * 40)
+    else:
+        (folder / "refs" / "main").write_text("0" * 40)
+    assert run("rm", f"{REPO}:Q8_0", "--yes", "--json").json["bytes"] > 0
+    assert not folder.exists()
+    assert others.exists() == ("data set" in state)
+
+
+@pytest.mark.parametrize("linked", ["the file", "the snapshot", "the blob's name"])
+@pytest.mark.usefixtures("hub")
+def test_the_users_own_file_behind_a_link_stays(linked: str, run: Run, tmp_path: Path) -> None:
+    file = Path(run("pull", f"{REPO}:Q8_0", "--json").json["path"])
+    own = tmp_path / "mine" / "tiny-q8_0.gguf"
+    own.parent.mkdir()
+    shutil.copy(file, own)
+    if linked == "the snapshot":
+        shutil.rmtree(file.parent)
+        file.parent.symlink_to(own.parent)
+    else:
+        link = file if linked == "the file" else file.resolve()
+        link.unlink()
+        link.symlink_to(own)
+    run("rm", f"{REPO}:Q8_0", "--yes")
+    assert own.exists()
+    assert listed(run) == []
+
+
+@pytest.mark.parametrize(
+    "other", ["snapshots/COMMIT/mmproj.gguf", "snapshots/COMMIT/onnx/model.onnx", "blobs/0123.4567.incomplete"]
+)
+@pytest.mark.usefixtures("hub")
+def test_what_other_programs_fetched_into_the_repository_stays(other: str, run: Run, tmp_path: Path) -> None:
+    row = run("pull", f"{REPO}:Q8_0", "--json").json
+    commit = Path(row["path"]).parent
+    file = commit.parents[1] / other.replace("COMMIT", commit.name)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"of another program")
+    run("rm", f"{REPO}:Q8_0", "--yes")
+    assert file.exists()
+    assert listed(run) == []
+    assert [left.name for left in leftovers(tmp_path)] == [file.name] * (file.parent.name == "blobs")
+
+
+def test_a_model_is_removed_from_all_snapshots_and_is_not_read_for_it(
+    run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("pull", f"{REPO}:Q8_0")
+    (repository / "tiny-F32.gguf").unlink()
+    (repository / "tiny-q8_0.gguf").write_bytes((repository / "tiny-q4_0.gguf").read_bytes())
+    run("pull", f"{REPO}:Q8_0")
+    assert hub.fetched() == ["tiny-q8_0.gguf"]
+    monkeypatch.setattr("diskprefix.model.load.fingerprint.file_digest", lambda _path: pytest.fail("it was read"))
+    run("rm", f"{REPO}:Q8_0", "--yes")
+    assert listed(run) == []

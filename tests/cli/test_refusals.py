@@ -108,6 +108,7 @@ REFUSED = """
 2 | warm text --kv-cache-dir x                     | --kv-cache-dir
 1 | warm text --url 'http://no host'               | diskprefix serve
 1 | warm text --url http://127.0.0.1:1             | no daemon answers at http://127.0.0.1:1, diskprefix serve
+1 | chat --url http://127.0.0.1:1                  | no daemon answers
 2 | top                                            | top needs a terminal
 2 | clients emacs                                  | there is no recipe for 'emacs'; there are aider, claude-code,
 1 | clients llm --url http://127.0.0.1:1           | no daemon answers at http://127.0.0.1:1 (
@@ -116,6 +117,8 @@ REFUSED = """
 2 | show ''                                        | it is empty
 2 | show ~nouser/x                                 | no model is called '~nouser/x', there is SmolLM2-135M-Instruct
 3 | show none                                      | holds no weights
+2 | rm ~nouser/x --yes                             | is called '~nouser/x'
+2 | rm text --yes                                  | is a file or folder of yours
 2 | completion tcsh                                | tcsh
 """
 

@@ -17,7 +17,7 @@ from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-_WITHOUT_STORE = {"clients", "completion", "doctor", "launch", "list", "pull", "remote", "show", "top"}
+_WITHOUT_STORE = {"chat", "clients", "completion", "doctor", "launch", "list", "pull", "remote", "rm", "show", "top"}
 STORE_TOOLS = sorted(set(TOOLS) - _WITHOUT_STORE - {"simulate", "warm"})
 
 
@@ -31,7 +31,7 @@ def test_a_command_shows_its_help_without_what_takes_long_to_import() -> None:
 def test_the_help_of_a_tool_teaches(run: Run, command: str) -> None:
     shown = run(command, "--help").stdout
     assert shown.count(f"  diskprefix {command}") >= 2, "examples"
-    assert "--json" in shown or command in ("completion", "launch", "top"), "which are for no script"
+    assert "--json" in shown or command in ("chat", "completion", "launch", "top"), "which are for no script"
     assert "Exit codes: 0 " in shown
 
 

@@ -1,4 +1,4 @@
-"""The models of a daemon that serves several of them by name, and the commands that fetch, list and show
+"""The models of a daemon that serves several of them by name, and the commands that fetch, list, show and remove
 models."""
 
 from __future__ import annotations
@@ -8,4 +8,5 @@ COMMANDS = {
     "pull": f"{_FOLDER}.pull_command:pull",
     "list": f"{_FOLDER}.list_command:list_models",
     "show": f"{_FOLDER}.list_command:show",
+    "rm": f"{_FOLDER}.pull_command:rm",
 }

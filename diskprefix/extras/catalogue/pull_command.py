@@ -1,22 +1,29 @@
-"""`diskprefix pull`: fetches a model from the Hugging Face hub."""
+"""`diskprefix pull` and `diskprefix rm`: fetch a model from the Hugging Face hub, and remove one that was fetched."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
 
 import click
 
 from diskprefix.cli.options import nonempty
 from diskprefix.cli.tooling import json_option, print_json
-from diskprefix.errors import ModelError
+from diskprefix.errors import ModelError, SettingsError
 from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
-from diskprefix.model.load.hub import HubListing, cached_models, fetched_model
+from diskprefix.model.load.gguf import converted_folders
+from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.nouns import require_model_name
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 
 @click.command(short_help="Fetch a model from the Hugging Face hub.")
@@ -31,8 +38,7 @@ def pull(name: str, as_json: bool) -> None:
 
     A connection that breaks goes on where it was; a pull that ends before begins a file again. The SHA-256 of large
     files is checked, and there must be enough space on the disk. The files lie in the cache folder of huggingface_hub,
-    whose variables apply: HF_HOME, HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, and those of proxies. Its command
-    `hf cache rm` removes them.
+    whose variables apply: HF_HOME, HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, and those of proxies.
 
     \b
     diskprefix pull Qwen/Qwen3-4B-GGUF
@@ -71,3 +77,56 @@ def _warn(listing: HubListing) -> None:
     fit = fitted(listing.needs("auto", "auto"), available_ram_bytes())
     if not fit.is_enough:
         _say(f"note: {fit.refusal(listing.other_forms('auto'))}")
+
+
+@click.command(short_help="Remove models that were fetched from the hub.")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=nonempty)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+@json_option
+def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
+    """Remove models from the cache folder of huggingface_hub, with the folders that were made of .gguf files.
+
+    NAME is that of `diskprefix list`. Only models that were fetched from the hub are removed, whichever program did;
+    other files of their repositories and files of yours are not. What the prefix cache has saved stays: see `diskprefix
+    purge --model`.
+
+    \b
+    diskprefix rm Qwen/Qwen3-4B-GGUF:Q8_0
+    diskprefix rm HuggingFaceTB/SmolLM2-360M-Instruct --yes
+
+    \b
+    Exit codes: 0 done; 1 declined; 2 wrong usage, or no such model.
+    """
+    here = dict(cached_models())
+    for name in names:
+        if name not in here:
+            raise SettingsError(_not_pulled(name, list(here)))
+    files, folders = files_to_remove(names)
+    folders += [folder for name in names if here[name].is_file() for folder in converted_folders(here[name])]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+    question = f"Remove {', '.join(dict.fromkeys(names))}, {format_size(num_bytes)}, from the hub's cache?"
+    if not yes:
+        if not sys.stdin.isatty():
+            raise SettingsError("standard input is no terminal to ask for confirmation at; add --yes")
+        if not click.confirm(question, err=True):
+            click.echo("nothing was removed", err=True)
+            return 1
+    for file in files:
+        file.unlink(missing_ok=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    if as_json:
+        print_json({"removed": sorted(set(names)), "bytes": num_bytes})
+    else:
+        click.echo(f"removed {counted(len(set(names)), 'model')}, {format_size(num_bytes)}")
+    return 0
+
+
+def _not_pulled(name: str, here: Sequence[str]) -> str:
+    """Returns why there is nothing to remove. `here` are the names of the models that were fetched."""
+    if os.path.exists(os.path.expanduser(name)):
+        return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
+    require_model_name(name)
+    near = get_close_matches(name, here, n=1)
+    hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"
+    return f"no model that was fetched from the hub is called {name!r}; {hint}"

@@ -1,4 +1,4 @@
-"""A conversation with the model in a browser: the page `/chat`."""
+"""A conversation with the model: the page `/chat`, and `diskprefix chat` in a terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+COMMANDS = {"chat": "diskprefix.extras.talk.chat_command:chat"}
 
 
 def add_routes(app: FastAPI) -> None:

@@ -87,6 +87,13 @@ def finished_folder(gguf: Path, weights: str) -> Path | None:
     return folder if is_finished(folder) else None
 
 
+def converted_folders(gguf: Path) -> list[Path]:
+    """Returns all folders that were made of the model in `gguf`. Raises `ModelError` if the file cannot be read."""
+    forms = [form for form in SUFFIXES if _has_made(gguf, suffix_of(form))]
+    folders = (cache_home() / "models" / _folder_name(gguf, form) for form in forms)
+    return [folder for folder in folders if folder.is_dir()]
+
+
 def _has_made(gguf: Path, suffix: str) -> bool:
     """Returns whether a folder may be made of the model in `gguf`, which has to be read to know it."""
     return any((cache_home() / "models").glob(f"{glob.escape(model_stem(gguf)[:100])}-*{suffix}"))

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -31,6 +31,7 @@ from diskprefix.progress import Report, progress_bar
 from diskprefix.units import format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_SMALL = [*_FILES, "*.md", "LICENSE*", ".gitattributes"]
 _SUBFOLDERS = ["[!1]*/*", "1[!_]*/*"]
 """All but those such as `1_Pooling`, which say how an embedding is made."""
 _TWICE = ["consolidated*.safetensors"]
@@ -237,6 +238,38 @@ def is_model_folder(folder: Path) -> bool:
 
 
 # -- removing --------------------------------------------------------------------------------------------------------
+
+
+def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
+    """Returns what to remove from the hub's cache with these models: their weights in all snapshots, as far as no other
+    file has the same content, and the folders of the repositories in which nothing but small files would be left."""
+    from huggingface_hub import constants
+
+    gone, repositories = set[Path](), []
+    for folder in Path(constants.HF_HUB_CACHE).resolve().glob("models--*"):
+        found = [one for snapshot in _snapshots(folder) for one in _models_in(snapshot)]
+        own = {_or_link(file, folder) for name, files in found if name in models for file in files}
+        if not own:
+            continue
+        others = {file for file in (folder / "snapshots").rglob("*") if not file.is_dir()} - own
+        kept, blobs = {_content(file) for file in others}, set((folder / "blobs").glob("*"))
+        # Of a link to anywhere else, only the link: what is behind it is the user's.
+        gone |= own | ({_content(file) for file in own} & blobs - kept)
+        # Also what another program fetches meanwhile.
+        unknown = blobs - kept - gone
+        if not unknown and all(any(fnmatch(file.name, one) for one in _SMALL) for file in others):
+            repositories.append(folder)
+    return gone, repositories
+
+
+def _or_link(file: Path, folder: Path) -> Path:
+    """Returns a file of a snapshot, or the link below `folder` behind which it is."""
+    return next((one for one in file.parents if folder in one.parents and one.is_symlink()), file)
+
+
+def _content(file: Path) -> Path:
+    """Returns what a file of a snapshot is a link to, or the file itself. A link that this is stays one."""
+    return Path(os.path.abspath(file.parent / os.readlink(file))) if file.is_symlink() else file
 
 
 # -- fetching --------------------------------------------------------------------------------------------------------

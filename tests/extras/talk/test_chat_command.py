@@ -1,0 +1,126 @@
+"""`diskprefix chat` against a scripted daemon: what it sends, writes, and does when the daemon goes away."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from diskprefix.errors import InvalidRequest, NotReady
+from diskprefix.extras import daemon_call
+from diskprefix.extras.talk.chat_command import chat
+from tests.server.agent_model import TEMPLATE, saying, thought
+from tests.server.chat_model import write_chat_model
+from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="module")
+def server(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    folder = write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
+    with scripted_app(folder, engine) as running:
+        yield running
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_message_from_a_pipe_is_answered(server: AppServer, engine: ScriptedEngine, tmp_path: Path) -> None:
+    engine.script = saying(thought("I look.") + "The Nile\x1b[2J,\nthe Po.")
+    (tmp_path / "notes.txt").write_text("All rivers.", encoding="utf-8")
+    flags = ["--url", server.url, "--system", str(tmp_path / "notes.txt"), "--max-tokens", "77"]
+    found = CliRunner().invoke(chat, flags, input="Rivers?")
+    assert found.exit_code == 0, found.output
+    assert found.stdout.strip() == "I look.\nThe Nile[2J,\nthe Po."
+    assert "first token after" in found.stderr
+    assert engine.requests[-1].sampling.max_tokens == 77
+    assert "All rivers." in engine.last_prompt
+    assert "Rivers?" in engine.last_prompt
+
+
+def test_a_conversation_grows_is_answered_again_and_begins_anew(
+    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["", "One?", "Two?", "/again", "/new", "Three?"])
+    prompts = []
+
+    def read(_prompt: str) -> str:
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    def script(*arguments: object) -> None:
+        prompts.append(engine.last_prompt)
+        saying("Yes.")(*arguments)  # type: ignore[arg-type]
+
+    engine.script = script
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert chat.main(["--url", server.url], standalone_mode=False) is None
+    says = [[word for word in ("One?", "Yes.", "Two?", "Three?") if word in prompt] for prompt in prompts]
+    assert says == [["One?"], ["One?", "Yes.", "Two?"], ["One?", "Yes.", "Two?"], ["Three?"]]
+
+
+def test_after_a_daemon_that_went_away_it_says_how_to_send_the_message_again(
+    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, lines, is_gone = daemon_call._events, iter(["One?", "/again"]), True
+
+    def events(response: HTTPResponse) -> Iterator[Any]:
+        nonlocal is_gone
+        if is_gone:
+            is_gone = False
+            raise NotReady("no daemon answers")
+        return whole(response)
+
+    engine.script = saying("Yes.")
+    monkeypatch.setattr(daemon_call, "_events", events)
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
+    monkeypatch.setattr("sys.stdin", Terminal())
+    with pytest.raises(StopIteration):
+        chat.main(["--url", server.url], standalone_mode=False)
+    said = capsys.readouterr()
+    assert said.out.strip() == "Yes."
+    assert "no daemon answers\nthe daemon is ready; /again sends the message again\n" in said.err
+
+
+def test_what_the_daemon_refuses_is_said_on_one_line(server: AppServer, engine: ScriptedEngine) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise InvalidRequest("this is refused", param="messages")
+
+    engine.script = refuse
+    found = CliRunner().invoke(chat, ["--url", server.url], input="Rivers?")
+    assert found.exit_code == 1
+    assert "this is refused" in str(found.exception)
+
+
+def test_a_reply_that_breaks_off_is_no_reply(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = daemon_call._events
+
+    class Cut:
+        status = 200
+
+        def __iter__(self) -> Iterator[bytes]:
+            return iter([b'data: {"choices": [{"delta": {"content": "Half"}}]}\n', b"\n"])
+
+    monkeypatch.setattr(daemon_call, "_events", lambda _response: whole(Cut()))  # type: ignore[arg-type]
+    found = CliRunner().invoke(chat, ["--url", server.url], input="Rivers?")
+    assert found.stdout.strip() == "Half"
+    assert "ended before the reply did" in str(found.exception)
+
+
+def test_without_a_daemon_it_says_how_to_start_one() -> None:
+    found = CliRunner().invoke(chat, ["--url", "http://127.0.0.1:9"], input="Rivers?")
+    assert "start one with `diskprefix serve`" in str(found.exception)
