@@ -117,7 +117,6 @@ class Conversation:
     template_variables: JsonObject = field(default_factory=dict)
     ending: Ending = "reply"
     path: str = "messages"
-    variables_path: str = "chat_template_kwargs"
 
     @property
     def num_leading(self) -> int:

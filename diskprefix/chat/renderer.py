@@ -4,9 +4,8 @@ draws the steps. It may take long for a long prompt, so the server calls it in a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from copy import deepcopy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
@@ -62,14 +61,13 @@ class PromptRenderer:
         self._normalisers = normalisers
         self._compress = compress
         self._media = media
-        self._make_encoder = partial(
-            Encoder,
+        self._encoder = Encoder(
+            tokenizer,
             vocab_size=vocab_size,
             max_positions=max_positions,
             positions_limit=positions_limit,
             needs_bos=media is not None,
         )
-        self._encoder = self._make_encoder(tokenizer)
         self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
         self.vocab_size = vocab_size
         self._template = ChatTemplate(tokenizer, self.end_ids)
@@ -174,41 +172,6 @@ class PromptRenderer:
         markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
         boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
         return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview_of_text(text))
-
-    def pieces(self, template: str) -> list[str | int]:
-        """Returns a text in pieces: the ids of its special tokens, and what is between them. Raises
-        `InvalidRequest`."""
-        encoding, special = self._encoder.encode(template, param="model"), {*self._template.special.values()}
-        pieces, begin = list[str | int](), 0
-        for token_id, (first, last) in zip(encoding.token_ids.tolist(), encoding.offsets.tolist(), strict=True):
-            if token_id in special:
-                pieces += [template[begin:first], token_id]
-                begin = last
-        return [piece for piece in (*pieces, template[begin:]) if piece != ""]
-
-    def plain(self, text: str, *, param: str, is_first: bool) -> list[int]:
-        """Returns the token ids of a text in which special tokens are nothing but text. A text that is not the first of
-        its prompt stands behind a special token. Raises as `completion`."""
-        encoder = self._first_plain_encoder if is_first else self._later_plain_encoder
-        token_ids: list[int] = encoder.encode(text, param=param).token_ids.tolist()
-        return token_ids
-
-    @cached_property
-    def _first_plain_encoder(self) -> Encoder:
-        return self._make_encoder(self._splitting_tokenizer())
-
-    @cached_property
-    def _later_plain_encoder(self) -> Encoder:
-        tokenizer = self._splitting_tokenizer()
-        # SentencePiece's blank in front of a prompt, which the file of a tokenizer may ask for.
-        as_file = tokenizer.backend_tokenizer.to_str().replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
-        tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(as_file)
-        return self._make_encoder(tokenizer)
-
-    def _splitting_tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = deepcopy(self._tokenizer)
-        tokenizer.split_special_tokens = True
-        return tokenizer
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""

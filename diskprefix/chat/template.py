@@ -100,7 +100,7 @@ class ChatTemplate:
             log.warning("a request offers tools, but the model's chat template ignores them; this is logged once")
         for name in self._reserved & conversation.template_variables.keys():
             problem = "is set by the daemon and cannot be changed"
-            raise InvalidRequest.at(f"{conversation.variables_path}.{name}", problem)
+            raise InvalidRequest.at(f"chat_template_kwargs.{name}", problem)
         developer_is_known = "developer" in template
         messages = [message_for_template(message, developer_is_known) for message in conversation.messages]
         return TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)

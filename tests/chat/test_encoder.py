@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from diskprefix.chat import encoder as encoder_module
 from diskprefix.chat.encoder import Encoder, Encoding, TextParts
-from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from tests.chat.turns import Turns
 from tests.chat.whole_texts import assert_whole, encoder_of
@@ -79,17 +78,6 @@ def test_a_part_of_a_text_is_not_its_beginning() -> None:
     ):
         for text in ("abc abc abc abc <:> abc" * 5, "<:><:>abc <:>  abc" * 5, " <:> " * 9):
             assert_whole(tokenizer, text)
-
-
-@pytest.mark.parametrize("scheme", ["first", "always", "never"])
-@pytest.mark.parametrize("text", ["<:>abc abc<:> abc<>c", "abc<:>abc"])
-def test_only_the_first_text_of_a_prompt_is_the_beginning_of_a_text(scheme: Any, text: str) -> None:
-    tokenizer = made_up(token("<:>"), token("<>"), pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme))
-    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1000)
-    found = list[int]()
-    for piece in renderer.pieces(text):
-        found += [piece] if isinstance(piece, int) else renderer.plain(piece, param="query", is_first=not found)
-    assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_what_a_tokenizer_adds_stands_around_the_parts() -> None:
