@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 
 import httpx
 
+from tests.server.hostile_requests import CHAT
 from tools.faults.hostile.bad_clients import CLOSED, Caller, End
-from tools.faults.hostile.requests import CHAT, KINDS
+from tools.faults.hostile.requests import KINDS
 from tools.measuring.prompts import AGENT_PROMPT
 
 _TURNS, _TURN_SHARE, _REPLY_TOKENS = 8, 5, 8

@@ -1,4 +1,5 @@
-"""The hostile benchmark: do well-behaved clients notice bad ones, and does the daemon end when told, with all saved?
+"""The hostile benchmark: are well-behaved clients served beside bad ones, and does the daemon end when told, with all
+saved? Good clients may wait, and nobody is locked out.
 
 Good clients, bad clients and the one that asks `/health` are processes of their own (`crowd.py`). This one starts them,
 reads the daemon's memory, and counts.
@@ -11,7 +12,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import statistics
 import sys
 import time
 from collections import Counter
@@ -26,9 +26,10 @@ import httpx
 import numpy as np
 from rich.console import Console
 
+from tests.server.hostile_requests import CHAT
 from tools.faults.hostile.bad_clients import CUT_OFF
 from tools.faults.hostile.crowd import Attacked, Health, Seen, Turn, bad_key, good_key, run_bad, run_good, run_health
-from tools.faults.hostile.requests import CHAT, KINDS, SLOW_READER
+from tools.faults.hostile.requests import KINDS, SLOW_READER
 from tools.measuring.answers import LiveServerError
 from tools.measuring.live_server import LiveServer, num_tracebacks, step
 from tools.measuring.options import FOLDER, JSON
@@ -46,8 +47,7 @@ from tools.measuring.report import (
 )
 from tools.measuring.workspace import measuring
 
-TTFT_GOAL, HEALTH_GOAL_S, STOP_GOAL_S = 1.5, 0.5, 10.0
-MEMORY_GOAL_BYTES, FLAT_GOAL, FLAT_SLACK_BYTES = 4 << 30, 1.05, 64 << 20
+STOP_GOAL_S, MEMORY_GOAL_BYTES = 10.0, 4 << 30
 ALONE_SHARE, SETTLE_S = 1 / 3, 20.0
 """Time of the good clients alone, as a share of the time with all; time in which the bad ones begin."""
 RELOAD_EVERY_S, MEMORY_EVERY_S, STOP_DEADLINE_S, DRAIN_S = 5.0, 1.0, 120.0, 2.0
@@ -70,10 +70,12 @@ class Phase:
         quantiles = np.percentile(self.ttft_s, [50, 99, 100]) * 1e3 if self.ttft_s else (0.0, 0.0, 0.0)
         names = ("ttft_p50_ms", "ttft_p99_ms", "ttft_max_ms")
         times = {name: round(float(value), 1) for name, value in zip(names, quantiles, strict=True)}
-        third = max(1, len(self.memory) // 3)
-        memory = {"max": max(self.memory), "first_third": statistics.median(self.memory[:third])}
-        memory["last_third"] = statistics.median(self.memory[-third:])
-        return {"requests": len(self.ttft_s), **times, "failures": dict(self.failures), "memory": memory}
+        return {
+            "requests": len(self.ttft_s),
+            **times,
+            "failures": dict(self.failures),
+            "memory_bytes": max(self.memory, default=0),
+        }
 
 
 @dataclass
@@ -229,23 +231,13 @@ def _asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str
 
 def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     alone, beside, stop, restored = (report[name] for name in ("alone", "beside", "stop", "restored"))
-    # Without a first token there is nothing to compare.
-    known = alone["ttft_p99_ms"] and beside["ttft_p99_ms"]
-    ratio = beside["ttft_p99_ms"] / alone["ttft_p99_ms"] if known else float("inf")
-    memory = beside["memory"]
     return [
-        at_most("p99 of the first token, beside / alone", ratio, TTFT_GOAL),
+        verdict("requests of good clients", str(beside["requests"]), "≥ 1", beside["requests"] > 0),
         none_of("good requests that failed", sum((Counter(alone["failures"]) + Counter(beside["failures"])).values())),
         none_of("answers with 500", len(report["failed_answers"])),
         none_of("tracebacks in the log", report["tracebacks"]),
-        at_most("slowest /health, s", report["health"]["max_s"], HEALTH_GOAL_S),
         none_of("answers of /health without 200", report["health"]["not_200"]),
-        at_most("most memory, MB", memory["max"] / 1e6, MEMORY_GOAL_BYTES / 1e6),
-        at_most(
-            "memory in the last third, median MB",
-            memory["last_third"] / 1e6,
-            (memory["first_third"] * FLAT_GOAL + FLAT_SLACK_BYTES) / 1e6,
-        ),
+        at_most("most memory, MB", beside["memory_bytes"] / 1e6, MEMORY_GOAL_BYTES / 1e6),
         none_of("streams of slow readers that were cut off", report["kinds"].get(SLOW_READER, {}).get(CUT_OFF, 0)),
         at_most("from SIGTERM to the end, s", stop["seconds"], STOP_GOAL_S),
         verdict("exit code", str(stop["exit_code"]), "0", stop["exit_code"] == 0),
@@ -288,7 +280,6 @@ def show(report: dict[str, Any], console: Console) -> None:
 )
 @click.option("--prompt-chars", default=6000, show_default=True, help="Of a good client's system message.")
 @click.option("--model", metavar="ID|PATH", help="Serve this model instead of the embedded one.")
-@click.option("--standby", is_flag=True, help="Serve with a front and a spare process.")
 @FOLDER
 @JSON
 def main(
@@ -299,11 +290,10 @@ def main(
     think: float,
     prompt_chars: int,
     model: str | None,
-    standby: bool,
     folder: Path | None,
     as_json: bool,
 ) -> None:
-    """Send 56 bad clients to one daemon, and say whether eight good ones notice.
+    """Send 56 bad clients to one daemon, and say whether eight good ones are served.
 
     First the good ones are alone, for a third of the time. The bad ones send what once stopped the daemon, read or
     write slowly, say nothing, or hang up; each kind has an API key of its own, and so has each good client. The daemon
@@ -314,7 +304,7 @@ def main(
     with measuring(folder, console) as workspace:
         keys = write_keys(workspace / "keys", good, kinds)
         flags = ["--disk-prefix-cache", "auto:30", "--kv-memory", str(KV_MEMORY), "--api-keys", str(keys)]
-        flags += (["--model", model] if model else []) + (["--standby"] if standby else [])
+        flags += ["--model", model] if model else []
         with LiveServer(kv_cache_dir=workspace / "kv", log_path=workspace / "server.log", flags=tuple(flags)) as server:
             with step(console, "starting the daemon"):
                 server.start()
