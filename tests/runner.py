@@ -117,8 +117,6 @@ class Runner:
             described = f"{name} {model.config} {model.dtype}"
             self.layout, self.grid_reason = make_exact(model, identity=described, form=described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
-        self.device = model.device.type
-        """What the gate takes for the device."""
         self.on_history = on_history
         self.open()
 
@@ -136,7 +134,6 @@ class Runner:
             self.identity,
             "tiny",
             on_history=self.on_history,
-            device=self.device,
         )
         self.arena = KVArena(self.layout, self.model.device, block_size=self.settings.block_size)
 

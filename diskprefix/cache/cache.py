@@ -49,9 +49,8 @@ class PrefixCache(CacheResources):
     """The prefix cache of one model. `begin` is for the engine thread; `stats` is for any thread.
 
     `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`).
-    Its hash is the root of all that the tenant stores. `device` names what computes, precisely enough to tell its speed
-    from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`. `beside`: see
-    `CacheResources`.
+    Its hash is the root of all that the tenant stores. `tokenizer` is its folder, for the record. `on_history`: see
+    `TenantNamespaces`. `beside`: see `CacheResources`.
     """
 
     def __init__(
@@ -63,7 +62,6 @@ class PrefixCache(CacheResources):
         model_name: str,
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         *,
-        device: str,
         tokenizer: str = "",
         beside: PrefixCache | None = None,
     ) -> None:
@@ -81,9 +79,7 @@ class PrefixCache(CacheResources):
         """The root of callers with neither key nor salt."""
         if not layout.unsupported:
             self.writer.add_model(ModelRecord(model=model_name, identity=identity(str(SHARED))))
-        key = f"{self.root.hex()} {device} {store.store_id.hex()}"
-        self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
-        self.writer.on_turn.append(self.cost_model.remember_due)
+        self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes)
 
     def notes(self, tenant: Tenant) -> TenantNotes:
         """Returns the notes of a tenant; for any thread."""
@@ -211,10 +207,8 @@ class PrefixCache(CacheResources):
         """Flushes the writer and closes the store. Returns False if time ran out before everything was saved. A cache
         that is `beside` another leaves the store to that one."""
         if not self.has_own_threads:
-            self.cost_model.remember()
             return True
         self.capturer.close(timeout_s)
-        self.cost_model.remember()
         # Before the threads, which may take long to end: what waits is written within the time.
         is_written = self.tiered.end_writing(timeout_s)
         self.readers.shutdown()

@@ -106,7 +106,7 @@ class RequestContext:
     def record_savings(self, restored: Restored) -> None:
         """Counts a request that asked the cache, with the seconds that it saved."""
         cache, namespace, num_tokens = self.cache, self.namespace, restored.num_tokens
-        prefill_s = restored.prefill_s or num_tokens * (cache.cost_model.measured_s_per_token or 0.0)
+        prefill_s = restored.prefill_s or num_tokens * (cache.cost_model.prefill_s_per_token or 0.0)
         blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
         counts = Tally(
             requests=1,

@@ -44,7 +44,6 @@ class MeasuredModel:
         """Returns the model's cache. The arguments are those of `PrefixCache`."""
         return PrefixCache(
             *(settings, store, self.layout, self.identity(settings), self.loaded.name, on_history),
-            device=self.fingerprint.device,
             tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
             beside=beside,
         )

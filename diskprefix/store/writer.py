@@ -63,8 +63,6 @@ class Writer:
         self.savings = SavingsLog(store, store.evictor.make_room)
         self.on_forget: list[Callable[[], None]] = []
         """Called when records were deleted, by any process, or may have expired: memories of them must go too."""
-        self.on_turn: list[Callable[[], None]] = []
-        """Called by the writer's thread every second, and more often while it writes."""
         self._purged_at: bytes | None = None
         """The time of the last purge of any process, as the store has it, after which memories were dropped."""
         self._held_at: float | None = None
@@ -208,8 +206,6 @@ class Writer:
                 self._attempt(partial(self._write, publication))
                 self._forget(publication)
             self._attempt(self._notice_purge)
-            for step in self.on_turn:
-                self._attempt(step)
             if publication is None and closing:
                 self._attempt(self._record_written)
                 return

@@ -513,7 +513,7 @@ def test_a_hit_saves_what_computing_its_tokens_took_though_nothing_else_was_meas
         if where == "disk":
             runner.reopen()
         # As in a process that computed nothing.
-        runner.cache.cost_model._prefills.clear()
+        runner.cache.cost_model.prefill_s_per_token = None
         report = runner.run(prompt, "full").report
     assert (report.restored, report.source) == (10 * BLOCK, where)
     assert runner.cache.stats()["savings"]["total"]["saved_s"] == pytest.approx(took, rel=0.01)

@@ -165,7 +165,7 @@ def test_waiting_for_the_bucket_is_not_taken_for_a_slow_disk(make: MakeRunner, m
     report = runner.run(LONGER, "full").report
     assert report.source == "disk"
     assert report.restore_ms > 1e6
-    assert max(seconds for _, seconds in runner.cache.cost_model._restores) < 1000.0
+    assert max(seconds for _, seconds in runner.cache.cost_model._samples["restore"]) < 1000.0
 
 
 def test_a_bucket_that_answers_too_late_is_learned_as_slow(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_bucket_that_answers_too_late_is_learned_as_slow(make: MakeRunner, mon
     late = Prefetched(wanted_bytes=1000, seconds=10.0, is_whole=False, is_late=True)
     monkeypatch.setattr(runner.cache.remote, "prefetch", lambda _: late)
     runner.run(PROMPT, "full")
-    assert list(runner.cache.cost_model._remotes) == [(1000, 10.0)]
+    assert list(runner.cache.cost_model._samples["fetch"]) == [(1000, 10.0)]
 
 
 @pytest.fixture(scope="module")

@@ -209,7 +209,7 @@ class PrefixCacheSession:
             self._arena = None if layout.unsupported else self._new_arena(layout)
             self._seen = self._look()
             name = _model_name(self.model)
-            self._cache = PrefixCache(self.settings, store, layout, identity, name, device=fingerprint.device)
+            self._cache = PrefixCache(self.settings, store, layout, identity, name)
         except BaseException:
             store.close()
             raise

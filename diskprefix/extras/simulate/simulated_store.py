@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,23 +115,24 @@ class SimulatedStore:
             self._delete(expired(self._table(), self.parent, ttl_s=self._ttl_s, pinned=frozenset(), now=now))
 
     def publish(self, entries: Iterable[NewEntry], last_node: bytes | None, ttl_s: float | None, now: float) -> bool:
-        """Stores nodes, parents first, and evicts others if needed. Returns False if they cannot fit, and then stores
-        nothing. `last_node` is the end of the used path."""
+        """Stores nodes, parents first, and evicts others if needed. Of those that do not fit, it stores the first ones,
+        as the daemon does. Returns False if there is room for none. `last_node` is the end of the used path."""
         new = [entry for entry in entries if entry.node.name not in self._rows]
         for entry in tuple(new):
             if (longer := self._longer(entry)) is not None:
                 new.remove(entry)
                 last_node = longer if last_node == entry.node.name else last_node
         keep = {entry.node.parent for entry in new} | ({last_node} if last_node else set())
-        if not self._make_room(sum(entry.num_bytes for entry in new), keep, now):
+        num_fitting = self._make_room([entry.num_bytes for entry in new], keep, now)
+        if num_fitting < len(new):
             self.dropped += 1
-            return False
-        for entry in new:
+            last_node = new[num_fitting - 1].node.name if num_fitting else None
+        for entry in new[:num_fitting]:
             self._put(entry, now)
             self._remove_shorter(entry, now)
         if last_node is not None:
             self.touch(last_node, now, 0, ttl_s)
-        return True
+        return num_fitting > 0 or not new
 
     def remove_superseded(self, nodes: PromptNodes, entry: NewEntry, anchors: Container[int]) -> None:
         """Removes the checkpoints of a prompt that a stored one supersedes. The real one is
@@ -218,15 +220,14 @@ class SimulatedStore:
     def _usage(self, row: int) -> UsageRecord:
         return UsageRecord(*self._records[row].item())
 
-    def _make_room(self, need: int, keep: Container[bytes], now: float) -> bool:
+    def _make_room(self, sizes: Sequence[int], keep: Container[bytes], now: float) -> int:
+        """Evicts until nodes of these sizes fit, as far as they can. Returns how many of the first ones do."""
         if self._budget_bytes is None:
-            return True
+            return len(sizes)
         usable = usable_bytes(self._budget_bytes)
-        wanted = bytes_to_free(used=self.used_bytes, need=need, usable=usable, budget=self._budget_bytes)
-        if need > usable:
-            return False
+        wanted = bytes_to_free(used=self.used_bytes, need=sum(sizes), usable=usable, budget=self._budget_bytes)
         if not wanted:
-            return True
+            return len(sizes)
         table = self._table()
         victims = choose_victims(
             table,
@@ -237,12 +238,13 @@ class SimulatedStore:
             saves_nothing=(lambda name: self._nodes[self._rows[name]].kind == Kind.BLOCK) if self._has_states else None,
             rank=self._rank,
         )
-        freed = sum(int(self._records["stored_bytes"][self._rows[name]]) for name in victims)
-        if self.used_bytes + need - freed > usable:
-            return False
-        self._delete(victims)
-        self.evicted += len(victims)
-        return True
+        room = usable - self.used_bytes
+        room += sum(int(self._records["stored_bytes"][self._rows[name]]) for name in victims)
+        num_fitting = sum(total <= room for total in accumulate(sizes))
+        if num_fitting:
+            self._delete(victims)
+            self.evicted += len(victims)
+        return num_fitting
 
     def _delete(self, names: Sequence[bytes]) -> None:
         for name in names:

@@ -240,6 +240,7 @@ class Simulator:
             return 0
         if not self.store.publish(entries, plan.last_node, ttl_at(plan.num_tokens, marks, ttl_s), request.when):
             return 0
+        entries = [entry for entry in entries if entry.node.name in self.store]
         for entry in entries if self._geometry.state_bytes else ():
             if entry.node.kind != Kind.BLOCK:
                 self.store.remove_superseded(nodes, entry, selection.anchors)

@@ -148,7 +148,7 @@ class Daemon:
     def _open(self, settings: Settings, exact_at: str, num_sequences: float) -> None:
         layout = hash_model.layout(exact_at)
         kv_limit = int(num_sequences * bytes_for(layout, LONGEST, BLOCK))
-        self.cache = PrefixCache(*(settings, self.store, layout, "hash/{}".format, "hash"), device="cpu")
+        self.cache = PrefixCache(settings, self.store, layout, "hash/{}".format, "hash")
         self.engine = Engine(hash_model.loaded(kv_limit), self.cache)
         self.engine.warm_up()
         self.fatal: list[DeviceLost] = []
