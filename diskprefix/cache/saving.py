@@ -210,7 +210,6 @@ class Saver:
                     pieces=tuple(cut.piece for cut in planner.nodes.cuts(node)),
                     prefill_s=token_s * saved_tokens,
                     ttl_s=self._ttl_s(node, least_s),
-                    is_expected=self.selection.continues,
                     replaces=self._cache.layout.state_kind == "token",
                 )
             )

@@ -65,7 +65,6 @@ class NewNode:
 
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown.
     `ttl_s` is its time to live after the last use, in seconds; with None the daemon's `--kv-cache-ttl` holds.
-    `is_expected`: it will probably be used soon, so it counts as used once.
     `replaces`: its first tokens can be restored without the others, so it replaces nodes that hold only these.
     """
 
@@ -78,7 +77,6 @@ class NewNode:
     pieces: tuple[Piece, ...]
     prefill_s: float = 0.0
     ttl_s: float | None = None
-    is_expected: bool = False
     replaces: bool = False
 
     @property
@@ -172,7 +170,6 @@ class Changes(Snapshot):
         )
         usage = UsageRecord(
             last_used=self.now,
-            hits=float(node.is_expected),
             children=0,
             stored_bytes=node_bytes(len(node.token_ids), sizes),
             prefill_s=node.prefill_s,
@@ -199,7 +196,7 @@ class Changes(Snapshot):
             if shorter is None or shorter.children or longer_ttl(shorter.ttl_s, usage.ttl_s) != usage.ttl_s:
                 continue
             self.delete_node(name, node.parent)
-            usage = with_uses(usage, shorter, self.now)
+            usage = with_uses(usage, shorter)
             self.put_usage(node.name, usage)
 
     def remove_superseded(

@@ -1,7 +1,7 @@
 """The choice of nodes to evict: pure functions of the usage records, the tree and a time that the caller gives.
 
-A node that others continue is never evicted. When its last child is chosen, it becomes a leaf and is compared by its
-own score, so the score only has to order leaves. `README.md` gives the score and its reasons.
+The least recently used leaf goes first. A node that others continue is never evicted; when its last child is chosen, it
+becomes a leaf. A use of a node is one of all that it continues, so a trunk is as young as its newest branch.
 
 Clocks jump. A use after `now` counts as a use now, and the time of the last use never becomes earlier.
 """
@@ -19,14 +19,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from diskprefix.store.schema import UsageRecord
 
-HALF_LIFE_S = 300.0
-"""The number of hits in a usage record halves in this time."""
-JUST_WRITTEN_S = 10.0
 RECENT_CHECKPOINTS = 4
 """The last checkpoints of a conversation that are kept: the ends of two prompts and of their replies."""
 _EVICT_AHEAD = 64
 """A full store makes room for this part of its budget at a time, because choosing reads every usage record."""
-_MAX_COST_BITS = 6.0
 _EXPIRY_INTERVAL_S = 60.0
 _OWN_EXPIRY_INTERVAL_S = 30.0
 _LOOK_INTERVAL_S = 3600.0
@@ -63,10 +59,8 @@ class UsageTable:
 
 def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) -> NDArray[np.void]:
     """Returns a copy of `records`, shape [n], after `hits` uses at time `when` with the time to live `ttl_s`, in the
-    form of `recorded_ttl`. Earlier uses count half for every half-life since the last one."""
+    form of `recorded_ttl`."""
     used = records.copy()
-    ages = np.maximum(0.0, when - records["last_used"])
-    used["hits"] = records["hits"] * 2.0 ** (-ages / HALF_LIFE_S) + hits
     used["last_used"] = np.maximum(records["last_used"], when)
     used["restores"] = np.minimum(records["restores"].astype(np.int64) + hits, _MAX_RESTORES)
     own = np.maximum(np.abs(records["ttl_s"].astype(np.int64)), abs(ttl_s))
@@ -74,11 +68,9 @@ def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0)
     return used
 
 
-def with_uses(usage: UsageRecord, other: UsageRecord, now: float) -> UsageRecord:
+def with_uses(usage: UsageRecord, other: UsageRecord) -> UsageRecord:
     """Returns the record of a node with the uses of another node, which it replaces."""
-    decayed = other.hits * 2.0 ** (-max(0.0, now - other.last_used) / HALF_LIFE_S)
-    restores = min(usage.restores + other.restores, _MAX_RESTORES)
-    return usage._replace(hits=usage.hits + decayed, restores=restores)
+    return usage._replace(restores=min(usage.restores + other.restores, _MAX_RESTORES))
 
 
 def expiry_interval_s(ttl_s: float, *, has_own_ttls: bool) -> float:
@@ -110,33 +102,6 @@ def limits_s(recorded: ArrayLike, ttl_s: float) -> NDArray[np.float64]:
     return np.where(own > 0, own, np.maximum(-own, ttl_s or math.inf))
 
 
-def scores(table: UsageTable, now: float) -> NDArray[np.float64]:
-    """Returns the score of each node, shape [len(table.names)]; see `README.md`."""
-    worth: NDArray[np.float64] = _use_bits(table) - np.log2(1.0 + table.ages_s(now)) + _cost_bits(table)
-    return worth
-
-
-def _use_bits(table: UsageTable) -> NDArray[np.float64]:
-    """Returns log2 of the chance that each node is used again: 0 for a node that was used, less for the others."""
-    used = np.clip(np.nan_to_num(table.records["hits"]), 0.0, 1.0)
-    is_node = table.records["stored_bytes"] > 0
-    num_used = np.count_nonzero(used[is_node])
-    unused = ((num_used + 1) / (np.count_nonzero(is_node) + 2)) ** 2
-    bits: NDArray[np.float64] = np.log2(unused + (1.0 - unused) * used)
-    return bits
-
-
-def _cost_bits(table: UsageTable) -> NDArray[np.float64]:
-    """Returns log2 of the prefill seconds per byte, relative to the known median; 0 where they are not known."""
-    seconds = table.records["prefill_s"].astype(np.float64)
-    known = np.isfinite(seconds) & (seconds > 0)
-    bits = np.zeros(len(seconds))
-    if known.any():
-        bits[known] = np.log2(seconds[known] / np.maximum(table.records["stored_bytes"][known], 1))
-        bits[known] -= np.median(bits[known])
-    return np.clip(bits, -_MAX_COST_BITS, _MAX_COST_BITS)
-
-
 def usable_bytes(limit: int) -> int:
     """Returns the bytes that pages with data may take of a limit: all less a tenth.
 
@@ -161,27 +126,22 @@ def choose_victims(
     pinned: Container[bytes],
     now: float,
     saves_nothing: Callable[[bytes], bool] | None = None,
-    rank: Callable[[UsageTable, float], NDArray[np.float64]] = scores,
 ) -> list[bytes]:
-    """Returns node names in the order in which they may be deleted: children before parents, the lowest rank first.
+    """Returns node names in the order in which they may be deleted: children before parents, the least recently used
+    first.
 
-    Stops when their stored bytes reach `bytes_wanted` or no more nodes may be evicted. Omits nodes that are pinned,
-    that a remaining node continues, or that were written within the last `JUST_WRITTEN_S` and count as used: the next
-    turn of their conversation may be about to come. `parent_of` may return a root, which is not in `table`.
-    `saves_nothing` tells whether a node is of no use if nothing continues it; None means that none is. That does not
-    count for nodes that were just written: what continues them may follow. `rank` returns how much each row is worth
-    keeping, as `scores` does. Equal ranks are ordered by name, so the result depends on the arguments alone.
+    Stops when their stored bytes reach `bytes_wanted` or no more nodes may be evicted. Omits nodes that are pinned or
+    that a remaining node continues. `parent_of` may return a root, which is not in `table`. `saves_nothing` tells
+    whether a node is of no use if nothing continues it; None means that none is. Equal ages are ordered by name, so the
+    result depends on the arguments alone.
     """
-    # A time of writing far in the future is a clock that was wrong: it must not protect until that time comes.
-    is_new = np.abs(now - table.records["created_at"]) < JUST_WRITTEN_S
-    free = ~(is_new & (table.records["hits"] > 0))
 
     def is_bare(row: int) -> bool:
-        return saves_nothing is not None and not is_new[row] and saves_nothing(table.names[row])
+        return saves_nothing is not None and saves_nothing(table.names[row])
 
     victims: list[bytes] = []
     freed = 0
-    for row in _leaves_first(table, parent_of, rank(table, now), free, pinned, is_bare):
+    for row in _leaves_first(table, parent_of, -table.ages_s(now), np.ones(len(table.names), bool), pinned, is_bare):
         if freed >= bytes_wanted:
             break
         victims.append(table.names[row])

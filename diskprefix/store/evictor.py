@@ -76,7 +76,7 @@ class Evictor:
             )
             freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
             if need_bytes and used + need_bytes - freed > usable:
-                busy = "what is stored was just written or is in use; raise --kv-cache-budget"
+                busy = "what is stored is in use; raise --kv-cache-budget"
                 raise StoreFull(self._disk_problem() or f"no room for {format_size(need_bytes)}: {busy}")
         self._drop_roots(roots)
         self._evict(victims)

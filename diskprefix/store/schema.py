@@ -32,7 +32,7 @@ _KIND_AT = 40
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
-_USAGE = struct.Struct("<dddfIQIi")
+_USAGE = struct.Struct("<ddfIQIi")
 _PIECE_INDEX = struct.Struct(">H")
 _MAX_KEY_BYTES = 511
 """LMDB takes no longer key."""
@@ -101,15 +101,14 @@ class NodeRecord:
 class UsageRecord(NamedTuple):
     """The mutable part of a node, in the order of the stored record.
 
-    `hits` is decayed, as of `last_used`; `restores` counts them all, for people. `prefill_s` is how long computing the
-    node's tokens took, in seconds; 0 if unknown. `children` counts the nodes that continue it: only a node
+    `restores` counts the uses, for people. `prefill_s` is how long computing the node's tokens took, in seconds; 0 if
+    unknown. `children` counts the nodes that continue it: only a node
     with none may be evicted. `stored_bytes` is what the node takes in the file, whole pages. `ttl_s` is the longest
     time to live that a use asked for, in seconds: see `README.md` for 0 and negative numbers.
     """
 
     last_used: float
     created_at: float
-    hits: float
     prefill_s: float
     children: int
     stored_bytes: int
@@ -117,7 +116,7 @@ class UsageRecord(NamedTuple):
     ttl_s: int = 0
 
 
-_USAGE_TYPES = ("<f8", "<f8", "<f8", "<f4", "<u4", "<u8", "<u4", "<i4")
+_USAGE_TYPES = ("<f8", "<f8", "<f4", "<u4", "<u8", "<u4", "<i4")
 USAGE_DTYPE = np.dtype(list(zip(UsageRecord._fields, _USAGE_TYPES, strict=True)))
 """A usage record as a numpy type. The fields are those of `UsageRecord`."""
 

@@ -274,8 +274,8 @@ class RecordCheck:
         usage = self._snapshot.usage(name)
         if usage is None:
             return "it has no usage record"
-        numbers = (usage.last_used, usage.created_at, usage.hits, usage.prefill_s)
-        if not all(map(math.isfinite, numbers)) or min(usage.hits, usage.prefill_s) < 0:
+        numbers = (usage.last_used, usage.created_at, usage.prefill_s)
+        if not all(map(math.isfinite, numbers)) or usage.prefill_s < 0:
             return "its usage record holds a number that cannot be"
         children = len(self.tree.children.get(name, ()))
         if usage.children != children:

@@ -159,14 +159,3 @@ def test_the_end_of_a_conversation_restores_while_it_waits_to_be_written(runner:
         turn = np.concatenate([turn, random_prompt(seed, 7)])
     runner.flush()
     assert len(nodes(runner)) == -(-(len(turn) - 7) // BLOCK)
-
-
-def test_what_is_stored_of_a_prompt_that_continues_an_earlier_one_counts_as_used(runner: Runner) -> None:
-    first = random_prompt(1, 3 * BLOCK)
-    hits: dict[bytes, float] = {}
-    for token_ids in (first, np.concatenate([first, random_prompt(2, 2 * BLOCK)]), random_prompt(3, BLOCK)):
-        ask(runner, Prompt(token_ids, boundaries=(len(token_ids),)), "auto")
-        with runner.cache.store.snapshot() as snapshot:
-            new = {name: usage.hits for name in snapshot.keys("nodes") if (usage := snapshot.usage(name))}
-            hits = new | hits
-    assert [round(number) for number in hits.values()].count(1) == 2

@@ -8,11 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from diskprefix.store.eviction import (
-    HALF_LIFE_S,
-    JUST_WRITTEN_S,
     UsageTable,
     after_use,
     bytes_to_free,
@@ -20,7 +17,6 @@ from diskprefix.store.eviction import (
     expired,
     longer_ttl,
     recorded_ttl,
-    scores,
     usable_bytes,
 )
 from diskprefix.store.schema import USAGE_DTYPE, UsageRecord
@@ -40,7 +36,6 @@ def name(i: int) -> bytes:
 def usage(
     *,
     age_s: float = 100.0,
-    hits: float = 0.0,
     children: int = 0,
     stored_bytes: int = 10,
     prefill_s: float = 0.0,
@@ -49,7 +44,6 @@ def usage(
 ) -> UsageRecord:
     return UsageRecord(
         last_used=NOW - age_s,
-        hits=hits,
         children=children,
         stored_bytes=stored_bytes,
         prefill_s=prefill_s,
@@ -107,7 +101,6 @@ def trees(draw: st.DrawFn) -> Tree:
     nodes = {
         node: usage(
             age_s=draw(times),
-            hits=draw(st.sampled_from([0.0, 0.3, 1.0, 50.0])),
             children=sum(parent == node for parent in parents.values()),
             stored_bytes=draw(st.integers(1, 100)),
             prefill_s=draw(st.sampled_from([0.0, 0.01, 0.5, 1e4])),
@@ -122,42 +115,31 @@ def trees(draw: st.DrawFn) -> Tree:
 pins = st.sets(st.integers(0, 24).map(name), max_size=4).map(frozenset)
 
 
-def just_written(record: UsageRecord) -> bool:
-    return abs(NOW - record.created_at) < JUST_WRITTEN_S
-
-
-def must_wait(record: UsageRecord) -> bool:
-    return record.hits > 0 and just_written(record)
-
-
 @given(trees(), st.integers(0, 3000), pins)
 def test_only_free_leaves_are_taken_and_no_more_than_needed(tree: Tree, wanted: int, pinned: frozenset[bytes]) -> None:
     nodes, parents = tree
     gone: set[bytes] = set()
     for victim in victims(nodes, parents, wanted=wanted, pinned=pinned):
         assert victim not in pinned
-        assert not must_wait(nodes[victim])
         assert all(child in gone for child, parent in parents.items() if parent == victim)
         assert sum(nodes[v].stored_bytes for v in gone) < wanted
         gone.add(victim)
     kept = set(nodes) - gone
     if sum(nodes[v].stored_bytes for v in gone) < wanted:
         continued = {parents[child] for child in kept}
-        assert all(node in pinned or must_wait(nodes[node]) or node in continued for node in kept)
+        assert all(node in pinned or node in continued for node in kept)
 
 
 @given(trees(), pins, st.sets(st.integers(0, 24).map(name)))
-def test_each_victim_is_worth_least_of_those_that_may_go(
+def test_each_victim_is_the_least_recently_used_of_those_that_may_go(
     tree: Tree, pinned: frozenset[bytes], bare: set[bytes]
 ) -> None:
     nodes, parents = tree
-    worth = dict(zip(nodes, scores(table_of(nodes), NOW).tolist(), strict=True))
     kept = set(nodes)
-    worth |= {node: -math.inf for node in bare & kept if not just_written(nodes[node])}
+    age_s = {node: math.inf if node in bare else max(0.0, NOW - record.last_used) for node, record in nodes.items()}
     for victim in victims(nodes, parents, pinned=pinned, bare=bare):
         continued = {parents[child] for child in kept}
-        free = [n for n in kept if n not in continued | pinned and not must_wait(nodes[n])]
-        assert victim == min(free, key=lambda n: (worth[n], n))
+        assert victim == min((n for n in kept if n not in continued | pinned), key=lambda n: (-age_s[n], n))
         kept.remove(victim)
 
 
@@ -177,16 +159,6 @@ def test_a_table_with_rows_that_are_nobodys_gives_the_same_choice(
     assert chosen == victims(nodes, parents, wanted=wanted, bare=bare)
 
 
-def test_another_rank_gives_another_order_and_what_has_none_goes_first() -> None:
-    records = {name(i): usage(age_s=i) for i in range(4)}
-
-    def rank(_table: UsageTable, _now: float) -> NDArray[np.float64]:
-        return np.array([2.0, 1.0, math.nan, 3.0])
-
-    chosen = choose_victims(table_of(records), lambda _: b"", bytes_wanted=10**9, pinned=(), now=NOW, rank=rank)
-    assert chosen == [name(2), name(1), name(0), name(3)]
-
-
 @given(*[st.integers(0, 2**40)] * 4)
 def test_room_is_made_only_where_it_lacks_and_then_some_ahead(used: int, need: int, usable: int, budget: int) -> None:
     freed = bytes_to_free(used=used, need=need, usable=usable, budget=budget)
@@ -200,13 +172,6 @@ def test_a_tenth_of_the_limit_stays_free() -> None:
     assert usable_bytes(10 << 30) == (9 << 30) - (1 << 20)
 
 
-@given(st.lists(st.floats(0, 10 * YEAR_S), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 100))
-def test_equal_hits_and_cost_are_least_recently_used(ages: list[float], hits: float, prefill_s: float) -> None:
-    records = [usage(age_s=age, hits=hits, prefill_s=prefill_s) for age in ages]
-    taken = [records[i].last_used for i in order(*records)]
-    assert taken == sorted(taken)
-
-
 def test_an_empty_store_has_nothing_to_give() -> None:
     assert victims({}) == gone({}, {}, ttl_s=0) == []
 
@@ -216,70 +181,9 @@ def test_names_that_end_in_zero_bytes_are_told_apart() -> None:
     assert victims({short: usage(age_s=1), long: usage(age_s=2)}) == [long, short]
 
 
-def test_what_was_used_again_outlives_newer_prompts_that_came_once() -> None:
-    reused = usage(age_s=300, hits=1.0)
-    batch = [usage(age_s=10 + i) for i in range(20)]
-    assert order(reused, *batch)[-1] == 0
-
-
-def test_where_nearly_all_is_used_again_the_newest_turn_outlives_a_conversation_that_ended() -> None:
-    ended = [usage(age_s=120 + i, hits=1.0) for i in range(20)]
-    assert order(usage(age_s=60), *ended)[-1] == 0
-
-
-def test_what_nobody_used_goes_before_what_is_as_old_and_was_used() -> None:
-    assert order(usage(hits=1.0), usage(), usage(hits=0.5)) == [1, 2, 0]
-
-
-def test_a_conversation_of_many_turns_that_ended_does_not_outlive_one_that_goes_on() -> None:
-    ended, going_on = usage(age_s=300, hits=1000.0), usage(age_s=1, hits=1.0)
-    assert order(ended, going_on) == [0, 1]
-
-
-@given(st.lists(st.floats(0, YEAR_S), min_size=2, max_size=8), st.floats(1, 1000))
-def test_the_order_is_the_same_on_a_daemon_that_is_so_many_times_slower(ages: list[float], slower: float) -> None:
-    at_most_hourly = [3600 + age for age in ages]
-    worth = [
-        scores(table_of({name(i): usage(age_s=k * age, hits=float(i % 2)) for i, age in enumerate(times)}), NOW)
-        for k, times in ((1.0, at_most_hourly), (slower, at_most_hourly))
-    ]
-    np.testing.assert_allclose(worth[0] - worth[1], np.log2(slower), atol=1e-3)
-
-
-def test_what_took_long_to_compute_for_its_size_outlives_what_did_not() -> None:
-    slow = usage(age_s=300, prefill_s=9.0, stored_bytes=10)
-    quick = usage(age_s=100, prefill_s=1.0, stored_bytes=10)
-    large = usage(age_s=100, prefill_s=9.0, stored_bytes=100)
-    assert order(slow, quick, large) == [2, 1, 0]
-
-
-def test_a_node_whose_time_is_unknown_counts_as_the_median() -> None:
-    known = [usage(prefill_s=seconds) for seconds in (1.0, 2.0, 4.0)]
-    worth = scores(table_of({name(i): record for i, record in enumerate([*known, usage(prefill_s=0.0)])}), NOW)
-    assert worth[3] == worth[1]
-    assert worth[0] < worth[3] < worth[2]
-
-
-def test_one_wrong_measurement_does_not_keep_a_node_for_more_than_64_times_the_age_of_others() -> None:
-    usual = [usage(age_s=60, prefill_s=0.3) for _ in range(5)]
-    suspended = usage(age_s=66 * 60, prefill_s=8 * 3600.0)
-    assert order(*usual, suspended)[0] == 5
-    assert order(*usual, suspended._replace(last_used=NOW - 60 * 60))[-1] == 5
-
-
 def used_once(record: UsageRecord, when: float, hits: int, ttl_s: int = 0) -> UsageRecord:
     (used,) = after_use(table_of({b"": record}).records, when, hits, ttl_s).tolist()
     return UsageRecord(*used)
-
-
-def test_hits_halve_in_a_half_life_and_uses_add_to_what_is_left() -> None:
-    record = usage(age_s=0, hits=8.0)
-    assert used_once(record, NOW, 0).hits == 8.0
-    assert used_once(record, NOW + HALF_LIFE_S, 0).hits == 4.0
-    assert used_once(record, NOW + 100 * YEAR_S, 0).hits == 0.0
-    used = used_once(record, NOW + 2 * HALF_LIFE_S, 3)
-    assert (used.last_used, used.hits, used.restores) == (NOW + 2 * HALF_LIFE_S, 5.0, 3)
-    assert used._replace(last_used=record.last_used, hits=record.hits, restores=0) == record
 
 
 @given(trees(), st.floats(-10 * DAY_S, 10 * DAY_S), st.integers(0, 5), recorded_ttls, st.sampled_from([0, 2**32 - 2]))
@@ -292,47 +196,13 @@ def test_many_records_are_used_at_once_as_each_by_itself(
     for record, found in zip(nodes.values(), used, strict=True):
         assert found["restores"] == min(record.restores + hits, 2**32 - 1)
         assert found["ttl_s"] == longer_ttl(record.ttl_s, ttl_s)
-        age_s = max(0.0, NOW + elapsed_s - record.last_used)
-        assert found["hits"] == pytest.approx(record.hits * 0.5 ** (age_s / HALF_LIFE_S) + hits, rel=1e-12)
+        assert found["last_used"] == max(record.last_used, NOW + elapsed_s)
     assert table.records.tobytes() == table_of(nodes).records.tobytes()
-
-
-@given(st.lists(st.tuples(st.floats(0, 10 * DAY_S), st.integers(0, 5)), max_size=10), st.floats(0, YEAR_S))
-def test_a_use_never_dates_back_and_never_loses_or_inflates_hits(
-    uses: list[tuple[float, int]], jump_back_s: float
-) -> None:
-    record = usage(age_s=0)
-    for elapsed_s, hits in uses:
-        when = NOW + elapsed_s
-        used = used_once(record, when, hits)
-        assert used.last_used == max(record.last_used, when)
-        assert hits <= used.hits <= record.hits + hits
-        record = used
-    jumped = used_once(record, record.last_used - jump_back_s, 1)
-    assert (jumped.last_used, jumped.hits) == (record.last_used, record.hits + 1)
 
 
 @given(st.floats(0, YEAR_S), st.floats(0, YEAR_S), st.floats(0, YEAR_S))
 def test_after_a_clock_that_jumped_back_what_was_used_lately_goes_last(a: float, b: float, age_s: float) -> None:
-    ahead = [usage(age_s=-a), usage(age_s=-b)]
-    behind = usage(age_s=max(1.0, age_s))
-    assert order(*ahead, behind)[0] == 2
-    assert len(set(scores(table_of({name(i): record for i, record in enumerate(ahead)}), NOW))) == 1
-
-
-def test_what_was_just_written_and_is_expected_is_not_taken_whatever_is_wanted() -> None:
-    records = {
-        name(0): usage(age_s=0, hits=1, written_s_ago=0),
-        name(1): usage(age_s=0, hits=1, written_s_ago=JUST_WRITTEN_S),
-        name(2): usage(age_s=0, written_s_ago=0),
-    }
-    assert victims(records) == [name(2), name(1)]
-    assert victims(records, now=NOW + JUST_WRITTEN_S) == [name(2), name(0), name(1)]
-
-
-def test_a_time_of_writing_in_the_future_does_not_protect_for_ever() -> None:
-    small_step, wrong_clock = usage(hits=1, written_s_ago=-1), usage(hits=1, written_s_ago=-YEAR_S)
-    assert order(small_step, wrong_clock) == [1]
+    assert order(usage(age_s=-a), usage(age_s=-b), usage(age_s=max(1.0, age_s))) == [2, 0, 1]
 
 
 @dataclass
@@ -354,64 +224,21 @@ SHORT, LONG, TAIL, OTHER = (letter.encode() * 16 for letter in "slto")
 
 
 def test_the_blocks_behind_a_checkpoint_go_with_it_back_to_the_next_checkpoint() -> None:
-    blocks = chain(*[usage(age_s=1, hits=1.0)] * 6)
+    blocks = chain(*[usage(age_s=1)] * 6)
     short, long = usage(age_s=5), usage(age_s=400)
     chosen = Hybrid(blocks, {SHORT: (1, short), LONG: (3, long), TAIL: (5, usage(age_s=9000))}).victims()
     assert chosen == [TAIL, name(5), name(4), LONG, name(3), name(2), SHORT, name(1), name(0)]
 
 
-def test_blocks_that_no_checkpoint_needs_go_before_what_is_worth_least() -> None:
+def test_blocks_that_no_checkpoint_needs_go_before_what_is_older() -> None:
     """Even if they were used a moment ago: a request that matched them could not go on from them."""
-    blocks = chain(*[usage(age_s=0, hits=5.0, prefill_s=100.0)] * 4)
-    old = usage(age_s=YEAR_S)
-    assert Hybrid(blocks, {OTHER: (1, old)}).victims(wanted=11) == [name(3), name(2)]
+    blocks = chain(*[usage(age_s=0)] * 4)
+    assert Hybrid(blocks, {OTHER: (1, usage(age_s=YEAR_S))}).victims(wanted=11) == [name(3), name(2)]
 
 
-def test_the_shorter_checkpoint_that_others_share_outlives_the_tail_of_a_long_prompt() -> None:
-    blocks = chain(*[usage(age_s=60)] * 8)
-    # The tail is the younger one, and it would save four times the prefill.
-    shared = usage(age_s=120, hits=1.0, prefill_s=2.0, stored_bytes=40)
-    tail = usage(age_s=60, prefill_s=2.0, stored_bytes=50)
-    chosen = Hybrid(blocks, {SHORT: (1, shared), TAIL: (7, tail)}).victims(wanted=100)
-    assert chosen == [TAIL, *map(name, (7, 6, 5, 4, 3))]
-
-
-def test_of_checkpoints_side_by_side_the_one_that_saves_least_goes_first() -> None:
-    """Equally large and equally old: each is worth the prefill between it and the one before."""
-    blocks = chain(*[usage()] * 9)
-    seconds = {SHORT: (1, 4.0), LONG: (7, 1.0), OTHER: (3, 2.0), TAIL: (8, 8.0)}
-    leaves = {leaf: (block, usage(prefill_s=s, stored_bytes=40)) for leaf, (block, s) in seconds.items()}
-    chosen = Hybrid(blocks, leaves).victims()
-    assert [victim for victim in chosen if victim in leaves] == [LONG, OTHER, SHORT, TAIL]
-    # The tail still needs all blocks: the checkpoints before it go without any.
-    assert chosen[:4] == [LONG, OTHER, SHORT, TAIL]
-
-
-def test_a_checkpoint_of_large_states_goes_before_one_of_small_states_that_saves_as_much() -> None:
-    blocks = chain(*[usage()] * 4)
-    small, large = (usage(prefill_s=1.0, stored_bytes=size) for size in (10, 1000))
-    assert Hybrid(blocks, {SHORT: (1, large), LONG: (3, small)}).victims(wanted=1) == [SHORT]
-
-
-def test_blocks_that_were_just_written_do_not_go_first_for_want_of_their_checkpoint() -> None:
-    for written_s_ago, chosen in ((1, [1, 0]), (JUST_WRITTEN_S, [0, 1])):
-        records = {name(0): usage(age_s=1, written_s_ago=written_s_ago), name(1): usage(age_s=100)}
-        assert victims(records, bare={name(0)}) == list(map(name, chosen))
-    pinned = frozenset([name(2)])
-    records, parents = chain(*[usage()] * 3)
-    assert victims(records, parents, bare=records, pinned=pinned) == []
-
-
-def test_a_record_of_no_meaning_goes_first_and_disturbs_no_other() -> None:
+def test_a_time_of_no_meaning_goes_first_and_disturbs_no_other() -> None:
     nan, inf = math.nan, math.inf
-    broken = [usage(age_s=nan), usage(age_s=inf)]
-    times = [usage(prefill_s=seconds) for seconds in (nan, inf, -1.0)]
-    odd = [usage(hits=nan), usage(hits=-5.0), usage(stored_bytes=0, prefill_s=1.0), *times]
-    sound = [usage(age_s=200), usage(age_s=50, hits=inf, written_s_ago=nan)]
-    chosen = order(*broken, *odd, *sound)
-    assert set(chosen[:2]) == {0, 1}
-    assert chosen[2] == 8
-    assert chosen[3:] == [2, 3, 4, 5, 6, 7, 9]
+    assert order(usage(age_s=50), usage(age_s=nan), usage(age_s=200), usage(age_s=inf)) in ([1, 3, 2, 0], [3, 1, 2, 0])
 
 
 def gone(

@@ -19,7 +19,7 @@ from tests.store.released_format import FORMATS, contents
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
     "9.json": "9dbe7feac123aa53793650a7bda32465fbdb47f6d8993ac83834e7c5bd4cdeca",
-    "9.mdb.gz": "72763b8e20b44a774fbe5848fd295b5fb2a89343951e6722fdba138f1faa7657",
+    "9.mdb.gz": "ac2dc0b4c47abb3cce8b7daea68bd89dca97275ee187eec2bfb10bb37eb894b7",
 }
 
 

@@ -119,7 +119,6 @@ def test_no_bytes_make_a_parser_fail_otherwise_than_as_corrupt(value: bytes) -> 
     st.builds(
         UsageRecord,
         last_used=st.floats(allow_nan=False),
-        hits=st.floats(allow_nan=False),
         children=st.integers(0, 2**32 - 1),
         stored_bytes=st.integers(0, 2**64 - 1),
         prefill_s=st.floats(0, 1e6, width=32),

@@ -39,7 +39,7 @@ from diskprefix.nouns import SHARED
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
-from diskprefix.store.eviction import JUST_WRITTEN_S, recorded_ttl
+from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.ghosts import decode_ghost, recent_prompts
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.pieces import PayloadLayout
@@ -113,7 +113,7 @@ prompts = st.builds(
     st.booleans(),
 )
 processes = st.sampled_from(["here", "there"])
-delays_s = st.sampled_from([JUST_WRITTEN_S, 600.0, 0.0])
+delays_s = st.sampled_from([10.0, 600.0, 0.0])
 
 
 @lru_cache(maxsize=256)
@@ -238,11 +238,6 @@ class Model:
     def stored_prefix(self, nodes: tuple[NewNode, ...]) -> int:
         """Returns how many of a prompt's nodes are stored, from the first on."""
         return next((i for i, node in enumerate(nodes) if node.name not in self.nodes), len(nodes))
-
-    def just_written(self, now: float) -> set[bytes]:
-        """And used since then."""
-        new = {name: node for name, node in self.nodes.items() if abs(now - node.created_at) < JUST_WRITTEN_S}
-        return {name for name, node in new.items() if node.restores}
 
     def publish(self, publication: Publication, now: float) -> None:
         last_node = publication.last_node
@@ -450,7 +445,7 @@ class StoreMachine(RuleBasedStateMachine):
         sizes, used = self.sizes(), self.store.counts()["used_bytes"]
         need = sum(node.max_bytes for node in new.nodes)
         continued = {node.parent for node in whole.nodes} | {node.name for node in (*new.nodes, whole.nodes[-1])}
-        protected = self.pinned(process) | self.model.just_written(self.clock.now) | continued
+        protected = self.pinned(process) | continued
         protected = self.model.with_ancestors(protected)
         free = self.model.nodes.keys() - protected
         excess = used + need - self.usable(process)
@@ -498,7 +493,7 @@ class StoreMachine(RuleBasedStateMachine):
         first = self.model.stored_prefix(nodes) + 1
         if first < len(nodes) and nodes[first - 1].kind != Kind.CHECKPOINT:
             # The refusal may come after room was made: what had to go for it is gone.
-            protected = self.pinned(process) | self.model.just_written(self.clock.now)
+            protected = self.pinned(process)
             with suppress(PrefixGone):
                 assert not self.do(process, write, prompt, first, Codec.RAW).fitted
             gone = self.model.nodes.keys() - self.stored()
@@ -542,7 +537,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, num_free=st.integers(0, 1))
     def save_while_most_is_in_use(self, prompt: Prompt, num_free: int) -> None:
-        self.clock.now += JUST_WRITTEN_S
         with self.in_use(self.leaves()[num_free:]):
             self.publish("here", prompt, Codec.ZSTD, matched=True)
 
@@ -640,7 +634,7 @@ class StoreMachine(RuleBasedStateMachine):
     def fit_budget(self, alone: bool) -> None:
         if alone:
             self.other.submit(close_there, self.path).result()
-        protected = self.model.with_ancestors(set(self.pins) | self.model.just_written(self.clock.now))
+        protected = self.model.with_ancestors(set(self.pins))
         free = self.model.nodes.keys() - protected
         evicted = self.store.fit_budget()
         gone = self.model.nodes.keys() - self.stored()
@@ -675,7 +669,6 @@ class StoreMachine(RuleBasedStateMachine):
                 assert usage.children == len(self.model.children(name))
                 assert (usage.created_at, usage.last_used) == (node.created_at, node.last_used)
                 assert usage.restores == node.restores
-                assert 0 <= usage.hits <= node.restores
 
     @invariant()
     def the_budget_holds_and_the_store_verifies(self) -> None:

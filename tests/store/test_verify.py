@@ -370,7 +370,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "a cut usage record": (lambda r, s: r.put("usage", s.name(1), b"x"), "nodes"),
     "too many children": (of_usage(children=3), "nodes"),
     "a time that is no number": (of_usage(last_used=float("nan")), "nodes"),
-    "negative hits": (of_usage(hits=-1.0), "nodes"),
+    "a negative time": (of_usage(prefill_s=-1.0), "nodes"),
     "a block said to take nothing": (of_usage(stored_bytes=0), "nodes"),
     "a block that the index of children lacks": (
         lambda r, s: r.delete("children", child_key(s.first.nodes[1])),
@@ -386,7 +386,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         "children",
     ),
     "a strange key in the index of children": (lambda r, _: r.put("children", STRANGE_KEY, b"x"), "children"),
-    "usage of no block": (lambda r, _: r.put("usage", GONE, bytes(48)), "usage"),
+    "usage of no block": (lambda r, _: r.put("usage", GONE, bytes(40)), "usage"),
     "a flipped bit in an entry": (lambda r, s: r.flip("entries", s.name(-1), 20), "entries"),
     "an entry of another length": (change_entry, "entries"),
     "an entry of no block": (

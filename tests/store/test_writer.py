@@ -143,7 +143,7 @@ def test_a_use_of_what_waits_to_be_written_counts_once_it_is(store: Store, monke
     assert writer.close(30)
     with store.snapshot() as snapshot:
         usages = [snapshot.usage(pub.nodes[0].name) for pub in pubs]
-    assert [usage.hits for usage in usages if usage is not None] == [1, 1, 0], "the node and what it continues"
+    assert [usage.restores for usage in usages if usage is not None] == [1, 1, 0], "the node and what it continues"
 
 
 def test_a_failing_store_is_reported_once_and_so_is_its_recovery(
@@ -180,7 +180,7 @@ def test_uses_are_written_together_with_their_counts(store: Store) -> None:
     with store.snapshot() as snapshot:
         usage = snapshot.usage(pub.last_node)
     assert usage is not None
-    assert (usage.hits, usage.last_used) == (3, 3000.0)
+    assert (usage.restores, usage.last_used) == (3, 3000.0)
 
 
 def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.store.eviction import (
@@ -22,7 +21,6 @@ from diskprefix.store.eviction import (
     limits_s,
     longer_ttl,
     recorded_ttl,
-    scores,
     superseded,
     usable_bytes,
     with_uses,
@@ -30,41 +28,37 @@ from diskprefix.store.eviction import (
 from diskprefix.store.schema import USAGE_DTYPE, Kind, UsageRecord
 from diskprefix.tokens import TokenIds, num_common
 
-Rank = Callable[[UsageTable, float], NDArray[np.float64]]
-
 _UNUSED = np.zeros((), USAGE_DTYPE)
 _UNUSED["children"] = 1
 
 
 @dataclass(frozen=True)
 class NewEntry:
-    """A node to store. `num_bytes` is its size in the file, `prefill_s` the time to compute its tokens. For `ttl_s` and
-    `is_expected` see `store.changes.NewNode`. `token_ids` (int32, little-endian) are given for models that are exact at
-    every token: a prefix of them finds the node, and the node replaces shorter ones."""
+    """A node to store. `num_bytes` is its size in the file, `prefill_s` the time to compute its tokens. For `ttl_s` see
+    `store.changes.NewNode`. `token_ids` (int32, little-endian) are given for models that are exact at every token: a
+    prefix of them finds the node, and the node replaces shorter ones."""
 
     node: Node
     num_bytes: int
     prefill_s: float
     ttl_s: float | None = None
     token_ids: bytes | None = None
-    is_expected: bool = False
 
 
 class SimulatedStore:
-    """Nodes within a budget in bytes, None for no limit. `rank` scores nodes for eviction.
+    """Nodes within a budget in bytes, None for no limit.
 
     `has_states`: a block without a later checkpoint or tail is of no use (see `store.eviction`). Nodes expire `ttl_s`
     seconds after their last use; 0 keeps them.
     """
 
-    def __init__(self, budget_bytes: int | None, *, has_states: bool, ttl_s: float = 0.0, rank: Rank = scores) -> None:
+    def __init__(self, budget_bytes: int | None, *, has_states: bool, ttl_s: float = 0.0) -> None:
         self.used_bytes = 0
         self.evicted = 0
         self.dropped = 0
         self._budget_bytes = budget_bytes
         self._has_states = has_states
         self._ttl_s = ttl_s
-        self._rank = rank
         self._expired_at = -math.inf
         self._has_own_ttls = False
         self._rows: dict[bytes, int] = {}
@@ -129,7 +123,7 @@ class SimulatedStore:
             last_node = new[num_fitting - 1].node.name if num_fitting else None
         for entry in new[:num_fitting]:
             self._put(entry, now)
-            self._remove_shorter(entry, now)
+            self._remove_shorter(entry)
         if last_node is not None:
             self.touch(last_node, now, 0, ttl_s)
         return num_fitting > 0 or not new
@@ -178,14 +172,14 @@ class SimulatedStore:
             insort(self._children.setdefault(node.parent, []), (entry.token_ids, node.name))
         self._has_own_ttls |= entry.ttl_s is not None
         self._records[row] = (
-            *(now, now, float(entry.is_expected), entry.prefill_s, 0, entry.num_bytes, 0),
+            *(now, now, entry.prefill_s, 0, entry.num_bytes, 0),
             recorded_ttl(entry.ttl_s),
         )
         self.used_bytes += entry.num_bytes
         if (parent := self._rows.get(node.parent)) is not None:
             self._records["children"][parent] += 1
 
-    def _remove_shorter(self, entry: NewEntry, now: float) -> None:
+    def _remove_shorter(self, entry: NewEntry) -> None:
         """Removes the nodes that a new one replaces, as `store.changes.Changes.remove_shorter` does."""
         if entry.token_ids is None or len(self._children[entry.node.parent]) == 1:
             return
@@ -197,7 +191,7 @@ class SimulatedStore:
                 shorter, node = self._usage(self._rows[name]), self._usage(own)
                 if name != entry.node.name and longer_ttl(shorter.ttl_s, node.ttl_s) == node.ttl_s:
                     self._delete([name])
-                    self._records[own] = with_uses(node, shorter, now)
+                    self._records[own] = with_uses(node, shorter)
 
     def _longer(self, entry: NewEntry) -> bytes | None:
         """Returns a stored node that makes a new one needless, as `store.changes.Changes.put_node` finds it."""
@@ -236,7 +230,6 @@ class SimulatedStore:
             pinned=keep,
             now=now,
             saves_nothing=(lambda name: self._nodes[self._rows[name]].kind == Kind.BLOCK) if self._has_states else None,
-            rank=self._rank,
         )
         room = usable - self.used_bytes
         room += sum(int(self._records["stored_bytes"][self._rows[name]]) for name in victims)

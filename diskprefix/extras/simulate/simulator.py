@@ -232,7 +232,6 @@ class Simulator:
                 per_token * saved,
                 ttl_at(node.end, marks, ttl_s),
                 nodes.token_bytes(node) if to_the_token else None,
-                selection.continues,
             )
             for node, saved in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
         ]

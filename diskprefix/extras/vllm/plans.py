@@ -44,13 +44,12 @@ class Load:
 @dataclass(frozen=True)
 class Save:
     """Blocks that are complete at the end of this step. `ttls` are their times to live after the last use, in seconds;
-    None leaves that to the store. `is_expected`: see `store.changes.NewNode`."""
+    None leaves that to the store."""
 
     request_id: str
     tenant: str
     blocks: tuple[PlannedBlock, ...]
     ttls: tuple[float | None, ...]
-    is_expected: bool
 
 
 @dataclass(frozen=True)

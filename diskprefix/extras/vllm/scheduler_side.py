@@ -289,11 +289,10 @@ class SchedulerSide:
         tracked.num_stored += len(planned)
         tracked.num_saved += len(planned)
         tracked.has_saves = True
-        options, selection = tracked.options, tracked.selection
+        options = tracked.options
         ends = (block.position + self._block_size for block in planned)
         ttls = tuple(ttl_at(position, options.marks, options.cache.ttl_s) for position in ends)
-        is_expected = selection is not None and selection.continues
-        return Save(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls, is_expected)
+        return Save(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls)
 
     def _wanted(self, tracked: Tracked) -> int:
         """Returns the number of tokens that the policy keeps of the request."""

@@ -152,7 +152,7 @@ class WorkerSide:
             if not self._shared.writer.reserve(self.block_bytes):
                 break
             try:
-                nodes.append(self._captured(block, ttl_s, save.is_expected))
+                nodes.append(self._captured(block, ttl_s))
             except Exception:
                 self._shared.writer.release(self.block_bytes)
                 log.exception("[disk-cache] %s: the rest is not saved", save.request_id)
@@ -162,7 +162,7 @@ class WorkerSide:
         is_dropped = len(nodes) < len(save.blocks) and chain.break_off()
         self._count(saved_blocks=len(nodes), saved_bytes=len(nodes) * self.block_bytes, dropped=int(is_dropped))
 
-    def _captured(self, block: PlannedBlock, ttl_s: float | None, is_expected: bool) -> NewNode:
+    def _captured(self, block: PlannedBlock, ttl_s: float | None) -> NewNode:
         payload = self._staging.take()
         self._pages.read(block.pages, payload)
         return NewNode(
@@ -174,7 +174,6 @@ class WorkerSide:
             payload=payload.data,
             pieces=self._layout.pieces(self._identity.block_size, Kind.BLOCK),
             ttl_s=ttl_s,
-            is_expected=is_expected,
         )
 
     def _count(self, **counts: int) -> None:
