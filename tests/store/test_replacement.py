@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diskprefix.store.changes import Changes, Use
+from diskprefix.store.changes import Use
 from diskprefix.store.eviction import RECENT_CHECKPOINTS, recorded_ttl
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.schema import Kind, UsageRecord
@@ -162,7 +162,7 @@ def test_a_publication_that_fails_replaces_nothing(store: Store, monkeypatch: py
     def fail(*_: object) -> None:
         raise OSError("no more")
 
-    monkeypatch.setattr(Changes, "remember", fail)
+    monkeypatch.setattr("diskprefix.store.store.see", fail)
     with pytest.raises(OSError, match="no more"):
         save(store, 2 * BLOCK + 5)
     assert is_whole(store, first)
@@ -313,7 +313,7 @@ def test_a_publication_that_fails_supersedes_nothing(store: Store, monkeypatch: 
     def fail(*_: object) -> None:
         raise OSError("no more")
 
-    monkeypatch.setattr(Changes, "remember", fail)
+    monkeypatch.setattr("diskprefix.store.store.see", fail)
     with pytest.raises(OSError, match="no more"):
         store.publish(turn(store, TURNS[5]))
     assert (checkpoints(store), entries(store)) == (before, [TURNS[4]])
