@@ -112,7 +112,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             if buffer_bytes < settings.kv_cache_write_buffer:
                 log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))
             settings = settings.with_constants(kv_cache_write_buffer=buffer_bytes)
-        found = measured(loaded, settings, progress)
+        found = measured(loaded, settings)
         layout = found.layout
         if recorder is not None:
             recorder.describe(

@@ -17,9 +17,8 @@ from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import ExactAt, Layout
-from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.invariant import uninstall
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -115,7 +114,7 @@ class Runner:
             self.layout = _layout(model)
         else:
             described = f"{name} {model.config} {model.dtype}"
-            self.layout, self.grid_reason = make_exact(model, identity=described, form=described)
+            self.layout, self.grid_reason = make_exact(model, described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.on_history = on_history
         self.open()

@@ -11,7 +11,7 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
-from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.progress import Report
@@ -49,11 +49,10 @@ class MeasuredModel:
         )
 
 
-def measured(loaded: LoadedModel, settings: Settings, progress: Report) -> MeasuredModel:
+def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
     """Makes a model compute exactly where it can. Raises the errors of torch when memory runs out."""
     model, digest = loaded.model, loaded.weights_digest
-    identity, form = (str(Fingerprint.of(model, one, settings.fingerprint)) for one in (digest, ""))
-    layout, reason = make_exact(model, identity=identity, form=form, report=progress)
+    layout, reason = make_exact(model, str(Fingerprint.of(model, digest, settings.fingerprint)))
     # The fingerprint includes the attention that `make_exact` has installed.
     return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
 
@@ -64,7 +63,7 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
     own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None, kv_memory=None)
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
-    found = measured(loaded, settings, progress)
+    found = measured(loaded, settings)
     if found.reason:
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {found.reason}")
     if not found.layout.is_sliceable:

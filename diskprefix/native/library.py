@@ -23,7 +23,7 @@ _NUM_ARGUMENTS = {
     "gated": 1,
     "attention_block": 2,
     "layer": 2,
-    "head_products": 1,
+    "dense": 1,
     "experts": 1,
     "pack": 1,
     "look_up": 1,
@@ -54,7 +54,7 @@ class Operators:
     experts: Any
     attention_block: Any
     layer: Any
-    head_products: Any
+    dense: Any
     pack: Any
     look_up: Any
     convolution: Any

@@ -16,7 +16,7 @@ _PRODUCT = struct.Struct("@2q P 3P 3P q P")
 _LOOKUP = struct.Struct("@q 3P q P")
 """`Matrix`, `Product` and `Lookup` of `source/interface.h`."""
 
-_SCALES = {"float32": 0, "float16": 1, "exponents": 2, "bytes": 3, "nibbles": 4, "shared": 5}
+_SCALES = {"float16": 0, "exponents": 1, "bytes": 2, "nibbles": 3, "shared": 4}
 _TABLE = 64
 """Numbers in a table. Those of fewer codes stand in it again and again."""
 
@@ -32,7 +32,7 @@ class Matrix:
         bits: int = 16,
         group: int = 0,
         has_zeros: bool = False,
-        scales: str = "float32",
+        scales: str = "float16",
         numbers: Sequence[float] = (),
         has_table: bool = False,
         bias: torch.Tensor | None = None,
@@ -53,11 +53,6 @@ class Matrix:
         )
         self._described = ctypes.create_string_buffer(found, len(found))
         self.address = ctypes.addressof(self._described)
-
-
-def takes_bfloat16(operators: Operators) -> bool:
-    """Returns whether its products take matrices that are not quantised."""
-    return operators.variant in ("amx", "avx512_bf16")
 
 
 def fills_blocks(weight: torch.Tensor) -> bool:

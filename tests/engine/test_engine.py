@@ -18,7 +18,7 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import Constraint, DoneEvent, Event, FinishEvent, TextEvent
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
 from diskprefix.kv.arena import KVArena
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import memory
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds

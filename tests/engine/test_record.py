@@ -13,7 +13,7 @@ from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.model.exact import rehearsal as probe
+from diskprefix.model.exact import state_layout
 from diskprefix.nouns import Scope
 from tests.engine.driving import Cancelled, load, recorded_requests, request, run_request, tokens
 from tests.model import tiny
@@ -85,7 +85,7 @@ def test_what_was_cancelled_before_its_end_is_not_remembered(folder: Path, tmp_p
 def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delitem(probe.KINDS, DynamicSlidingWindowLayer)
+    monkeypatch.delitem(state_layout.KINDS, DynamicSlidingWindowLayer)
     tiny.write_sliding(tmp_path / "model")
     trace = recorded(tmp_path / "model", tmp_path, scope="full")
     assert "DynamicSlidingWindowLayer" in caplog.text, "it says why it bypasses the cache"

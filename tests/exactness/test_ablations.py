@@ -18,7 +18,7 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import SlidingWindowLayer
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from diskprefix.tokens import TokenIds
 from tests import runner
 from tests.exactness.architectures import tiny_model

@@ -20,7 +20,7 @@ from diskprefix.engine.forward import prefill
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot

@@ -19,7 +19,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 from tests.exactness.architectures import tiny_model

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, Runner, random_prompt, tiny_settings
 
@@ -189,7 +189,7 @@ def test_a_rehearsal_is_remembered_for_the_numbers_it_was_made_with(
     assert rehearse(model, identity="these weights") == first
     assert not first.unsupported
     assert rehearse(model, identity="other weights").unsupported
-    memo = tmp_path / "diskprefix" / "rehearsals.json"
+    memo = tmp_path / "diskprefix" / "self_checks.json"
     memo.write_text(memo.read_text().replace("layers", "strata"))
     assert rehearse(model, identity="these weights").unsupported
 

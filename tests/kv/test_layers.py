@@ -14,7 +14,7 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.transfer import fill_device, read_device
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from tests.runner import tiny_llama
 
 CPU = torch.device("cpu")

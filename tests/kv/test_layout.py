@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
 
 ORIGINAL = 4 * BLOCK

@@ -16,7 +16,7 @@ import torch
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pool import KVAllocation, KVPool, PrefixMatch
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples

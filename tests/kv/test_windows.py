@@ -19,8 +19,8 @@ from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sizes import TILE
 from diskprefix.model.exact import runner
-from diskprefix.model.exact.invariance import make_exact
-from diskprefix.model.exact.rehearsal import made_up_tokens
+from diskprefix.model.exact.self_check import make_exact
+from diskprefix.model.exact.state_layout import made_up_tokens
 from tests.exactness.architectures import tiny_model
 
 BLOCK = 32

@@ -146,7 +146,6 @@ def test_two_curves_and_experts_without_up(operators: Operators) -> None:
         assert not torch.equal(found, whole(operators, rows, chosen, weights))
 
 
-@pytest.mark.parametrize("operators", of_this_cpu(WITH_PAIRS), indirect=True)
 def test_experts_in_bfloat16_are_taken_as_they_lie(operators: Operators) -> None:
     both = torch.randn(EXPERTS, 2 * INNER, WIDTH, generator=torch.Generator().manual_seed(5)).mul_(0.1).bfloat16()
     last = torch.randn(EXPERTS, WIDTH, INNER, generator=torch.Generator().manual_seed(6)).mul_(0.1).bfloat16()

@@ -22,10 +22,10 @@ from diskprefix.model.quants.quant_form import form_of
 from diskprefix.native import library, scans
 from diskprefix.native.attention_operator import attention, run_of
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm, StepPlace
+from diskprefix.native.dense import head_products
 from diskprefix.native.experts_operator import RoutedExperts
-from diskprefix.native.head_products import head_products
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, product, rows_of, takes_bfloat16
+from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import pack
 from tests.native.variants import of_this_cpu
 
@@ -85,8 +85,7 @@ def of_attention(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]
 def of_products(operators: Operators) -> list[torch.Tensor]:
     rows = made_up(ROWS, INNER, seed=1, dtype=torch.bfloat16)
     matrices = [quantised(operators, WIDTH, INNER, 5, kind) for kind in ("Q4_0", "Q8_0")]
-    if takes_bfloat16(operators):
-        matrices.append(Matrix(made_up(WIDTH, INNER, seed=6, dtype=torch.bfloat16), (WIDTH, INNER)))
+    matrices.append(Matrix(made_up(WIDTH, INNER, seed=6, dtype=torch.bfloat16), (WIDTH, INNER)))
     found = [product(operators, rows[:count], matrix) for matrix in matrices for count in (1, ROWS)]
     return [*found, rows_of(operators, matrices[0], torch.tensor([0, 17, 63]))]
 
@@ -104,7 +103,7 @@ def of_experts(operators: Operators) -> list[torch.Tensor]:
     return [RoutedExperts(gate, up, down, curve())(operators, rows, torch.cat([first, (first + 1) % 4], 1), weights)]
 
 
-def of_head_products(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
+def of_dense_products(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
     rows, out = made_up(HEADS, ROWS, DIM, seed=1, dtype=dtype), torch.empty(HEADS, ROWS, 40, dtype=dtype)
     head_products(operators, rows, made_up(HEADS, DIM, 40, seed=2, dtype=dtype), out, is_turned=False)
     turned = torch.empty_like(out)
@@ -153,12 +152,12 @@ COMPUTED: dict[str, Callable[[Operators], list[torch.Tensor]]] = {
 OF_TYPES: dict[str, Callable[[Operators, torch.dtype], list[torch.Tensor]]] = {
     "attention": of_attention,
     "norms": of_norms,
-    "head products": of_head_products,
+    "dense products": of_dense_products,
     "scans": of_scans,
 }
 KEPT = ("avx512_bf16", "avx512", "avx2", "baseline") if platform.machine() == "x86_64" else ()
 GOLDEN = {
-    "products": "7386c854fd13 5f4c6156bed1 5f4c6156bed1 5f4c6156bed1",
+    "products": "7386c854fd13 d7a6d73ace70 d7a6d73ace70 d7a6d73ace70",
     "experts": "8ccb34353804 c237dc863512 c237dc863512 c237dc863512",
     "layers": "2d6e67c36b22 044383347ff2 1664d134078d 2d3248c9d376",
     "attention in float32": "b7d712cfd590 b7d712cfd590 ded783286859 d2d30326ce64",
@@ -167,9 +166,9 @@ GOLDEN = {
     "norms in float32": "b1cb0ff61f66 b1cb0ff61f66 b1cb0ff61f66 d67b9a64a336",
     "norms in bfloat16": "8bff9c5968a9 8bff9c5968a9 8bff9c5968a9 8bff9c5968a9",
     "norms in float16": "a51192aee095 a51192aee095 a51192aee095 a51192aee095",
-    "head products in float32": "9fa99578cab6 9fa99578cab6 9fa99578cab6 9fa99578cab6",
-    "head products in bfloat16": "635a84024790 635a84024790 635a84024790 635a84024790",
-    "head products in float16": "a6f499131c8e a6f499131c8e a6f499131c8e a6f499131c8e",
+    "dense products in float32": "9fa99578cab6 9fa99578cab6 9fa99578cab6 9fa99578cab6",
+    "dense products in bfloat16": "635a84024790 635a84024790 635a84024790 635a84024790",
+    "dense products in float16": "a6f499131c8e a6f499131c8e a6f499131c8e a6f499131c8e",
     "scans in float32": "35b2eea066ca 35b2eea066ca e2bd25f79624 35c49be7c28d",
     "scans in bfloat16": "0637c848d3a1 0637c848d3a1 7d611c237e4c 91dc5b228707",
     "scans in float16": "4bd656756d5d 4bd656756d5d d0794f7f3448 4c40f7764c6c",

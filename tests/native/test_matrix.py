@@ -14,7 +14,7 @@ from diskprefix.native import library
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
 from tests.model.quants.test_forms import quants_of
-from tests.native.variants import IN_FLOAT32, WITH_DOTS, WITH_PAIRS, of_this_cpu
+from tests.native.variants import IN_FLOAT32, WITH_DOTS, of_this_cpu
 
 ROWS, COLUMNS = 48, 352
 """An odd number of strips, and more blocks than are taken at once."""
@@ -85,7 +85,6 @@ def test_rows_of_any_size_are_multiplied(operators: Operators) -> None:
     assert torch.equal(found[[0, 1, 2, 4, 5, 6]], expected[[0, 1, 2, 4, 5, 6]])
 
 
-@pytest.mark.parametrize("operators", of_this_cpu(WITH_PAIRS), indirect=True)
 def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()

@@ -10,8 +10,8 @@ import torch
 from diskprefix.native import scans
 from diskprefix.native.attention_operator import run_of
 from diskprefix.native.blocks import Gated, Norm
+from diskprefix.native.dense import head_products
 from diskprefix.native.experts_operator import RoutedExperts
-from diskprefix.native.head_products import head_products
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import pack

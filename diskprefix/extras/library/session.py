@@ -31,7 +31,8 @@ from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import ArenaCache, expire, lend
 from diskprefix.kv.layout import Layout
-from diskprefix.model.exact.rehearsal import rehearse, unsupported
+from diskprefix.model.exact.self_check import rehearse
+from diskprefix.model.exact.state_layout import unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt

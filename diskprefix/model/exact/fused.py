@@ -3,7 +3,7 @@ around it, and whole layers of them.
 
 A module is taken for such a part if it has the children of one, and if it gives what the operator gives for made-up
 rows: the same bits, but for norms, whose sums have another order. Any other module computes as it did. Of the gated
-products and the layers of one kind (`model.exact.layer_kinds`) the first are compared.
+products and the layers of one kind the first are compared.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import permutations
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from diskprefix.kv.layers import FullAttentionLayer, SlidingWindowLayer, TokenLa
 from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact.attention import HARMLESS
-from diskprefix.model.exact.layer_kinds import description_of
 from diskprefix.model.exact.mixtures import experts_of
 from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
@@ -29,7 +29,7 @@ from diskprefix.native import attention_operator as native
 from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Layer, Norm, StepPlace
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, fills_blocks, product, takes_bfloat16
+from diskprefix.native.matrix import Matrix, fills_blocks, product
 
 Forward = Callable[..., Any]
 
@@ -37,13 +37,15 @@ _PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_n
 """The children of attention, by the names that they have in transformers."""
 _PARTS = (AttentionBlock, Gated, Norm)
 """The parts of a layer."""
+_PLAIN = bool | int | float | str | FunctionType
+"""Types of attributes by which modules are told apart."""
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
-def matrix_of(module: nn.Module, operators: Operators) -> Matrix | None:
+def matrix_of(module: nn.Module) -> Matrix | None:
     """Returns the matrix of a linear module, None if the compiled product does not take it."""
     found: Matrix | None = getattr(module, "matrix", None)
-    if found is not None or type(module) is not nn.Linear or not takes_bfloat16(operators):
+    if found is not None or type(module) is not nn.Linear:
         return found
     weight = module.weight
     if weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" or not weight.is_contiguous():
@@ -78,7 +80,7 @@ def gated_of(
     those of other modules, `order` is that of another module of the same kind, which makes a comparison needless."""
     linears = [child for child in module.children() if hasattr(child, "in_features")]
     others = [child for child in module.children() if not hasattr(child, "in_features")]
-    found = [matrix_of(linear, operators) for linear in linears]
+    found = [matrix_of(linear) for linear in linears]
     matrices = [matrix for matrix in found if matrix is not None]
     curve = others[0] if others else next((act for name, act in vars(module).items() if name.startswith("act")), None)
     if not len(found) == len(matrices) == 3 or len(others) > 1 or not callable(curve):
@@ -105,7 +107,7 @@ def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module,
     children = dict(module.named_children())
     if not {*_PROJECTIONS} <= children.keys() <= {*_PROJECTIONS, *_NORMS} or list(module.buffers(recurse=False)):
         return None
-    matrices = [matrix for name in _PROJECTIONS if (matrix := matrix_of(children[name], operators)) is not None]
+    matrices = [matrix for name in _PROJECTIONS if (matrix := matrix_of(children[name])) is not None]
     of_heads = [parts.get(children[name]) for name in _NORMS if name in children]
     if len(matrices) != len(_PROJECTIONS) or None in of_heads or len(of_heads) == 1:
         return None
@@ -156,10 +158,10 @@ class Parts:
 
     def smallest(self, module: nn.Module) -> Forward | None:
         """Returns a replacement for the forward of a product, a norm or experts, None for other modules."""
-        matrix = matrix_of(module, self._operators) if type(module) is nn.Linear else None
+        matrix = matrix_of(module) if type(module) is nn.Linear else None
         if matrix is not None:
             return partial(product, self._operators, matrix=matrix)
-        experts = experts_of(module, self._operators)
+        experts = experts_of(module)
         if experts is not None:
             return partial(_experts, experts, self._operators)
         norm = norm_of(module, lambda norm, rows: norm(self._operators, rows))
@@ -168,7 +170,7 @@ class Parts:
     def larger(self, module: nn.Module) -> Forward | None:
         """Returns a replacement for the forward of gated products or attention, whose parts have theirs already."""
         if any(hasattr(child, "in_features") for child in module.children()):
-            kind = description_of(module)
+            kind = _kind_of(module)
             found = gated_of(module, self._operators, self._curves, self._kinds.get(kind))
             if found is not None:
                 self._found[module], self._kinds[kind] = found
@@ -180,7 +182,7 @@ class Parts:
         """Returns a replacement for the forward of a whole layer, whose parts have theirs already."""
         if not any(type(self._found.get(child)) is AttentionBlock for child in module.children()):
             return None
-        kind = description_of(module)
+        kind = _kind_of(module)
         layer = layer_of(module, self._operators, self._found, is_known=kind in self._kinds)
         if layer is None:
             return None
@@ -191,6 +193,18 @@ class Parts:
     def _forward(self, module: nn.Module, part: Any, forward: Forward, *others: Any) -> Forward:
         self._found[module] = part
         return partial(forward, partial(type(module).forward, module), part, self._operators, *others)
+
+
+def _kind_of(module: nn.Module) -> Hashable:
+    """Returns a value that is equal for modules with the same classes, attributes, and forms of tensors."""
+    return tuple(
+        (
+            *(name, type(one), str(vars(one).get("form", ""))),
+            *((key, value) for key, value in vars(one).items() if key != "layer_idx" and isinstance(value, _PLAIN)),
+            *((key, part.dtype, part.shape) for key, part in one.named_parameters(recurse=False)),
+        )
+        for name, one in module.named_modules()
+    )
 
 
 def _experts(

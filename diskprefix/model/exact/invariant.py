@@ -1,6 +1,6 @@
 """Makes a model compute the same bits for a token however the prompt is cut: its products, experts and attention.
 
-`install` changes a loaded model in place, and can be undone. `model.exact.invariance` measures whether it has worked.
+`install` changes a loaded model in place, and can be undone. `model.exact.self_check` finds out whether it has worked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import Scans, scans_on, with_scans
 from diskprefix.model.exact.rows import (
-    MAX_TERMS,
     each_times,
     in_whole_vectors,
     is_curve,
@@ -55,8 +54,8 @@ _NUMBER_BY_NUMBER = frozenset({
 })  # fmt: skip
 
 
-_installed: WeakKeyDictionary[PreTrainedModel, tuple[ExitStack, str]] = WeakKeyDictionary()
-"""The models that were changed: how it is undone, and the digest of their products."""
+_installed: WeakKeyDictionary[PreTrainedModel, ExitStack] = WeakKeyDictionary()
+"""The models that were changed, and how it is undone."""
 _ForwardOf: TypeAlias = Callable[[nn.Module], Callable[..., Any] | None]
 _Methods: TypeAlias = list[tuple[nn.Module, str, Callable[..., Any]]]
 _sees_calls: ContextVar[bool] = ContextVar("sees_calls", default=False)
@@ -65,10 +64,9 @@ _methods: WeakKeyDictionary[PreTrainedModel, dict[str, _Methods]] = WeakKeyDicti
 """The replacements for methods of a model's modules, by the kernels that compute them."""
 
 
-def install(model: PreTrainedModel, products: str = "") -> None:
-    """Gives the model's decoder our attention, experts and products. `products` is the digest of their calls."""
-    undo = ExitStack()
-    _installed[model] = undo, products
+def install(model: PreTrainedModel) -> None:
+    """Gives the model's decoder our attention, experts and products."""
+    undo = _installed[model] = ExitStack()
     config = model.config.get_text_config(decoder=True)
     methods = _methods.setdefault(model, {})
     if described() not in methods:
@@ -112,25 +110,24 @@ def uninstall(model: PreTrainedModel) -> bool:
     """Undoes `install`. Returns whether the model was changed."""
     installed = _installed.pop(model, None)
     if installed is not None:
-        installed[0].close()
+        installed.close()
     return installed is not None
 
 
-def products_of(model: PreTrainedModel) -> str:
-    """Returns the digest of the model's products, "" if they are those of transformers."""
-    return _installed[model][1] if model in _installed else ""
+def is_installed(model: PreTrainedModel) -> bool:
+    """Returns whether the model computes as `install` makes it."""
+    return model in _installed
 
 
 @contextmanager
 def as_it_was(model: PreTrainedModel) -> Iterator[None]:
     """Gives a context in which the model computes as transformers made it."""
-    products = products_of(model)
     was_installed = uninstall(model)
     try:
         yield
     finally:
         if was_installed:
-            install(model, products)
+            install(model)
 
 
 def _forward_of(parts: Parts | None, scans: Scans | None, module: nn.Module) -> Callable[..., Any] | None:
@@ -219,15 +216,14 @@ def _by_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in _MATMUL:
         if args[1].ndim == 2:
             return times(*args, **kwargs)
-        is_small = min(args[0].ndim, args[1].ndim) > 2 and args[0].shape[-1] <= MAX_TERMS
-        return each_times(*args) if is_small and not kwargs else None
+        return each_times(*args) if min(args[0].ndim, args[1].ndim) > 2 and not kwargs else None
     if func in _STD:
         return spread_of_rows(func, *args, **kwargs)
     if kwargs:
         return None
     if func is torch.addmm:
         return times(args[1], args[2], args[0])
-    return torch.stack([times(rows, matrix) for rows, matrix in zip(*args, strict=True)])
+    return each_times(*args)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

@@ -19,7 +19,7 @@ from torch import nn
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.native import attention_operator as native
-from diskprefix.native.head_products import head_products
+from diskprefix.native.dense import head_products
 from diskprefix.native.library import operators
 
 Memory: TypeAlias = torch.Tensor | list[torch.Tensor]
@@ -140,7 +140,7 @@ def _joined(latents: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, *, is_turned: bool) -> None:
-    """Writes rows × matrix of each head to `out`; see `native.head_products`."""
+    """Writes rows × matrix of each head to `out`; see `native.dense`."""
     if rows.dtype is not matrices.dtype:
         raise NotInvariant("latent attention in another dtype than its matrix")
     compiled = operators()

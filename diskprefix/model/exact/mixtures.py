@@ -13,8 +13,7 @@ from torch import nn
 
 from diskprefix.model.exact.rows import in_whole_vectors, linear
 from diskprefix.native.experts_operator import RoutedExperts
-from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, fills_blocks, takes_bfloat16
+from diskprefix.native.matrix import Matrix, fills_blocks
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -113,9 +112,9 @@ def curves_of(module: Any) -> GateCurves | None:
         return found if torch.equal(found(left, right), compute(left, right)) else None
 
 
-def experts_of(module: Any, operators: Operators) -> RoutedExperts | None:
+def experts_of(module: Any) -> RoutedExperts | None:
     """Returns the operator for experts in bfloat16, None if they do not lie so that it takes them."""
-    if not takes_bfloat16(operators) or not is_mixture(module) or module.has_post_expert_norm:
+    if not is_mixture(module) or module.has_post_expert_norm:
         return None
     found = matrices_of(module)
     if any(weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" for weight, _ in found.values()):

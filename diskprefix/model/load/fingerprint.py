@@ -28,7 +28,7 @@ from diskprefix.model.load.kernel_settings import (
 )
 from diskprefix.tokens import file_digest
 
-_NAMED_IF_SET = ("kernels", "switches", "threads", "products", "attention_kernel")
+_NAMED_IF_SET = ("kernels", "switches", "threads", "attention_kernel")
 """Left out of the root if they are empty."""
 _NOT_PORTABLE = {"device", "cpu", "torch_version", "transformers_version", *_NAMED_IF_SET} - {"switches"}
 _JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kernels", "switches")
@@ -83,10 +83,8 @@ class Fingerprint:
     """torch's switches of kernels and precision that are not at their defaults."""
     threads: str = ""
     """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
-    products: str = ""
-    """A digest of how products are computed if the model is exact at every token (`model.exact.kernel_calls`)."""
     attention_kernel: str = ""
-    """The compiled attention (`native`) if the model is exact at every token, with its compiler; empty for torch's."""
+    """The compiled operators (`native`) if the model is exact at every token, with compiler and sources."""
     mode: str = "strict"
     """`strict` or `portable`."""
 
@@ -96,7 +94,7 @@ class Fingerprint:
         import torch
 
         from diskprefix.model.exact.attention import kernel
-        from diskprefix.model.exact.invariant import products_of
+        from diskprefix.model.exact.invariant import is_installed
 
         config = model.config
         quantisation = getattr(config, "quantization_config", None)
@@ -118,8 +116,7 @@ class Fingerprint:
             kernels=canonical(kernel_packages()),
             switches=canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
-            products=products_of(model),
-            attention_kernel=kernel(model.device) if products_of(model) else "",
+            attention_kernel=kernel(model.device) if is_installed(model) else "",
             mode=mode,
         )
 

@@ -36,7 +36,7 @@ _TABLES: dict[str, tuple[float, ...]] = {
 }
 """The numbers of codes that are not integers one after the other."""
 
-_NUMBER_BYTES = {"float32": 4, "float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0}
+_NUMBER_BYTES = {"float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0}
 """Bytes of a scale for a group, by how it is stored."""
 _OF_MANY = ("bytes", "nibbles", "shared")
 

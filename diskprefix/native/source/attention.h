@@ -237,8 +237,7 @@ class Computation {
       Product::pack_row(from, call_.key_dim, inner_, scratch.queries + row * inner_);
       scratch.positions[row] = runs_[task.run].start + token;
     }
-    if constexpr (Product::FEW_ROWS > 0)
-      if (has_few(task)) Product::turn_rows(scratch.queries, task.num_rows, inner_, scratch.turned);
+    if (has_few(task)) Product::turn_rows(scratch.queries, inner_, task.num_rows, inner_, scratch.turned);
   }
 
   // Keys are then multiplied as they lie in memory.
@@ -252,10 +251,9 @@ class Computation {
     const Stored* keys = (const Stored*)run.keys + task.head * run.key_head_stride + at * run.key_token_stride;
     const Stored* values = (const Stored*)run.values + task.head * run.value_head_stride + at * run.value_token_stride;
     const int64_t as_they_lie = has_few(task) ? present / KEYS * KEYS : 0;
-    if constexpr (Product::FEW_ROWS > 0)
-      if (as_they_lie)
-        Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, run.key_token_stride, as_they_lie,
-                                 scratch.scores, STRIDE);
+    if (as_they_lie)
+      Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, run.key_token_stride, as_they_lie,
+                               scratch.scores, STRIDE);
     if (as_they_lie < num_keys)
       Product::pack_turned(keys + as_they_lie * run.key_token_stride, run.key_token_stride, present - as_they_lie,
                            num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
@@ -367,14 +365,6 @@ template <class Type, class Product>
 int32_t attention_of(const Attention* call, const Run* runs) {
   return Computation<Type, Product>(*call, runs).run() ? 0 : 1;
 }
-
-#if defined(__AMX_BF16__)
-typedef TileProduct ProductOfBFloat16;
-#elif defined(HAS_PAIRS)
-typedef PairProduct ProductOfBFloat16;
-#else
-typedef VectorProduct<BFloat16> ProductOfBFloat16;
-#endif
 
 int32_t attention(const Attention* call, const Run* runs) {
   switch (call->dtype) {

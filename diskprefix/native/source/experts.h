@@ -101,9 +101,7 @@ class Mixture {
   }
 
   void pack(const Group& group, const Part* parts, int64_t num_parts, int64_t columns) const {
-    bool takes_packed = false;
-    for (int64_t i = 0; i < num_parts; ++i) takes_packed |= Multiply::takes_packed(parts[i]);
-    if (takes_packed) Multiply::pack(parts->rows, 0, group.count, group.count, columns, packed_ + group.packed);
+    if (take_packed(parts, num_parts)) Multiply::pack(parts->rows, 0, group.count, group.count, columns, packed_ + group.packed);
   }
 
   void gather(const Group& group) {

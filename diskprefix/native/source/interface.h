@@ -38,7 +38,7 @@ struct Attention {
 
 // How scales, and zeros where there are some, are stored: numbers of the groups, exponents of 2, or small integers that are
 // multiplied by a float16 of 256 columns: bytes, or the halves of one byte for both. Shared ones are that float16 alone.
-enum Scales : int64_t { IN_FLOAT32 = 0, IN_FLOAT16 = 1, IN_EXPONENTS = 2, IN_BYTES = 3, IN_NIBBLES = 4, SHARED = 5 };
+enum Scales : int64_t { IN_FLOAT16 = 0, IN_EXPONENTS = 1, IN_BYTES = 2, IN_NIBBLES = 3, SHARED = 4 };
 
 // A matrix [rows, columns]: in bfloat16 row after row (`bits` is 16), or in blocks of quants, see
 // model/quants/forms.py. Codes stand for the numbers in `table`, 64 of them; they follow each other without `has_table`.
@@ -85,12 +85,13 @@ struct Product {
 
 // The rows of each head times a matrix of that head: [num_rows, inner] → [num_rows, outer]. The matrix has lines of `outer`
 // numbers, or if it is turned of `inner`. Numbers of a line, of a row and of a result lie side by side.
-struct HeadProduct {
+struct DenseProduct {
   int64_t dtype, is_turned, num_heads, num_rows, inner, outer;
   const void* rows;
   int64_t head_stride, row_stride;
   const void* matrices;
   int64_t matrix_stride, line_stride;
+  const float* bias;  // [outer], or null
   void* out;
   int64_t out_head_stride, out_row_stride, num_threads;
   ParallelFor parallel_for;
@@ -230,7 +231,7 @@ struct Operators {
   int32_t (*gated)(const Gated* call);
   int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
   int32_t (*layer)(const Layer* call, const Run* runs);
-  int32_t (*head_products)(const HeadProduct* call);
+  int32_t (*dense)(const DenseProduct* call);
   int32_t (*experts)(const Experts* call);
   int32_t (*pack)(const Packing* call);
   int32_t (*look_up)(const Lookup* call);

@@ -6,10 +6,7 @@
 
 #pragma once
 
-#include <atomic>
-
-#include "memory.h"
-#include "product.h"
+#include "dense.h"
 #include "weights.h"
 
 namespace diskprefix {
@@ -28,7 +25,7 @@ struct Part {
   const uint8_t* strip(int64_t number) const { return (const uint8_t*)matrix->weights + number * form.strip_bytes; }
 
   void unpack(int64_t number, int64_t begin, int64_t end, uint8_t* to) const {
-    form.unpack(strip(number), begin, end, form.stride, matrix->table, to);
+    form.unpack(strip(number), begin, end, matrix->table, to);
   }
 
   void put(Sixteen sums, int64_t row, int64_t column) const {
@@ -56,18 +53,18 @@ struct Multiply {
 
   static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
     for (int64_t row = begin; row < end; row += 16)
-      TileProduct::turn_rows(rows + row * columns, least(end - row, 16), columns, (uint16_t*)packed + row * columns);
+      TileProduct::turn_rows(rows + row * columns, columns, least(end - row, 16), columns, (uint16_t*)packed + row * columns);
   }
 
-  // Adds the products of a block of STRIPS with GROUPS of rows. Left factors have rows `stride` bytes apart.
+  // Adds the products of a block of STRIPS with GROUPS of rows.
   template <int STRIPS, int GROUPS>
-  static void add(const Part& part, int64_t block, const uint8_t* left, int64_t stride) {
+  static void add(const Part& part, int64_t block, const uint8_t* left) {
     if (part.num_rows == 1) {
-      TileSums<STRIPS, 1>::add(left, left + STRIP * stride, stride, 0, part.rows + block * INNER, nullptr, 4, 0, 1);
+      TileSums<STRIPS, 1>::add(left, left + BLOCK_BYTES, 64, 0, part.rows + block * INNER, nullptr, 4, 0, 1);
       return;
     }
     const uint8_t* right = part.packed + block * 1024;
-    TileSums<STRIPS, GROUPS>::add(left, left + STRIP * stride, stride, 0, right, right + part.blocks * 1024, 64, 0, 1);
+    TileSums<STRIPS, GROUPS>::add(left, left + BLOCK_BYTES, 64, 0, right, right + part.blocks * 1024, 64, 0, 1);
   }
 
   template <int STRIPS, int GROUPS>
@@ -110,7 +107,7 @@ struct Multiply {
 // A block is unpacked while the one before is multiplied, because the load of a tile waits for the stores before it. Two
 // strips are two chains of sums, each of which waits for its last one.
 template <class Weights, int STRIPS, int GROUPS>
-void multiply_unpacked(const Part& part, int64_t strip, uint8_t* factors) {
+void multiply_few(const Part& part, int64_t strip, uint8_t* factors) {
   const auto opened = [&](int half) { return typename Weights::Strip(part.strip(strip + half), part.blocks, part.matrix->table); };
   typename Weights::Strip first = opened(0), second = opened(STRIPS - 1);
   TileSums<STRIPS, GROUPS>::clear();
@@ -120,29 +117,9 @@ void multiply_unpacked(const Part& part, int64_t strip, uint8_t* factors) {
       first.unpack(block, place(block));
       if (STRIPS == 2) second.unpack(block, place(block) + BLOCK_BYTES);
     }
-    if (block) Multiply::add<STRIPS, GROUPS>(part, block - 1, place(block - 1), 64);
+    if (block) Multiply::add<STRIPS, GROUPS>(part, block - 1, place(block - 1));
   }
   Multiply::finish<STRIPS, GROUPS>(part, 0, strip);
-}
-
-// Fetches the strip after the next one while this one is computed, if there is one.
-template <int STRIPS, int GROUPS>
-void multiply_rows(const Part& part, int64_t strip) {
-  const int64_t stride = part.form.stride;
-  TileSums<STRIPS, GROUPS>::clear();
-  for (int64_t block = 0; block < part.blocks; ++block) {
-    const uint8_t* left = part.strip(strip) + block * INNER * 2;
-    for (int64_t row = 0; row < STRIPS * STRIP; ++row)
-      _mm_prefetch(left + row * stride + 2 * part.form.strip_bytes, _MM_HINT_T1);
-    Multiply::add<STRIPS, GROUPS>(part, block, left, stride);
-  }
-  Multiply::finish<STRIPS, GROUPS>(part, 0, strip);
-}
-
-template <class Weights, int STRIPS, int GROUPS>
-void multiply_few(const Part& part, int64_t strip, uint8_t* factors) {
-  if constexpr (std::is_same<Weights, Rows>::value) return multiply_rows<STRIPS, GROUPS>(part, strip);
-  else multiply_unpacked<Weights, STRIPS, GROUPS>(part, strip, factors);
 }
 
 #elif defined(KEEPS_CODES)
@@ -168,7 +145,7 @@ struct Multiply {
   static void few(const Part& part, int64_t strip, int64_t last, uint8_t*) {
     for (; strip < last; ++strip) {
       Sixteen sums[FEW_ROWS];
-      part.form.multiply[part.num_rows - 1](part.strip(strip), part.form.stride, part.blocks, part.matrix->table, part.rows,
+      part.form.multiply[part.num_rows - 1](part.strip(strip), part.blocks, part.matrix->table, part.rows,
                                             (const float*)part.packed, sums);
       for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip * STRIP);
     }
@@ -430,8 +407,26 @@ inline void multiply_many(const Part& part, int64_t first, int64_t last, uint8_t
     }
 }
 
+// Multiplies with rows `begin` to `end` of a matrix in bfloat16.
+inline bool multiply_dense(const Part& part, int64_t begin, int64_t end) {
+  const Matrix& matrix = *part.matrix;
+  const uint16_t* weights = (const uint16_t*)matrix.weights + begin * matrix.columns;
+  const DenseProduct call = {BFLOAT16, true, 1, part.num_rows, matrix.columns, end - begin, part.rows, 0, matrix.columns,
+                             weights, 0, matrix.columns, matrix.bias ? matrix.bias + begin : nullptr, part.out + begin, 0,
+                             matrix.rows, 1, nullptr};
+  return !dense(&call);
+}
+
+// Whether any of the matrices that the same rows are multiplied with takes rows in the form of `Multiply`.
+inline bool take_packed(const Part* parts, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    if (parts[i].matrix->bits != 16 && Multiply::takes_packed(parts[i])) return true;
+  return false;
+}
+
 // Multiplies with the pairs of strips from `begin` to `end`. Returns false if there is not enough memory.
 inline bool multiply_part(const Part& part, int64_t begin, int64_t end) {
+  if (part.matrix->bits == 16) return multiply_dense(part, 2 * STRIP * begin, least(2 * STRIP * end, part.matrix->rows));
   static thread_local Memory memory;
   const bool is_few = part.num_rows <= Multiply::FEW_ROWS;
   const int64_t of_pair = (is_few ? Multiply::AT_ONCE : 2 * part.blocks) * BLOCK_BYTES;
@@ -463,9 +458,7 @@ class Products {
   bool run() {
     if (!call_.num_rows) return true;
     static thread_local Memory memory;
-    bool takes_packed = false;
-    for (int64_t i = 0; i < call_.num_matrices; ++i) takes_packed |= Multiply::takes_packed(parts_[i]);
-    if (takes_packed) {
+    if (take_packed(parts_, call_.num_matrices)) {
       const int64_t needed = Multiply::packed_bytes(call_.num_rows, columns_);
       if (!memory.reserve(needed)) return false;
       packed_ = memory.take<uint8_t>(needed);

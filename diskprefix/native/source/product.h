@@ -8,11 +8,14 @@ namespace diskprefix {
 namespace {
 
 // A block of sums in registers: R rows × C vectors of columns. `Terms` multiplies `STEP` inner numbers of a row with
-// those of a vector's columns at once. The vectors of a matrix are `across` factors apart, its inner steps `down`.
+// those of a vector's columns at once. The vectors of a matrix are `across` factors apart, its inner steps `down`. With
+// `adds` the sums go on from those in `out`.
 template <class Terms, int R, int C, class Factor>
 inline void block(const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across, int64_t down, float* out,
-                  int64_t out_stride, int64_t inner) {
+                  int64_t out_stride, int64_t inner, bool adds) {
   Floats sums[R][C] = {};
+  for (int row = 0; adds && row < R; ++row)
+    for (int column = 0; column < C; ++column) sums[row][column] = loaded<Floats>(out + row * out_stride + column * LANES);
   for (int64_t i = 0; i < inner; i += Terms::STEP, matrix += down) {
     Floats right[C];
     for (int column = 0; column < C; ++column) right[column] = loaded<Floats>(matrix + column * across);
@@ -27,17 +30,17 @@ inline void block(const Factor* left, int64_t left_stride, const Factor* matrix,
 
 template <class Terms, int R, int C, class Factor>
 inline void block_of(int64_t rows, const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across,
-                     int64_t down, float* out, int64_t out_stride, int64_t inner) {
+                     int64_t down, float* out, int64_t out_stride, int64_t inner, bool adds) {
   if (rows == R)
-    block<Terms, R, C>(left, left_stride, matrix, across, down, out, out_stride, inner);
+    block<Terms, R, C>(left, left_stride, matrix, across, down, out, out_stride, inner, adds);
   else if constexpr (R > 1)
-    block_of<Terms, R - 1, C>(rows, left, left_stride, matrix, across, down, out, out_stride, inner);
+    block_of<Terms, R - 1, C>(rows, left, left_stride, matrix, across, down, out, out_stride, inner, adds);
 }
 
 // Rows × matrix, by blocks of R rows and C vectors or less.
 template <class Terms, int R, int C, class Factor>
 void blocks(const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across, int64_t down, float* out,
-            int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
+            int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, bool adds) {
   for (int64_t column = 0; column < columns;) {
     const bool is_wide = columns - column >= C * LANES;
     const Factor* right = matrix + column / LANES * across;
@@ -46,12 +49,56 @@ void blocks(const Factor* left, int64_t left_stride, const Factor* matrix, int64
       const Factor* a = left + row * left_stride;
       float* c = out + row * out_stride + column;
       if (is_wide)
-        block_of<Terms, R, C>(rows, a, left_stride, right, across, down, c, out_stride, inner);
+        block_of<Terms, R, C>(rows, a, left_stride, right, across, down, c, out_stride, inner, adds);
       else
-        block_of<Terms, R, 1>(rows, a, left_stride, right, across, down, c, out_stride, inner);
+        block_of<Terms, R, 1>(rows, a, left_stride, right, across, down, c, out_stride, inner, adds);
     }
     column += is_wide ? C * LANES : LANES;
   }
+}
+
+template <class Terms, int R, int VECTORS, class Factor, class Stored>
+inline void vectors_of_tokens(const Factor* rows, int64_t inner, const Stored* tokens, int64_t stride, float* out,
+                              int64_t out_stride) {
+  // The next tokens, or farther ahead if these are short.
+  const int64_t ahead = most(8192, VECTORS * LANES * stride * (int64_t)sizeof(Stored));
+  Floats sums[VECTORS][R] = {};
+  for (int64_t i = 0; i < inner; i += Terms::STEP * LANES)
+    for (int vector = 0; vector < VECTORS; ++vector) {
+      Floats square[LANES];
+      for (int64_t token = 0; token < LANES; ++token) {
+        const Stored* from = tokens + (vector * LANES + token) * stride + i;
+        __builtin_prefetch((const char*)from + ahead);
+        square[token] = Terms::numbers_of(from);
+      }
+      transpose(square);
+      for (int64_t column = 0; column < LANES; ++column)
+        for (int row = 0; row < R; ++row)
+          sums[vector][row] = Terms::add(sums[vector][row], Terms::each(rows + row * inner + i + Terms::STEP * column), square[column]);
+    }
+  for (int row = 0; row < R; ++row)
+    for (int vector = 0; vector < VECTORS; ++vector) store(out + row * out_stride + vector * LANES, sums[vector][row]);
+}
+
+// out [rows, tokens] = rows × tokensᵀ, for vectors of tokens as they lie in memory: R rows or less. Each number has
+// the bits that `blocks` give it.
+template <class Terms, int R, class Factor, class Stored>
+void rows_by_tokens(const Factor* rows, int64_t num_rows, int64_t inner, const Stored* tokens, int64_t stride,
+                    int64_t num_tokens, float* out, int64_t out_stride) {
+  if constexpr (R > 1)
+    if (num_rows < R) return rows_by_tokens<Terms, R - 1>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
+  // Two vectors at a time are two chains, each of which waits for its last sum.
+  for (int64_t token = 0; token < num_tokens; token += 2 * LANES) {
+    const Stored* from = tokens + token * stride;
+    if (token + LANES < num_tokens) vectors_of_tokens<Terms, R, 2>(rows, inner, from, stride, out + token, out_stride);
+    else vectors_of_tokens<Terms, R, 1>(rows, inner, from, stride, out + token, out_stride);
+  }
+}
+
+// Rows of `inner` factors, one after the other.
+template <class Factor>
+inline void copy_rows(const Factor* rows, int64_t stride, int64_t num_rows, int64_t inner, Factor* to) {
+  for (int64_t row = 0; row < num_rows; ++row) memcpy(to + row * inner, rows + row * stride, inner * sizeof(Factor));
 }
 
 // Exists while `multiply` is called for a number of rows or less.
@@ -66,9 +113,10 @@ struct VectorProduct {
   typedef typename Type::Stored Stored;
   typedef float Factor;
   typedef NoScope Scope;
-  static constexpr int INNER = 1;  // inner sizes and columns are padded to multiples of these
+  static constexpr int INNER = LANES;  // inner sizes and columns are padded to multiples of these
   static constexpr int COLUMNS = LANES;
-  static constexpr int FEW_ROWS = 0;
+  static constexpr int WHOLE_ROWS = 1;  // the memory of rows has a multiple of these
+  static constexpr int FEW_ROWS = LANES == 16 ? 8 : 4;  // or fewer are multiplied with tokens as they lie in memory
   static constexpr bool TAKES_VALUES = false;
   static constexpr int STEP = 1;
 
@@ -82,16 +130,16 @@ struct VectorProduct {
     store(to + LANES, high);
   }
 
-  // [tokens, dim] as a matrix [dim, tokens]. Of `num_tokens` tokens `present` are there, the others are 0.
-  static void pack_turned(const Stored* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim, int64_t,
-                          float* to) {
+  // [tokens, dim] as a matrix [inner, tokens]. Of `num_tokens` tokens `present` are there, the others are 0.
+  static void pack_turned(const Stored* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
+                          int64_t inner, float* to) {
     for (int64_t token = 0; token < num_tokens; token += LANES)
-      for (int64_t first = 0; first < dim; first += LANES) {
+      for (int64_t first = 0; first < inner; first += LANES) {
         Floats square[LANES];
-        const int64_t width = dim - first < LANES ? dim - first : LANES;
-        for (int64_t row = 0; row < LANES; ++row) square[row] = part_of(from + (token + row) * stride + first, width, token + row < present);
+        for (int64_t row = 0; row < LANES; ++row)
+          square[row] = part_of(from + (token + row) * stride + first, dim - first, token + row < present);
         transpose(square);
-        for (int64_t column = 0; column < width; ++column) store(to + (first + column) * num_tokens + token, square[column]);
+        for (int64_t column = 0; column < LANES; ++column) store(to + (first + column) * num_tokens + token, square[column]);
       }
   }
 
@@ -109,12 +157,24 @@ struct VectorProduct {
     return is_present && width > 0 ? some_of<Type>(from, width) : Floats{};
   }
 
-  // out [rows, columns] = left [rows, inner] × the first rows and columns of a packed matrix [all_inner, all_columns].
+  // out [rows, columns] = left [rows, inner] × the first rows and columns of a packed matrix [all_inner, all_columns]. With
+  // `begin` the products of the inner numbers from there on are added to `out`.
   static void multiply(const float* left, int64_t left_stride, const float* matrix, int64_t, int64_t all_columns,
-                       float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
-    blocks<VectorProduct, 6, LANES == 16 ? 4 : 2>(left, left_stride, matrix, LANES, all_columns, out, out_stride, num_rows, inner, columns);
+                       float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, int64_t begin = 0) {
+    blocks<VectorProduct, 6, LANES == 16 ? 4 : 2>(left + begin, left_stride, matrix + begin * all_columns, LANES, all_columns, out,
+                                                  out_stride, num_rows, inner - begin, columns, begin > 0);
   }
 
+  static void turn_rows(const float* rows, int64_t stride, int64_t num_rows, int64_t inner, float* to) {
+    copy_rows(rows, stride, num_rows, inner, to);
+  }
+
+  static void multiply_tokens(const float* rows, int64_t num_rows, int64_t inner, const Stored* tokens, int64_t stride,
+                              int64_t num_tokens, float* out, int64_t out_stride) {
+    rows_by_tokens<VectorProduct, FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
+  }
+
+  static Floats numbers_of(const Stored* from) { return Type::load(from); }
   static Floats each(const float* left) { return all(*left); }
   static Floats add(Floats sum, Floats left, Floats right) { return fma(left, right, sum); }
 };
@@ -220,13 +280,15 @@ struct Pairs {
 // products of its numbers, in the order of the instruction.
 struct PairProduct : Pairs {
   typedef NoScope Scope;
+  static constexpr int WHOLE_ROWS = 1;
   static constexpr int FEW_ROWS = 8;  // or fewer are multiplied with tokens as they lie in memory, and with their values
   static constexpr bool TAKES_VALUES = true;
   static constexpr int STEP = 2;
 
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
-                       float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
-    blocks<PairProduct, 6, 4>(left, left_stride, matrix, all_inner * COLUMNS, INNER, out, out_stride, num_rows, inner, columns);
+                       float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, int64_t begin = 0) {
+    blocks<PairProduct, 6, 4>(left + begin, left_stride, matrix + begin * COLUMNS, all_inner * COLUMNS, INNER, out, out_stride,
+                              num_rows, inner - begin, columns, begin > 0);
   }
 
   static Floats each(const uint16_t* left) {
@@ -243,37 +305,16 @@ struct PairProduct : Pairs {
 #endif
   }
 
-  static void turn_rows(const uint16_t* rows, int64_t num_rows, int64_t inner, uint16_t* to) {
-    memcpy(to, rows, num_rows * inner * 2);
+  static void turn_rows(const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t inner, uint16_t* to) {
+    copy_rows(rows, stride, num_rows, inner, to);
   }
 
-  // out [rows, tokens] = rows × tokensᵀ, for a vector of tokens at a time as they lie in memory. Each number has the bits that
-  // `multiply` gives it.
   static void multiply_tokens(const uint16_t* rows, int64_t num_rows, int64_t inner, const uint16_t* tokens,
                               int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
-    rows_by_tokens<FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
+    rows_by_tokens<PairProduct, FEW_ROWS>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
   }
 
-  template <int R>
-  static void rows_by_tokens(const uint16_t* rows, int64_t num_rows, int64_t inner, const uint16_t* tokens,
-                             int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
-    if constexpr (R > 1)
-      if (num_rows < R) return rows_by_tokens<R - 1>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
-    for (int64_t token = 0; token < num_tokens; token += LANES, tokens += LANES * stride) {
-      Floats sums[R] = {};
-      for (int64_t i = 0; i < inner; i += INNER) {
-        Floats square[LANES];
-        for (int64_t row = 0; row < LANES; ++row) {
-          __builtin_prefetch((const char*)(tokens + row * stride + i) + 2 * AHEAD);
-          square[row] = loaded<Floats>(tokens + row * stride + i);
-        }
-        transpose(square);
-        for (int64_t pair = 0; pair < LANES; ++pair)
-          for (int row = 0; row < R; ++row) sums[row] = add(sums[row], each(rows + row * inner + i + 2 * pair), square[pair]);
-      }
-      for (int row = 0; row < R; ++row) store(out + row * out_stride + token, sums[row]);
-    }
-  }
+  static Floats numbers_of(const uint16_t* from) { return loaded<Floats>(from); }
 
   // out [rows, columns] = weights [rows, tokens] × values [tokens, dim] as they lie in memory, for `FEW_ROWS` or less. Each
   // number has the bits that `multiply` gives it.
@@ -360,6 +401,15 @@ struct TileSums {
     if (ROWS == 2 && COLUMNS == 2) _tile_zero(3);
   }
 
+  // The opposite of `put`.
+  static void load(const float* from, int64_t across, int64_t down, int64_t stride) {
+    written();
+    _tile_loadd(0, from, stride);
+    if (COLUMNS == 2) _tile_loadd(1, from + across, stride);
+    if (ROWS == 2) _tile_loadd(2, from + down, stride);
+    if (ROWS == 2 && COLUMNS == 2) _tile_loadd(3, from + down + across, stride);
+  }
+
   // Adds the products of 32 inner numbers for each of `blocks`. Rows of factors are `stride` and `right_stride` bytes apart,
   // blocks `step` and `right_step`.
   static void add(const void* left, const void* below, int64_t stride, int64_t step, const void* right, const void* beside,
@@ -392,6 +442,7 @@ struct TileSums {
 
 // Products of bfloat16 by tiles of 16 rows and 32 inner numbers.
 struct TileProduct : Pairs {
+  static constexpr int WHOLE_ROWS = 16;
   static constexpr int FEW_ROWS = 16;  // or fewer may be multiplied with tokens as they lie in memory
   static constexpr bool TAKES_VALUES = false;
 
@@ -401,31 +452,32 @@ struct TileProduct : Pairs {
 
   // The memory behind `left` and `out` has whole tiles of rows.
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
-                       float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
+                       float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns, int64_t begin = 0) {
     const int64_t panel = all_inner * 16;
     for (int64_t column = 0; column < columns; column += 32)
       for (int64_t row = 0; row < num_rows; row += 32) {
         const bool is_tall = row + 16 < num_rows, is_wide = column + 16 < columns;
         const auto one = is_tall ? (is_wide ? tiles<2, 2> : tiles<2, 1>) : (is_wide ? tiles<1, 2> : tiles<1, 1>);
-        one(left + row * left_stride, left_stride, matrix + column / 16 * panel, panel, out + row * out_stride + column,
-            out_stride, inner);
+        one(left + row * left_stride + begin, left_stride, matrix + column / 16 * panel + begin * 16, panel,
+            out + row * out_stride + column, out_stride, inner - begin, begin > 0);
       }
   }
 
   template <int ROWS, int COLUMNS>
   static void tiles(const uint16_t* left, int64_t left_stride, const uint16_t* right, int64_t panel, float* out,
-                    int64_t out_stride, int64_t inner) {
+                    int64_t out_stride, int64_t inner, bool adds) {
     typedef TileSums<ROWS, COLUMNS> Sums;
-    Sums::clear();
+    if (adds) Sums::load(out, 16, 16 * out_stride, out_stride * 4);
+    else Sums::clear();
     Sums::add(left, left + 16 * left_stride, left_stride * 2, 64, right, right + panel, 64, 1024, inner / 32);
     Sums::put(out, 16, 16 * out_stride, out_stride * 4);
   }
 
   // 16 rows or fewer, [rows, inner], as right factors: pairs of inner numbers, in each all rows.
-  static void turn_rows(const uint16_t* rows, int64_t num_rows, int64_t inner, uint16_t* to) {
+  static void turn_rows(const uint16_t* rows, int64_t stride, int64_t num_rows, int64_t inner, uint16_t* to) {
     for (int64_t first = 0; first < inner; first += 32, to += 512) {
       Floats square[16] = {};
-      for (int64_t row = 0; row < num_rows; ++row) square[row] = loaded<Floats>(rows + row * inner + first);
+      for (int64_t row = 0; row < num_rows; ++row) square[row] = loaded<Floats>(rows + row * stride + first);
       transpose(square);
       for (int64_t pair = 0; pair < 16; ++pair) store(to + pair * 32, square[pair]);
     }
@@ -458,6 +510,14 @@ struct TileProduct : Pairs {
   }
 };
 
+#endif
+
+#if defined(__AMX_BF16__)
+typedef TileProduct ProductOfBFloat16;
+#elif defined(HAS_PAIRS)
+typedef PairProduct ProductOfBFloat16;
+#else
+typedef VectorProduct<BFloat16> ProductOfBFloat16;
 #endif
 
 }  // namespace

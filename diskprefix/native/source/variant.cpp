@@ -1,8 +1,8 @@
 // The operators, compiled once for each kind of CPU: VARIANT is its name.
 
 #include "blocks.h"
+#include "dense.h"
 #include "experts.h"
-#include "heads.h"
 #include "packing.h"
 #include "planes.h"
 #include "recurrence.h"
@@ -13,7 +13,7 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, head_products, experts, pack,
+const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, dense, experts, pack,
                            look_up, convolution, delta_rule, state_space, split, join};
 
 }  // namespace diskprefix

@@ -2,7 +2,7 @@
 //
 // A quantised weight is the number of its code × scale + zero, rounded to bfloat16. `model/quants/quant_form.py` describes
 // how the matrix lies in memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after
-// the other, of 32 columns of the matrix. A matrix in bfloat16 lies row after row, and has blocks of the same size.
+// the other, of 32 columns of the matrix. Matrices in bfloat16 are multiplied by `dense.h`.
 //
 // With AMX a block becomes a tile: 16 rows of 32 bfloat16. For the others it becomes 16 pairs of columns, in each the 16
 // rows. A vector of AVX-512 multiplies one with a pair of a row; there the codes' numbers are the factors, and scales and
@@ -115,21 +115,20 @@ INLINE void put_pair(uint8_t* to, int pair, Sixteen even, Sixteen odd) {
 
 struct Part;
 
-// A matrix's way into the factors of a product. `strip` is where a strip begins. Rows are `stride` bytes apart if the
-// matrix is not quantised.
+// A matrix's way into the factors of a product. `strip` is where a strip begins.
 struct Form {
   // The blocks from `begin` to `end`. With AMX `begin` is 0.
-  void (*unpack)(const uint8_t* strip, int64_t begin, int64_t end, int64_t stride, const float* table, uint8_t* to);
+  void (*unpack)(const uint8_t* strip, int64_t begin, int64_t end, const float* table, uint8_t* to);
   // One row of a strip of quants, in bfloat16.
   void (*look_up)(const uint8_t* strip, int64_t blocks, int64_t row, const float* table, uint16_t* to);
-  int64_t strip_bytes, stride;
+  int64_t strip_bytes;
 #if defined(__AMX_BF16__)
   // Few rows times one or two strips, in one or two groups.
   void (*multiply[2][2])(const Part& part, int64_t strip, uint8_t* factors);
 #elif defined(KEEPS_CODES)
   // 1 to FEW rows times the blocks of a strip. `sums` are those of the halves of the rows' blocks.
-  void (*multiply[FEW])(const uint8_t* strip, int64_t stride, int64_t blocks, const float* table, const uint16_t* rows,
-                        const float* sums, Sixteen* out);
+  void (*multiply[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const uint16_t* rows, const float* sums,
+                        Sixteen* out);
   int64_t groups;  // of a block
   bool has_zeros;
 #elif defined(HAS_DOTS)
@@ -172,7 +171,7 @@ struct Numbers {
   static constexpr bool IS_NESTED = SCALES == IN_BYTES || SCALES == IN_NIBBLES || SCALES == SHARED;
   static constexpr int BLOCKS = IS_NESTED ? 8 : 1, GROUPS = INNER / GROUP, OF_UNIT = BLOCKS * GROUPS;
   static constexpr int64_t SHARED_BYTES = IS_NESTED ? STRIP * 2 * (1 + HAS_ZEROS) : 0;
-  static constexpr int64_t OF_GROUP = SCALES == IN_FLOAT32 ? 64 : SCALES == IN_FLOAT16 ? 32 : SCALES == SHARED ? 0 : 16;
+  static constexpr int64_t OF_GROUP = SCALES == IN_FLOAT16 ? 32 : SCALES == SHARED ? 0 : 16;
   static constexpr int64_t PARTS = HAS_ZEROS && SCALES != IN_NIBBLES ? 2 : 1;
   static constexpr int64_t BYTES = SHARED_BYTES + OF_UNIT * OF_GROUP * PARTS;
 
@@ -186,7 +185,6 @@ struct Numbers {
 
   INLINE Sixteen scale(int64_t group) const {
     const uint8_t* at = from + group * OF_GROUP;
-    if constexpr (SCALES == IN_FLOAT32) return loaded<Sixteen>(at);
     if constexpr (SCALES == IN_FLOAT16) return halves_at(at);
     if constexpr (SCALES == IN_EXPONENTS) return exponents_at(at);
     if constexpr (SCALES == IN_BYTES) return scale_of_unit * bytes_at(at);
@@ -198,7 +196,6 @@ struct Numbers {
   INLINE Sixteen zero(int64_t group) const {
     if constexpr (SCALES == IN_NIBBLES) return -(zero_of_unit * nibbles_at(from + group * OF_GROUP, 4));
     const uint8_t* at = from + (OF_UNIT + group) * OF_GROUP;
-    if constexpr (SCALES == IN_FLOAT32) return loaded<Sixteen>(at);
     if constexpr (SCALES == IN_FLOAT16) return halves_at(at);
     return -(zero_of_unit * bytes_at(at));
   }
@@ -307,7 +304,7 @@ struct Block {
 #if defined(KEEPS_CODES)
 
   template <class Body>
-  static INLINE void each_pair(const uint8_t* codes, int64_t, const Table& table, const Body& body) {
+  static INLINE void each_pair(const uint8_t* codes, const Table& table, const Body& body) {
     const Words words(codes);
 #pragma GCC unroll 16
     for (int pair = 0; pair < 16; ++pair) {
@@ -395,7 +392,7 @@ struct Block {
     }
   };
 
-  static void unpack(const uint8_t* strip, int64_t, int64_t blocks, int64_t, const float* table, uint8_t* to) {
+  static void unpack(const uint8_t* strip, int64_t, int64_t blocks, const float* table, uint8_t* to) {
     Strip opened(strip, blocks, table);
     for (int64_t block = 0; block < blocks; ++block) opened.unpack(block, to + block * BLOCK_BYTES);
   }
@@ -460,7 +457,7 @@ struct Block {
 
 #else
 
-  static void unpack(const uint8_t* strip, int64_t begin, int64_t end, int64_t, const float* table, uint8_t* to) {
+  static void unpack(const uint8_t* strip, int64_t begin, int64_t end, const float* table, uint8_t* to) {
     for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) unpack_one(strip, block, table, to);
   }
 
@@ -541,43 +538,11 @@ struct Block {
 
 #if defined(KEEPS_CODES)
 
-// Weights in bfloat16 are turned: a row of the block holds 16 pairs.
-struct Rows {
-  static constexpr int64_t BYTES = INNER * 2, CODES = BYTES;
-  static constexpr int GROUPS = 1, BLOCKS = 1;
-  static constexpr bool ZEROS = false;
-
-  struct Table {
-    explicit Table(const float*) {}
-  };
-
-  struct Numbers {
-    static constexpr int64_t BYTES = 0;
-    explicit Numbers(const uint8_t*) {}
-    static INLINE Sixteen scale(int64_t) { return (Sixteen)all(1.0f); }
-    static INLINE Sixteen zero(int64_t) { return Sixteen{}; }
-  };
-
-  template <class Body>
-  static INLINE void each_pair(const uint8_t* block, int64_t stride, const Table&, const Body& body) {
-    Floats square[16];
-    for (int64_t row = 0; row < 16; ++row) {
-      square[row] = loaded<Floats>(block + row * stride);
-      _mm_prefetch(block + (STRIP + row) * stride, _MM_HINT_T1);
-    }
-    transpose(square);
-#pragma GCC unroll 16
-    for (int pair = 0; pair < 16; ++pair) body(pair, (__m512i)square[pair]);
-  }
-
-  static constexpr auto look_up = nullptr;
-};
-
 template <class Weights>
-void unpack_one(const uint8_t* strip, int64_t block, int64_t stride, const float* table, uint8_t* to) {
+void unpack_one(const uint8_t* strip, int64_t block, const float* table, uint8_t* to) {
   const uint8_t* unit = strip + block / Weights::BLOCKS * Weights::BYTES;
   const int64_t number = block % Weights::BLOCKS;
-  Weights::each_pair(unit + Weights::Numbers::BYTES + number * Weights::CODES, stride, typename Weights::Table(table),
+  Weights::each_pair(unit + Weights::Numbers::BYTES + number * Weights::CODES, typename Weights::Table(table),
                      [to](int pair, __m512i factors) { store(to + 64 * pair, factors); });
   const typename Weights::Numbers numbers(unit);
   uint8_t* at = to + SCALES_AT;
@@ -587,8 +552,8 @@ void unpack_one(const uint8_t* strip, int64_t block, int64_t stride, const float
 }
 
 template <class Weights>
-void unpack(const uint8_t* strip, int64_t begin, int64_t end, int64_t stride, const float* table, uint8_t* to) {
-  for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) unpack_one<Weights>(strip, block, stride, table, to);
+void unpack(const uint8_t* strip, int64_t begin, int64_t end, const float* table, uint8_t* to) {
+  for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) unpack_one<Weights>(strip, block, table, to);
 }
 
 // The sum of a row's numbers in a group of a block, from the sums of the halves of the block.
@@ -597,7 +562,7 @@ INLINE float sum_of_group(const float* halves, int64_t group, int64_t groups) {
 }
 
 template <class Weights, int COUNT>
-void multiply(const uint8_t* strip, int64_t stride, int64_t blocks, const float* table, const uint16_t* rows,
+void multiply(const uint8_t* strip, int64_t blocks, const float* table, const uint16_t* rows,
               const float* sums, Sixteen* out) {
   typedef typename Weights::Numbers Numbers;
   const typename Weights::Table numbers_of_codes(table);
@@ -610,7 +575,7 @@ void multiply(const uint8_t* strip, int64_t stride, int64_t blocks, const float*
 #pragma GCC unroll 1
     for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, rows += INNER) {
       __m512 found[COUNT][Weights::GROUPS] = {};
-      Weights::each_pair(strip, stride, numbers_of_codes, [&](int pair, __m512i factors) {
+      Weights::each_pair(strip, numbers_of_codes, [&](int pair, __m512i factors) {
         for (int row = 0; row < COUNT; ++row) {
           __m512& sum = found[row][pair * Weights::GROUPS / 16];
           const __m512i left = _mm512_set1_epi32(loaded<int32_t>(rows + row * columns + 2 * pair));
@@ -634,8 +599,8 @@ void multiply(const uint8_t* strip, int64_t stride, int64_t blocks, const float*
 }
 
 template <class Weights>
-Form form_with(int64_t strip_bytes, int64_t stride) {
-  return {unpack<Weights>, Weights::look_up, strip_bytes, stride,
+Form form_with(int64_t strip_bytes) {
+  return {unpack<Weights>, Weights::look_up, strip_bytes,
           {multiply<Weights, 1>, multiply<Weights, 2>, multiply<Weights, 3>, multiply<Weights, 4>, multiply<Weights, 5>,
            multiply<Weights, 6>},
           Weights::GROUPS, Weights::ZEROS};
@@ -643,23 +608,13 @@ Form form_with(int64_t strip_bytes, int64_t stride) {
 
 #elif defined(__AMX_BF16__)
 
-// Weights in bfloat16, which are factors as they lie in memory.
-struct Rows {
-  static void unpack(const uint8_t* strip, int64_t, int64_t blocks, int64_t stride, const float*, uint8_t* to) {
-    for (int64_t line = 0; line < 16 * blocks; ++line)
-      store(to + 64 * line, loaded<Floats>(strip + line / 16 * INNER * 2 + line % 16 * stride));
-  }
-
-  static constexpr auto look_up = nullptr;
-};
-
 // In `matrix.h`.
 template <class Weights, int STRIPS, int GROUPS>
 void multiply_few(const Part& part, int64_t strip, uint8_t* factors);
 
 template <class Weights>
-Form form_with(int64_t strip_bytes, int64_t stride) {
-  return {Weights::unpack, Weights::look_up, strip_bytes, stride,
+Form form_with(int64_t strip_bytes) {
+  return {Weights::unpack, Weights::look_up, strip_bytes,
           {{multiply_few<Weights, 1, 1>, multiply_few<Weights, 1, 2>}, {multiply_few<Weights, 2, 1>, multiply_few<Weights, 2, 2>}}};
 }
 
@@ -674,7 +629,7 @@ INLINE void put_numbers(const typename Weights::Numbers& numbers, int64_t block,
 }
 
 template <class Weights>
-void unpack(const uint8_t* strip, int64_t begin, int64_t end, int64_t, const float* table, uint8_t* to) {
+void unpack(const uint8_t* strip, int64_t begin, int64_t end, const float* table, uint8_t* to) {
   const typename Weights::Table numbers_of_codes(table);
   for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) {
     const uint8_t* unit = strip + block / Weights::BLOCKS * Weights::BYTES;
@@ -751,16 +706,16 @@ void multiply(const uint8_t* strip, int64_t blocks, const float* table, const Do
 }
 
 template <class Weights>
-Form form_with(int64_t strip_bytes, int64_t stride) {
-  return {unpack<Weights>, Weights::look_up, strip_bytes, stride,
+Form form_with(int64_t strip_bytes) {
+  return {unpack<Weights>, Weights::look_up, strip_bytes,
           {multiply<Weights, 1>, multiply<Weights, 2>, multiply<Weights, 3>, multiply<Weights, 4>}, Weights::GROUPS, Weights::ZEROS};
 }
 
 #else
 
 template <class Weights>
-Form form_with(int64_t strip_bytes, int64_t stride) {
-  return {Weights::unpack, Weights::look_up, strip_bytes, stride};
+Form form_with(int64_t strip_bytes) {
+  return {Weights::unpack, Weights::look_up, strip_bytes};
 }
 
 #endif
@@ -773,14 +728,12 @@ Form form_of_blocks(const Matrix& matrix) {
 #else
   typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, HAS_TABLE> Weights;
 #endif
-  return form_with<Weights>(matrix.columns / INNER / Weights::BLOCKS * Weights::BYTES, 0);
+  return form_with<Weights>(matrix.columns / INNER / Weights::BLOCKS * Weights::BYTES);
 }
 
 // The forms in `model/quants/forms.py`.
 inline Form form_of(const Matrix& matrix) {
-#if defined(__AVX512BF16__)
-  if (matrix.bits == 16) return form_with<Rows>(STRIP * matrix.columns * 2, matrix.columns * 2);
-#endif
+  if (matrix.bits == 16) return {};
 #define FORM(bits_, group_, has_zeros_, scales_, has_table_)                                                        \
   if (matrix.bits == bits_ && matrix.group == group_ && matrix.has_zeros == has_zeros_ && matrix.scales == scales_ && \
       matrix.has_table == has_table_)                                                                                 \
@@ -790,7 +743,6 @@ inline Form form_of(const Matrix& matrix) {
   FORM(3, 16, false, IN_BYTES, false)
   FORM(3, 16, false, IN_BYTES, true)
   FORM(3, 32, false, IN_BYTES, true)
-  FORM(4, 32, true, IN_FLOAT32, false)
   FORM(4, 32, true, IN_FLOAT16, false)
   FORM(4, 32, true, IN_BYTES, false)
   FORM(4, 32, false, IN_FLOAT16, false)
@@ -801,7 +753,6 @@ inline Form form_of(const Matrix& matrix) {
   FORM(5, 32, true, IN_BYTES, false)
   FORM(5, 32, false, IN_FLOAT16, false)
   FORM(6, 16, false, IN_BYTES, false)
-  FORM(8, 32, false, IN_FLOAT32, false)
 #undef FORM
   return form_of_blocks<8, 32, false, IN_FLOAT16>(matrix);
 }

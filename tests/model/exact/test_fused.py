@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.exact import fused, invariant
-from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.runner import Rows, run
+from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from diskprefix.native import library
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm

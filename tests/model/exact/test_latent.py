@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from diskprefix.model.exact import latent
-from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.patterns import NotInvariant
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from tests.exactness.architectures import tiny_model
 from tests.model.quantising_in_place import quantise

@@ -10,7 +10,6 @@ import torch
 from diskprefix.model.exact.mixtures import curves_of, experts, experts_of, is_mixture, matrices_of
 from diskprefix.model.exact.rows import linear
 from diskprefix.native.library import operators
-from diskprefix.native.matrix import takes_bfloat16
 from tests.exactness.architectures import tiny_model
 
 
@@ -58,17 +57,14 @@ def test_a_gate_that_is_no_product_of_two_curves_has_none(name: str) -> None:
 def test_the_operator_gives_what_the_module_gives_but_for_rounding(name: str) -> None:
     compiled, module = operators(), mixture_of(name)
     assert compiled is not None
-    found = experts_of(module, compiled)
-    assert (found is not None) == takes_bfloat16(compiled)
-    if found is not None:
-        given = step(len(found.gate), found.gate[0].columns)
-        expected = experts(module, *given).float()
-        assert float((found(compiled, *given).float() - expected).norm() / expected.norm()) < 0.005
+    found = experts_of(module)
+    assert found is not None
+    given = step(len(found.gate), found.gate[0].columns)
+    expected = experts(module, *given).float()
+    assert float((found(compiled, *given).float() - expected).norm() / expected.norm()) < 0.005
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "beam"])
 def test_experts_that_the_operator_does_not_take_stay_as_they_are(name: str) -> None:
     """Matrices that are turned, and a gate without curves."""
-    compiled = operators()
-    assert compiled is not None
-    assert experts_of(mixture_of(name), compiled) is None
+    assert experts_of(mixture_of(name)) is None

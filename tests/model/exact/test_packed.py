@@ -16,14 +16,13 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, current_step
-from diskprefix.model.exact import latent, layer_kinds, recurrent, runner
-from diskprefix.model.exact.invariance import make_exact
-from diskprefix.model.exact.rehearsal import made_up_tokens
+from diskprefix.model.exact import latent, recurrent, runner
 from diskprefix.model.exact.runner import Rows
+from diskprefix.model.exact.self_check import make_exact
+from diskprefix.model.exact.state_layout import made_up_tokens
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
-from tests.model.exact.test_invariance import unsafe_counts
-from tests.model.exact.test_layer_kinds import SAMPLE, deep_model
+from tests.model.exact.test_self_check import products_of_torch
 
 LENGTHS = (TILE + 40, 300, 90, 2)
 """Of the sequences; their last tokens are decoded."""
@@ -148,20 +147,12 @@ def test_a_model_that_computes_with_its_cache_itself_takes_turns(
     assert layout.packs == is_ours
 
 
-@pytest.mark.parametrize("has_its_kind", [True, False])
-def test_a_single_layer_that_depends_on_the_company_is_found(
-    has_its_kind: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layer 6 of eight has a class of its own. A sample without it is the ablation."""
-    model = deep_model()
-    layer: Any = model.get_decoder().layers[6]
+def test_a_layer_that_depends_on_the_company_is_found() -> None:
+    model = tiny_model("llama", torch.float32)
+    layer: Any = model.get_decoder().layers[1]
     layer.mlp = Sociable(layer.mlp)
-    if not has_its_kind:
-        monkeypatch.setattr(layer_kinds, "_first_of_each", lambda _: SAMPLE)
-        monkeypatch.setattr(layer_kinds._OperatorsOfLayers, "are_those_of", lambda *_: True)
     layout, reason = make_exact(model)
-    assert (layout.exact_at, reason) == ("token", "")
-    assert layout.packs != has_its_kind
+    assert (layout.exact_at, reason, layout.packs) == ("token", "", False)
 
 
 class Sociable(nn.Module):
@@ -227,8 +218,8 @@ def latents_in_one_call(patch: pytest.MonkeyPatch) -> None:
         ("llama", memory_of_a_neighbour),
         ("llama", positions_of_the_first),
         ("llama", a_row_too_many_in_the_state),
-        ("llama", unsafe_counts),
-        ("mixtral", unsafe_counts),
+        ("llama", products_of_torch),
+        ("mixtral", products_of_torch),
         ("minicpm3", latents_in_one_call),
         ("minicpm3", memory_of_a_neighbour),
     ],

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn import functional
 
-from diskprefix.model.exact import kernel_calls as calls
-from diskprefix.model.exact import rows
-from diskprefix.model.exact.kernel_calls import MAX_ROWS
-from diskprefix.model.exact.rows import in_whole_vectors, linear, times
+from diskprefix.model.exact.patterns import NotInvariant
+from diskprefix.model.exact.rows import each_times, in_whole_vectors, linear, times
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((64, 96), (96, 64), (576, 192), (192, 576), (63, 10))
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calls.safe_calls.cache_clear()
-    rows._plans.known.clear()
-    yield
-    calls.safe_calls.cache_clear()
-    rows._plans.known.clear()
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -58,9 +43,24 @@ def test_it_is_the_product(dtype: torch.dtype) -> None:
         assert (found.double() - exact).abs().max() < {2: 0.2, 4: 1e-4}[dtype.itemsize]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_matrices_of_their_own_are_the_product_too(dtype: torch.dtype) -> None:
+    x, matrices = numbers(3, 2, 5, 24, dtype=dtype), numbers(2, 24, 40, dtype=dtype, seed=1)
+    exact, found = x.double() @ matrices.double(), each_times(x, matrices)
+    assert found.shape == (3, 2, 5, 40)
+    assert (found.double() - exact).abs().max() < {2: 0.1, 4: 1e-4}[dtype.itemsize]
+    assert torch.equal(each_times(x[1:2, :, 3:4], matrices), found[1:2, :, 3:4])
+
+
+@pytest.mark.parametrize(("of_rows", "of_matrix"), [(torch.float64, torch.float64), (torch.float16, torch.float32)])
+def test_products_of_other_numbers_are_refused(of_rows: torch.dtype, of_matrix: torch.dtype) -> None:
+    with pytest.raises(NotInvariant):
+        linear(numbers(2, 8, dtype=of_rows), numbers(2, 8, dtype=of_matrix))
+
+
 def test_rows_as_they_are_depend_on_their_company() -> None:
     """What this is for: without it, a token alone has other bits than in a prompt."""
-    x, weight = numbers(MAX_ROWS, 576, dtype=torch.float32), numbers(192, 576, dtype=torch.float32, seed=1)
+    x, weight = numbers(300, 576, dtype=torch.float32), numbers(192, 576, dtype=torch.float32, seed=1)
     whole = functional.linear(x, weight)
     alone = torch.cat([functional.linear(row, weight) for row in x.split(1)])  # type: ignore[no-untyped-call]
     assert not torch.equal(alone, whole)
@@ -69,7 +69,7 @@ def test_rows_as_they_are_depend_on_their_company() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 8, 10, 96, 200])
 def test_a_function_of_one_number_has_the_same_bits_in_every_place(width: int, dtype: torch.dtype) -> None:
-    x = numbers(MAX_ROWS, width, dtype=dtype) * 4
+    x = numbers(300, width, dtype=dtype) * 4
     for function in (torch.sigmoid, functional.silu, functional.gelu, functional.softplus):
         whole = in_whole_vectors(function, x)
         assert torch.allclose(whole, function(x), rtol=2e-2, atol=1e-3)
@@ -78,3 +78,8 @@ def test_a_function_of_one_number_has_the_same_bits_in_every_place(width: int, d
             assert torch.equal(torch.cat(parts), whole)
         beside = torch.cat([x, x], dim=1)[:, :width]
         assert torch.equal(in_whole_vectors(function, beside), whole)
+
+
+def test_functions_as_they_are_depend_on_their_place() -> None:
+    x = numbers(64, 10, dtype=torch.float32) * 4
+    assert not torch.equal(torch.cat([torch.sigmoid(row) for row in x.split(1)]), torch.sigmoid(x))  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.arena import bytes_for, tokens_within
-from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load.alternatives import other_forms, require_fit
 from diskprefix.model.load.fit import (
     ROOM_BYTES,

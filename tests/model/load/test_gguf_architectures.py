@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from diskprefix.errors import ModelError
-from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import matrices_of
+from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants.quantised import QuantisedLinear

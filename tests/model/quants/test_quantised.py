@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load import gguf, loader
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.gguf import converted_folder

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
+from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.quantised import describe, prepare, save_configurations

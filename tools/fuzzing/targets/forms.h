@@ -14,7 +14,7 @@ struct QuantForm {
   int64_t unit_columns() const { return is_nested() ? 256 : 32; }
   int64_t shared_bytes() const { return is_nested() ? 16 * 2 * (1 + has_zeros) : 0; }
   int64_t number_bytes() const {
-    const int64_t of_group = scales == IN_FLOAT32 ? 4 : scales == IN_FLOAT16 ? 2 : scales == SHARED ? 0 : 1;
+    const int64_t of_group = scales == IN_FLOAT16 ? 2 : scales == SHARED ? 0 : 1;
     return 16 * (unit_columns() / group) * of_group * (has_zeros && scales != IN_NIBBLES ? 2 : 1);
   }
   int64_t unit_bytes() const { return shared_bytes() + number_bytes() + 16 * unit_columns() * bits / 8; }
@@ -36,7 +36,7 @@ inline const std::vector<float> TERNARY = {-1, 0, 1, 2}, IQ1 = {-.875f, .125f, 1
                                 FP4 = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 inline const std::vector<QuantForm> FORMS = {
-    {4, 32, 1, IN_FLOAT16, {}},   {4, 32, 1, IN_FLOAT32, {}},      {8, 32, 0, IN_FLOAT16, {}}, {8, 32, 0, IN_FLOAT32, {}},
+    {4, 32, 1, IN_FLOAT16, {}},   {8, 32, 0, IN_FLOAT16, {}},
     {4, 32, 0, IN_FLOAT16, {}},   {5, 32, 0, IN_FLOAT16, {}},      {5, 32, 1, IN_FLOAT16, {}}, {2, 16, 1, IN_NIBBLES, {}},
     {3, 16, 0, IN_BYTES, {}},     {6, 16, 0, IN_BYTES, {}},        {4, 32, 1, IN_BYTES, {}},   {5, 32, 1, IN_BYTES, {}},
     {2, 32, 0, SHARED, TERNARY},  {3, 16, 0, IN_BYTES, IQ1},       {3, 32, 0, IN_BYTES, IQ1},  {3, 16, 0, IN_BYTES, IQ2},
@@ -63,16 +63,15 @@ class TestMatrix {
       uint8_t* numbers = unit + form.shared_bytes();
       for (int64_t i = 0; i < form.number_bytes(); ++i) {
         if (form.scales == IN_FLOAT16 && i % 2 == 0) put(numbers + i, small_half(input));
-        if (form.scales == IN_FLOAT32 && i % 4 == 0) put(numbers + i, (uint32_t)bfloat16_of(input.random_float()) << 16);
         if (form.scales == IN_EXPONENTS) numbers[i] = 118 + numbers[i] % 8;
       }
     }
     return with(input, form, rows, columns, std::move(weights), wild);
   }
 
-  // In bfloat16, which only some variants take.
+  // In bfloat16.
   static std::unique_ptr<TestMatrix> plain(Input& input, int64_t rows, int64_t columns, bool wild) {
-    return with(input, {16, 0, 0, IN_FLOAT32, {0}}, rows, columns, numbers(input, BFLOAT16, rows * columns, wild), wild);
+    return with(input, {16, 0, 0, IN_FLOAT16, {0}}, rows, columns, numbers(input, BFLOAT16, rows * columns, wild), wild);
   }
 
  private:

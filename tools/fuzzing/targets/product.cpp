@@ -25,7 +25,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   const Guarded rows = numbers(input, BFLOAT16, num_rows * columns, wild);
   std::vector<std::vector<uint16_t>> in_float32(num_matrices), looked_up(num_matrices);
   for (const Operators* operators : variants()) {
-    if (is_plain && !is_called(operators, "amx") && !is_called(operators, "avx512_bf16")) continue;
     cut() = seed;
     std::vector<Guarded> outs;
     Product call = {num_rows, num_matrices, rows.as<void>(), {}, {}, threads, parallel_for};

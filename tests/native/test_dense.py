@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diskprefix.native.head_products import head_products
+from diskprefix.native.dense import head_products
 from diskprefix.native.library import Operators
 
 HEADS, MOST = 3, 70

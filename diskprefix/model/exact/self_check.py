@@ -1,0 +1,245 @@
+"""Makes a model exact at every token, and checks that once: a token's state must have the same bits however the prompt
+was cut, and after a restore. README.md says how.
+
+What makes a token's bits independent of the step are our operators, by construction. Which architectures compute with
+nothing else was verified (`model.exact.verified`); the check finds what differs in a version or a file. A model of
+another architecture stays as transformers made it, and is exact on the grid if a restore is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.memo import Memo
+from diskprefix.model.exact import attention
+from diskprefix.model.exact.invariant import install, uninstall
+from diskprefix.model.exact.patterns import NAME, NotInvariant
+from diskprefix.model.exact.runner import can_pack
+from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
+from diskprefix.model.exact.verified import is_verified
+from diskprefix.model.load.imports import without_tracer
+from diskprefix.model.load.kernel_settings import computed_by
+from diskprefix.native.library import described, operators
+from diskprefix.printable import first_line
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
+
+_passed = Memo("self_checks", version=1, max_records=64)
+
+_CUT = (5, 1, 20, 3, 11)
+"""The steps of a run that is compared with a run in one step. After the first two it goes on from a copy."""
+_MAX_ERROR = 0.3
+"""The largest allowed difference from transformers' own logits, relative to that of another token's; the median of the
+tokens, because rounding may choose another expert for a few."""
+
+_STEP = 4
+"""Tokens in a step of `rehearse`."""
+_MAX_STATE_ERROR, _MAX_LOGITS_ERROR = 0.05, 0.3
+_MAX_LOOKAHEAD = 0.005
+"""The largest allowed difference between a run in two steps and a run in one pass, relative to the difference of a run
+that never saw the first step. Rounding is smaller by orders of magnitude; a dropped state gives nearly 1."""
+
+
+def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]:
+    """Returns the layout of the model's state, and why it is not exact at every token ("" if it is).
+
+    If it is, the model is changed to compute so (`model.exact.invariant`). A check that was passed is remembered for
+    `identity`, the model's fingerprint, if it is given; one that failed is not, so that a wrong moment of one process
+    does not decide for the next. Raises only what torch raises when memory runs out.
+    """
+    reason = _known_reason(model)
+    if not reason:
+        key = _key(model, f"{NAME} {attention.kernel(model.device)} {identity}") if identity else ""
+        layout = _remembered(key)
+        try:
+            layout = layout or _checked(model)
+        except NotInvariant as found:
+            reason = str(found)
+        else:
+            if key:
+                _passed.put(key, layout.record())
+            install(model)
+            log.info("[model] attention: %s", described())
+            return layout, ""
+    layout = rehearse(model, identity)
+    reason = "its state is not cached" if layout.unsupported else reason
+    log.info("[model] exact in steps of one grid: %s", reason)
+    return layout, reason
+
+
+def _known_reason(model: PreTrainedModel) -> str:
+    """Returns the reasons that are known without running the model."""
+    if model.device.type != "cpu":
+        return f"the compiled operators, which make a model exact at every token, do not run on {model.device.type}"
+    if operators() is None:
+        return f"it needs the compiled operators: {described()}"
+    return "" if is_verified(model) else "no such architecture was verified at every token"
+
+
+def _key(model: PreTrainedModel, identity: str) -> str:
+    return hashlib.sha256(f"{__version__} {computed_by(model)} {identity}".encode()).hexdigest()
+
+
+def _remembered(key: str) -> Layout | None:
+    record = _passed.get(key) if key else None
+    if record is not None:
+        with suppress(AttributeError, LookupError, TypeError, ValueError):
+            return Layout.of_record(record)
+    return None
+
+
+def _checked(model: PreTrainedModel) -> Layout:
+    """Returns the layout of a model that is exact at every token. Raises `NotInvariant` if it is not."""
+    layout = read_layout(model)
+    if layout.unsupported:
+        raise NotInvariant("its state is not cached")
+    layout = replace(layout, exact_at="token")
+    token_ids = made_up_tokens(model, 4, sum(_CUT))
+    try:
+        with without_tracer(), torch.inference_mode():
+            expected = model(input_ids=token_ids, use_cache=False).logits[0].float()
+            install(model)
+            whole = _run(model, layout, token_ids, [token_ids.shape[1]], num_logits=token_ids.shape[1])
+            found = _run(model, layout, token_ids, _CUT, restored_at=sum(_CUT[:2]))
+            layout = replace(layout, packs=can_pack(model, layout))
+    except Exception as error:  # a model class of any age and author may fail in any way
+        if is_out_of_memory(error):
+            raise
+        line = first_line(error)
+        raise NotInvariant(line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}") from error
+    finally:
+        uninstall(model)
+    logits = whole[1].float()
+    distance = ((logits - expected).abs().amax(-1)[1:] / (expected[:-1] - expected[1:]).abs().amax(-1)).median()
+    if not distance <= _MAX_ERROR:
+        raise NotInvariant(f"its attention is another one (error {float(distance):.2f})")
+    if found[0] != whole[0]:
+        raise NotInvariant("its state depends on the steps")
+    if not torch.equal(found[1], whole[1][[end - 1 for end in accumulate(_CUT)]]):
+        raise NotInvariant("its logits depend on the steps")
+    return layout
+
+
+def _run(
+    model: PreTrainedModel,
+    layout: Layout,
+    token_ids: torch.Tensor,
+    steps: Sequence[int],
+    *,
+    num_logits: int = 1,
+    restored_at: int = 0,
+) -> tuple[bytes, torch.Tensor]:
+    """Returns the state of all tokens with the states at the end, and the last `num_logits` next-token logits of each
+    step, [logits, vocab]. After `restored_at` tokens it goes on in other memory, after another sequence: nothing but
+    that memory may decide what comes then."""
+    arena, logits = _arena(layout, model, token_ids.shape[1]), []
+    for part in torch.split(token_ids, list(steps), dim=1):
+        logits.append(arena.compute(model, part, num_logits))
+        if arena.num_tokens == restored_at:
+            _arena(layout, model, _STEP + 1).compute(model, made_up_tokens(model, 2, _STEP + 1), 1)
+            other = _arena(layout, model, token_ids.shape[1])
+            restore(arena, other)
+            arena = other
+    return bytes(arena.read_tokens(0, arena.num_tokens)) + bytes(arena.read_states()), torch.cat(logits)
+
+
+def _arena(layout: Layout, model: PreTrainedModel, num_tokens: int) -> KVArena:
+    """Returns memory for so many tokens, full of NaN: a model that reads behind the last token is then not exact."""
+    arena = KVArena(layout, model.device, capacity_step=num_tokens)
+    arena.reserve(num_tokens)
+    for memory in arena.memory:
+        memory.tensor.fill_(torch.nan)
+    return arena
+
+
+def restore(source: KVArena, target: KVArena) -> None:
+    """Copies the state of a sequence into other memory, which has room for it, as a restore does."""
+    num_tokens, layout, start = source.num_tokens, source.layout, 0
+    payload = memoryview(bytes(source.read_tokens(0, num_tokens)) + bytes(source.read_states()))
+
+    def write(out: Bytes) -> None:
+        nonlocal start
+        out[...] = np.frombuffer(payload[start : start + out.size], np.uint8).reshape(out.shape)
+        start += out.size
+
+    rows = [len(g.specs) * g.heads for g in layout.groups] + [len(g.specs) * g.rows_each for g in layout.states]
+    for group, num_rows in enumerate(rows):
+        target.fill(0, num_tokens, group, slice(0, num_rows), write)
+    target.truncate(num_tokens)
+
+
+# -- on the grid -----------------------------------------------------------------------------------------------------
+
+
+def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
+    """Returns the layout of a model that computes as transformers made it, after a rehearsed restore. For a model that
+    cannot be cached, `unsupported` has the reasons.
+
+    The layout of one that succeeded is remembered for `identity`, the model's fingerprint, if it is given. Raises only
+    what torch raises when memory runs out.
+    """
+    key = _key(model, f"grid {identity}") if identity else ""
+    if (remembered := _remembered(key)) is not None:
+        return remembered
+    layout = read_layout(model)
+    found = layout if layout.unsupported else or_unsupported(model, lambda: _rehearsed(model, layout))
+    if key and not found.unsupported:
+        _passed.put(key, found.record())
+    return found
+
+
+def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
+    """Returns the layout if a restore gives the bits of the uninterrupted run. Raises `Unsupported` if it does not, if
+    the model ignores the earlier state when it adds several tokens to it, or if a token depends on later tokens."""
+    name, token_ids = type(model).__name__, made_up_tokens(model, 1, 2 * _STEP + 1)
+    steps, both = (_STEP, _STEP, 1), token_ids[:, : 2 * _STEP]
+    cold, found = (_run(model, layout, token_ids, steps, restored_at=end) for end in (0, _STEP))
+    if not torch.equal(found[1], cold[1]):
+        raise Unsupported(f"{name} keeps state outside its cache")
+    continued, alone = _run(model, layout, both, steps[:2]), _run(model, layout, both[:, _STEP:], [_STEP])
+    if layout.states:
+        ends = [continued, _run(model, layout, both, [2 * _STEP]), alone]
+        if _error(*(_first_recurrent(layout, state) for state, _ in ends)) > _MAX_STATE_ERROR:
+            raise Unsupported(f"{name} adds tokens to a state only one by one")
+    one_pass = model(input_ids=both, use_cache=False).logits[0]
+    if _error(continued[1][-1], one_pass[-1], alone[1][-1]) > _MAX_LOGITS_ERROR:
+        raise Unsupported(f"{name} does not continue a sequence step by step")
+    other_end = torch.cat([both[:, :_STEP], made_up_tokens(model, 3, _STEP)], dim=1)
+    beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP]
+    if _error(again, beginning, beginning.roll(1, dims=0)) > _MAX_LOOKAHEAD:
+        raise Unsupported(f"{name} looks at what comes later")
+    return layout
+
+
+def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:
+    """Returns the distance of `found` from `right`, relative to that of `wrong`; 0 if `wrong` equals `right`."""
+    scale = (wrong.float() - right.float()).abs().max()
+    return float((found.float() - right.float()).abs().max() / scale) if scale else 0.0
+
+
+def _first_recurrent(layout: Layout, state: bytes) -> torch.Tensor:
+    """Returns the recurrent state of the first layer that has one, or else the first state of a convolution: there two
+    runs have nearly the same input. States are at the end of `state`."""
+    specs = [spec for group in layout.states for spec in group.specs]
+    starts = accumulate((spec.num_bytes for spec in specs), initial=len(state) - sum(spec.num_bytes for spec in specs))
+    *_, start, spec = min(
+        (spec.part != "recurrent", spec.layer, spec.index, start, spec)
+        for spec, start in zip(specs, starts, strict=False)
+    )
+    return torch.frombuffer(bytearray(state[start : start + spec.num_bytes]), dtype=spec.dtype)
