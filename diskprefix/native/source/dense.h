@@ -117,7 +117,8 @@ class DenseProducts {
     for (int64_t i = 0; i < count; ++i) {
       Stored* to = (Stored*)call_.out + head * call_.out_head_stride + (first + i) * call_.out_row_stride + column;
       for (int64_t at = 0; at < present; at += LANES) {
-        Floats found = loaded<Floats>(sums + i * stride + at);
+        // A zero is always +0, whatever was added to it.
+        Floats found = loaded<Floats>(sums + i * stride + at) + all(0.0f);
         if (call_.bias) found += some_of<Float32>(call_.bias + column + at, present - at);
         put_some<Type>(to + at, found, present - at);
       }
