@@ -16,7 +16,6 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from diskprefix.kv.arena import KVArena
@@ -28,11 +27,9 @@ from diskprefix.model.exact.patterns import NAME, NotInvariant
 from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.model.exact.verified import is_verified
-from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
-from diskprefix.store.codec.planes import Bytes
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:
@@ -112,7 +109,7 @@ def _checked(model: PreTrainedModel) -> Layout:
     layout = replace(layout, exact_at="token")
     token_ids = made_up_tokens(model, 4, sum(_CUT))
     try:
-        with without_tracer(), torch.inference_mode():
+        with torch.inference_mode():
             expected = model(input_ids=token_ids, use_cache=False).logits[0].float()
             install(model)
             whole = _run(model, layout, token_ids, [token_ids.shape[1]], num_logits=token_ids.shape[1])
@@ -153,8 +150,9 @@ def _run(
         logits.append(arena.compute(model, part, num_logits))
         if arena.num_tokens == restored_at:
             _arena(layout, model, _STEP + 1).compute(model, made_up_tokens(model, 2, _STEP + 1), 1)
+            arena.mark()
             other = _arena(layout, model, token_ids.shape[1])
-            restore(arena, other)
+            other.copy_from(arena, restored_at)
             arena = other
     return bytes(arena.read_tokens(0, arena.num_tokens)) + bytes(arena.read_states()), torch.cat(logits)
 
@@ -166,22 +164,6 @@ def _arena(layout: Layout, model: PreTrainedModel, num_tokens: int) -> KVArena:
     for memory in arena.memory:
         memory.tensor.fill_(torch.nan)
     return arena
-
-
-def restore(source: KVArena, target: KVArena) -> None:
-    """Copies the state of a sequence into other memory, which has room for it, as a restore does."""
-    num_tokens, layout, start = source.num_tokens, source.layout, 0
-    payload = memoryview(bytes(source.read_tokens(0, num_tokens)) + bytes(source.read_states()))
-
-    def write(out: Bytes) -> None:
-        nonlocal start
-        out[...] = np.frombuffer(payload[start : start + out.size], np.uint8).reshape(out.shape)
-        start += out.size
-
-    rows = [len(g.specs) * g.heads for g in layout.groups] + [len(g.specs) * g.rows_each for g in layout.states]
-    for group, num_rows in enumerate(rows):
-        target.fill(0, num_tokens, group, slice(0, num_rows), write)
-    target.truncate(num_tokens)
 
 
 # -- on the grid -----------------------------------------------------------------------------------------------------
