@@ -260,7 +260,7 @@ def _with_a_tower(name: str) -> PreTrainedConfig:
     """Its class takes images too, in a tower that text never enters. Heads of sixteen turn by [4, 2, 2] pairs."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
     text = shrink(name, rope_parameters=rope, **({"head_dim": 16} if name.startswith("qwen3") else {}))
-    vision = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4}
+    vision: dict[str, Any] = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4}
     vision |= {"intermediate_size": 64, "deepstack_visual_indexes": [0]}
     return CONFIG_MAPPING[name](text_config=text.to_dict(), vision_config=vision)
 
