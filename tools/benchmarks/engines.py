@@ -287,7 +287,7 @@ def _vllm(
     if connector == _OURS:
         settings |= {"kv_connector_module_path": "diskprefix.extras.vllm.connector"}
         settings |= {"kv_load_failure_policy": "recompute"}
-        extra: dict[str, Any] = {"path": store, "budget": "16GiB", "scope": "full", "min_free": 0}
+        extra: dict[str, Any] = {"path": store, "budget": "16GiB", "scope": "full"}
     else:
         extra = {"shared_storage_path": store}
     command = [str(python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]

@@ -210,7 +210,7 @@ def _live(life: Life, model: Path, dtype: str, told: int) -> None:
 
 
 def _transfer_config(life: Life) -> dict[str, Any]:
-    store: dict[str, Any] = {"path": life.store, "budget": _BUDGET, "min_free": 0}
+    store: dict[str, Any] = {"path": life.store, "budget": _BUDGET}
     if life.through == "connector":
         return {
             "kv_connector": "DiskPrefixConnector",

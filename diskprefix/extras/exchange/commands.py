@@ -8,12 +8,13 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.options import PathType, build_settings
+from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, short_id, store_options
 from diskprefix.errors import SettingsError
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import export_entry, import_entry, require_known_model, require_room
 from diskprefix.printable import printable_only
+from diskprefix.settings import Settings
 from diskprefix.store.tree import list_entries
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_size
@@ -103,11 +104,10 @@ def import_(files: tuple[Path, ...], dry_run: bool, force: bool, kv_cache_dir: P
     Exit codes: 0 done; 2 wrong usage, no such file, a file that export did not write, or of a
     model that is not known here; 4 the store cannot be opened or is full, or a file is damaged.
     """
-    settings = build_settings({"kv_cache_dir": kv_cache_dir})
     done: list[dict[str, Any]] = []
     with ExitStack() as stack:
         readers = [stack.enter_context(EntryReader.open(path)) for path in files]
-        min_free_bytes = settings.kv_cache_min_free
+        min_free_bytes = Settings.kv_cache_min_free
         store = stack.enter_context(opened_store(kv_cache_dir, write=not dry_run, min_free_bytes=min_free_bytes))
         num_bytes = sum(sum(reader.manifest.payload_bytes()) for reader in readers)
         with store.snapshot() as snapshot:

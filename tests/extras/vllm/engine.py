@@ -84,10 +84,8 @@ class Engine:
         config = {
             "path": str(folder),
             "budget": "64MiB",
-            "min_free": 0,
             "min_tokens": 0,
             "scope": "full",
-            "codec": "raw",
         } | config
         self.settings = connector_settings({"block_size": BLOCK} | config, PAGE)
         with own_names():

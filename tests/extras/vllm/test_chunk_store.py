@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diskprefix.extras.vllm import connector_settings
 from diskprefix.extras.vllm.chunk_store import GROUP, ChunkKey, ChunkStore, chunk_layout
 from diskprefix.extras.vllm.connector_settings import tier_settings
 from diskprefix.extras.vllm.plans import RankIdentity
@@ -35,7 +36,7 @@ def chunk(number: int) -> Bytes:
 
 @contextmanager
 def opened(folder: Path, weights: str = "some", **settings: object) -> Iterator[tuple[ChunkStore, SharedStore]]:
-    config = {"path": str(folder), "budget": BUDGET, "min_free": 0} | settings
+    config = {"path": str(folder), "budget": BUDGET} | settings
     shared = open_shared(tier_settings(config))
     numbers = {"engine": "test", "weights_digest": weights, GROUP: "0"}
     layout = chunk_layout(CHUNK_BYTES, "bfloat16")
@@ -133,8 +134,9 @@ def test_the_file_keeps_its_budget_and_the_ends_of_prompts_go_first(
             assert kept[start : start + 5] == sorted(kept[start : start + 5], reverse=True)
 
 
-def test_chunks_for_which_the_buffer_has_no_room_are_dropped(tmp_path: Path) -> None:
-    with opened(tmp_path / "kv", write_buffer=2**20) as (chunks, shared):
+def test_chunks_for_which_the_buffer_has_no_room_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector_settings, "_WRITE_BUFFER", 2**20)
+    with opened(tmp_path / "kv") as (chunks, shared):
         shared.writer.pause_writing()
         assert not chunks.save([key(1), key(2)], [chunk(1), chunk(2)])
         assert not chunks.has(key(2))

@@ -62,7 +62,7 @@ class Manager:
         given = {"type": "DiskPrefixTier", "module_path": "diskprefix.extras.vllm.offload_tier", "path": str(folder)}
         spec = Fake(config=Fake(model=Fake(dtype="bfloat16")), kv_events_config=Fake(enable_kv_cache_events=False))
         self.tier = factory.SecondaryTierFactory.create_secondary_tier(
-            given | {"budget": "64MiB", "min_free": 0} | config, self.slots.data, spec
+            given | {"budget": "64MiB"} | config, self.slots.data, spec
         )
         region = Fake(create_kv_memoryview=lambda: self.slots.data, cleanup=lambda: None)
         primary = manager.CPUPrimaryTierOffloadingManager(SLOTS, mmap_region=region)
@@ -130,7 +130,7 @@ def test_chunks_are_restored_by_the_next_process_bit_for_bit(tmp_path: Path, mon
 
 def test_a_damaged_chunk_is_computed_again_and_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = [key(number) for number in range(3)]
-    with tiers(tmp_path / "kv", monkeypatch, codec="raw") as first:
+    with tiers(tmp_path / "kv", monkeypatch) as first:
         first.store(keys)
     file = tmp_path / "kv" / "data.mdb"
     data = bytearray(file.read_bytes())

@@ -18,7 +18,7 @@ from diskprefix.extras.vllm.staging import Staging
 
 
 def test_a_path_is_opened_once_and_closed_by_its_last_user(tmp_path: Path) -> None:
-    settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB", "min_free": 0, "codec": "raw"}, 16)
+    settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB"}, 16)
     scheduler, worker = open_shared(settings), open_shared(settings)
     assert scheduler is worker
     assert scheduler.release()
@@ -62,7 +62,7 @@ def test_a_buffer_that_comes_back_while_another_is_made_waits_for_nothing(monkey
     len(getattr(os, "sched_getaffinity", lambda _: ())(os.getppid())) < 2, reason="needs two processors"
 )
 def test_threads_of_the_store_run_where_the_process_may_and_not_where_vllm_binds_its_own(tmp_path: Path) -> None:
-    settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB", "min_free": 0, "codec": "raw"}, 16)
+    settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB"}, 16)
     allowed = os.sched_getaffinity(os.getppid())
     one = {min(allowed)}
 

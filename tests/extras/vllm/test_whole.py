@@ -10,6 +10,7 @@ import pytest
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.extras.simulate.trace_formats import read_trace
+from diskprefix.extras.vllm import connector_settings
 from diskprefix.extras.vllm.plans import NO_PAGE
 from diskprefix.store.schema import piece_key
 from diskprefix.store.verify import verify_index
@@ -225,10 +226,10 @@ def test_vllms_null_block_is_not_named_as_bad(engine: Make) -> None:
     assert NO_PAGE not in bad
 
 
-def test_a_full_write_buffer_drops_the_rest_of_a_prompt(engine: Make) -> None:
+def test_a_full_write_buffer_drops_the_rest_of_a_prompt(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = engine().workers[0].block_bytes
+    monkeypatch.setattr(connector_settings, "_WRITE_BUFFER", 2 * block_bytes)
     one = engine()
-    block_bytes = one.workers[0].block_bytes
-    one = engine(write_buffer=2 * block_bytes)
     one.shared.writer.pause_writing()
     with one.shared.store.changes():
         # Nothing can be written meanwhile.
