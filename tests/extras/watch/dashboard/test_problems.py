@@ -44,7 +44,7 @@ def test_a_daemon_that_is_well_has_no_problems() -> None:
         ({"unaffordable": 3}, "hint", "left out", "--kv-cache-write-budget"),
         ({"gate": {"state": "closed"}}, "hint", "computing is faster", "--kv-cache-gate off"),
         ({"remote": REMOTE | {"state": "failing"}}, "warning", "s3://b does not answer", "access keys"),
-        ({"remote": REMOTE | {"refused": {"mac": 2, "foreign": 0}}}, "warning", "refused: mac", "without the key"),
+        ({"remote": REMOTE | {"refused": {"mac": 2, "foreign": 0}}}, "warning", "refused: mac", "plants state"),
         ({"remote": REMOTE | {"dropped": 3}}, "hint", "could not be uploaded to s3://b", "--remote-write off"),
         ({"evicted_blocks": 3, "used_bytes": 95, "budget_bytes": 100}, "hint", "full", "--kv-cache-budget"),
     ],

@@ -123,7 +123,10 @@ async function follow() {
 }
 
 function askForKey(error) {
-  for (const id of [...OF_ONE_MODEL, "#models", "#stopped"]) find(id).hidden = true;
+  // It answers, so it has not stopped.
+  state.stoppedAt = null;
+  drawStopped();
+  for (const id of [...OF_ONE_MODEL, "#models"]) find(id).hidden = true;
   find("#login").hidden = false;
   setStatus("idle", "locked");
   setText(find("#login-why"), error.message);
