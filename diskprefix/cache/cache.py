@@ -25,8 +25,8 @@ from diskprefix.kv.layout import Layout
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
-from diskprefix.store.maintenance.purge import Purged, PurgeFilter, delete_entry, purge
 from diskprefix.store.notes import TenantNotes
+from diskprefix.store.purge import Purged, PurgeFilter, delete_entry, purge
 from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store

@@ -19,7 +19,7 @@ from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds, floor_to_grid
 from tests.cache.opening import open_runner
 from tests.runner import BLOCK, Runner, random_prompt

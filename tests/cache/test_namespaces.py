@@ -14,7 +14,7 @@ from diskprefix.cache import namespaces as module
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import StoreUnavailable
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import TokenIds
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings

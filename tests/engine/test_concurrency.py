@@ -22,7 +22,7 @@ from diskprefix.errors import ContextTooLong, DiskPrefixError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model.exact import latent, runner
 from diskprefix.nouns import Tenant
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import as_token_ids
 from tests.engine.driving import (
     WORDS,

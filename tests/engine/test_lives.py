@@ -34,7 +34,7 @@ from diskprefix.errors import CacheError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.purge import PurgeFilter, purge
 from tests.engine.driving import BIAS, WORDS, Client, forget_idle, load, memory_in_steps_of, tokens, write_model
 from tests.examples import examples
 

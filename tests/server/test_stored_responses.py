@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.store import Store
 from tests.server.daemon_process import DaemonProcess, running_daemon
 

@@ -11,7 +11,7 @@ import pytest
 
 from diskprefix.store import evictor
 from diskprefix.store.ghosts import forget, newest_first, recent_prompts
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds

@@ -10,7 +10,7 @@ import pytest
 
 from diskprefix.store.changes import Use
 from diskprefix.store.eviction import RECENT_CHECKPOINTS, recorded_ttl
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.schema import Kind, UsageRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index

@@ -41,8 +41,8 @@ from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.ghosts import decode_ghost, recent_prompts
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.schema import Kind, child_keys
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store

@@ -12,8 +12,8 @@ from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.pieces import Cut
+from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import RootRecord
 from diskprefix.tokens import TokenIds
 

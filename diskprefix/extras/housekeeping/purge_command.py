@@ -24,8 +24,8 @@ from diskprefix.cli.tooling import (
 )
 from diskprefix.errors import CacheError, SettingsError
 from diskprefix.store.compact import rewrite_folder
-from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge
-from diskprefix.store.maintenance.purge import purge as purge_store
+from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge
+from diskprefix.store.purge import purge as purge_store
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import EntryInfo, list_entries

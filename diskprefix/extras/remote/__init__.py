@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.settings import Settings
-    from diskprefix.store.maintenance.purge import GoneText
+    from diskprefix.store.purge import GoneText
 
 COMMANDS = {"remote": "diskprefix.extras.remote.remote_command:remote"}
 

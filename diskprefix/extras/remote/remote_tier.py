@@ -27,7 +27,7 @@ from diskprefix.extras.remote.upkeep import forget
 from diskprefix.extras.remote.upload import first_blocks, write_prompt
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode
-from diskprefix.store.maintenance.purge import GoneText
+from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import Kind
 
 log = logging.getLogger("diskprefix")

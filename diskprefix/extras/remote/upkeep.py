@@ -13,7 +13,7 @@ from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MOST_BYTES, object_path
 from diskprefix.extras.remote.objects import ObjectInfo, ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, verified
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store.maintenance.purge import GoneText
+from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
 

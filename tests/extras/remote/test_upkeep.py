@@ -8,7 +8,7 @@ import numpy as np
 
 from diskprefix.cache.tiers.tier import Upload
 from diskprefix.extras.remote.upkeep import purge, roots
-from diskprefix.store.maintenance.purge import GoneText
+from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import RootRecord
 from tests.extras.remote.made import KEY, OTHER_KEY, MakeMachine
 from tests.store.building import BLOCK, ROOT, prompt

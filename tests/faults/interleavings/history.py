@@ -20,7 +20,7 @@ from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequ
 from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.settings import Settings
-from diskprefix.store.maintenance.purge import PurgeFilter
+from diskprefix.store.purge import PurgeFilter
 from tests.faults.interleavings import hash_model, threads, world
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.hash_model import Replies, salt_of

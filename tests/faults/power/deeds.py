@@ -25,9 +25,9 @@ from diskprefix.errors import CacheError
 from diskprefix.store import store_file
 from diskprefix.store.changes import Use
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
+from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.faults.crash import prompts

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diskprefix.extras.watch.browse.outline import Outline, outline
-from diskprefix.store.maintenance.purge import Purged
+from diskprefix.store.purge import Purged
 from diskprefix.store.store import Store
 
 _REST = 100

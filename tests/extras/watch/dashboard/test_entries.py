@@ -14,7 +14,7 @@ import pytest
 from diskprefix.errors import EntryNotFound
 from diskprefix.extras.watch.dashboard import entries
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
-from diskprefix.store.maintenance.purge import Purged, delete_entry, purge
+from diskprefix.store.purge import Purged, delete_entry, purge
 from diskprefix.store.store import Store
 from tests.store.building import BLOCK, open_store, prompt, publication
 

@@ -7,14 +7,14 @@ import pytest
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.nouns import SHARED, Tenant
+from diskprefix.store import purge as purging
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.ghosts import recent_prompts
-from diskprefix.store.maintenance import purge as purging
-from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
+from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.savings import SavingsLog, Tally, read_savings
 from diskprefix.store.schema import EntryRecord, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
