@@ -78,6 +78,7 @@ STATS: dict[str, Any] = {
     "evicted_blocks": 14,
     "expired_blocks": 15,
     "file_bytes": 16,
+    "ghost_bytes": 2,
     "quarantined": 15,
     "errors": 16,
     "remote": None,
