@@ -109,14 +109,6 @@ def test_only_the_new_blocks_of_a_prompt_make_its_kind() -> None:
     assert (sighting.num_blocks, sighting.trials) == (8, 1)
 
 
-def test_a_prompt_without_new_blocks_is_no_trial() -> None:
-    seen = nothing_seen()
-    for _ in range(3):
-        add(seen, blocks(1, 3))
-    assert of_kind(seen) == (1, 1)
-    assert look(seen, blocks(1, 3)) == Sighting(num_blocks=3, continues=True)
-
-
 @pytest.mark.parametrize(("num_blocks", "again"), [(5, 0), (6, 0), (7, 1), (8, 1)])
 def test_most_of_what_was_new_must_come_again(num_blocks: int, again: int) -> None:
     """Of eight blocks the seventh tells."""
@@ -134,29 +126,6 @@ def test_what_was_seen_before_says_nothing_about_what_was_new(num_blocks: int, a
     add(seen, longer)
     add(seen, longer[: num_blocks * BLOCK])
     assert of_kind(seen, 4) == (1, again)
-
-
-def test_a_conversation_is_known_to_continue_after_a_thousand_others() -> None:
-    seen = nothing_seen()
-    add(seen, joined(blocks(1, 2), [7]))
-    for number in range(10, 1010):
-        add(seen, blocks(number, 2))
-    assert look(seen, joined(blocks(1, 2), [7, 8, 9])).continues
-    assert not look(seen, joined(blocks(1, 2), [8, 7, 9])).continues
-
-
-@pytest.mark.parametrize(("num_blocks", "continues"), [(3, True), (2, False)])
-def test_a_prompt_continues_another_only_if_it_has_all_of_it(num_blocks: int, continues: bool) -> None:
-    seen = nothing_seen()
-    add(seen, blocks(1, 3))
-    assert look(seen, joined(blocks(1, num_blocks), blocks(2, 2))).continues == continues
-
-
-def test_any_earlier_turn_may_be_continued() -> None:
-    seen = nothing_seen()
-    for turn in (blocks(1, 1), joined(blocks(1, 1), blocks(2, 1))):
-        add(seen, turn)
-    assert look(seen, joined(blocks(1, 1), blocks(3, 1))).continues, "from the first turn, in another way"
 
 
 def test_a_request_beside_a_conversation_does_not_take_the_place_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,26 +152,6 @@ def test_a_prompt_of_less_than_a_block_is_in_the_window_only() -> None:
     add(seen, as_token_ids([1, 2, 3]))
     assert look(seen, as_token_ids([1, 2, 3, 4])) == Sighting()
     assert [one.common for one in seen.look(as_token_ids([1, 2, 9, 4]), [], 1).recent] == [2]
-
-
-def test_a_prompt_without_tokens_is_not_remembered() -> None:
-    seen = nothing_seen()
-    add(seen, as_token_ids([]))
-    assert len(seen) == 0
-
-
-def test_an_older_prompt_is_found_if_it_shares_more_than_those_of_the_window() -> None:
-    seen = nothing_seen(2)
-    for token_ids in ([1, 2, 3, 4], [1, 2, 3, 9], [5, 6], [1, 2]):
-        add(seen, as_token_ids(token_ids), 2)
-    asked = as_token_ids([1, 2, 3, 4, 5])
-
-    def older(window: int, group: bytes = b"") -> list[int] | None:
-        found = seen.look(asked, names(asked, 2), window, group).older
-        return None if found is None else found.prompt.token_ids.tolist()
-
-    assert [older(window) for window in (0, 1, 2, 3, 4)] == [[1, 2, 3, 4]] * 4 + [None]
-    assert older(0, b"elsewher") is None
 
 
 def test_prompts_that_share_a_beginning_share_its_ghosts() -> None:
