@@ -29,7 +29,6 @@ from tests.engine.driving import (
     Client,
     after_steps,
     alone,
-    forget_idle,
     load,
     recorded_requests,
     request,
@@ -68,22 +67,6 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     assert engine.cache.layout.exact_at == "token"
     yield engine
     engine.close()
-
-
-def test_each_request_gets_the_reply_that_it_gets_alone(engine: Engine) -> None:
-    requests = [
-        request(tokens(700, 1)),
-        request(tokens(40, 2), temperature=1.0, seed=7),
-        request(tokens(300, 3), n=3, temperature=0.8, seed=1, frequency_penalty=0.5),
-        request(tokens(65, 4), repetition_penalty=1.3, logprobs=2),
-        request(tokens(1, 5), max_tokens=40),
-        request(tokens(80, 6), n=2, temperature=1.0, seed=2, constraint=WORDS),
-    ]
-    clients = run_together(engine, requests)
-    for one, client in zip(requests, clients, strict=True):
-        for choice in range(one.sampling.n):
-            assert client.tokens_of(choice) == alone(engine, one).tokens_of(choice), one.id
-        assert client.done.usage.completion_tokens == one.sampling.n * (one.sampling.max_tokens or 0)
 
 
 CONSTRAINED: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 2, "constraint": WORDS}
@@ -355,31 +338,6 @@ def test_a_request_waits_for_memory_and_one_that_never_fits_is_refused(folder: P
     engine.close()
 
 
-@pytest.mark.parametrize("kind", ["token", "grid"])
-def test_a_sequence_that_gives_up_its_memory_is_computed_again_and_its_reply_is_the_same(
-    kind: str, folder: Path, grid_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = load(folder if kind == "token" else grid_folder, tmp_path / "kv")
-    engine.pool._spare.clear()
-    engine.pool.limit_bytes = 2 * bytes_for(engine.cache.layout, 1024) + bytes_for(engine.cache.layout, 100)
-    requests = [
-        request(tokens(1000), max_tokens=50),
-        request(tokens(1000, 1), max_tokens=50, n=2, temperature=1.0, seed=2, constraint=WORDS),
-    ]
-    expected = [[alone(engine, one).tokens_of(choice) for choice in range(one.sampling.n)] for one in requests]
-    forget_idle(engine.pool)
-    engine.pool._spare.clear()
-    caplog.set_level("INFO")
-    clients = run_together(engine, requests)
-    assert "others need its memory" in caplog.text
-    for one, client, replies in zip(requests, clients, expected, strict=True):
-        assert [client.tokens_of(choice) for choice in range(one.sampling.n)] == replies
-    engine.close()
-
-
-# Faults.
-
-
 def test_a_step_that_fails_fails_only_those_that_fail_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request(tokens(100 + seed, seed)) for seed in range(4)]
     expected = [alone(engine, one).tokens for one in requests]
@@ -397,18 +355,3 @@ def test_a_step_that_fails_fails_only_those_that_fail_alone(engine: Engine, monk
     with pytest.raises(DiskPrefixError, match="internal error"):
         clients[3].done  # noqa: B018
     assert engine.pool.stats()["running"] == 0
-
-
-def test_clients_that_leave_in_any_state_leave_the_others_alone(engine: Engine) -> None:
-    requests = [request(tokens(150 + 40 * seed, seed), max_tokens=10) for seed in range(6)]
-    expected = [alone(engine, one).tokens for one in requests]
-    for steps in range(1, 14):
-        forget_idle(engine.pool)
-        with pytest.MonkeyPatch.context() as patch, running(engine) as inbox:
-            clients = [Client(inbox, replace(one, cache=replace(one.cache, save=False))) for one in requests]
-            after_steps(patch, steps, clients[steps % 6].ticket.cancel)
-            wait_until_idle(inbox)
-        for number, client in enumerate(clients):
-            if number != steps % 6 or not client.ticket.cancelled:
-                assert client.tokens == expected[number], (steps, number)
-        assert engine.pool.stats()["running"] == 0

@@ -387,21 +387,20 @@ def test_a_draft_model_of_another_vocabulary_is_refused(folders: tuple[Path, Pat
         load(folders[0], tmp_path / "kv", draft_model=str(other))
 
 
-def test_a_draft_model_that_is_not_exact_at_every_token_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    grid = write_model(tmp_path / "grid", "mpt", torch.float32)
-    with pytest.raises(ModelError, match="--draft-model: grid cannot guess, it is not exact at every token"):
-        load(folders[0], tmp_path / "kv", draft_model=str(grid))
-
-
-def test_a_draft_model_with_recurrent_layers_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    hybrid = write_model(tmp_path / "hybrid", "qwen3_next", torch.float32)
-    with pytest.raises(ModelError, match="--draft-model: hybrid cannot guess, a recurrent layer"):
-        load(folders[0], tmp_path / "kv", draft_model=str(hybrid))
-
-
-def test_a_draft_model_that_is_not_there_is_named_by_its_flag(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="--draft-model: no such file or folder"):
-        load(folders[0], tmp_path / "kv", draft_model="./nowhere")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mpt", "mpt cannot guess, it is not exact at every token"),
+        ("qwen3_next", "qwen3_next cannot guess, a recurrent layer"),
+        ("", "no such file or folder"),
+    ],
+)
+def test_a_draft_model_that_cannot_guess_is_refused_by_its_flag(
+    folders: tuple[Path, Path], tmp_path: Path, name: str, words: str
+) -> None:
+    draft = str(write_model(tmp_path / name, name, torch.float32)) if name else "./nowhere"
+    with pytest.raises(ModelError, match=f"--draft-model: {words}"):
+        load(folders[0], tmp_path / "kv", draft_model=draft)
 
 
 def test_memory_is_shared_so_that_as_many_tokens_fit_both(folders: tuple[Path, Path], tmp_path: Path) -> None:

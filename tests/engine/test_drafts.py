@@ -110,16 +110,6 @@ def test_a_reply_is_the_one_without_guesses(name: str, plain: Engine, engine: En
     assert expected[0].done.timings.drafted_tokens == 0
 
 
-def test_replies_of_several_requests_at_once_are_those_without_guesses(plain: Engine, engine: Engine) -> None:
-    expected = run_together(plain, REQUESTS.values())
-    with scripted(engine, expected):
-        found = run_together(engine, REQUESTS.values())
-    assert list(map(said, found)) == list(map(said, expected))
-    # Threads decide which replies share a step, and with it how many guesses each of them gets.
-    timings = [client.done.timings for client in found]
-    assert 0 < sum(one.accepted_tokens for one in timings) < sum(one.drafted_tokens for one in timings)
-
-
 def test_text_that_repeats_itself_is_guessed_from_itself(plain: Engine, engine: Engine) -> None:
     one = request(TEXT, max_tokens=100, repetition_penalty=1.02, frequency_penalty=0.01)
     (expected,), (found,) = run_together(plain, [one]), run_together(engine, [one])

@@ -301,32 +301,6 @@ def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: Scripted
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def read_until(connection: socket.socket, end: bytes) -> bytes:
-    received = b""
-    while not received.endswith(end):
-        part = connection.recv(4096)
-        assert part, received
-        received += part
-    return received
-
-
-def test_requests_that_are_still_being_read_take_their_places_in_the_queue(
-    chat_model: Path, engine: ScriptedEngine
-) -> None:
-    with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
-        # One could run and one could wait: both are asked for the rest of their bodies.
-        arriving = [open_raw(server, HELLO, announced_bytes=1000, expect=True) for _ in range(2)]
-        for connection in arriving:
-            assert read_until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
-        answer = client.post(CHAT, json=HELLO)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (503, "queue_full")
-        assert error["message"].startswith("2 requests are not answered yet")
-        for connection in arriving:
-            connection.close()
-        wait_until(lambda: client.post(CHAT, json=HELLO).status_code == 200, "their places are free again")
-
-
 def read_to_the_end(connection: socket.socket) -> bytes:
     received = b""
     while part := connection.recv(4096):

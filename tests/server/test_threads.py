@@ -45,30 +45,6 @@ def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
     asyncio.run(fill())
 
 
-def test_a_caller_compiles_one_after_the_other_and_nobody_else_waits(threads: Threads) -> None:
-    began: list[str] = []
-    go_on = threading.Event()
-
-    def work(name: str) -> str:
-        began.append(name)
-        assert name != "own 0" or go_on.wait(WAIT_S)
-        return name
-
-    async def compile_all() -> None:
-        async with asyncio.timeout(WAIT_S):
-            own = [
-                asyncio.create_task(threads.compile("own", nobody_left, partial(work, name)))
-                for name in ("own 0", "own 1", "own 2")
-            ]
-            assert await threads.compile("other", nobody_left, partial(work, "other")) == "other"
-            assert "own 1" not in began
-            go_on.set()
-            assert await asyncio.gather(*own) == ["own 0", "own 1", "own 2"]
-
-    asyncio.run(compile_all())
-    assert [name for name in began if name != "other"] == ["own 0", "own 1", "own 2"]
-
-
 def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn(threads: Threads) -> None:
     began: list[str] = []
     go_on = threading.Event()
