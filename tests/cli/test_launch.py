@@ -403,22 +403,59 @@ def test_an_interrupted_start_ends_the_daemon(place: Place) -> None:
 def left_daemon(place: Place) -> subprocess.Popen[bytes]:
     """A daemon whose launch was killed."""
     shared = launched_daemon.LaunchedDaemon(folder=place.launches)
+    keeper = launched_daemon.DaemonKeeper(shared, print)
     with shared.mutex():
-        return shared.start(0, ["--model", "m"])
+        process = shared.start(0, ["--model", "m"], keeper)
+    keeper.end(is_left=True)
+    return process
 
 
-def test_a_daemon_that_dies_under_its_agent_is_named_with_its_log(
-    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+KILLS = """\
+import signal, time, urllib.request
+file = Path(os.environ["CLAUDE_CONFIG_DIR"]).parents[1] / "daemon.json"
+url, seen = os.environ["ANTHROPIC_BASE_URL"] + "/health", set()
+for _ in range({times}):
+    while (told := json.loads(file.read_text() or "{{}}")).get("pid", None) in (None, *seen): time.sleep(0.01)
+    seen.add(told["pid"])
+    os.kill(told["pid"], signal.SIGKILL)
+    # It waits at the port until the next daemon answers.
+    try:
+        print(urllib.request.urlopen(url, timeout=60).status, file=open(folder / "answers", "a"))
+    except OSError:
+        print("nobody", file=open(folder / "answers", "a"))
+"""
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_daemon_that_dies_under_its_agent_is_started_again_and_no_connection_fails(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch, is_left: bool
 ) -> None:
-    kills = (
-        "import signal\nfile = Path(os.environ['CLAUDE_CONFIG_DIR']).parents[1] / 'daemon.json'\n"
-        "os.kill(json.loads(file.read_text())['pid'], signal.SIGKILL)"
-    )
-    monkeypatch.setenv("AGENT_DOES", kills)
+    left = left_daemon(place) if is_left else None
+    # A launch that found the daemon does not hold its port yet: the first connection fails then.
+    monkeypatch.setenv("AGENT_DOES", KILLS.format(times=2))
     ended = run("launch", "claude", "--model", "m")
     assert ended.exit_code == 0, ended.stderr
-    assert lines(ended)[-1] == f"the daemon ended: it said nothing (its log: {place.launches / 'daemon.log'})"
+    answers = (place.records / "answers").read_text(encoding="utf-8").split()
+    assert answers[is_left:] == ["200", "200"][is_left:]
+    assert len(set(place.served())) == 1, "with the same model"
+    again = f"has died and is started again (its log: {place.launches / 'daemon.log'})"
+    assert [again in line for line in lines(ended)].count(True) == 2
+    assert lines(ended)[-1].endswith(f"died 2 times while the agent ran (its log: {place.launches / 'daemon.log'})")
     assert not place.is_daemon_alive()
+    if left is not None:
+        left.wait()
+
+
+def test_a_daemon_that_dies_again_and_again_is_given_up_and_named_with_its_log(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_DOES", KILLS.format(times=4))
+    ended = run("launch", "claude", "--model", "m")
+    assert ended.exit_code == 0, ended.stderr
+    assert (place.records / "answers").read_text(encoding="utf-8").split() == ["200", "200", "200", "nobody"]
+    [line] = [line for line in lines(ended) if "is not started again" in line]
+    assert line.startswith("the daemon at http://127.0.0.1:")
+    assert line.endswith(f"(its log: {place.launches / 'daemon.log'})")
 
 
 def test_the_log_of_the_launch_before_is_kept(run: Run, place: Place) -> None:
@@ -467,12 +504,12 @@ def test_a_start_that_is_cut_off_leaves_no_daemon_or_one_that_is_found(
     with monkeypatch.context() as patched, shared.mutex():
         patched.setattr(os, "pwrite", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            shared.start(0, [])
+            shared.start(0, [], launched_daemon.DaemonKeeper(shared, print))
     assert not place.is_daemon_alive()
     process = left_daemon(place)
     file = place.launches / "daemon.json"
     told = json.loads(file.read_text())
-    file.write_text(json.dumps({"port": told["port"]}))
+    file.write_text(json.dumps({name: told[name] for name in ("port", "flags")}))
     assert run("launch", "goose").exit_code == 0
     assert process.poll() is None
     process.kill()

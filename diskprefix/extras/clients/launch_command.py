@@ -19,14 +19,14 @@ from click.core import ParameterSource
 from diskprefix.cli.options import api_key_option, nonempty, policy_values, url_option, variable_of
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.clients.agent_profile import AgentProfile
-from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
+from diskprefix.extras.clients.launched_daemon import DaemonKeeper, LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import NO_KEY, KnownAgent, Recipe, Served, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import escaped, printable_only
 from diskprefix.server.process.token_file import token_at
 from diskprefix.settings import config_home, default_kv_cache_dir
-from diskprefix.units import format_size, parse_size
+from diskprefix.units import counted, format_size, parse_size
 
 _SIGNAL_EXIT_CODE = 128
 """A shell reports a process that signal N killed as this and N."""
@@ -60,8 +60,9 @@ def launch(
     """Start AGENT with ARGUMENTS, set up for the daemon. Without AGENT, list the agents and how to install them.
 
     A daemon of yours that runs is used. Otherwise `diskprefix serve --policy agent` is started with the
-    largest model that was fetched, fits and calls tools, and ends with the last agent that uses it. If that launch was
-    killed, the daemon goes on until the next launch ends, or until --restore. With --url, none is started.
+    largest model that was fetched, fits and calls tools, and ends with the last agent that uses it. If it dies before,
+    it is started again. If that launch was killed, the daemon goes on until the next launch ends, or until --restore.
+    With --url, none is started.
 
     No file of yours is changed: settings go into the agent's environment and into a profile of its own, a folder below
     $XDG_CONFIG_HOME/diskprefix/launch. What the agent itself keeps (conversations, trusted folders) goes there too, if
@@ -100,18 +101,20 @@ def launch(
     with _signals() as agent_process, ExitStack() as stack:
         with shared.mutex():
             others = own_url or (url if shared.url() is None and is_ours(url) else None)
-            found = others
+            found, keeper = others, None
             if found is None:
                 flags = [] if shared.url() else ["--policy", "agent", *flags_of_model(model)]
                 if flags:
                     _say(_kept())
-                found = stack.enter_context(shared.used(urlsplit(url).port or 0, flags))
+                keeper = stack.enter_context(shared.used(urlsplit(url).port or 0, flags, _say))
+                found = keeper.url
         try:
             choice = ask_served(running_daemon(found, api_key), found, model, api_key)
         except NotReady as error:
             raise error if others or shared.url() else NotReady(shared.failure()) from error
-        if others is None:
-            stack.callback(_say_death, shared)
+        if keeper is not None:
+            keeper.is_serving = True
+            stack.callback(_say_deaths, keeper, shared)
         settings = recipe(one.name, choice.served, profile)
         with shared.mutex():
             stack.enter_context(AgentProfile(folder=profile).session(settings, _say))
@@ -179,10 +182,11 @@ def _show(settings: Recipe, arguments: Sequence[str]) -> None:
     click.echo("\n".join(map(escaped, text.splitlines())))
 
 
-def _say_death(shared: LaunchedDaemon) -> None:
-    """Says why the agent got no answers any more, once it has ended."""
-    if shared.url() is None:
-        _say(shared.failure())
+def _say_deaths(keeper: DaemonKeeper, shared: LaunchedDaemon) -> None:
+    """Says it again: an agent that fills the terminal has hidden what was said meanwhile."""
+    if keeper.num_deaths:
+        times = counted(keeper.num_deaths, "time")
+        _say(f"the daemon at {keeper.url} died {times} while the agent ran (its log: {shared.log})")
 
 
 def _dashboard(url: str) -> str | None:

@@ -14,15 +14,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from diskprefix.cli.tooling import status
-from diskprefix.errors import NotReady, SettingsError
+from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.server.process.listener import LAUNCHED_FD, listen
@@ -31,6 +32,9 @@ from diskprefix.server.process.token_file import token_at
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
 _POLL_S = 0.05
+_PATIENCE_S = 10.0
+_MOST_DEATHS, _SETTLED_S = 3, 60.0
+"""After so many deaths in a row, each within this time, the daemon is not started again."""
 
 
 @contextmanager
@@ -78,19 +82,23 @@ class LaunchedDaemon:
         return f"http://127.0.0.1:{json.loads(text)['port']}" if text else None
 
     @contextmanager
-    def used(self, port: int, flags: Sequence[str]) -> Iterator[str]:
-        """Yields the address of the daemon, which is started as by `start` if none lives. At the end the daemon ends,
+    def used(self, port: int, flags: Sequence[str], say: Callable[[str], None]) -> Iterator[DaemonKeeper]:
+        """Yields the keeper of the daemon, which is started as by `start` if none lives. At the end the daemon ends,
         unless another launch uses it. Raises `NotReady` if it does not start. The caller holds `mutex` at the entry,
-        and no more at the end."""
-        process = self.start(port, flags) if self.url() is None else None
+        and no more at the end. `say` takes lines for people."""
+        keeper = DaemonKeeper(self, say)
+        if self.url() is None:
+            self.start(port, flags, keeper)
+        else:
+            keeper.begin(str(self.url()))
         try:
             with locked(self.folder / "daemon.users", fcntl.LOCK_SH):
-                yield str(self.url())
+                yield keeper
         finally:
+            keeper.is_ending = True
             with self.mutex():
                 is_left = self.end_unused()
-            if process is not None and not is_left:
-                process.wait()
+            keeper.end(is_left=is_left)
 
     def end_unused(self) -> bool:
         """Ends the daemon if no launch uses it, and waits for that. Returns whether it goes on. The caller holds
@@ -111,14 +119,16 @@ class LaunchedDaemon:
         except BlockingIOError:
             return True
 
-    def start(self, port: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+    def start(self, port: int, flags: Sequence[str], keeper: DaemonKeeper) -> subprocess.Popen[bytes]:
         """Starts the daemon at `port`, or at another one if that is in use, and returns when it answers. Raises
         `NotReady` if it ends. The caller holds `mutex`."""
+        listener = _listener(port)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        call = running_daemon(url, None)
         if self.log.exists():
             self.log.replace(self.log.with_name("daemon.log.1"))
-        with _listener(port) as listener:
-            call = running_daemon(f"http://127.0.0.1:{listener.getsockname()[1]}", None)
-            process = self._spawn(listener, flags)
+        process = self.spawn(listener, flags)
+        keeper.begin(url, listener, process)
         try:
             with status("starting the daemon …"):
                 while process.poll() is None:
@@ -128,13 +138,15 @@ class LaunchedDaemon:
                     time.sleep(_POLL_S)
         except BaseException:
             process.terminate()
-            process.wait()
+            keeper.end(is_left=False)
             raise
+        keeper.end(is_left=False)
         raise NotReady(self.failure())
 
-    def _spawn(self, listener: socket.socket, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Starts the process of a daemon on a socket that listens."""
+    def spawn(self, listener: socket.socket, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Starts the process of a daemon on a socket that listens. The caller holds `mutex`."""
         port = listener.getsockname()[1]
+        told = {"port": port, "flags": [*flags]}
         process: subprocess.Popen[bytes] | None = None
         try:
             with (
@@ -143,7 +155,7 @@ class LaunchedDaemon:
             ):
                 os.ftruncate(fd, 0)
                 # First, so that others find a daemon whose launch was killed before it knew the process.
-                os.pwrite(fd, json.dumps({"port": port}).encode(), 0)
+                os.pwrite(fd, json.dumps(told).encode(), 0)
                 # Of another session, so that ^C in the terminal is for the agent only. It inherits the lock.
                 process = subprocess.Popen(
                     [*SERVE, "--host", "127.0.0.1", "--port", str(port), *flags],
@@ -154,11 +166,12 @@ class LaunchedDaemon:
                     pass_fds=[fd, listener.fileno()],
                     start_new_session=True,
                 )
-                os.pwrite(fd, json.dumps({"port": port, "pid": process.pid}).encode(), 0)
+                os.pwrite(fd, json.dumps(told | {"pid": process.pid}).encode(), 0)
         except BaseException:
             if process is not None:
                 process.terminate()
                 process.wait()
+            listener.close()
             raise
         return process
 
@@ -167,6 +180,87 @@ class LaunchedDaemon:
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
         return f"the daemon ended: {shown(last.removeprefix('error: '), 500)} (its log: {self.log})"
+
+
+class DaemonKeeper:
+    """Keeps a daemon running while its agent does: when it dies, it is started again on the same port.
+
+    The launch that has started it holds the port, where connections wait meanwhile. If that launch has ended, another
+    one takes the port anew.
+    """
+
+    def __init__(self, shared: LaunchedDaemon, say: Callable[[str], None]) -> None:
+        self._shared, self._say = shared, say
+        self.url = ""
+        self.num_deaths = 0
+        self.is_serving = False
+        """True once the model is loaded. A daemon that dies before is not started again: it would die again."""
+        self.is_ending = False
+        self._listener: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+
+    def begin(
+        self, url: str, listener: socket.socket | None = None, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self.url, self._listener, self._process = url, listener, process
+        self._thread.start()
+
+    def end(self, *, is_left: bool) -> None:
+        """Gives the port back, and waits for the end of the daemon unless it `is_left` to other launches."""
+        self.is_ending = True
+        if not is_left:
+            self._thread.join()
+            if self._process is not None:
+                self._process.wait()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _keep(self) -> None:
+        in_a_row = 0
+        while True:
+            began_at = time.monotonic()
+            # Until the daemon, which holds a lock on it, has died. --restore may have removed the folder then.
+            with suppress(FileNotFoundError), locked(self._shared.folder / "daemon.json", fcntl.LOCK_SH):
+                pass
+            if self.is_ending or not self.is_serving:
+                break
+            self.num_deaths += 1
+            in_a_row = 1 if time.monotonic() - began_at >= _SETTLED_S else in_a_row + 1
+            if in_a_row > _MOST_DEATHS:
+                self._say(f"the daemon at {self.url} is not started again; {self._shared.failure()}")
+                break
+            try:
+                self._start_again()
+            except (DiskPrefixError, OSError, ValueError) as error:
+                self._say(f"the daemon at {self.url} has died and cannot be started again: {error}")
+                break
+        if self._listener is not None:
+            # Who waits there for an answer must not wait for ever.
+            self._listener.close()
+
+    def _start_again(self) -> None:
+        """Starts the daemon, unless another launch does. Raises `DiskPrefixError` and `OSError`, and
+        `ValueError` if `daemon.json` is damaged."""
+        deadline = time.monotonic() + _PATIENCE_S
+        if self._process is not None:
+            self._process.wait()
+        while True:
+            with self._shared.mutex():
+                if self.is_ending or self._shared.url() is not None:
+                    return
+                told = json.loads((self._shared.folder / "daemon.json").read_text(encoding="utf-8"))
+                try:
+                    self._listener = self._listener or listen("127.0.0.1", told["port"])[0]
+                except SettingsError:
+                    # The launch that holds the port will start it, or is just ending.
+                    if time.monotonic() > deadline:
+                        raise
+                else:
+                    self._process = self._shared.spawn(self._listener, told["flags"])
+                    break
+            time.sleep(_POLL_S)
+        self._say(f"the daemon at {self.url} has died and is started again (its log: {self._shared.log})")
 
 
 def is_ours(url: str) -> bool:
