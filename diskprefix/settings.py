@@ -280,7 +280,7 @@ class Settings:
         unset="nothing expires",
         bounds=(0, 100 * 365 * 86400),
     )
-    kv_cache_min_tokens: int = _cache(512, "Do not save prefixes with fewer tokens.", bounds=(0, 2**31 - 1))
+    kv_cache_min_tokens: int = _cache(64, "Do not save prefixes with fewer tokens.", bounds=(0, 2**31 - 1))
     normalise: str = _cache(
         "report",
         "What to do about text that clients change in each request: billing-header, total-tokens, hoisted-nudges, "

@@ -1,4 +1,4 @@
-"""The records in `data.mdb`: their layout, and encoding and decoding them. `README.md` gives the format byte by byte.
+"""The records in `data.mdb`: their layout, and encoding and decoding them. `FORMAT.md` gives the format byte by byte.
 
 A checksum covers the key of its record too, so that a record under another key does not verify.
 """
@@ -104,7 +104,7 @@ class UsageRecord(NamedTuple):
     `restores` counts the uses, for people. `prefill_s` is how long computing the node's tokens took, in seconds; 0 if
     unknown. `children` counts the nodes that continue it: only a node
     with none may be evicted. `stored_bytes` is what the node takes in the file, whole pages. `ttl_s` is the longest
-    time to live that a use asked for, in seconds: see `README.md` for 0 and negative numbers.
+    time to live that a use asked for, in seconds: see `FORMAT.md` for 0 and negative numbers.
     """
 
     last_used: float

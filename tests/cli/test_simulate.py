@@ -167,7 +167,7 @@ def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None
     assert ended.stderr == ""
     assert lines[0].startswith("interleaved: 20 requests, ")
     assert lines[1].startswith(
-        "assumed: blocks of 256 tokens, 512 at least; sliceable state of 22.5 KiB a token; prefill"
+        "assumed: blocks of 256 tokens, 64 at least; sliceable state of 22.5 KiB a token; prefill"
     )
     assert any(line.startswith("one-off: 5 requests, ") for line in lines)
     of_first = lines[3 : lines.index("", lines.index("sliceable, 4.0 GiB"))]

@@ -159,7 +159,7 @@ def test_a_pin_does_not_keep_what_a_longer_node_holds(store: Store) -> None:
 def test_a_publication_that_fails_replaces_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     first = save(store, 2 * BLOCK + 3)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no more")
 
     monkeypatch.setattr("diskprefix.store.store.see", fail)
@@ -310,7 +310,7 @@ def test_a_publication_that_fails_supersedes_nothing(store: Store, monkeypatch: 
         store.publish(turn(store, end))
     before = checkpoints(store)
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError("no more")
 
     monkeypatch.setattr("diskprefix.store.store.see", fail)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 import stat
-import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -177,16 +176,6 @@ def test_a_store_of_another_format_is_moved_aside_as_a_damaged_one_is(tmp_path: 
     store.close()
     assert (tmp_path / DAMAGED).read_bytes() == old
     assert stat.S_IMODE((tmp_path / DAMAGED).stat().st_mode) == 0o600
-
-
-def test_a_store_without_a_record_of_its_names_as_format_1_had_it_is_another_format(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    with store.changes() as changes:
-        changes.put_meta("format", struct.pack("<I", 1))
-        changes.delete_record("meta", b"names")
-    store.close()
-    with pytest.raises(StoreFormatError, match="format 1, "):
-        open_store(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["format", "names"])

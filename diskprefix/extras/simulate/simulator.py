@@ -41,7 +41,7 @@ class Policy:
     scope: Scope
     budget_bytes: int | None = None
     block_size: int = 256
-    min_tokens: int = 512
+    min_tokens: int = 64
     interval: int = 10240
     cold_max: int = 10240
     ttl_s: float = 0.0
