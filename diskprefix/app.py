@@ -64,6 +64,9 @@ def prepare(settings: Settings, with_model: bool) -> None:
 
     The process may fork afterwards: no thread is left, and no accelerator is used.
     """
+    from diskprefix.model.load.imports import import_transformers
+
+    import_transformers()
     importlib.import_module("diskprefix.server.http_app")
     importlib.import_module("diskprefix.engine.loop")
     import torch
@@ -86,10 +89,13 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     started = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+    from diskprefix.model.load.imports import import_transformers
     from diskprefix.model.load.loader import begin_packing, load_model
 
-    # It goes on beside the import of transformers, which comes with the engine.
     begun = begin_packing(settings)
+    # Before anything else imports transformers.
+    import_transformers()
+
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured

@@ -30,6 +30,7 @@ from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.gguf_keys import complete, require_all_read, require_rotary
 from diskprefix.model.load.gguf_rope import SCALING, scale_positions
 from diskprefix.model.load.gguf_splits import set_splits
+from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import LATER_TOKENS, not_served
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.native.library import has_rows
@@ -238,7 +239,7 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native", che
     source.mkdir()
     made.mkdir()
     try:
-        with progress_bar(f"converting {gguf.name}", 100, report) as advance:
+        with progress_bar(f"converting {gguf.name}", 100, report) as advance, without_tracer():
             quiet_transformers()
             _convert(gguf, source, made, weights, advance, report, check)
     except ModelError:

@@ -30,6 +30,7 @@ from diskprefix.model.load.fit import (
 from diskprefix.model.load.gguf import converted_folder, enough_to_make, finished_folder, quiet_transformers
 from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
+from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
 from diskprefix.model.load.memory import (
@@ -414,6 +415,7 @@ def _read_model(source: _ModelSource) -> PreTrainedModel:
     folder, files, config, device = source.folder, source.files, source.config, source.device
     with _load_failures(folder), ExitStack() as context:
         if device.type == "cpu":
+            context.enter_context(without_tracer())
             context.enter_context(placing(stored_tensors(files[0].parent, files)))
         if is_quantised(files):
             describe(config, files)
