@@ -103,7 +103,7 @@ class Runner:
         *,
         exact_at: ExactAt | None = "grid",
     ) -> None:
-        """`exact_at`: `grid` leaves the model as transformers made it; None is what the rehearsal finds."""
+        """`exact_at`: `grid` leaves the model as transformers made it; None is what the self-check finds."""
         self.model = model
         self.settings = settings
         self.name = name

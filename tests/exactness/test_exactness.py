@@ -235,7 +235,7 @@ def test_the_suite_goes_red_when_a_protection_is_gone(
 ) -> None:
     # Without AVX-512, products in bfloat16 have the same bits in all steps.
     dtype = "float32" if broken is no_grid else "bfloat16"
-    # The rehearsal at load would find out some of them, and not cache such a model at all.
+    # The check at load would find out some of them, and not cache such a model at all.
     layout = rehearse(tiny_model(name, getattr(torch, dtype)))
     monkeypatch.setattr("tests.runner.rehearse", lambda _: layout)
     broken(monkeypatch)

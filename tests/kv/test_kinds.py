@@ -179,7 +179,7 @@ def test_several_checkpoints_of_one_prompt_live_side_by_side_and_the_next_shorte
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "deepseek_v3"])
-def test_a_rehearsal_is_remembered_for_the_numbers_it_was_made_with(
+def test_a_rehearsed_layout_is_remembered_for_the_numbers_it_was_made_with(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

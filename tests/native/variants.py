@@ -12,7 +12,7 @@ from diskprefix.native import build, library
 
 VARIANTS = library.VARIANTS
 WITH_PAIRS = ("amx", "avx512_bf16")
-"""Variants with products in bfloat16 of their own, which take matrices in bfloat16 too."""
+"""Variants with products in bfloat16 of their own."""
 WITH_DOTS = ("neon_bf16", "neon_dot")
 """Variants with products of integers, all with the same bits."""
 IN_FLOAT32 = tuple(name for name in VARIANTS if name not in (*WITH_PAIRS, *WITH_DOTS))
