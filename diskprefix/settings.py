@@ -241,9 +241,6 @@ class Settings:
         unset="models stay until others need the memory",
         bounds=(0, 100 * 365 * 86400),
     )
-    log_level: str = _server(
-        "info", "Log messages of this level and above.", choices=("debug", "info", "warning", "error")
-    )
     disk_prefix_cache: str = _cache(
         "auto:30",
         "How much of each prompt is kept: off, full (all of it), auto:N (what is likely to come again, judged by the N "

@@ -54,7 +54,7 @@ def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
     if print_config:
         click.echo(config_text(context, settings))
         return
-    configure_logging(settings.log_level)
+    configure_logging()
     app.serve(settings)
 
 

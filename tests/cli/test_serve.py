@@ -88,7 +88,6 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "standby": "on",
         "memory_limit": "6GiB",
         "idle_unload": "30m",
-        "log_level": "debug",
     }
     assert other.keys() == {field.name for field in dataclasses.fields(Settings)}
     switches = {field.name for field in dataclasses.fields(Settings) if isinstance(field.default, bool)}
@@ -188,14 +187,14 @@ def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, va
         ("standby", '"yes"', "standby: must be true or false"),
         ("host", "[]", "host: must be a number or a text"),
         ("max_queues", "3", "unknown key 'max_queues'"),
-        ("log-level", "'info'", "log-level: is there twice, with - and with _"),
+        ("max-queue", "4", "max-queue: is there twice, with - and with _"),
     ],
 )
 def test_a_wrong_value_in_a_policy_file_is_named_with_its_line(
     run: Run, tmp_path: Path, key: str, value: str, expected: str
 ) -> None:
     policy = tmp_path / "mine.toml"
-    policy.write_text(f"# mine\nlog_level = 'debug'\n{key} = {value}\n")
+    policy.write_text(f"# mine\nmax_queue = 3\n{key} = {value}\n")
     run("serve", "--policy", policy).assert_refused(2, f"error: --policy: {policy}:3: {expected}")
 
 

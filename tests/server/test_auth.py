@@ -199,7 +199,7 @@ def test_a_daemon_does_not_start_over_a_file_that_others_may_read(chat_model: Pa
 
 def test_a_hangup_reads_the_keys_again_and_the_log_shows_their_names_only(chat_model: Path, tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", f"alice {ALICE}")
-    with running_daemon(chat_model, tmp_path / "kv", api_keys=keys, log_level="debug") as daemon:
+    with running_daemon(chat_model, tmp_path / "kv", api_keys=keys) as daemon:
 
         def status(key: str, **fields: Any) -> int:
             with daemon.client() as client:

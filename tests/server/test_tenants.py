@@ -178,7 +178,7 @@ def test_tenants_stay_apart_after_a_kill_and_a_restart(chat_model: Path, tmp_pat
 
 
 def test_nothing_on_disk_or_in_the_log_holds_a_key_or_a_salt(chat_model: Path, tmp_path: Path, keys_file: Path) -> None:
-    with running_daemon(chat_model, tmp_path / "kv", api_keys=keys_file, log_level="debug") as daemon:
+    with running_daemon(chat_model, tmp_path / "kv", api_keys=keys_file) as daemon:
         Chat(daemon, ALICE)(unique("secrets"), prefix_cache={"salt": "swordfish"})
         with httpx.Client(base_url=daemon.url, timeout=60) as client:
             bad = client.post(CHAT, json=HELLO_WITHOUT_KEY, headers={"Authorization": "Bearer swordfish-swordfish"})

@@ -109,7 +109,7 @@ class ServerPhase:
 
     def _daemon(self, cache: _Cache, **changes: str) -> DaemonProcess:
         same = {"block_size": str(BLOCK_SIZE), "kv_cache_budget": cache.budget}
-        flags = serve_flags(self._models, cache.folder, log_level="debug", **(same | changes))
+        flags = serve_flags(self._models, cache.folder, **(same | changes))
         return DaemonProcess(*self.flags, *flags[1:])
 
     def _write_models(self, folder: Path) -> None:
