@@ -49,8 +49,8 @@ def test_a_history_that_fails_in_another_way_does_not_find_a_mutant(
 
 
 def test_a_seed_is_one_history_in_every_process() -> None:
-    """The one of this seed has a purge, a kill, faults of the disk, and a bucket."""
-    command = [sys.executable, "-m", "tools", "interleavings", "--seed", "149"]
+    """The one of this seed has a purge, a kill, and a bucket."""
+    command = [sys.executable, "-m", "tools", "interleavings", "--seed", "107"]
 
     def trace(hash_seed: str) -> str:
         environment = os.environ | {"PYTHONHASHSEED": hash_seed}
@@ -60,7 +60,7 @@ def test_a_seed_is_one_history_in_every_process() -> None:
 
     first = trace("1")
     assert first.count(" --- ") > 10
-    assert all(f"--- {event}" in first for event in ("purge", "kill", "let_disk_fail"))
+    assert all(f"--- {event}" in first for event in ("purge", "kill"))
     assert trace("2") == first
 
 
