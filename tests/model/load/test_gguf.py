@@ -267,7 +267,7 @@ def test_a_file_that_is_no_whole_gguf_is_refused_in_one_line(content: bytes | fl
             r"tiny\.gguf holds a model whose tokens see later ones: llama; ",
         ),
     ],
-    ids=str,
+    ids=["a tensor is missing", "an unknown architecture", "an encoder"],
 )
 def test_a_whole_file_of_no_model_that_is_served_is_refused(
     options: dict[str, Any], words: str, tmp_path: Path
@@ -376,7 +376,7 @@ def test_tensors_that_are_converted_one_by_one_are_those_of_the_whole_model(
     "options",
     [{"experts": 4}]
     + [{"architecture": name} for name in ("llama", "qwen2", "gemma3", "gemma4", "stablelm", "gpt-oss")],
-    ids=str,
+    ids=["a tensor is missing", "an unknown architecture", "an encoder"],
 )
 def test_transformers_has_the_configuration_that_the_library_would_read(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
