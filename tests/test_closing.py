@@ -101,8 +101,8 @@ def test_each_listed_reason_is_one_that_a_test_gives() -> None:
 def test_a_test_without_a_mark_that_takes_long_fails_ci_on_a_quiet_machine(
     tmp_path: Path, mark: str, busy: bool, code: int
 ) -> None:
-    shorter = f"from tests import closing\n\nclosing.LONGEST_S, closing.is_busy = -1.0, lambda: {busy}\n"
-    (tmp_path / "conftest.py").write_text(shorter + CONFTEST)
+    shorter = "from tests import closing\n\nclosing.LONGEST_S = closing.FAILS_S = -1.0\n"
+    (tmp_path / "conftest.py").write_text(f"{shorter}closing.is_busy = lambda: {busy}\n{CONFTEST}")
     (tmp_path / "test_it.py").write_text(f"import pytest\n\n{mark}\ndef test_one():\n    pass\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "DISKPREFIX_TEST_MISSING": ""}

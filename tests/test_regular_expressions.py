@@ -40,9 +40,8 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
     "chat/output/call_values.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
     "chat/output/parsers.py": [],
-    "chat/output/patterns.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
+    "chat/output/call_patterns.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
     "cli/policy_file.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
-    "extras/remote/objects.py": [("prefix([^\0-\x1f]*?)(/(?=/)|[\0-\x1f])", ("search",))],
 }
 """Samples of the patterns that are made while the program runs, and how they are used, by module. Alternatives of
 escaped texts need none. Those of formats of replies are run by their parsers, below."""

@@ -9,14 +9,16 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
-
-from starlette.types import Scope
+from typing import TYPE_CHECKING
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import QueueFull, ShareFull
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 MAX_BODY_BYTES = 32 * 1024**2
 _PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024

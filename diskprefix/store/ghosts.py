@@ -45,7 +45,7 @@ KEY_BYTES = {"seen": HASH_BYTES + _NUMBER.size, "ghosts": 2 * HASH_BYTES}
 """The lengths of the keys, by database."""
 
 
-class Ghost(NamedTuple):
+class GhostRecord(NamedTuple):
     """A block that `uses` ghosts and prompts continue. `token_ids` are int32, little-endian."""
 
     uses: int
@@ -65,13 +65,13 @@ class Leaf(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SeenPrompt:
+class SeenRecord:
     """A prompt that was seen: its key and its record, and the names and ghosts of its full blocks."""
 
     key: bytes
     leaf: Leaf
     names: tuple[bytes, ...]
-    ghosts: tuple[Ghost, ...]
+    ghosts: tuple[GhostRecord, ...]
 
     @property
     def token_ids(self) -> TokenIds:
@@ -105,7 +105,7 @@ def see(
         num_known = 0
     path, size = [root, *names], ID_BYTES * block_size
     for number in range(num_known, len(names)):
-        ghost = Ghost(1, path[number], content[number * size : (number + 1) * size])
+        ghost = GhostRecord(1, path[number], content[number * size : (number + 1) * size])
         _put_ghost(changes, root, names[number], ghost)
     newest = next(changes.last_under("seen", root), (b"", b""))[0]
     number = _NUMBER.unpack_from(newest, HASH_BYTES)[0] + 1 if newest else 0
@@ -140,10 +140,10 @@ def forget_root(changes: Changes, root: bytes, why: StoreCorrupt | str) -> int:
     return gone
 
 
-def newest_first(snapshot: Snapshot, root: bytes, most_bytes: float = math.inf) -> Iterator[SeenPrompt]:
+def newest_first(snapshot: Snapshot, root: bytes, most_bytes: float = math.inf) -> Iterator[SeenRecord]:
     """Yields the prompts of a root, of all groups, newest first, until their ghosts have more than `most_bytes` of
     token ids. Each ghost is read once. A prompt that cannot be read is left out."""
-    ghosts: dict[bytes, Ghost] = {}
+    ghosts: dict[bytes, GhostRecord] = {}
     num_bytes = 0
     for key, value in snapshot.last_under("seen", root):
         if num_bytes > most_bytes:
@@ -162,7 +162,7 @@ def newest_first(snapshot: Snapshot, root: bytes, most_bytes: float = math.inf) 
             log.warning("[disk-cache] a recent prompt is left out: %s", error)
             continue
         path = tuple(reversed(names))
-        yield SeenPrompt(key, leaf, path, tuple(ghosts[name] for name in path))
+        yield SeenRecord(key, leaf, path, tuple(ghosts[name] for name in path))
 
 
 def recent_prompts(snapshot: Snapshot, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
@@ -203,20 +203,20 @@ def decode_leaf(key: bytes, value: bytes | memoryview) -> Leaf:
     return Leaf(came_at, ttl_s, parent, b"" if group == _NO_GROUP else group, packed[start:])
 
 
-def encode_ghost(key: bytes, ghost: Ghost) -> bytes:
+def encode_ghost(key: bytes, ghost: GhostRecord) -> bytes:
     return with_checksum(key, _GHOST.pack(ghost.uses, ghost.parent) + ghost.token_ids)
 
 
-def decode_ghost(key: bytes, value: bytes | memoryview) -> Ghost:
+def decode_ghost(key: bytes, value: bytes | memoryview) -> GhostRecord:
     """Raises `StoreCorrupt`."""
     packed = verified(key, value)
     if len(key) != KEY_BYTES["ghosts"] or len(packed) <= _GHOST.size or (len(packed) - _GHOST.size) % ID_BYTES:
         raise StoreCorrupt(f"a ghost of {len(value)} bytes under a key of {len(key)} bytes cannot be")
     uses, parent = _GHOST.unpack_from(packed)
-    return Ghost(uses, parent, packed[_GHOST.size :])
+    return GhostRecord(uses, parent, packed[_GHOST.size :])
 
 
-def read_ghost(snapshot: Snapshot, root: bytes, name: bytes) -> Ghost:
+def read_ghost(snapshot: Snapshot, root: bytes, name: bytes) -> GhostRecord:
     """Raises `StoreCorrupt`, also if there is none of this name."""
     value = snapshot.record("ghosts", root + name)
     if value is None:
@@ -257,7 +257,7 @@ class SeenCheck:
         return uses
 
 
-def _put_ghost(changes: Changes, root: bytes, name: bytes, ghost: Ghost) -> None:
+def _put_ghost(changes: Changes, root: bytes, name: bytes, ghost: GhostRecord) -> None:
     changes.put_seen("ghosts", root + name, encode_ghost(root + name, ghost))
 
 

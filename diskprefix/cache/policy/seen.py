@@ -1,4 +1,4 @@
-"""What was seen: the earlier prompts of one root, as a prefix tree of ghosts.
+"""The earlier prompts of one root, as a prefix tree of ghosts.
 
 A ghost is a block that was seen, whether its state is stored or not. An earlier prompt is a leaf of this tree, so
 prompts that share a beginning share its ghosts. The token ids of a ghost go with the last prompt that needs them; its

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from diskprefix.chat.output.call_patterns import CallPatterns
 from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls
 from diskprefix.chat.output.families import Family
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
-from diskprefix.chat.output.patterns import CallPatterns
 from diskprefix.chat.output.reader import Parsing, Reader, Take
 
 _NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}

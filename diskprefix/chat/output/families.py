@@ -1,4 +1,4 @@
-"""How families of models write calls and reasoning: one description each. `call_grammar.py` forces calls by it,
+"""One description of each family of models: how it writes calls and reasoning. `call_grammar.py` forces calls by it,
 `call_reader.py` and `parsers.py` read them, and `choose_format.py` chooses one for a chat template."""
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class Family:
 
     @property
     def before(self) -> str:
-        """What stands before all calls."""
+        """The text before all calls."""
         return "" if self.each else self.lead + self.begin
 
     @property
     def after(self) -> str:
-        """What stands behind all calls."""
+        """The text behind all calls."""
         return "" if self.each else self.end
 
     @property

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import regex
 
+from diskprefix.chat.output.call_patterns import alternatives, any_of
 from diskprefix.chat.output.call_reader import CallDeltas, CallReader
 from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import NONE, Channels, Family
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
-from diskprefix.chat.output.patterns import alternatives, any_of
 from diskprefix.chat.output.reader import Parsing, Reader, Take
 
 Thoughts = Sequence[tuple[str, str]]

@@ -56,7 +56,7 @@ class EntryNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What the file holds. `nodes` are in the order of their payloads: each block, then the checkpoints behind it."""
+    """The content of a file. `nodes` are in the order of their payloads: each block, then the checkpoints behind it."""
 
     root: RootRecord
     entry: EntryRecord

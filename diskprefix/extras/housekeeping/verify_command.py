@@ -12,7 +12,7 @@ from diskprefix.cli.tooling import opened_store, print_json, progress, short_id,
 from diskprefix.store.verify import (
     IndexReport,
     PayloadReport,
-    Removed,
+    RemovedRecords,
     StoreProblem,
     remove_damaged,
     verify_index,
@@ -60,7 +60,7 @@ def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
 
 
 def _report(
-    index: IndexReport, payloads: PayloadReport, problems: tuple[StoreProblem, ...], removed: Removed | None
+    index: IndexReport, payloads: PayloadReport, problems: tuple[StoreProblem, ...], removed: RemovedRecords | None
 ) -> dict[str, Any]:
     """Returns what --json prints. `removed` is what --fix did, or None without --fix."""
     report = {
@@ -89,7 +89,7 @@ def _show(folder: Path, index: IndexReport, payloads: PayloadReport, problems: t
     click.echo(f"{counted(len(problems), 'problem')}: {checked}")
 
 
-def _show_removed(removed: Removed) -> None:
+def _show_removed(removed: RemovedRecords) -> None:
     prompts = f"{counted(len(removed.entries), 'saved prompt')}, {counted(removed.prompts, 'recent prompt')}"
     click.echo(f"removed {counted(removed.blocks, 'block')}, {prompts}")
     show_first([short_id(name.hex()) for name in removed.entries])

@@ -1,4 +1,4 @@
-"""What one process counts, and the objects that it need not ask for."""
+"""The counts of one process, and the objects that it need not ask for."""
 
 from __future__ import annotations
 

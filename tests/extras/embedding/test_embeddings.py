@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,7 +114,9 @@ def test_a_vector_has_the_same_bits_from_the_disk_after_a_restart(folder: Path, 
 def test_a_mean_is_that_of_all_tokens_with_the_same_bits_in_company(
     folder: Path, tmp_path: Path, hidden_states: list[torch.Tensor]
 ) -> None:
-    with real_app(folder, tmp_path / "kv", pooling="mean") as server, server.client() as client:
+    averaging = Path(shutil.copytree(folder, tmp_path / "averaging"))
+    write_pooling(averaging, pooling_mode_lasttoken=False, pooling_mode_mean_tokens=True, include_prompt=True)
+    with real_app(averaging, tmp_path / "kv") as server, server.client() as client:
         together = vectors(client, TEXTS)
         assert vectors(client, TEXTS[2]) == [together[2]]
     for found, hidden in zip(together, hidden_states, strict=True):
