@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-AGENT_PROMPT = ROOT / "tools" / "prompts" / "agent_system.md"
+AGENT_PROMPT = ROOT / "tools" / "prompts" / "agent_system.txt"
 """The system message of an agent, written for this project."""
 WORDS = (ROOT / "tools" / "prompts" / "words.txt").read_text(encoding="utf-8").split()
 """Each word, with the blank before it, is one token of the embedded model."""
