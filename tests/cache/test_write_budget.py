@@ -50,7 +50,9 @@ def test_what_a_request_asks_for_itself_is_saved_until_nothing_is_left_over_a_re
     runner.close()
 
 
-def test_a_reply_that_has_no_room_is_left_out(runner: Runner) -> None:
+def test_a_reply_that_has_no_room_is_left_out(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the prompt and its reply count here, not what the file takes beside."""
+    monkeypatch.setattr(WrittenBytes, "last_day", lambda _written, _now: 0)
     reply, token_bytes = 20 * BLOCK, runner.layout.bytes_per_token
     runner.cache.store.meter.budget_bytes = 4 * 8 * BLOCK * token_bytes
     answer = runner.run_prompt(Prompt(random_prompt(1, 4 * BLOCK)), FULL, reply=reply)

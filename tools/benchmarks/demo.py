@@ -1,10 +1,10 @@
 """The demo: a server is killed, started again, and answers a long prompt from disk with the same text.
 
-The prompt is `tools/prompts/agent_system.txt`, written for this project, as the system message of a ChatML chat. Prefill
-runs in steps of 256 tokens and a prefix is restored at a multiple of 256, so what a follow-up turn computes is the
-remainder of the previous prompt (its tokens modulo 256), the reply and the new question. The system message is 6 151
-tokens long, 7 past a grid point, which keeps this remainder small; another length costs up to 255 tokens more in the
-next-turn and other-question rows. An exact repeat does not depend on it.
+The prompt is `tools/prompts/agent_system.txt`, written for this project, as the system message of a ChatML chat.
+Prefill runs in steps of 256 tokens and a prefix is restored at a multiple of 256, so what a follow-up turn computes is
+the remainder of the previous prompt (its tokens modulo 256), the reply and the new question. The system message is 6
+151 tokens long, 7 past a grid point, which keeps this remainder small; another length costs up to 255 tokens more in
+the next-turn and other-question rows. An exact repeat does not depend on it.
 """
 
 from __future__ import annotations
