@@ -17,7 +17,7 @@ from diskprefix.cli.options import Decorated, PathType, variable_of
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
-from diskprefix.store.folder import DATA, become_owner
+from diskprefix.store.folder import DATA
 from diskprefix.store.store import Store
 from diskprefix.store.survival import require_survivable
 from diskprefix.store.tree import EntryInfo
@@ -57,25 +57,20 @@ def existing_folder(folder: Path) -> Path:
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
 
 
-def require_store(folder: Path) -> Path:
-    """Returns the path by which to open the store in `folder`: see `become_owner`.
-
-    Raises `StoreUnavailable` if there is no store, so that reading commands do not create one.
-    """
-    path = become_owner(folder)
-    file = path / DATA
+def require_store(folder: Path) -> None:
+    """Raises `StoreUnavailable` if there is no store in `folder`, so that reading commands do not create one."""
+    file = folder / DATA
     if not file.is_file() or not file.stat().st_size:
         raise StoreUnavailable(f"{folder} holds no diskprefix store; give its folder with --kv-cache-dir")
-    return path
 
 
 @contextmanager
 def opened_store(folder: Path, *, write: bool = False, min_free_bytes: int = 0) -> Iterator[Store]:
     """Opens the store in `folder`, read-only unless `write`, and closes it at the end. Raises `CacheError`."""
-    path = require_store(folder)
+    require_store(folder)
     with advised():
-        require_survivable(path)
-        store = Store(path, read_only=not write, min_free_bytes=min_free_bytes)
+        require_survivable(folder)
+        store = Store(folder, read_only=not write, min_free_bytes=min_free_bytes)
     try:
         yield store
     finally:

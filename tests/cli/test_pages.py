@@ -123,8 +123,7 @@ def at_home(place: Path, run: Run, daemon: DaemonProcess, tmp_path: Path, monkey
     ("page", "command"), [shown for shown in SHOWN if reason_not_to_run(shown[1]) is None], ids=lambda one: one[:60]
 )
 def test_a_command_of_a_page_works(page: str, command: str, at_home: Path, run: Run, daemon: DaemonProcess) -> None:
-    command = command.replace("/mnt/backup", str(at_home / "backup")).replace("/tmp/manual", str(at_home / "manual"))
-    command = command.replace("/var/cache/vllm-kv", str(at_home / "kv"))
+    command = command.replace("/var/cache/diskprefix", str(at_home)).replace("/var/cache/vllm-kv", str(at_home / "kv"))
     command = re.sub(r"http://127\.0\.0\.1:8642|localhost:8642", daemon.url, command)
     if command.startswith("curl "):
         curl = shutil.which("curl")
@@ -143,7 +142,7 @@ def test_a_command_of_a_page_works(page: str, command: str, at_home: Path, run: 
     if args[0] == "serve":
         args.append("--print-config")
     if args[0] == "restore":
-        assert run("backup", at_home / "backup/kv").exit_code == 0
+        assert run("backup", at_home / "backup").exit_code == 0
         args.append("--yes")
     ended = run(*args)
     assert ended.exit_code == 0, ended.stderr

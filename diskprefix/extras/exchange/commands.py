@@ -52,7 +52,6 @@ def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_
     Exit codes: 0 done; 2 wrong usage, no such ENTRY, one that cannot be exported, or the file
     exists; 4 the store cannot be opened or is damaged, or the file cannot be written.
     """
-    # Opening the store may change the working directory: see `become_owner`.
     path = Path() if output is None else output.absolute()
     with opened_store(kv_cache_dir) as store:
         with store.snapshot() as snapshot:

@@ -26,7 +26,7 @@ from diskprefix.store.compact import (
     replace_store,
     require_unused,
 )
-from diskprefix.store.folder import DATA, become_owner
+from diskprefix.store.folder import DATA
 from diskprefix.units import format_size
 
 
@@ -48,9 +48,9 @@ def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
     Exit codes: 0 done, 2 wrong usage, 4 the store is damaged, FOLDER holds one already, or its disk is too full.
     """
     target = target.absolute()
-    folder = require_store(kv_cache_dir)
-    with advised(), progress("copying", compacted_bytes(folder)) as advance:
-        result = copy_store(folder, target, advance)
+    require_store(kv_cache_dir)
+    with advised(), progress("copying", compacted_bytes(kv_cache_dir)) as advance:
+        result = copy_store(kv_cache_dir, target, advance)
     _show("wrote", target / DATA, result, as_json)
 
 
@@ -72,18 +72,16 @@ def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
     Exit codes: 0 done; 1 declined; 2 wrong usage; 4 the backup is damaged, the store is in use, or the disk is too
     full.
     """
-    source = source.absolute()
-    folder = become_owner(kv_cache_dir)
     # Its format is checked, and its identity read, before anything is replaced.
     with opened_store(source):
         pass
-    if (folder / DATA).exists() and not yes:
+    if (kv_cache_dir / DATA).exists() and not yes:
         # Before the question, whose answer would be for nothing.
-        require_unused(folder)
+        require_unused(kv_cache_dir)
         if not _confirmed(kv_cache_dir):
             return 1
     with advised(), progress("restoring", compacted_bytes(source)) as advance:
-        result = replace_store(source, folder, advance)
+        result = replace_store(source, kv_cache_dir, advance)
     _show("restored", kv_cache_dir / DATA, result, as_json)
     return 0
 
@@ -113,9 +111,9 @@ def compact(kv_cache_dir: Path, as_json: bool) -> None:
     \b
     Exit codes: 0 done, 2 wrong usage, 4 the store is in use or damaged, or the disk is too full.
     """
-    folder = require_store(kv_cache_dir)
-    with advised(), progress("compacting", compacted_bytes(folder)) as advance:
-        result = compact_folder(folder, advance)
+    require_store(kv_cache_dir)
+    with advised(), progress("compacting", compacted_bytes(kv_cache_dir)) as advance:
+        result = compact_folder(kv_cache_dir, advance)
     _show("compacted", kv_cache_dir / DATA, result, as_json)
 
 

@@ -119,8 +119,7 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
     folder = models / name
     if problem := distrusted_by_root(folder):
         raise ModelError(
-            f"the cache folder {models}: {problem}, who could exchange it; run this as that user, or set "
-            "XDG_CACHE_HOME to a folder of root's"
+            f"the cache folder {models}: {problem}; run this as that user, or set XDG_CACHE_HOME to a folder of root's"
         )
     _remove_leftovers(models)
     if is_finished(folder):
