@@ -112,8 +112,7 @@ class Notes:
             log.warning("[disk-cache] a note is damaged and goes: %s", error)
             self._delete(key)
             return None
-        except CacheError as error:
-            log.debug("[disk-cache] a note cannot be read: %s", error)
+        except CacheError:
             return None
         if times.is_expired(now):
             return None

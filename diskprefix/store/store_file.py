@@ -1,266 +1,33 @@
-"""The file of a store: opens it and checks its identity, moves an unusable file aside, opens it again after a problem.
-
-A process that is alone with the folder may move aside a file that is damaged or has another format. A process that
-comes second finds this done.
-"""
+"""The file of an open store: its transactions, and opening it again after a problem."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import mmap
 import os
-import secrets
-import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
-from diskprefix.store.environment import Environment, other_lmdb
-from diskprefix.store.folder import (
-    DATA,
-    LMDB_LOCK,
-    REPLACEMENT,
-    FolderLock,
-    FolderUnavailable,
-    check_folder,
-    disk_full,
-    file_errors,
-    make_folder,
-    reserve_lmdb_lock,
-    sync,
-)
-from diskprefix.store.schema import (
-    DATABASES,
-    FORMAT,
-    FORMAT_VERSION,
-    NAMES,
-    NamesRecord,
-    decode_record,
-    encode_record,
-)
+from diskprefix.store.environment import Environment
+from diskprefix.store.folder import FolderLock, FolderUnavailable, disk_full
+from diskprefix.store.identity import identify, require_namespace
+from diskprefix.store.opening import open_environment, set_aside
+from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.survival import require_survivable
 from diskprefix.store.written import WriteMeter
-from diskprefix.tokens import HASH_BYTES
 
 log = logging.getLogger("diskprefix")
 
 OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
-
-DAMAGED = "damaged.mdb"
-"""The name of an unusable file once it is moved aside. It replaces the one that was moved aside before."""
-_LOCK_PATIENCE_S = 10.0
-_FIRST_BYTES = 2 * mmap.PAGESIZE
-"""The size of a new file: LMDB's two meta pages."""
-
-
-def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple[Environment, FolderLock]:
-    """Opens the environment in folder `path`, created unless read-only, and the lock that goes with it. Raises
-    `StoreUnavailable` (`FolderUnavailable` where the problem may end by itself), or `StoreCorrupt`."""
-    if read_only and not os.path.lexists(path / DATA):
-        raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
-    if read_only:
-        check_folder(path)
-    else:
-        make_folder(path)
-    lock, env, is_marked = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only), None, False
-    try:
-        with file_errors(path):
-            is_alone = not read_only and lock.try_exclusive()
-            if is_alone:
-                # A process that was killed while it wrote a replacement left it behind. The old file is in place.
-                shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
-            _require_own_layout(path)
-            if is_alone and lock.is_marked:
-                require_survivable(path, is_alone=True)
-            if not read_only:
-                lock.mark(True)
-                is_marked = True
-            if os.access(path, os.W_OK):
-                reserve_lmdb_lock(path, create=not read_only)
-            env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
-            if not read_only:
-                _make_durable(path / DATA, may_write=is_alone)
-                # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
-                sync(path)
-            lock.share()
-    except BaseException:
-        if env is not None:
-            # Otherwise the folder cannot be opened for reading either.
-            env.close()
-        if is_marked:
-            with suppress(OSError):
-                lock.mark(False)
-        lock.close()
-        raise
-    return env, lock
-
-
-def _make_durable(file: Path, *, may_write: bool) -> None:
-    """Makes what LMDB relies on durable, before anything is written. Raises `OSError`.
-
-    LMDB writes the first pages once, when it makes the file, and changes parts of them later. If the barrier behind
-    that fails, the kernel takes them for written, and the next power failure would lose them. So those of a file
-    without a commit are written again. And if the write of a commit's meta page fails, LMDB writes the one before back
-    without a barrier: the disk may have the new one, whose pages the next commit overwrites.
-    """
-    with file.open("r+b", buffering=0) as opened:
-        first = opened.read(_FIRST_BYTES + 1)
-        if may_write and len(first) == _FIRST_BYTES:
-            opened.seek(0)
-            opened.write(first)
-        os.fsync(opened.fileno())
-
-
-def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
-    """Moves a file that is damaged or has another format out of the way, so that a new one can be created.
-
-    Does nothing if another process has the folder open: that process may have moved the file already.
-    """
-    lock = FolderLock(path, _LOCK_PATIENCE_S)
-    try:
-        if not lock.try_exclusive():
-            return
-        (path / DATA).replace(path / DAMAGED)
-        (path / LMDB_LOCK).unlink(missing_ok=True)
-    except FileNotFoundError:
-        return
-    except OSError as failure:
-        raise FolderUnavailable(path, failure) from failure
-    finally:
-        lock.close()
-    log.error(
-        "[disk-cache] starting with an empty store; the old file was moved to %s and can be deleted: %s",
-        path / DAMAGED,
-        error,
-    )
-
-
-_META = struct.Struct("<II16xI")
-"""Magic number, data version and page size, behind the header of a meta page."""
-_MAGIC, _DATA_VERSION, _PAGE_HEADER_BYTES = 0xBEEFC0DE, 1, (16, 24)
-"""Of LMDB 0.9, but the second header is that of later data versions."""
-_PAGE_BYTES = tuple(1 << n for n in range(12, 16))
-
-
-def _require_own_layout(path: Path) -> None:
-    """Raises `StoreUnavailable` for a file of another data version of LMDB, or from a machine with other pages, which
-    is not damaged. Both meta pages must say so. Raises `StoreCorrupt` if one of them says something else."""
-    try:
-        with (path / DATA).open("rb") as file:
-            start = file.read(_PAGE_BYTES[-1] + _PAGE_HEADER_BYTES[-1] + _META.size)
-    except FileNotFoundError:
-        return
-    for header, page_bytes in itertools.product(_PAGE_HEADER_BYTES, _PAGE_BYTES):
-        if len(start) < page_bytes + header + _META.size:
-            continue
-        magic, version, stated_bytes = first = _META.unpack_from(start, header)
-        if magic != _MAGIC or first != _META.unpack_from(start, page_bytes + header):
-            continue
-        if version != _DATA_VERSION:
-            raise other_lmdb(path / DATA, f"has LMDB's data version {version}")
-        if stated_bytes == page_bytes != min(mmap.PAGESIZE, _PAGE_BYTES[-1]):
-            raise other_lmdb(path / DATA, f"has pages of {page_bytes} bytes")
-    second = _PAGE_HEADER_BYTES[0] + min(mmap.PAGESIZE, _PAGE_BYTES[-1])
-    has_both = len(start) >= second + _META.size
-    if has_both and _META.unpack_from(start, second) != _META.unpack_from(start, _PAGE_HEADER_BYTES[0]):
-        raise StoreCorrupt(f"{path / DATA} is damaged: its meta pages differ")
-
-
-def foreign_file(path: Path) -> StoreUnavailable:
-    """The error for a `data.mdb` that another program made: a store neither adds to it nor moves it."""
-    return StoreUnavailable(f"{path / DATA} belongs to another program; choose another --kv-cache-dir")
-
-
-_U32 = struct.Struct("<I")
-
-
-def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
-    """Reads a store's identity, or writes it into a new store at time `now`, then opens all databases. `namespace`
-    seeds the names of a new store; without it they are seeded with a secret of its own.
-
-    Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
-    format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
-    """
-    if not env.has_database("meta"):
-        if not env.is_empty():
-            require_survivable(path)
-            raise foreign_file(path)
-        if env.read_only:
-            raise StoreCorrupt(f"{path} holds no diskprefix store")
-    env.open_databases(["meta"])
-    with env.transaction() as txn:
-        is_new = not any(Snapshot(env.databases, txn).keys("meta"))
-    if is_new and env.read_only:
-        raise StoreCorrupt(f"{path} holds no diskprefix store")
-    if is_new:
-        with env.transaction(write=True) as txn:
-            # Another process may have written its identity meanwhile.
-            if not any(Snapshot(env.databases, txn).keys("meta")):
-                _create(Changes(env.databases, txn, now), now, namespace)
-    with env.transaction() as txn:
-        names = _read(path, env, txn)
-    env.open_databases(DATABASES)
-    return names
-
-
-def require_namespace(path: Path, names: NamesRecord, namespace: NamespaceKey | None) -> None:
-    """Raises `StoreUnavailable` unless the names of the store in folder `path` are seeded as `namespace` says."""
-    if names.namespace == (namespace.digest if namespace else b""):
-        return
-    if not names.namespace:
-        problem = "its names are not made with a namespace key; leave --namespace-key-file out"
-    elif namespace is None:
-        problem = "its names are made with a namespace key; give the file with --namespace-key-file"
-    else:
-        problem = "its names are made with another namespace key; give that one with --namespace-key-file"
-    raise StoreUnavailable(f"{path / DATA}: {problem}, or choose another --kv-cache-dir")
-
-
-def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> None:
-    names = NamesRecord(
-        store_id=secrets.token_bytes(HASH_BYTES),
-        secret=namespace.names_seed if namespace else secrets.randbits(64),
-        created_at=now,
-        namespace=namespace.digest if namespace else b"",
-    )
-    changes.put_meta(FORMAT, _U32.pack(FORMAT_VERSION))
-    changes.put_meta(NAMES, encode_record(NAMES.encode(), names))
-
-
-def names_of(snapshot: Snapshot) -> NamesRecord:
-    """Returns what the names of an open store are made with. Raises `StoreCorrupt`."""
-    return decode_record(NamesRecord, NAMES.encode(), snapshot.meta(NAMES) or b"")
-
-
-def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:
-    """Returns a store's identity."""
-    snapshot = Snapshot(env.databases, txn)
-    version, names = snapshot.meta(FORMAT), snapshot.meta(NAMES)
-    if version is None and names is None:
-        raise foreign_file(path)
-    try:
-        (found,) = _U32.unpack(version or b"")
-        if found != FORMAT_VERSION:
-            raise StoreFormatError(
-                f"{path / DATA} has format {found}, and this version of diskprefix reads format {FORMAT_VERSION}: "
-                "move the file away to start afresh, or choose another --kv-cache-dir"
-            )
-        return names_of(snapshot)
-    except (struct.error, StoreCorrupt) as error:
-        raise StoreCorrupt(
-            f"{path / DATA}: the identity of the store is damaged; move the file away to start afresh"
-        ) from error
-
 
 _U64 = struct.Struct("<Q")
 _RETRY_S = 2.0
@@ -271,9 +38,8 @@ class StoreFile:
     """The environment and the lock of a store's folder. One thread at a time may open, close or reopen it.
 
     `names` is replaced as a whole when another store is opened. `budget_bytes` is the daemon's budget; a tool that gave
-    none uses the one of the last daemon. `mapped` holds the names of nodes whose pages this process has read since the
-    file was opened. `meter` counts the bytes that
-    this process writes to the file. `clock` returns the time in seconds since the epoch.
+    none uses the one of the last daemon. `meter` counts the bytes that this process writes to the file. `clock` returns
+    the time in seconds since the epoch.
     """
 
     def __init__(
@@ -455,8 +221,6 @@ class StoreFile:
 
     def _only_read(self, error: FolderUnavailable) -> None:
         """Opens the store for reading, if there is one; `error` says why it cannot be written."""
-        try:
+        with suppress(CacheError):
             self._open(read_only=True)
-        except CacheError:
-            log.debug("[disk-cache] nothing to read in %s", self.path, exc_info=True)
         self._problem = self.told(error)

@@ -11,6 +11,7 @@ What is left is damage that LMDB can live with. Records have checksums, so it co
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.folder import DATA, LMDB_LOCK
+
+log = logging.getLogger("diskprefix")
 
 _CHILD = """
 import os, resource, sys
@@ -74,8 +77,8 @@ def _outcome(command: list[str], timeout_s: float) -> str | None:
     """Returns why a child failed, None if it did not."""
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
-    except PermissionError:
-        # Root has become the folder's owner, who may not run this Python: nothing can be tried.
+    except OSError as error:
+        log.warning("[disk-cache] the file is opened untried, because Python cannot be started to try it: %s", error)
         return None
     except subprocess.TimeoutExpired:
         return f"LMDB was not through it after {timeout_s:.0f} s"

@@ -19,11 +19,11 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import LONG_PROMPT, SHARED, CacheOptions, Prompt
+from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import PrefixTree, list_entries
 from diskprefix.tokens import LEAST_TOKENS
 from tests.cache.opening import gated

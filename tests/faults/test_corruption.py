@@ -21,8 +21,9 @@ CASES = 1
 """Of each kind. The tool runs thousands."""
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_MARK = """
-from diskprefix.store import store_file
-store_file.require_survivable = lambda *_, **__: None
+from diskprefix.store import identity, opening, store_file
+for module in (identity, opening, store_file):
+    module.require_survivable = lambda *_, **__: None
 from tools.faults.corruption import main
 main()
 """

@@ -14,9 +14,9 @@ from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreF
 from diskprefix.store import environment
 from diskprefix.store.changes import Use
 from diskprefix.store.ghosts import recent_prompts
+from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import FORMAT_VERSION, Kind
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import PrefixTree
 from tests import forked
 from tests.store import other_process

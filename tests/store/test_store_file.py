@@ -14,8 +14,9 @@ import pytest
 from diskprefix.errors import StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.folder import DATA
+from diskprefix.store.opening import DAMAGED
 from diskprefix.store.store import Store
-from diskprefix.store.store_file import DAMAGED, OnCorruption
+from diskprefix.store.store_file import OnCorruption
 
 A, B = NamespaceKey.of(b"key of the one fleet"), NamespaceKey.of(b"key of the other one")
 BUDGET = 32 << 20

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store import store_file, survival
+from diskprefix.store import opening, survival
 from diskprefix.store.folder import DATA, LOCK
+from diskprefix.store.opening import DAMAGED
 from diskprefix.store.store import Store
-from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.survival import require_survivable
 from tests.faults.isolated import run_isolated
 from tests.faults.power.check import leave_mark
@@ -93,7 +93,7 @@ def test_a_process_that_dies_of_the_file_leaves_a_mark_and_the_next_one_moves_th
 
 def test_only_the_mark_of_a_process_that_is_gone_costs_a_child(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Path] = []
-    monkeypatch.setattr(store_file, "require_survivable", lambda path, **_: tried.append(path))
+    monkeypatch.setattr(opening, "require_survivable", lambda path, **_: tried.append(path))
     daemon(folder).close()
     assert not (folder / LOCK).stat().st_size
     with beside(other_process.hold, folder, False):

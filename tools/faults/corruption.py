@@ -32,10 +32,10 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, populate
 from diskprefix.store.folder import DATA
 from diskprefix.store.ghosts import recent_prompts
+from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import list_entries
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds

@@ -24,10 +24,10 @@ from diskprefix.cli.tooling import (
 )
 from diskprefix.errors import CacheError, SettingsError
 from diskprefix.store.compact import rewrite_folder
+from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge
 from diskprefix.store.purge import purge as purge_store
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.tenant_ids import matches, short_tenant
 from diskprefix.units import counted, format_size, parse_duration

@@ -20,9 +20,9 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.folder import DATA, FolderLock
 from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.notes import Notes
+from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.crash import prompts
 from tests.faults.power import deeds

@@ -1,0 +1,154 @@
+"""Opens the file of a store, and moves an unusable one aside.
+
+A process that is alone with the folder may move aside a file that is damaged or has another format. A process that
+comes second finds this done.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import shutil
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
+from diskprefix.store.environment import Environment, other_lmdb
+from diskprefix.store.folder import (
+    DATA,
+    LMDB_LOCK,
+    REPLACEMENT,
+    FolderLock,
+    FolderUnavailable,
+    check_folder,
+    file_errors,
+    make_folder,
+    reserve_lmdb_lock,
+    sync,
+)
+from diskprefix.store.schema import DATABASES
+from diskprefix.store.survival import require_survivable
+
+log = logging.getLogger("diskprefix")
+
+DAMAGED = "damaged.mdb"
+"""The name of an unusable file once it is moved aside. It replaces the one that was moved aside before."""
+_LOCK_PATIENCE_S = 10.0
+_FIRST_BYTES = 2 * mmap.PAGESIZE
+"""The size of a new file: LMDB's two meta pages."""
+
+
+def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple[Environment, FolderLock]:
+    """Opens the environment in folder `path`, created unless read-only, and the lock that goes with it. Raises
+    `StoreUnavailable` (`FolderUnavailable` where the problem may end by itself), or `StoreCorrupt`."""
+    if read_only and not os.path.lexists(path / DATA):
+        raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
+    if read_only:
+        check_folder(path)
+    else:
+        make_folder(path)
+    lock, env, is_marked = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only), None, False
+    try:
+        with file_errors(path):
+            is_alone = not read_only and lock.try_exclusive()
+            if is_alone:
+                # A process that was killed while it wrote a replacement left it behind. The old file is in place.
+                shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
+            _require_own_layout(path)
+            if is_alone and lock.is_marked:
+                require_survivable(path, is_alone=True)
+            if not read_only:
+                lock.mark(True)
+                is_marked = True
+            if os.access(path, os.W_OK):
+                reserve_lmdb_lock(path, create=not read_only)
+            env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
+            if not read_only:
+                _make_durable(path / DATA, may_write=is_alone)
+                # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
+                sync(path)
+            lock.share()
+    except BaseException:
+        if env is not None:
+            # Otherwise the folder cannot be opened for reading either.
+            env.close()
+        if is_marked:
+            with suppress(OSError):
+                lock.mark(False)
+        lock.close()
+        raise
+    return env, lock
+
+
+def _make_durable(file: Path, *, may_write: bool) -> None:
+    """Makes what LMDB relies on durable, before anything is written. Raises `OSError`.
+
+    LMDB writes the first pages once, when it makes the file, and changes parts of them later. If the barrier behind
+    that fails, the kernel takes them for written, and the next power failure would lose them. So those of a file
+    without a commit are written again. And if the write of a commit's meta page fails, LMDB writes the one before back
+    without a barrier: the disk may have the new one, whose pages the next commit overwrites.
+    """
+    with file.open("r+b", buffering=0) as opened:
+        first = opened.read(_FIRST_BYTES + 1)
+        if may_write and len(first) == _FIRST_BYTES:
+            opened.seek(0)
+            opened.write(first)
+        os.fsync(opened.fileno())
+
+
+def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
+    """Moves a file that is damaged or has another format out of the way, so that a new one can be created.
+
+    Does nothing if another process has the folder open: that process may have moved the file already.
+    """
+    lock = FolderLock(path, _LOCK_PATIENCE_S)
+    try:
+        if not lock.try_exclusive():
+            return
+        (path / DATA).replace(path / DAMAGED)
+        (path / LMDB_LOCK).unlink(missing_ok=True)
+    except FileNotFoundError:
+        return
+    except OSError as failure:
+        raise FolderUnavailable(path, failure) from failure
+    finally:
+        lock.close()
+    log.error(
+        "[disk-cache] starting with an empty store; the old file was moved to %s and can be deleted: %s",
+        path / DAMAGED,
+        error,
+    )
+
+
+_META = struct.Struct("<II16xI")
+"""Magic number, data version and page size, behind the header of a meta page."""
+_MAGIC, _DATA_VERSION, _PAGE_HEADER_BYTES = 0xBEEFC0DE, 1, (16, 24)
+"""Of LMDB 0.9, but the second header is that of later data versions."""
+_PAGE_BYTES = tuple(1 << n for n in range(12, 16))
+
+
+def _require_own_layout(path: Path) -> None:
+    """Raises `StoreUnavailable` for a file of another data version of LMDB, or from a machine with other pages, which
+    is not damaged. Both meta pages must say so. Raises `StoreCorrupt` if one of them says something else."""
+    try:
+        with (path / DATA).open("rb") as file:
+            start = file.read(_PAGE_BYTES[-1] + _PAGE_HEADER_BYTES[-1] + _META.size)
+    except FileNotFoundError:
+        return
+    for header, page_bytes in itertools.product(_PAGE_HEADER_BYTES, _PAGE_BYTES):
+        if len(start) < page_bytes + header + _META.size:
+            continue
+        magic, version, stated_bytes = first = _META.unpack_from(start, header)
+        if magic != _MAGIC or first != _META.unpack_from(start, page_bytes + header):
+            continue
+        if version != _DATA_VERSION:
+            raise other_lmdb(path / DATA, f"has LMDB's data version {version}")
+        if stated_bytes == page_bytes != min(mmap.PAGESIZE, _PAGE_BYTES[-1]):
+            raise other_lmdb(path / DATA, f"has pages of {page_bytes} bytes")
+    second = _PAGE_HEADER_BYTES[0] + min(mmap.PAGESIZE, _PAGE_BYTES[-1])
+    has_both = len(start) >= second + _META.size
+    if has_both and _META.unpack_from(start, second) != _META.unpack_from(start, _PAGE_HEADER_BYTES[0]):
+        raise StoreCorrupt(f"{path / DATA} is damaged: its meta pages differ")
