@@ -55,8 +55,7 @@ from diskprefix.store.schema import (
     encode_record,
 )
 from diskprefix.tokens import checksum
-from tests.chat.output.cases import CASES
-from tests.chat.output.replies import NAMES, format_named, read, tool
+from tests.chat.output.replies import NAMES, REPLIES, format_named, read, tool
 from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
 from tests.model.load.test_gguf_header import write_sample
@@ -510,8 +509,8 @@ def _reply(_folder: Path) -> Check:
 
 
 def _replies(_folder: Path) -> Iterable[bytes]:
-    for case in CASES:
-        yield bytes([NAMES.index(case.family), 1, 3, 9]) + case.text.encode()
+    for case in REPLIES:
+        yield bytes([NAMES.index(case["family"]), 1, 3, 9]) + case["text"].encode()
 
 
 def _reply_words() -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""Reads tool calls in the syntaxes of `families.py`."""
+"""Reads tool calls in the syntaxes of `families.toml`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""One description of each family of models: how it writes calls and reasoning. `call_grammar.py` forces calls by it,
-`call_reader.py` and `parsers.py` read them, and `choose_format.py` chooses one for a chat template."""
+"""One description of each family of models, of `families.toml`: how it writes calls and reasoning. `call_grammar.py`
+forces calls by it, `call_reader.py` and `parsers.py` read them, and `choose_format.py` chooses one for a template."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from diskprefix.chat.output.format import ThoughtTags
 
@@ -66,7 +68,7 @@ class Family:
     """Where the tags do not tell families apart: one of them stands in each call that the template writes. Of a family
     with channels, all of them stand in the template or in what it writes."""
     thought: ThoughtTags | None = None
-    """The texts around reasoning, if they are not among `THOUGHTS`."""
+    """The texts around reasoning, if they are not among `THOUGHTS`: in the file, its end and what comes before that."""
     channels: Channels | None = None
 
     # What models write besides, as texts or regular expressions. "" for what follows from the texts above.
@@ -134,265 +136,18 @@ THOUGHTS = (
 )
 """Tags around reasoning."""
 
-_LINE = '\n{"name": NAME, "arguments": ARGUMENTS}\n'
+
+def _family(name: str, entry: dict[str, Any]) -> Family:
+    """Returns the family of a table of the file. Raises TypeError for a field that there is not."""
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    if thought := fields.pop("thought", None):
+        fields["thought"] = ThoughtTags(None, *thought)
+    if channels := fields.pop("channels", None):
+        header, tags, kept = channels["header"], channels.get("tags", ()), channels.get("kept", ())
+        fields["channels"] = Channels("".join(header), channels["end"], tuple(tags), tuple(kept))
+    return Family(name, **fields)
 
 
-def _list(name: str, begin: str, end: str, call: str = Family.call, dropped: tuple[str, ...] = ()) -> Family:
-    """Returns a family that writes all calls as one JSON array between tags."""
-    return Family(name, "objects", call, begin=f"{begin}[", end=f"]{end}", between=", ", dropped=dropped)
-
-
-def _invoked(
-    name: str, tag: str, prefix: str, attribute: str = "", **more: str | Channels | ThoughtTags | tuple[str, ...]
-) -> Family:
-    """Returns a family like Anthropic's older models."""
-    return Family(
-        name,
-        "parameters",
-        f'\n<{prefix}invoke name="NAME">\nARGUMENTS</{prefix}invoke>\n',
-        f'<{prefix}parameter name="KEY"{attribute}>VALUE</{prefix}parameter>\n',
-        f"<{tag}>",
-        f"</{tag}>",
-        each=True,
-        **({"between": "\n"} | more),  # type: ignore[arg-type]
-    )
-
-
-def _hunyuan(name: str, suffix: str, signs: tuple[str, ...] = ()) -> Family:
-    """Returns a family like GLM, with a tag behind the name, tags around all calls, and a suffix in each tag."""
-    return Family(
-        name,
-        "parameters",
-        f"<tool_call{suffix}>NAME<tool_sep{suffix}>\nARGUMENTS</tool_call{suffix}>\n",
-        f"<arg_key{suffix}>KEY</arg_key{suffix}>\n<arg_value{suffix}>VALUE</arg_value{suffix}>\n",
-        f"<tool_calls{suffix}>\n",
-        f"</tool_calls{suffix}>",
-        signs=signs,
-    )
-
-
-QWEN_CODER = Family(
-    "qwen3-coder",
-    "parameters",
-    "\n<function=NAME>\nARGUMENTS</function>\n",
-    "<parameter=KEY>\nVALUE\n</parameter>\n",
-    "<tool_call>",
-    "</tool_call>",
-    each=True,
-    between="\n",
-    bare="<function=",
-    signs=("<parameter=",),
-)
-GLM = Family(
-    "glm",
-    "parameters",
-    "NAME\nARGUMENTS",
-    "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
-    "<tool_call>",
-    "</tool_call>",
-    each=True,
-    between="\n",
-    signs=("</arg_key>\n",),
-)
-GEMMA_4 = Family(
-    "gemma-4", "braces", "call:NAMEARGUMENTS", begin="<|tool_call>", end="<tool_call|>", each=True, quotes='<|"|>'
-)
-LFM_2 = Family(
-    "lfm2",
-    "python",
-    "NAME(ARGUMENTS)",
-    "KEY=VALUE",
-    begin="<|tool_call_start|>[",
-    end="]<|tool_call_end|>",
-    between=", ",
-)
-_BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-DEEPSEEK_V31 = Family(
-    "deepseek-v3.1",
-    "json",
-    f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}",
-    begin="<｜tool▁calls▁begin｜>",
-    end="<｜tool▁calls▁end｜>",
-    bare=_BEGIN,
-    also_begins=("<｜tool▁calls｜>",),
-)
-
-_NS = "]<]minimax[>["
-
-NONE = Family(
-    "none", begin="[", end="]", between=", ", head=r'<function(?:=| name=")(?P<name>[^>"\n]+)"?>', tail="</function>"
-)
-"""The calls of small models, whatever their template writes: JSON without tags, or a tag with the name and JSON."""
-
-FAMILIES = (
-    Family(
-        "harmony",
-        "json",
-        "NAME <|constrain|>json<|message|>ARGUMENTS",
-        lead="<|channel|>",
-        begin="commentary to=functions.",
-        each=True,
-        only_one=True,
-        signs=("<|channel|>", "<|message|>"),
-        # Reasoning ends with the header of the next message, which no schema of the client has.
-        thought=ThoughtTags(None, "<|channel|>final<|message|>", "<|end|><|start|>assistant"),
-        channels=Channels(
-            # The recipient may stand before the channel or behind it. Possessive quantifiers (`++`) keep time linear.
-            r"(?:<\|start\|>\s*+assistant)?\s*+(?:to=(?:functions\.(?P<name>[^\s<]++)|[^\s<]++)\s*+)?"
-            r"<\|channel\|>\s*+(?:(?P<thought>analysis)\b|\w++)\s*+"
-            r"(?:to=(?:functions\.(?P<name>[^\s<]++)|[^\s<]++)\s*+)?"
-            r"(?:<\|constrain\|>)?\s*+(?:\w++\s*+)?<\|message\|>",
-            r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)",
-            tags=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
-            kept=("<|start|>", "<|channel|>", "<|constrain|>"),
-        ),
-    ),
-    _invoked(
-        "muse",
-        "atem:function_calls",
-        "atem:",
-        lead=" to=NAME<|message|>",
-        between="<|eom|><|start|>assistant",
-        signs=("<|message|>", "<atem:function_calls>"),
-        thought=ThoughtTags(None, " to=user<|message|>", "<|eom|><|start|>assistant"),
-        channels=Channels(
-            r"(?:<\|start\|>\s*+assistant)?\s*+"
-            r"(?:to=(?:(?P<thought>self)(?=[\s<])|(?:user|commentary)(?=[\s<])|(?P<name>[^\s<]++))\s*+)?<\|message\|>",
-            r"<\|eo[mt]\|>|(?=<\|start\|>)",
-            tags=("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"),
-            kept=("<|start|>",),
-        ),
-    ),
-    Family(
-        "functionary-3.2",
-        "json",
-        "NAME\nARGUMENTS",
-        between=">>>",
-        signs=(">>>all",),
-        # The template may have written `>>>`.
-        channels=Channels(r"(?:>>>)?(?:all|(?P<name>NAMES))\n", r"(?=>>>(?:all|NAMES)\n)"),
-    ),
-    QWEN_CODER,
-    replace(QWEN_CODER, name="seed-oss", begin="<seed:tool_call>", end="</seed:tool_call>", signs=()),
-    GLM,
-    replace(
-        GLM,
-        name="glm-4.7",
-        call="NAMEARGUMENTS",
-        argument="<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>",
-        signs=("</arg_key><arg_value>",),
-    ),
-    _hunyuan("hunyuan-3", ":opensource"),
-    _hunyuan("hunyuan-3-preview", "", signs=("<tool_sep>",)),
-    Family("hermes", call=_LINE, begin="<tool_call>", end="</tool_call>", each=True, between="\n"),
-    Family(
-        "minimax-3",
-        "elements",
-        f'{_NS}<invoke name="NAME">ARGUMENTS{_NS}</invoke>',
-        f"{_NS}<KEY>VALUE{_NS}</KEY>",
-        f"{_NS}<tool_call>\n",
-        f"\n{_NS}</tool_call>",
-        between="\n",
-        quotes=_NS,
-        dropped=("</mm:think>",),
-    ),
-    _invoked("minimax", "minimax:tool_call", ""),
-    _invoked("deepseek-v3.2", "｜DSML｜function_calls", "｜DSML｜", ' string="IS_TEXT"'),
-    _invoked("deepseek-v4", "｜DSML｜tool_calls", "｜DSML｜", ' string="IS_TEXT"'),
-    replace(
-        DEEPSEEK_V31,
-        name="deepseek",
-        call=f"{_BEGIN}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}",
-        head=rf"(?:{_BEGIN})?(?:function)?{_SEP}(?P<name>[^\s<`]+)\s*```(?:json)?\n",
-        tail=rf"```|{_END}",
-        signs=("```json",),
-    ),
-    DEEPSEEK_V31,
-    Family(
-        "mistral",
-        "json",
-        "NAME[ARGS]ARGUMENTS",
-        begin="[TOOL_CALLS]",
-        each=True,
-        head=r"(?P<name>[\w.\-]+)(?:\[CALL_ID\][\w\-]*)?(?:\[ARGS\]\s*|\s*(?=\{))",
-        head_tags=("[CALL_ID]",),
-        signs=("[ARGS]",),
-    ),
-    _list("mistral-array", "[TOOL_CALLS]", ""),
-    Family(
-        "kimi",
-        "json",
-        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
-        begin="<|tool_calls_section_begin|>",
-        end="<|tool_calls_section_end|>",
-        bare="<|tool_call_begin|>",
-        head=r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-    ),
-    Family(
-        "kimi-3",
-        "parameters",
-        '<|open|>call tool="NAME" index="INDEX"<|sep|>ARGUMENTS<|close|>call<|sep|>',
-        '<|open|>argument key="KEY" type="TYPE"<|sep|>VALUE<|close|>argument<|sep|>',
-        "<|open|>tools<|sep|>",
-        "<|close|>tools<|sep|>",
-        lead="<|open|>response<|sep|><|close|>response<|sep|>",
-        dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-    ),
-    Family(
-        "solar",
-        "json",
-        "<|tool_call:begin|>callINDEX<|tool_call:name|>NAME<|tool_call:args|>ARGUMENTS<|tool_call:end|>",
-        begin="<|tool_calls|>",
-        bare="<|tool_call:begin|>",
-        head=r"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>(?P<name>[^<\n]+)<\|tool_call:args\|>",
-    ),
-    Family("functionary", "json", "<function=NAME>ARGUMENTS</function>", bare="<function="),
-    Family(
-        "minicpm",
-        "parameters",
-        '<function name="NAME">ARGUMENTS</function>',
-        '<param name="KEY">VALUE</param>',
-        bare="<function name=",
-        argument_head=r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?',
-        argument_end=r"(?:\]\]>)?</param>",
-    ),
-    GEMMA_4,
-    replace(GEMMA_4, name="functiongemma", begin="<start_function_call>", end="<end_function_call>", quotes="<escape>"),
-    _list("granite", "<|tool_call|>", "", dropped=("<response>", "</response>")),
-    _list("phi-4-mini", "<|tool_call|>", "<|/tool_call|>"),
-    _list("functools", "functools", ""),
-    _list("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
-    _list("tool-calls", "<tool_calls>", "</tool_calls>", dropped=("<answer>", "</answer>")),
-    Family("internlm", call=_LINE, begin="<|action_start|><|plugin|>", end="<|action_end|>", each=True, between="\n"),
-    _list(
-        "command-r7b",
-        "<|START_ACTION|>",
-        "<|END_ACTION|>",
-        '{"tool_call_id": "INDEX", "tool_name": NAME, "parameters": ARGUMENTS}',
-        dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
-    ),
-    Family(
-        "command-r",
-        call='{"tool_name": NAME, "parameters": ARGUMENTS}',
-        begin="Action:\n```json\n[",
-        end="]```",
-        between=", ",
-        also_begins=("Action: ```json",),
-    ),
-    Family("gigachat-3", begin="<|message_sep|>\n\nfunction call<|role_sep|>\n", also_ends=("<|message_sep|>",)),
-    Family("gigachat", call=_LINE, begin="<|function_call|>", each=True, between="\n"),
-    _list("apertus", "<|tools_prefix|>", "<|tools_suffix|>", "{NAME: ARGUMENTS}"),
-    LFM_2,
-    replace(LFM_2, name="gemma-3", begin="```tool_code[", end="]```"),
-    replace(LFM_2, name="pythonic", begin="[", end="]", signs=("(",)),
-    Family(
-        "llama-3",
-        call='{"name": NAME, "parameters": ARGUMENTS}',
-        between="; ",
-        also_begins=("<|python_tag|>",),
-        head=r"(?P<name>\w+)\.call(?=\()",
-        signs=('"parameters"',),
-    ),
-    replace(NONE, name="json", signs=('"arguments"',)),
-)
-"""All families, in the order in which they are tried."""
+_ENTRIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
+*FAMILIES, NONE = (_family(name, entry) for name, entry in _ENTRIES.items())
+"""All families, in the order in which they are tried, and what small models write, whatever their template writes."""

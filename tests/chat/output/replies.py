@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from diskprefix.chat.output.choose_format import FamilyFormat
@@ -13,6 +14,8 @@ from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputForma
 
 _FORMATS: dict[str, OutputFormat] = {family.name: FamilyFormat(family, THOUGHTS) for family in (*FAMILIES, NONE)}
 NAMES = list(_FORMATS)
+REPLIES = [json.loads(line) for line in Path(__file__).with_name("replies.jsonl").read_text("utf-8").splitlines()]
+"""Replies that other servers know, see `test_parsers.py`."""
 
 
 @dataclass

@@ -1,8 +1,18 @@
-"""Any reply, cut in any way: nothing is lost, and nothing but the text decides what is read."""
+"""Any reply, cut in any way: nothing is lost, and nothing but the text decides what is read.
+
+`replies.jsonl` holds replies of models of many families, and the reading of other servers: facts, from the tests of
+llama.cpp, tests/test-chat.cpp (MIT), and vLLM, tests/tool_parsers/test_*_tool_parser.py (Apache-2.0). Only inputs and
+results were taken over; long ones were shortened, and their tools have the same few names. Some have no counterpart
+there: they were written from the format. White space around content and reasoning is not compared, because the servers
+differ in what belongs to a tag. `opened` is how the prompt ends, `tools` are offered and not called. The tools of a
+reply are those that it calls, with the types of their arguments. `unlike` says why one is read otherwise than there.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import regex
@@ -10,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diskprefix.chat.output.families import FAMILIES
-from tests.chat.output.replies import NAMES, format_named, joined, read, tool
+from tests.chat.output.replies import NAMES, REPLIES, Reply, format_named, joined, read, tool, tool_of
 
 TAGGED = [family.name for family in FAMILIES if not family.channels]
 TOOLS = [tool("get_weather", city={"type": "string"}, days={"type": "integer"})]
@@ -32,6 +42,30 @@ WORDS = [
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
 
 
+def loaded(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return f"no JSON: {arguments}"
+
+
+@pytest.mark.parametrize("case", REPLIES, ids=lambda case: f"{case['family']}: {case['text'][:60]!r}")
+def test_a_reply_is_read_as_the_other_server_reads_it_wherever_it_is_cut(case: dict[str, Any]) -> None:
+    tools = [tool_of(name, arguments) for name, arguments in case.get("calls", ())]
+    tools += [tool(name) for name in (*case.get("tools", ()), "another_tool")]
+
+    def reply_in(pieces: Iterable[str]) -> Reply:
+        return read(format_named(case["family"]), pieces, tools, case.get("opened", ""))
+
+    text = case["text"]
+    whole = reply_in([text])
+    assert [[name, loaded(arguments)] for name, arguments in whole.calls] == case.get("calls", [])
+    assert (whole.content.strip(), whole.reasoning.strip()) == (case.get("content", ""), case.get("reasoning", ""))
+    assert reply_in(text) == whole
+    for at in range(len(text)):
+        assert reply_in([text[:at], text[at:]]) == whole, text[:at]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(NAMES), TEXTS, st.data())
 def test_how_a_text_is_cut_makes_no_difference(name: str, text: str, data: st.DataObject) -> None:
@@ -40,6 +74,12 @@ def test_how_a_text_is_cut_makes_no_difference(name: str, text: str, data: st.Da
     whole = read(format_named(name), [text], TOOLS)
     assert read(format_named(name), pieces, TOOLS) == whole
     assert read(format_named(name), text, TOOLS) == whole
+
+
+def test_a_call_of_an_unknown_tool_in_the_familys_own_tags_is_given() -> None:
+    """The agent answers it with an error."""
+    text = '<|action_start|><|plugin|>{"name": "delete_everything", "parameters": {}}<|action_end|>'
+    assert read(format_named("internlm"), [text], TOOLS).parsed_calls == [("delete_everything", {})]
 
 
 @pytest.mark.parametrize(
