@@ -16,9 +16,10 @@ import httpx
 import numpy as np
 import pytest
 
+from diskprefix.cli import cli
 from tests import forked
 from tests.exactness import restart_worker
-from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags
+from tests.server.daemon_process import DaemonProcess, cache_states, clean_environment, serve_flags
 
 Request = dict[str, Any]
 
@@ -103,7 +104,7 @@ def test_the_daemon_says_the_same_after_kill_minus_nine(chat_model: Path, tmp_pa
     assert all(used_after[scope] > used_before[scope] for scope in used_after), (used_before, used_after)
 
 
-KILLS = 2
+KILLS = 3
 BODIES_PER_KILL = 8
 
 
@@ -130,17 +131,19 @@ def save_until_killed(daemon: DaemonProcess, bodies: list[Request], delay_s: flo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("budget", ["1GiB", "16MiB"], ids=["roomy", "full"])
 def test_a_daemon_that_is_killed_while_it_saves_starts_again_and_says_the_same(
-    chat_model: Path, tmp_path: Path
+    chat_model: Path, tmp_path: Path, budget: str
 ) -> None:
-    """A few kills at seeded random moments; the store is the same all along, the prompts of each round are new."""
+    """A few kills at seeded random moments; the store is the same all along, the prompts of each round are new. In a
+    full store, each save is an eviction too."""
     rng = random.Random(11)
     cache = tmp_path / "kv"
     expected: dict[str, Any] = {}
     earlier: list[Request] = []
-    restored = 0
+    restored = evicted = 0
     for round_ in range(KILLS + 1):
-        daemon = DaemonProcess(*serve_flags(chat_model, cache))
+        daemon = DaemonProcess(*serve_flags(chat_model, cache, kv_cache_budget=budget))
         with daemon, daemon.wait_ready().client() as client:
             inspected(cache)
             for body in earlier:
@@ -150,14 +153,17 @@ def test_a_daemon_that_is_killed_while_it_saves_starts_again_and_says_the_same(
             if round_ == KILLS:
                 break
             earlier = [
-                chat(chat_model, f"{round_}.{i}: You are patient. " * 60, "Tell me about rivers.", "full")
+                chat(chat_model, f"{round_}.{i}: You are patient. " * 120, "Tell me about rivers.", "full")
                 for i in range(BODIES_PER_KILL)
             ]
             expected |= {json.dumps(body): ask(client, body, **OFF)["choices"] for body in earlier}
             # A slow disk may keep nothing of the others.
             ask(client, earlier[0])
             daemon.wait_saved()
+            evicted += cache_states(client)[0]["evicted_blocks"]
             for body, reply in save_until_killed(daemon, earlier[1:], rng.uniform(0, 0.15)):
                 assert reply["choices"] == expected[json.dumps(body)]
         assert all(entry["num_tokens"] > 0 for entry in inspected(cache))
+        assert cli.main(["verify", "--kv-cache-dir", str(cache)], standalone_mode=False) == 0
     assert restored > 0
+    assert (evicted > 0) == (budget == "16MiB")

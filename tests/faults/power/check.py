@@ -24,8 +24,7 @@ from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import remove_damaged, verify_index
-from tests.faults.crash import prompts
-from tests.faults.power import deeds
+from tests.faults.power import deeds, prompts
 from tests.faults.power.images import Image
 from tests.store.building import Clock, names_of_every_run, read_payload
 

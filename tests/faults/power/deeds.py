@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import json
 import os
 import random
@@ -14,24 +15,25 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import replace
 from importlib import import_module
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from diskprefix.cli import cli
 from diskprefix.errors import CacheError
 from diskprefix.store import store_file
-from diskprefix.store.changes import Use
+from diskprefix.store.changes import Use, batches
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.purge import PurgeFilter, purge
-from diskprefix.store.store import Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from tests.faults.crash import prompts
-from tests.faults.crash.worker import command, publish_in_parts
+from tests.faults.power import prompts
 from tests.store.building import Clock, names_of_every_run
 
 ON_WRITE, ON_SYNC, ON_NAMES, ON_DSYNC = 1, 2, 4, 8
@@ -45,6 +47,7 @@ MEDIUM = [*range(5, 10), *range(20, 25), *range(35, 40), *range(50, 55), *range(
 """Those whose blocks take 32 KiB."""
 NOTE = NoteKind.RESPONSE
 _NOTE_TTL_S = 1e9
+_NODES_IN_A_PART = 2
 
 
 def control() -> Any:
@@ -106,6 +109,26 @@ class Loop:
         self.purge(number)
         self._saved.discard(number)
         mark(deleted=number)
+
+
+def publish_in_parts(store: Store, publication: Publication) -> int:
+    """Publishes a prompt as a daemon does, which writes its blocks while it computes it: the entry comes with the last
+    part. Returns the number of evicted nodes."""
+    evicted = 0
+    *earlier, last = batches(publication.nodes, _NODES_IN_A_PART)
+    for nodes in earlier:
+        evicted += store.publish(replace(publication, nodes=tuple(nodes), last_node=None, entry=None, prompt=None))
+        store.evictor.pin(nodes[-1].name)
+    evicted += store.publish(replace(publication, nodes=tuple(last)))
+    for nodes in earlier:
+        store.evictor.unpin(nodes[-1].name)
+    return evicted
+
+
+def command(*arguments: str) -> None:
+    """Runs a command of diskprefix in this process, which must succeed. Raises `DiskPrefixError`."""
+    with redirect_stdout(io.StringIO()):
+        assert not cli.main(list(arguments), prog_name="diskprefix", standalone_mode=False), arguments
 
 
 def note_content(number: int) -> bytes:

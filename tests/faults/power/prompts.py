@@ -1,14 +1,9 @@
-"""Prompts and their state, each a function of its number, so that a process can check what another one stored.
-
-Knows nothing of torch: a process that is killed hundreds of times must start at once.
-"""
+"""Prompts and their state, each a function of its number, so that a process can check what another one stored."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
@@ -18,11 +13,7 @@ from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash
 
-Payload: TypeAlias = Callable[[bytes, TokenIds, int], memoryview]
-"""A node's name, all token ids from the prompt's beginning to the node's end, and a size → the node's raw payload."""
-
 BLOCK = 16
-MAX_TOKENS = 128
 _FAMILY = 5
 """The number of consecutive prompts that share a beginning."""
 
@@ -83,7 +74,7 @@ def token_ids(number: int) -> TokenIds:
     return np.concatenate(parts).astype(np.int32)
 
 
-def payload(_name: bytes, prefix: TokenIds, num_bytes: int) -> memoryview:
+def payload(prefix: TokenIds, num_bytes: int) -> memoryview:
     """Bytes that depend on the whole prefix, so that a mix-up shows, and not on the store; they can be compressed."""
     rng = np.random.default_rng([len(prefix), *prefix[-BLOCK:].tolist(), int(prefix.sum())])
     return rng.integers(0, 24, num_bytes, dtype=np.uint8).data
@@ -115,7 +106,7 @@ def publication(store: Store, number: int) -> Publication:
         kind = Kind.BLOCK if len(part) == BLOCK else Kind.TAIL
         pieces = layout.pieces(len(part), kind)
         start = index * BLOCK
-        raw = payload(name, ids[: start + len(part)], sum(piece.num_bytes for piece in pieces))
+        raw = payload(ids[: start + len(part)], sum(piece.num_bytes for piece in pieces))
         nodes.append(NewNode(name, parent, start, part, kind, raw, pieces, prefill_s=0.1))
     return Publication(
         store_id=store.store_id,

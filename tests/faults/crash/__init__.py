@@ -1,1 +1,0 @@
-"""Daemons that are killed, and what is done to a store by processes that a power failure ends."""
