@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 from diskprefix.store import schema
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.schema import Kind, child_keys
+from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
-from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, ROOT, layout_of, new_node, open_store, prompt, publication
@@ -67,19 +65,6 @@ def test_all_that_share_a_token_are_found_and_those_that_share_most_come_first(
         assert list(changes.keys("children")) == []
 
 
-def test_of_thousands_that_share_more_than_a_key_holds_the_right_one_is_found(store: Store) -> None:
-    rng = np.random.default_rng(1)
-    children = rng.integers(0, 50_000, (3000, 256)).astype(np.int32)
-    children[:, :200] = children[0, :200]
-    put(store, [tail(store, token_ids) for token_ids in children])
-    for number in range(0, 3000, 100):
-        wanted = children[number].copy()
-        wanted[210:] = 60_000
-        with store.snapshot() as snapshot:
-            name = next(snapshot.similar_children(ROOT, wanted.tobytes()))
-        assert name == tail(store, children[number]).name
-
-
 def test_children_of_another_parent_and_prompts_that_share_nothing_are_not_found(store: Store) -> None:
     pub = publication(store, prompt(1, 2 * BLOCK))
     store.publish(pub)
@@ -105,15 +90,3 @@ def test_a_node_whose_record_is_damaged_or_gone_leaves_the_index(tmp_path: Path)
     with store.snapshot() as snapshot:
         assert {key[-16:] for key in snapshot.keys("children")} == {other.nodes[0].name}
     store.close()
-
-
-def test_nodes_without_tokens_are_not_listed(store: Store) -> None:
-    pub = publication(store, prompt(1, 2 * BLOCK), layout=layout_of(1000, 1000), checkpoints=(BLOCK,))
-    store.publish(pub)
-    with store.snapshot() as snapshot:
-        listed = sorted(snapshot.keys("children"))
-    assert listed == sorted(
-        key for node in pub.nodes for key in child_keys(node.name, node.parent, node.token_ids.tobytes())
-    )
-    assert len(listed) == 2
-    assert verify_index(store).problems == ()

@@ -12,7 +12,6 @@ import lmdb
 import pytest
 
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
-from diskprefix.store import compact as compacting
 from diskprefix.store import environment
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store, rewrite_folder
 from diskprefix.store.store import Publication, Store
@@ -235,19 +234,6 @@ def test_a_kill_at_every_step_on_the_file_system_leaves_a_store(
     assert step > 5
     # The old one, and the new one.
     assert len(sizes) == 2
-
-
-def test_an_interruption_clears_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compacting, "_BATCH_BYTES", 1)
-    before = (folder / "data.mdb").read_bytes()
-
-    def stop(_num_bytes: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compact_folder(folder, stop)
-    assert (folder / "data.mdb").read_bytes() == before
-    assert not (folder / "replacement").exists()
 
 
 def rewrite(folder: Path, is_let_go: bool) -> None:

@@ -16,7 +16,6 @@ from diskprefix.store.note_record import (
     StoredNote,
     decode_note,
     encode_note,
-    note_bytes,
     note_key,
     note_prompt,
     root_limit,
@@ -133,9 +132,3 @@ def test_of_all_roots_together_the_oldest_used_go_first() -> None:
     gone = surplus_notes(notes, BUDGET)
     # The share of all is four times that of one, and three quarters of it stay.
     assert gone == [notes[0].key, notes[1].key]
-
-
-def test_the_size_of_a_note_in_the_file_is_in_pages_once_it_has_its_own() -> None:
-    assert note_bytes(100) == 2 * (100 + 33)
-    assert note_bytes(3000) == 4096 + 66
-    assert note_bytes(4096) == 8192 + 66

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.verify import verify_index
 from diskprefix.store.writer import Writer
-from tests import forked
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, Clock, layout_of, open_store, prompt, publication
 
@@ -47,14 +44,17 @@ def num_stored(store: Store) -> int:
     return store.counts()["notes"]
 
 
-def test_a_note_is_there_at_once_and_in_the_store_once_it_is_written(store: Store) -> None:
+def test_a_note_is_there_at_once_and_in_the_store_once_it_is_written_and_a_later_one_takes_its_place(
+    store: Store,
+) -> None:
     notes = new_notes(store)
-    assert of(notes).put(RESPONSE, "resp_1", b"content")
-    assert of(notes).get(RESPONSE, "resp_1") == b"content"
-    assert num_stored(store) == 0
-    notes.write()
-    assert num_stored(store) == 1
-    assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
+    for number, content in enumerate((b"first", b"second")):
+        assert of(notes).put(RESPONSE, "resp_1", content)
+        assert of(notes).get(RESPONSE, "resp_1") == content
+        assert num_stored(store) == number
+        notes.write()
+        assert num_stored(store) == 1
+        assert of(new_notes(store)).get(RESPONSE, "resp_1") == content
     assert not verify_index(store).problems
 
 
@@ -68,16 +68,6 @@ def test_a_note_of_another_tenant_kind_or_id_is_not_found(store: Store) -> None:
         assert of(notes).get(RESPONSE, "resp_2") is None
         notes.write()
     assert of(notes).get(RESPONSE, "resp_1") == b"content"
-
-
-def test_a_later_note_takes_the_place_of_the_one_before(store: Store) -> None:
-    notes = new_notes(store)
-    for content in (b"first", b"second"):
-        of(notes).put(RESPONSE, "resp_1", content)
-        assert of(notes).get(RESPONSE, "resp_1") == content
-        notes.write()
-        assert of(new_notes(store)).get(RESPONSE, "resp_1") == content
-    assert num_stored(store) == 1
 
 
 def test_a_deleted_note_is_gone_at_once_and_its_root_with_the_last_one(store: Store) -> None:
@@ -310,29 +300,6 @@ def test_a_damaged_note_is_a_missing_one_and_goes(store: Store, tmp_path: Path) 
     again.close()
 
 
-def test_a_compacted_file_has_the_notes_too(store: Store) -> None:
-    notes = new_notes(store)
-    of(notes).put(RESPONSE, "resp_1", b"content")
-    notes.write()
-    store.compact()
-    assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
-
-
-def put_and_be_killed(folder: Path) -> None:
-    writer = Writer(open_store(folder), buffer_bytes=1 << 20)
-    of(writer.notes).put(RESPONSE, "resp_1", b"content")
-    assert writer.flush(30)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_the_writer_writes_notes_and_a_kill_leaves_them(tmp_path: Path) -> None:
-    assert forked.run(put_and_be_killed, tmp_path) == -signal.SIGKILL
-    store = open_store(tmp_path)
-    assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
-    assert not verify_index(store).problems
-    store.close()
-
-
 def test_a_flush_waits_for_a_note_that_is_being_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, changes = Writer(store, buffer_bytes=1 << 20), store.changes
     is_writing, disk = threading.Event(), threading.Event()
@@ -350,10 +317,3 @@ def test_a_flush_waits_for_a_note_that_is_being_written(store: Store, monkeypatc
     assert writer.flush(30)
     assert num_stored(store) == 1
     assert writer.close(30)
-
-
-def test_the_writer_writes_what_waits_when_it_is_closed(store: Store) -> None:
-    writer = Writer(store, buffer_bytes=1 << 20)
-    of(writer.notes).put(RESPONSE, "resp_1", b"content")
-    assert writer.close(30)
-    assert num_stored(store) == 1

@@ -70,13 +70,6 @@ def test_a_longer_node_takes_the_place_of_a_shorter_one_with_its_entry(
     assert is_whole(store, pub)
 
 
-def test_the_logits_at_the_end_of_a_prompt_alone_go_too(store: Store) -> None:
-    save(store, 2 * BLOCK, Kind.TAIL)
-    assert ends(store) == [2 * BLOCK]
-    save(store, 2 * BLOCK + 1)
-    assert ends(store) == [2 * BLOCK + 1]
-
-
 @pytest.mark.parametrize("longer", [2 * BLOCK + 9, 3 * BLOCK, 4 * BLOCK + 1])
 @pytest.mark.parametrize("kind", [Kind.BLOCK, Kind.TAIL])
 def test_a_shorter_node_that_comes_later_is_not_stored(store: Store, clock: Clock, longer: int, kind: Kind) -> None:
@@ -141,32 +134,6 @@ def test_the_uses_of_what_was_replaced_count_on(store: Store, clock: Clock) -> N
     # A shorter one that comes later has none of them.
     store.touch({first.last_node: Use(clock.now, 4, recorded_ttl(None))})
     assert usage(store, longer).restores == 4
-
-
-def test_a_pin_does_not_keep_what_a_longer_node_holds(store: Store) -> None:
-    """A request that restores it has a snapshot, and continues its parent."""
-    first = save(store, 2 * BLOCK + 3)
-    assert first.last_node is not None
-    store.evictor.pin(first.last_node)
-    with store.snapshot() as snapshot:
-        save(store, 2 * BLOCK + 5)
-        assert snapshot.node(first.last_node) is not None
-        assert snapshot.piece(first.last_node, 0) is not None
-    assert ends(store) == [2 * BLOCK + 5]
-    store.evictor.unpin(first.last_node)
-
-
-def test_a_publication_that_fails_replaces_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = save(store, 2 * BLOCK + 3)
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("no more")
-
-    monkeypatch.setattr("diskprefix.store.store.see", fail)
-    with pytest.raises(OSError, match="no more"):
-        save(store, 2 * BLOCK + 5)
-    assert is_whole(store, first)
-    assert entries(store) == [2 * BLOCK + 3]
 
 
 def test_a_damaged_longer_node_holds_nothing(store: Store) -> None:

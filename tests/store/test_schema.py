@@ -23,7 +23,6 @@ from diskprefix.store.schema import (
     encode_node,
     encode_usage,
     is_node,
-    node_kind,
     node_name,
     piece_index,
     piece_key,
@@ -50,13 +49,6 @@ def test_a_node_record_has_the_documented_bytes() -> None:
     assert int.from_bytes(value[56:64], "little") == 800
     assert int.from_bytes(value[64:72], "little") == checksum(NAME + value[:64] + value[72:])
     assert np.frombuffer(value[72:], "<i4").tolist() == [0, 1, 2]
-
-
-def test_a_checkpoint_has_the_documented_bytes() -> None:
-    value = encode_node(NAME, record(0, Kind.CHECKPOINT))
-    assert len(value) == 72
-    assert value[40:48] == bytes([2, 0, 5, 0, 0, 0, 0, 0])
-    assert node_kind(value) == Kind.CHECKPOINT
 
 
 def test_an_unknown_kind_under_a_good_checksum_is_refused() -> None:

@@ -12,15 +12,12 @@ import pytest
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
 from diskprefix.store import environment
-from diskprefix.store.changes import Use
-from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import FORMAT_VERSION, Kind
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.tree import PrefixTree
 from tests import forked
 from tests.store import other_process
-from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
 from tests.store.other_process import beside, fill, open_and_fill
 
 
@@ -29,23 +26,6 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
     """With a small budget."""
     store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     yield store
-    store.close()
-
-
-def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    pub = publication(store, prompt(1, 3 * BLOCK + 5))
-    store.publish(pub)
-    identity = store.store_id, store.secret
-    store.close()
-    store = open_store(tmp_path)
-    assert (store.store_id, store.secret) == identity
-    assert is_whole(store, pub)
-    with store.snapshot() as snapshot:
-        assert [name for name, _ in snapshot.entries()] == [pub.last_node]
-        assert [p.tolist() for _, p in recent_prompts(snapshot, ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
-        assert pub.last_node is not None
-        assert list(PrefixTree(snapshot).path(pub.last_node)) == [node.name for node in pub.nodes]
     store.close()
 
 
@@ -73,22 +53,6 @@ def test_a_snapshot_keeps_its_view_while_the_store_changes(store: Store) -> None
             store.publish(publication(store, prompt(100 + seed, 2 * BLOCK)))
         assert bytes(view) == before
     assert not is_whole(store, pub)
-
-
-def test_the_least_recently_used_prompt_goes_first_and_a_touch_saves_it(store: Store, clock: Clock) -> None:
-    pubs = [publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000) for seed in range(8)]
-    for pub in pubs[:4]:
-        clock.now += 11
-        store.publish(pub)
-    clock.now += 11
-    last_node = pubs[0].last_node
-    assert last_node is not None
-    store.touch({last_node: Use(clock.now)})
-    for pub in pubs[4:7]:
-        clock.now += 11
-        store.publish(pub)
-    assert is_whole(store, pubs[0])
-    assert not is_whole(store, pubs[1])
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_evicted(store: Store) -> None:
@@ -323,45 +287,6 @@ def test_a_store_of_thousands_of_blocks_is_shrunk_to_a_budget_it_has_long_outgro
 
 
 HYBRID = layout_of(400_000, 400_000)
-
-
-@pytest.mark.parametrize("num_blocks", [20, 23, 26])
-def test_under_pressure_the_checkpoint_that_was_used_since_stays_with_the_blocks_before_it(
-    store: Store, clock: Clock, num_blocks: int
-) -> None:
-    long = publication(store, prompt(1, 12 * BLOCK + 3), layout=HYBRID, checkpoints=(4 * BLOCK, 8 * BLOCK))
-    store.publish(long)
-    shared = next(node for node in long.nodes if node.kind == Kind.CHECKPOINT)
-    clock.now += 60
-    store.touch({shared.name: Use(clock.now)})
-    clock.now += 60
-    other = publication(store, prompt(2, num_blocks * BLOCK), layout=HYBRID, root=b"o" * 16)
-    evicted = store.publish(other)
-    assert is_whole(store, other)
-    with store.snapshot() as snapshot:
-        left = set(snapshot.keys("nodes"))
-    gone = [node for node in long.nodes if node.name not in left]
-    assert len(gone) == evicted > 0
-    assert all(node.position >= 4 * BLOCK for node in gone)
-    assert shared.name in left
-
-
-def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(store: Store, clock: Clock) -> None:
-    dense = publication(store, prompt(1, 10 * BLOCK), payload_bytes=400_000)
-    store.publish(dense)
-    clock.now += 3600
-    bare = publication(store, prompt(2, 18 * BLOCK), layout=HYBRID, root=b"h" * 16)
-    bare = replace(bare, nodes=bare.nodes[:-1], last_node=None, entry=None)
-    store.publish(bare)
-    clock.now += 60
-    with store.changes() as changes:
-        # What cannot be read is not the evicting one's business.
-        changes._put("roots", b"x" * 16, b"damaged")
-    new = publication(store, prompt(3, 12 * BLOCK), payload_bytes=400_000)
-    assert store.publish(new) > 0
-    assert is_whole(store, dense)
-    assert is_whole(store, new)
-    assert not is_whole(store, bare)
 
 
 def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_itself(

@@ -58,15 +58,6 @@ def test_a_subtree_comes_children_first_and_without_what_it_shares(store: Store)
     assert all(parent not in order[: order.index(name)] for name, parent in doomed)
 
 
-def test_depth_first_reaches_every_node_after_the_one_that_it_continues(store: Store) -> None:
-    pubs = [saved(store), saved(store, fork_at=BLOCK), saved(store, seed=2)]
-    with store.snapshot() as snapshot:
-        order = list(PrefixTree(snapshot).depth_first())
-    parents = {node.name: node.parent for pub in pubs for node in pub.nodes}
-    assert sorted(order) == sorted(parents)
-    assert all(parents[name] not in order[order.index(name) :] for name in order)
-
-
 def test_a_path_with_a_missing_block_and_a_node_under_another_name_are_errors(store: Store, tmp_path: Path) -> None:
     pub, other = saved(store), saved(store, seed=2)
     store.close()
