@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.nouns import SHARED, Tenant
@@ -16,12 +23,12 @@ from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.savings import SavingsLog, Tally, read_savings
-from diskprefix.store.schema import EntryRecord, ModelRecord, RootRecord
+from diskprefix.store.schema import EntryRecord, Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds, root_hash
+from tests.examples import examples
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, ROOT, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
 
 ALICE, BOB = SHARED.with_salt("alice"), SHARED.with_salt("bob")
 
@@ -65,52 +72,74 @@ def purge_now(store: Store, purge_filter: PurgeFilter, now: float = 0.0) -> Purg
     return purged
 
 
-def test_a_purged_prompt_goes_and_blocks_that_another_shares_stay(store: Store) -> None:
-    one = prompt(1, 4 * BLOCK)
-    first, second = saved(store, one), saved(store, fork(one, 3 * BLOCK))
-    plan = plan_of(store, PurgeFilter(entries=frozenset({last_node(first)})))
-    assert plan.entries == (last_node(first),)
-    assert [len(plan.nodes), plan.shared_blocks, plan.continued_blocks] == [2, 3, 0]
-    purged = purge_now(store, PurgeFilter(entries=frozenset({last_node(first)})))
-    assert (purged.entries, purged.blocks, purged.prompts, purged.left_blocks) == (1, 2, 1, 0)
-    assert purged.stored_bytes == plan.stored_bytes > 0
-    assert is_whole(store, second)
-    assert [store.counts()[what] for what in ("entries", "blocks", "prompts")] == [1, 5, 1]
-    assert is_clean(store)
+LAYOUTS = {"dense": layout_of(2_000), "with states": layout_of(2_000, 800)}
+
+prompts = st.tuples(
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+    st.integers(0, 2),
+    st.frozensets(st.integers(1, 4), max_size=2),
+    st.booleans(),
+    st.booleans(),
+)
 
 
-def test_a_prompt_within_another_gives_up_its_entry_alone(store: Store) -> None:
-    """A conversation's first turn, once the second was saved: the blocks are those of the second."""
-    long = prompt(1, 4 * BLOCK)
-    first, second = saved(store, long[: 2 * BLOCK]), saved(store, long)
-    plan = plan_of(store, PurgeFilter(entries=frozenset({last_node(first)})))
-    # Only the tail of the first, which holds its logits.
-    assert (len(plan.nodes), plan.shared_blocks) == (1, 2)
-    purge_now(store, PurgeFilter(entries=frozenset({last_node(first)})))
-    assert is_whole(store, second)
-    assert is_clean(store)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@settings(max_examples=examples(40), deadline=None)
+@given(drawn=st.lists(prompts, min_size=1, max_size=5), chosen=st.sets(st.integers(0, 4), min_size=1))
+def test_what_no_other_prompt_needs_goes_with_a_saved_one_and_nothing_else(
+    layout: str, drawn: list[Any], chosen: set[int]
+) -> None:
+    """Prompts that branch, extend and end with a tail or a checkpoint, some of which are not listed."""
+    with TemporaryDirectory() as folder, closing(open_store(Path(folder, "kv"))) as store:
+        new: dict[bytes, NewNode] = {}
+        entries: list[bytes] = []
+        for blocks, num_rest, points, is_saved, has_tail in drawn:
+            token_ids = np.repeat(np.array(blocks, np.int32), BLOCK)
+            token_ids = np.concatenate([token_ids, np.ones(num_rest, np.int32)])
+            at = [BLOCK * point - point % 3 for point in points] if layout == "with states" else []
+            pub = publication(store, token_ids, layout=LAYOUTS[layout], checkpoints=at)
+            nodes = pub.nodes if has_tail else pub.nodes[:-1]
+            entry = replace_struct(pub.entry, num_tokens=nodes[-1].end) if is_saved and pub.entry else None
+            store.publish(replace(pub, nodes=nodes, last_node=nodes[-1].name, entry=entry))
+            new |= {node.name: node for node in nodes}
+            entries += [nodes[-1].name] if is_saved and nodes[-1].name not in entries else []
 
+        def path(name: bytes) -> set[bytes]:
+            return {name} | (path(new[name].parent) if new[name].position else set())
 
-def test_all_prompts_of_a_path_together_take_all_of_it(store: Store) -> None:
-    long = prompt(1, 4 * BLOCK)
-    pubs = [saved(store, long[: n * BLOCK]) for n in (1, 2, 4)]
-    purged = purge_now(store, PurgeFilter(entries=frozenset(map(last_node, pubs))))
-    assert (purged.entries, purged.blocks, purged.roots) == (3, 7, 1)
-    assert store.counts()["blocks"] == store.counts()["entries"] == 0
-    assert is_clean(store)
+        def whole(name: bytes) -> set[bytes]:
+            """The path of an entry, and the checkpoints on it that hold nothing but its tokens."""
+            on = path(name)
+            token_ids = np.concatenate([new[n].token_ids for n in sorted(on, key=lambda n: new[n].position)])
+            points = {n: node for n, node in new.items() if node.kind == Kind.CHECKPOINT and node.end <= len(token_ids)}
+            return on | {
+                n
+                for n, node in points.items()
+                if node.parent in {ROOT, *on} and np.array_equal(token_ids[node.position : node.end], node.token_ids)
+            }
 
-
-def test_blocks_of_no_saved_prompt_keep_what_they_continue(store: Store) -> None:
-    long = prompt(1, 4 * BLOCK)
-    first = saved(store, long)
-    unsaved = publication(store, fork(long, 2 * BLOCK), root=first.root)
-    store.publish(replace(unsaved, entry=None))
-    plan = plan_of(store, PurgeFilter(entries=frozenset({last_node(first)})))
-    assert (len(plan.nodes), plan.shared_blocks, plan.continued_blocks) == (3, 0, 2)
-    assert plan.kept_bytes > 0
-    purge_now(store, PurgeFilter(entries=frozenset({last_node(first)})))
-    assert is_whole(store, unsaved)
-    assert is_clean(store)
+        names = frozenset(name for number, name in enumerate(entries) if number in chosen)
+        assume(names)
+        of_others = {*entries} - names
+        wanted = set().union(*map(whole, names))
+        needed = set().union(*map(path, of_others | (new.keys() - wanted)))
+        free = wanted - needed
+        # Where others continue a block, a checkpoint stays that they can restore, too.
+        left = set().union(*map(whole, of_others))
+        gone = {
+            n
+            for n in free
+            if new[n].kind != Kind.CHECKPOINT or new[n].parent in free or (len(new[n].token_ids) and n not in left)
+        }
+        plan = plan_of(store, PurgeFilter(entries=names))
+        assert plan.shared_blocks + plan.continued_blocks == len(wanted - gone)
+        done = purge_now(store, PurgeFilter(entries=names))
+        assert (done.blocks, done.entries, done.left_blocks) == (len(gone), len(names), 0)
+        assert done.stored_bytes == plan.stored_bytes
+        with store.snapshot() as snapshot:
+            assert set(snapshot.keys("nodes")) == new.keys() - gone
+            assert set(snapshot.keys("entries")) == of_others
+        assert is_clean(store)
 
 
 def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store) -> None:
@@ -121,16 +150,6 @@ def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store)
     assert purge_now(store, PurgeFilter(entries=frozenset({last_node(first)}))).prompts == 2
     with store.snapshot() as snapshot:
         assert [p.tolist() for _, p in recent_prompts(snapshot, other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
-
-
-def test_by_model(store: Store) -> None:
-    kept, gone = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(1, 2 * BLOCK), model="other")
-    purged = purge_now(store, PurgeFilter(model="other"))
-    assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (1, 3, 1, 1)
-    with store.snapshot() as snapshot:
-        assert [root for root, _ in snapshot.roots()] == [kept.root] != [gone.root]
-    assert is_whole(store, kept)
-    assert is_clean(store)
 
 
 def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
@@ -358,18 +377,6 @@ def test_a_tenant_that_has_notes_alone_can_be_purged_and_its_root_goes(store: St
     assert is_clean(store)
 
 
-def test_a_purge_by_age_takes_the_notes_that_were_not_used(store: Store, clock: Clock) -> None:
-    pub = saved(store, prompt(1, BLOCK))
-    notes = noted(store, pub, "old", "used")
-    clock.now += 100
-    notes.get(NoteKind.RESPONSE, "used")
-    notes.notes.write()
-    assert purge_now(store, PurgeFilter(older_than_s=50.0), clock.now).notes == 1
-    assert notes.get(NoteKind.RESPONSE, "used") == b"content"
-    assert notes.get(NoteKind.RESPONSE, "old") is None
-    assert is_clean(store)
-
-
 def test_by_age_a_root_goes_with_its_last_note_and_stays_for_one_that_is_younger(store: Store, clock: Clock) -> None:
     root, layout, notes = root_hash("x"), layout_of(1000), Notes(store, lambda: None)
     record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0)
@@ -464,67 +471,6 @@ def test_after_purge_and_compact_no_byte_of_a_tenant_is_in_the_file(store: Store
 
 
 HYBRID = layout_of(20_000, 8_000)
-
-
-def of_hybrid(store: Store, token_ids: TokenIds, *points: int, with_tail: bool = True) -> Publication:
-    """A published prompt of a model with states; without its tail it ends with its last checkpoint."""
-    pub = publication(store, token_ids, layout=HYBRID, checkpoints=points)
-    assert pub.entry is not None
-    if not with_tail:
-        nodes = pub.nodes[:-1]
-        entry = EntryRecord(root=pub.root, num_tokens=nodes[-1].position, scope="full", preview="", created_at=1.0)
-        pub = replace(pub, nodes=nodes, last_node=nodes[-1].name, entry=entry)
-    store.publish(pub)
-    return pub
-
-
-def only(pub: Publication, *nodes: NewNode) -> Publication:
-    return replace(pub, nodes=nodes)
-
-
-def purged(store: Store, *pubs: Publication) -> Purged:
-    return purge(store, PurgeFilter(entries=frozenset(map(last_node, pubs))), 2000.0, lambda _: None)
-
-
-def test_a_prompt_goes_with_the_checkpoints_on_its_path(store: Store) -> None:
-    pub = of_hybrid(store, prompt(1, 4 * BLOCK + 3), BLOCK, 3 * BLOCK)
-    gone = purged(store, pub)
-    assert (gone.blocks, gone.entries, gone.left_blocks) == (len(pub.nodes), 1, 0)
-    assert store.counts()["blocks"] == 0
-
-
-def test_checkpoints_on_blocks_that_another_prompt_needs_stay(store: Store) -> None:
-    token_ids = prompt(1, 4 * BLOCK + 3)
-    pub, other = (of_hybrid(store, ids, 2 * BLOCK, 4 * BLOCK) for ids in (token_ids, fork(token_ids, 3 * BLOCK)))
-    with store.snapshot() as snapshot:
-        plan = plan_purge(snapshot, PurgeFilter(entries=frozenset([last_node(pub)])), 2000.0)
-    # Three blocks, and the checkpoint after the second one, are the other's too.
-    assert (plan.shared_blocks, plan.continued_blocks, len(plan.nodes)) == (4, 0, 3)
-    assert purged(store, pub).blocks == 3
-    assert is_whole(store, other)
-    assert verify_index(store).problems == ()
-
-
-def test_a_prompt_that_ends_with_a_checkpoint_loses_its_entry_while_a_longer_one_goes_on_from_it(store: Store) -> None:
-    token_ids = prompt(1, 4 * BLOCK + 3)
-    short = of_hybrid(store, token_ids[: 2 * BLOCK], 2 * BLOCK, with_tail=False)
-    long = of_hybrid(store, token_ids, 2 * BLOCK)
-    gone = purged(store, short)
-    assert (gone.entries, gone.blocks, gone.left_blocks) == (1, 0, 0)
-    assert is_whole(store, long)
-    assert purged(store, long).blocks == len(long.nodes)
-    assert store.counts()["blocks"] == 0
-
-
-def test_a_longer_prompt_goes_up_to_the_checkpoint_that_a_saved_prompt_ends_with(store: Store) -> None:
-    token_ids = prompt(1, 4 * BLOCK + 3)
-    short = of_hybrid(store, token_ids[: 2 * BLOCK], 2 * BLOCK, with_tail=False)
-    long = of_hybrid(store, token_ids, BLOCK, 2 * BLOCK, 4 * BLOCK)
-    assert purged(store, long).blocks == 4
-    assert is_whole(store, short)
-    # The first block stays, and what could be restored there.
-    assert is_whole(store, only(long, *long.nodes[:2]))
-    assert verify_index(store).problems == ()
 
 
 def test_a_model_is_forgotten_with_all_that_is_stored_of_it_and_not_with_a_part(store: Store) -> None:
