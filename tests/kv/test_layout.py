@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -16,13 +14,11 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
 )
 
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.model.exact.self_check import rehearse
-from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, VOCAB, tiny_llama
 
 ORIGINAL = 4 * BLOCK
 """Positions that the scaled kinds of RoPE start from."""
@@ -66,28 +62,11 @@ def llama_with(rope_type: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-@pytest.mark.parametrize("rope_type", STATIC)
-def test_a_static_rope_restores_the_cold_run_on_both_sides_of_its_original_length(
-    rope_type: str, tmp_path: Path
-) -> None:
-    runner = Runner(llama_with(rope_type), tiny_settings(tmp_path))
-    assert runner.layout.unsupported == ()
-    saved = random_prompt(0, 2 * ORIGINAL)
-    runner.run(saved, "full")
-    for blocks in (3, 4, 5):
-        prompt = np.concatenate([saved[: blocks * BLOCK], random_prompt(blocks, BLOCK + 3)])
-        cold = runner.run(prompt, "off", reply=6)
-        runner.reopen()
-        warm = runner.run(prompt, BLOCK, reply=6)
-        assert warm.report.restored == blocks * BLOCK
-        assert torch.equal(cold.logits, warm.logits)
-        assert cold.greedy == warm.greedy
-    runner.close()
-
-
-@pytest.mark.parametrize("rope_type", MOVING)
+@pytest.mark.parametrize("rope_type", [*STATIC, *MOVING])
 def test_a_rope_that_depends_on_the_run_is_not_cached(rope_type: str) -> None:
-    assert rehearse(llama_with(rope_type)).unsupported == (f"{rope_type} RoPE",)
+    """A static one gives each position its own angles, so a prefix is the same in each run."""
+    reasons = (f"{rope_type} RoPE",) if rope_type in MOVING else ()
+    assert rehearse(llama_with(rope_type)).unsupported == reasons
 
 
 def test_every_kind_of_rope_that_transformers_knows_was_looked_at() -> None:
@@ -112,11 +91,6 @@ def test_a_model_without_rope_is_cached() -> None:
     model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=2, vocab_size=100)).eval()
     layout = rehearse(model)
     assert (layout.unsupported, len(layout.layers), layout.vocab_size) == ((), 2, 100)
-
-
-def test_a_model_that_takes_no_cache_is_not_cached() -> None:
-    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=2, vocab_size=100)).eval()
-    assert rehearse(model).unsupported == ("OpenAIGPTLMHeadModel takes no past_key_values",)
 
 
 def test_a_model_that_fails_when_it_is_asked_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +162,3 @@ def test_what_is_loaded_for_a_token_is_what_lies_under_the_windows(
     windows: tuple[int | None, ...], num_tokens: int, num_bytes: int
 ) -> None:
     assert layout_of(*windows).loaded_bytes(num_tokens) == num_bytes
-
-
-@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 300])
-def test_what_is_loaded_of_a_model_is_what_a_run_that_goes_on_there_looks_at(num_tokens: int) -> None:
-    config = Gemma3TextConfig(
-        **SIZES, head_dim=HEAD, layer_types=["full_attention", "sliding_attention"], sliding_window=64
-    )
-    layout = rehearse(Gemma3ForCausalLM(config).to(torch.bfloat16).eval())
-    full, sliding = sorted(layout.groups, key=lambda group: group.window or 0)
-    assert (full.window, sliding.window) == (None, 64)
-    looked_at = full.bytes_per_token * num_tokens + sliding.bytes_per_token * min(num_tokens, 63)
-    assert layout.loaded_bytes(num_tokens) == looked_at
