@@ -297,7 +297,7 @@ def _token_ids(number: int) -> bytes:
 
 @cache
 def _root(number: int) -> bytes:
-    return prompts.model_of(number).root
+    return prompts.root(number)
 
 
 _note_content = cache(deeds.note_content)

@@ -82,7 +82,7 @@ class Loop:
         if evicted:
             with self.store.snapshot() as snapshot:
                 present = set(snapshot.keys("entries"))
-            gone = [n for n in self._saved if prompts.last_node(self.store.secret, n) not in present]
+            gone = [n for n in self._saved if prompts.last_node(self.store, n) not in present]
             self._saved -= {*gone}
         mark(saved=number, gone=gone)
 
@@ -98,10 +98,10 @@ class Loop:
         mark(noted=number)
 
     def touch(self, number: int) -> None:
-        self.store.touch({prompts.last_node(self.store.secret, number): Use(self._clock.now)})
+        self.store.touch({prompts.last_node(self.store, number): Use(self._clock.now)})
 
     def purge(self, *numbers: int) -> None:
-        names = frozenset(prompts.last_node(self.store.secret, number) for number in numbers)
+        names = frozenset(prompts.last_node(self.store, number) for number in numbers)
         purge(self.store, PurgeFilter(entries=names), self._clock.now, lambda _: None)
 
     def delete(self, number: int) -> None:
@@ -252,7 +252,7 @@ def _with_faults(folder: Path) -> list[int]:
 def exchange(root: Path) -> None:
     """An export to a file, and its import into a new store."""
     with opened(root / KV) as loop:
-        name = prompts.last_node(loop.store.secret, SMALL[0])
+        name = prompts.last_node(loop.store, SMALL[0])
     command("export", name.hex(), "--kv-cache-dir", str(root / KV), "-o", str(root / "entry.safetensors"))
     mark(written="entry.safetensors")
     with opened(root / OTHER_KV, 16 << 20):
@@ -307,9 +307,9 @@ def slow(root: Path) -> None:
             publication = prompts.publication(store, number)
             assert writer.reserve(publication.payload_bytes)
             writer.submit(publication, reserved_bytes=publication.payload_bytes)
-            writer.touch(prompts.last_node(store.secret, SMALL[0]), START_S)
+            writer.touch(prompts.last_node(store, SMALL[0]), START_S)
         with store.snapshot() as snapshot:
-            assert snapshot.usage(prompts.last_node(store.secret, SMALL[0])) is not None
+            assert snapshot.usage(prompts.last_node(store, SMALL[0])) is not None
         assert not writer.flush(0.05)
         assert writer.num_pending
     finally:

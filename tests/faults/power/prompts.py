@@ -3,67 +3,40 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
-from diskprefix.store.changes import NewNode
-from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash
+from tests.store import building
+from tests.store.building import BLOCK, layout_of
 
-BLOCK = 16
 _FAMILY = 5
-"""The number of consecutive prompts that share a beginning."""
+"""The number of consecutive prompts that share a beginning and a model."""
+_LAYOUTS = (layout_of(4 << 10), layout_of(32 << 10), layout_of(768 << 10))
+"""Of the models, whose blocks take about 4 KiB, 32 KiB and 768 KiB."""
 
 
-@dataclass(frozen=True)
-class Model:
-    """Of whose state a prompt's nodes are: the fields of `tests.synthetic_model.dense_layout`."""
-
-    name: str
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: str
-    vocab_size: int
-
-    @property
-    def identity(self) -> str:
-        """The text that a daemon would give for such a model."""
-        values = {
-            "fingerprint": {"weights_digest": self.name, "dtype": self.dtype},
-            "block_size": BLOCK,
-            "layout_version": 1,
-            "layout": self.layout,
-            "salt": "",
-        }
-        return json.dumps(values, sort_keys=True, separators=(",", ":"))
-
-    @property
-    def root(self) -> bytes:
-        return root_hash(self.identity)
-
-    @property
-    def layout(self) -> str:
-        """The text that `kv.layout.Layout.describe` writes for such a model."""
-        tensors = [f"{layer}.{part}" for layer in range(self.layers) for part in ("keys", "values")]
-        group = {"heads": self.heads, "head_dim": self.head_dim, "dtype": self.dtype, "tensors": tensors}
-        logits = [self.vocab_size, self.dtype]
-        return json.dumps({"version": 1, "groups": [group], "logits": logits}, separators=(",", ":"))
+def layout(number: int) -> str:
+    return _LAYOUTS[number // _FAMILY % len(_LAYOUTS)]
 
 
-MODELS = (
-    Model("crash-small", layers=1, heads=2, head_dim=32, dtype="bfloat16", vocab_size=25),
-    Model("crash-medium", layers=2, heads=2, head_dim=128, dtype="bfloat16", vocab_size=1000),
-    Model("crash-wide", layers=1, heads=2, head_dim=3072, dtype="float32", vocab_size=1000),
-)
-"""Blocks of 4 KiB, of 32 KiB, and of 768 KiB, which is two pieces."""
+def identity(number: int) -> str:
+    """The text that a daemon would give for such a model."""
+    values = {
+        "fingerprint": {"weights_digest": "power", "dtype": "bfloat16"},
+        "block_size": BLOCK,
+        "layout_version": 1,
+        "layout": layout(number),
+        "salt": "",
+    }
+    return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
-def model_of(number: int) -> Model:
-    return MODELS[number // _FAMILY % len(MODELS)]
+def root(number: int) -> bytes:
+    return root_hash(identity(number))
 
 
 def token_ids(number: int) -> TokenIds:
@@ -74,48 +47,15 @@ def token_ids(number: int) -> TokenIds:
     return np.concatenate(parts).astype(np.int32)
 
 
-def payload(prefix: TokenIds, num_bytes: int) -> memoryview:
-    """Bytes that depend on the whole prefix, so that a mix-up shows, and not on the store; they can be compressed."""
-    rng = np.random.default_rng([len(prefix), *prefix[-BLOCK:].tolist(), int(prefix.sum())])
-    return rng.integers(0, 24, num_bytes, dtype=np.uint8).data
-
-
-def path(secret: int, number: int) -> list[tuple[bytes, bytes, TokenIds]]:
-    """Name, parent and token ids of the nodes of a prompt: its blocks, then its tail."""
-    ids, parent = token_ids(number), model_of(number).root
-    nodes: list[tuple[bytes, bytes, TokenIds]] = []
-    for start in range(0, len(ids) + 1, BLOCK):
-        part = ids[start : start + BLOCK]
-        kind = Kind.BLOCK if len(part) == BLOCK else Kind.TAIL
-        nodes.append((node_name(secret, parent, part, kind), parent, part))
-        parent = nodes[-1][0]
-    return nodes
-
-
-def last_node(secret: int, number: int) -> bytes:
+def last_node(store: Store, number: int) -> bytes:
     """The node that a prompt's entry ends with."""
-    return path(secret, number)[-1][0]
+    name = publication(store, number).last_node
+    assert name is not None
+    return name
 
 
 def publication(store: Store, number: int) -> Publication:
     """Returns the publication of a prompt: nodes, entry and history."""
-    model, ids = model_of(number), token_ids(number)
-    layout = PayloadLayout.parse(model.layout)
-    nodes: list[NewNode] = []
-    for index, (name, parent, part) in enumerate(path(store.secret, number)):
-        kind = Kind.BLOCK if len(part) == BLOCK else Kind.TAIL
-        pieces = layout.pieces(len(part), kind)
-        start = index * BLOCK
-        raw = payload(ids[: start + len(part)], sum(piece.num_bytes for piece in pieces))
-        nodes.append(NewNode(name, parent, start, part, kind, raw, pieces, prefill_s=0.1))
-    return Publication(
-        store_id=store.store_id,
-        root=model.root,
-        root_record=RootRecord(
-            model=model.name, block_size=BLOCK, layout=model.layout, created_at=0.0, identity=model.identity
-        ),
-        nodes=tuple(nodes),
-        last_node=nodes[-1].name,
-        entry=EntryRecord(root=model.root, num_tokens=len(ids), scope="full", preview=str(number), created_at=0.0),
-        prompt=ids,
-    )
+    pub = building.publication(store, token_ids(number), root=root(number), layout=layout(number))
+    record = msgspec.structs.replace(pub.root_record, identity=identity(number))
+    return replace(pub, root_record=record)
