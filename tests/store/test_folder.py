@@ -1,13 +1,18 @@
+"""Who may use the folder of a store, and its lock. The owner of a folder can replace every file in it by a link."""
+
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from diskprefix.errors import StoreUnavailable
+from diskprefix.errors import CacheError, StoreUnavailable
+from diskprefix.store.compact import compact_folder, copy_store
 from diskprefix.store.folder import (
     LMDB_LOCK,
     LOCK,
@@ -17,6 +22,8 @@ from diskprefix.store.folder import (
     reserve_lmdb_lock,
     sync,
 )
+from diskprefix.store.store import Store
+from tests.store.building import BLOCK, open_store, prompt, publication
 
 
 def test_a_lock_file_that_is_replaced_again_and_again_is_not_waited_for_without_end(
@@ -84,3 +91,121 @@ def test_a_folder_that_cannot_be_synced_is_made_unless_the_disk_fails(
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=os.strerror(error)):
         sync(tmp_path / "file")
+
+
+OWNER, GROUP = 12345, 12346
+NAMES = ("data.mdb", "lock.mdb", "diskprefix.lock")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to work in the folders of other users")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that everybody may enter, with a store in `home/kv`."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        folder = Path(name, "home", "kv")
+        folder.parent.mkdir()
+        store = open_store(folder)
+        store.publish(publication(store, prompt(1, 3 * BLOCK)))
+        store.close()
+        yield Path(name)
+
+
+def state(path: Path) -> dict[str, tuple[bytes, int, int]]:
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    found = {file.name: file.lstat() for file in files}
+    return {f.name: (f.read_bytes(), found[f.name].st_uid, stat.S_IMODE(found[f.name].st_mode)) for f in files}
+
+
+def read(folder: Path) -> None:
+    Store(folder, read_only=True).close()
+
+
+def write(folder: Path) -> None:
+    Store(folder, budget_bytes=32 << 20, on_corruption="quarantine").close()
+
+
+def compact(folder: Path) -> None:
+    compact_folder(folder)
+
+
+def copy(folder: Path) -> None:
+    copy_store(folder, folder.parent / "copy")
+
+
+ACTIONS = pytest.mark.parametrize("action", [read, write, compact, copy])
+REFUSED = rf"belongs to another user \(uid {OWNER}\); run this as that user"
+
+
+@needs_root
+@ACTIONS
+@pytest.mark.parametrize("what", ["home", "home/kv", *(f"home/kv/{name}" for name in NAMES)])
+def test_root_opens_no_store_that_another_user_can_exchange(
+    place: Path, what: str, action: Callable[[Path], None]
+) -> None:
+    os.chown(place / what, OWNER, GROUP)
+    before = state(place / "home/kv")
+    with pytest.raises(StoreUnavailable, match=REFUSED):
+        action(place / "home/kv")
+    assert state(place / "home/kv") == before
+    assert not (place / "home/copy").exists()
+
+
+@needs_root
+@pytest.mark.parametrize("action", [write, lambda folder: copy_store(folder.parents[1] / "roots/kv", folder)])
+def test_nothing_is_created_below_a_folder_or_through_a_link_of_another_user(
+    place: Path, action: Callable[[Path], None]
+) -> None:
+    (place / "home").rename(place / "roots")
+    (place / "home").mkdir()
+    (place / "link").symlink_to(place / "home")
+    os.chown(place / "home", OWNER, GROUP)
+    for folder in (place / "home/new", place / "link/new"):
+        with pytest.raises(StoreUnavailable, match=REFUSED):
+            action(folder)
+    assert list((place / "home").iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize(("mode", "is_safe"), [(0o755, True), (0o1777, True), (0o777, False), (0o775, False)])
+def test_a_folder_that_others_may_write_to_must_keep_their_hands_off_its_names(
+    place: Path, mode: int, is_safe: bool
+) -> None:
+    os.chown(place / "home", 0, GROUP)
+    (place / "home").chmod(mode)
+    if is_safe:
+        read(place / "home/kv")
+        return
+    with pytest.raises(StoreUnavailable, match="may be written to by other users"):
+        read(place / "home/kv")
+
+
+@ACTIONS
+@pytest.mark.parametrize("name", NAMES)
+def test_a_link_in_the_place_of_a_file_is_refused(place: Path, name: str, action: Callable[[Path], None]) -> None:
+    folder, victim = place / "home/kv", place / "victim"
+    victim.touch(mode=0o640)
+    (folder / name).unlink()
+    (folder / name).symlink_to(victim)
+    before = state(victim)
+    with pytest.raises(CacheError, match="is a link or no regular file"):
+        action(folder)
+    assert state(victim) == before
+
+
+def test_reading_creates_and_changes_nothing(place: Path) -> None:
+    folder = place / "home/kv"
+    (folder / "lock.mdb").unlink()
+    (folder / "diskprefix.lock").unlink()
+    (folder / "data.mdb").chmod(0o640)
+    before = state(folder)
+    read(folder)
+    assert state(folder) == before
+
+
+def test_a_reader_joins_the_lock_files_that_are_there(place: Path) -> None:
+    reader = Store(place / "home/kv", read_only=True)
+    lock = FolderLock(place / "home/kv", patience_s=0)
+    assert not lock.try_exclusive()
+    lock.close()
+    reader.close()

@@ -1,15 +1,24 @@
+"""The prefix tree: its paths and subtrees, and the index of children, which finds what shares most with a prompt."""
+
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store import schema
+from diskprefix.store.changes import NewNode
+from diskprefix.store.codec.codec import Codec
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
+from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, ROOT, layout_of, new_node, open_store, prompt, publication
 
 HYBRID = layout_of(60, 60)
 
@@ -84,4 +93,78 @@ def test_a_path_that_goes_round_in_a_circle_is_an_error(store: Store, tmp_path: 
     store = open_store(tmp_path)
     with store.snapshot() as snapshot, pytest.raises(StoreCorrupt, match="where its child starts"):
         PrefixTree(snapshot).path(end(pub))
+    store.close()
+
+
+LAYOUT = layout_of(1000)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = open_store(tmp_path, budget_bytes=64 << 20)
+    yield store
+    store.close()
+
+
+def tail(store: Store, token_ids: TokenIds) -> NewNode:
+    return new_node(store.secret, ROOT, token_ids, 0, len(token_ids), Kind.TAIL, LAYOUT)
+
+
+def put(store: Store, nodes: Sequence[NewNode]) -> None:
+    with store.changes() as changes:
+        for node in nodes:
+            changes.put_node(ROOT, node, Codec.RAW)
+
+
+def similar(store: Store, token_ids: TokenIds) -> list[bytes]:
+    with store.snapshot() as snapshot:
+        return list(snapshot.similar_children(ROOT, token_ids.tobytes()))
+
+
+token_lists = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(as_token_ids)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(children=st.lists(token_lists, max_size=12), wanted=token_lists)
+def test_all_that_share_a_token_are_found_and_those_that_share_most_come_first(
+    store: Store, monkeypatch: pytest.MonkeyPatch, children: list[TokenIds], wanted: TokenIds
+) -> None:
+    """With keys that have room for two tokens, so that most children are listed in several parts."""
+    monkeypatch.setattr(schema, "CHILD_PART_BYTES", 8)
+    nodes = {node.name: node for node in (tail(store, token_ids) for token_ids in children)}
+    put(store, list(nodes.values()))
+    names = similar(store, wanted)
+    shared = [common_prefix_length(nodes[name].token_ids, wanted) for name in names]
+    assert shared == sorted(shared, reverse=True)
+    assert sorted(names) == sorted(n for n, node in nodes.items() if node.token_ids[0] == wanted[0])
+    with store.changes() as changes:
+        for name in nodes:
+            assert changes.delete_node(name, ROOT)
+        assert list(changes.keys("children")) == []
+
+
+def test_children_of_another_parent_and_prompts_that_share_nothing_are_not_found(store: Store) -> None:
+    pub = publication(store, prompt(1, 2 * BLOCK))
+    store.publish(pub)
+    assert similar(store, prompt(1, BLOCK)) == [pub.nodes[0].name]
+    assert similar(store, prompt(1, 2 * BLOCK)[BLOCK:]) == []
+    assert similar(store, prompt(2, BLOCK)) == []
+
+
+def test_a_node_whose_record_is_damaged_or_gone_leaves_the_index(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    pub, other = publication(store, prompt(1, 3 * BLOCK + 5)), publication(store, prompt(2, BLOCK))
+    store.publish(pub)
+    store.publish(other)
+    store.close()
+    first, second = pub.nodes[:2]
+    with damaged(tmp_path) as records:
+        # A token id: the record names other keys now.
+        records.flip("nodes", first.name, 80)
+        records.delete("nodes", second.name)
+    store = open_store(tmp_path)
+    for node in (second, first):
+        store.quarantine(node.name, node.parent)
+    with store.snapshot() as snapshot:
+        assert {key[-16:] for key in snapshot.keys("children")} == {other.nodes[0].name}
     store.close()
