@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from diskprefix.api.fields import REFUSED
 from diskprefix.errors import GOT, InvalidRequest
 from diskprefix.json_values import count_values
+from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.limits import Turns, whole_body
 from diskprefix.server.log_context import log_context
@@ -25,28 +27,61 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN_CHARS = 60
 _SMALL_BYTES, LARGE_BYTES = 64 * 1024, 1 << 20
-"""The values in a small body need not be counted. Large ones, above those of agents, are read in turn."""
+"""The values in a small body need not be counted. Large ones, above those of agents, let all others go first: what is
+done for them holds Python's lock."""
+_BYTES_PER_S, _BYTES_PER_S_BESIDE = 64 << 20, 8 << 20
+"""The rates at which all large bodies are read: alone, and while the engine computes."""
+_PAUSE, _PAUSE_BESIDE = 1, 7
+"""The pause between two large bodies, as a multiple of the time of the first: alone, and while the engine computes."""
 
 
 class Bodies:
     """Reads the bodies of requests: large ones one at a time, by turns of their callers."""
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: Threads, is_computing: Callable[[], bool] = lambda: False) -> None:
+        """`is_computing` tells whether the engine has requests."""
         self._threads = threads
+        self._is_computing = is_computing
         self._turns = Turns(1)
+        self._read_until = 0.0
+        """The time, on the loop's clock, before which no more of a large body is read."""
 
     async def read_json(self, request: Request, model: type[Model], held: AsyncExitStack) -> Model:
         """Returns the body as `model`. The caller of a large one keeps its turn until `held` is closed, when the prompt
-        is rendered.
+        is rendered, and for a pause.
 
         Raises `InvalidRequest`, `HTTPException` 415, and the errors of `whole_body`.
         """
         _check_content_type(request)
-        body = await whole_body(request.headers, request.stream())
-        if len(body) > LARGE_BYTES:
-            await held.enter_async_context(self._turns.of(log_context(request).caller.tenant))
+        body = await whole_body(request.headers, self._paced(request.stream()))
+        is_large = len(body) > LARGE_BYTES
+        if is_large:
+            await self._take_turn(log_context(request).caller.tenant, held)
         # In a thread, because it would block the event loop.
-        return await self._threads.run("parsing", _parse, body, model)
+        return await self._threads.run("large" if is_large else "parsing", _parse, body, model)
+
+    async def _paced(self, pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+        """Yields the pieces of a body. The client of a large one waits between them: its socket is not read."""
+        num_bytes = 0
+        async for piece in pieces:
+            yield piece
+            num_bytes += len(piece)
+            if num_bytes > LARGE_BYTES:
+                now = asyncio.get_running_loop().time()
+                rate = _BYTES_PER_S_BESIDE if self._is_computing() else _BYTES_PER_S
+                self._read_until = max(now, self._read_until) + len(piece) / rate
+                await asyncio.sleep(self._read_until - now)
+
+    async def _take_turn(self, caller: Tenant, held: AsyncExitStack) -> None:
+        await self._turns.take(caller)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        def give_back() -> None:
+            pause = _PAUSE_BESIDE if self._is_computing() else _PAUSE
+            loop.call_later(pause * (loop.time() - began), self._turns.give_back, caller)
+
+        held.callback(give_back)
 
 
 def _parse(body: bytes, model: type[Model]) -> Model:

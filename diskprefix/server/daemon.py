@@ -84,7 +84,7 @@ class Daemon:
         self.in_flight = InFlight(settings)
         self.stored_turns = Turns(2)
         """For requests that read stored responses, which may be a hundred times as large as the body."""
-        self.bodies = Bodies(self.threads)
+        self.bodies = Bodies(self.threads, lambda: self.inbox.num_running > 0)
 
     @property
     def status(self) -> Status:

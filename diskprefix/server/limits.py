@@ -62,7 +62,8 @@ class InFlight:
         """Counts a request until the returned context ends, if it may take memory: one with a body, or for a stored
         response.
 
-        Raises `ShareFull` for a key with too many of them, `QueueFull` if there are too many of all callers.
+        Raises `ShareFull` for a key with too many of them, `QueueFull` if there are too many of all callers. A key that
+        has none in flight has a place whatever others do.
         """
         if scope["method"] != "POST" and not scope["path"].startswith("/v1/responses"):
             return nullcontext()
@@ -72,7 +73,7 @@ class InFlight:
                 "others; try again later or raise --max-queue",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if self.num >= self.most:
+        if self.num >= self.most and (caller == SHARED or self._of[caller]):
             raise QueueFull(
                 f"{self.most} requests are not answered yet; try again later or raise --max-queue",
                 retry_after_s=_RETRY_AFTER_S,

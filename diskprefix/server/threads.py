@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -12,17 +15,32 @@ from diskprefix.server.limits import Turns
 
 T = TypeVar("T")
 
-Kind: TypeAlias = Literal["parsing", "rendering", "media", "compiling", "stopping"]
+Kind: TypeAlias = Literal["parsing", "rendering", "large", "media", "compiling", "stopping"]
 
-_NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "media": 1, "compiling": 16, "stopping": 2}
+_NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "large": 1, "media": 1, "compiling": 16, "stopping": 2}
 """Images and sounds take seconds and hundreds of megabytes each. A thread that compiles waits for a process."""
+_BEHIND: tuple[Kind, ...] = ("large", "media")
+"""These threads let the engine go first: its own wait for each other many times in a step, and where another has the
+processor of one of them, all wait for that."""
+_NICE = 10
+
+
+def _let_others_first() -> None:
+    """Lowers the priority of this thread, which only Linux can."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + _NICE))
 
 
 class Threads:
     """Pools of threads, for the event loop. Threads start with the first work that needs them."""
 
     def __init__(self) -> None:
-        self._of = {kind: ThreadPoolExecutor(number, kind) for kind, number in _NUM_THREADS.items()}
+        self._of = {
+            kind: ThreadPoolExecutor(number, kind, initializer=_let_others_first if kind in _BEHIND else None)
+            for kind, number in _NUM_THREADS.items()
+        }
         self._compiling = Turns(_NUM_THREADS["compiling"])
         self._begun: set[Future[Any]] = set()
 

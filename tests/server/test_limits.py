@@ -72,6 +72,17 @@ def test_a_key_has_half_of_the_places_that_wait_and_all_that_run() -> None:
     assert in_flight.num == 4
 
 
+def test_a_key_without_a_request_in_flight_has_a_place_whatever_others_do() -> None:
+    in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
+    for bad in ("a", "b"):
+        for _ in range(3):
+            in_flight.counted(POST, Tenant.of_key(bad))
+    with in_flight.counted(POST, BOB):
+        assert in_flight.num == 7
+        with pytest.raises(QueueFull, match=r"^6 requests are not answered yet"):
+            in_flight.counted(POST, BOB)
+
+
 @pytest.mark.parametrize(
     ("method", "path", "is_counted"),
     [
@@ -190,6 +201,32 @@ def test_a_large_body_waits_until_the_one_before_is_rendered_and_others_do_not()
         await second.aclose()
 
     asyncio.run(scenario())
+
+
+def test_beside_the_engine_large_bodies_are_read_slowly_and_a_pause_follows_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def seconds(is_computing: bool) -> tuple[float, float, float]:
+        loop, bodies = asyncio.get_running_loop(), Bodies(Threads(), lambda: is_computing)
+        clock, later = [0.0], list[float]()
+
+        async def sleep(seconds: float) -> None:
+            clock[0] += seconds
+
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        monkeypatch.setattr(loop, "time", lambda: clock[0])
+        monkeypatch.setattr(loop, "call_later", lambda delay_s, *_: later.append(delay_s))
+        await bodies.read_json(request_of(body_of(LARGE_BYTES)), Anything, AsyncExitStack())
+        small_s = clock[0]
+        async with AsyncExitStack() as held:
+            await bodies.read_json(request_of(body_of(8 * MIB)), Anything, held)
+            large_s = clock[0]
+            clock[0] += 10
+        monkeypatch.undo()
+        return small_s, large_s, later[-1]
+
+    assert asyncio.run(seconds(False)) == (0.0, 8 / 64, 10.0)
+    assert asyncio.run(seconds(True)) == (0.0, 1.0, 70.0)
 
 
 def read(body: bytes) -> Anything:

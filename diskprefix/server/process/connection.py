@@ -12,7 +12,7 @@ log = logging.getLogger("diskprefix")
 
 HEADERS_S = 30.0
 """The time for the head of a request, from the connection or from the first byte after another request."""
-OTHER_CONNECTIONS = 192
+OTHER_CONNECTIONS = 448
 """Connections beside those of the requests in flight. They are idle, or show pages and figures."""
 
 
