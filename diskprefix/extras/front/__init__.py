@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def open_front(settings: Settings) -> RunFront | None:
     """Returns what serves with a process for each model, None if there is one that need not come and go. Raises
     `SettingsError`."""
-    from diskprefix.extras.catalogue.catalogue import needs, open_catalogue
+    from diskprefix.extras.catalogue.catalogue import open_catalogue
 
     catalogue = open_catalogue(settings)
     if catalogue is None and not (settings.standby or settings.idle_unload):
@@ -21,4 +21,4 @@ def open_front(settings: Settings) -> RunFront | None:
     from diskprefix.extras.front.front_server import run_front
     from diskprefix.extras.front.listing import Listing
 
-    return partial(run_front, Listing(settings, catalogue, needs))
+    return partial(run_front, Listing(settings, catalogue))

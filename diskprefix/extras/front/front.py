@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, SettingsError
-from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse, send_json
+from diskprefix.extras.front import passing
+from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refusal
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
 from diskprefix.extras.front.own_routes import OwnRoutes
@@ -41,7 +43,7 @@ from diskprefix.units import format_size
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-    from diskprefix.extras.front.listing import NamedModel
+    from diskprefix.extras.catalogue.catalogue import KnownModel
 
 log = logging.getLogger("diskprefix")
 
@@ -86,11 +88,13 @@ class Front:
             return
         incoming = Incoming(receive)
         try:
-            await self._answer(scope, incoming, send)
+            response = await self._answer(scope, incoming, send)
         except DiskPrefixError as error:
-            await refuse(scope, send, error, sees_all=incoming.sees_all)
+            response = refusal(scope, error, sees_all=incoming.sees_all)
         finally:
             incoming.drop()
+        if response is not None:
+            await response(scope, receive, send)
 
     # The life of the process.
 
@@ -156,7 +160,7 @@ class Front:
             self._workers.guard(self._loop.time(), limit_s)
             await asyncio.sleep(limit_s / 4)
 
-    async def _start_kept(self, known: NamedModel) -> None:
+    async def _start_kept(self, known: KnownModel) -> None:
         await self._listing.learn(known)
         if self._is_stopping or self._swaps.of(known.name) is not None:
             return
@@ -178,7 +182,7 @@ class Front:
 
         self._loop.call_later(delay_s, start)
 
-    def _start(self, known: NamedModel, caller: Tenant | None) -> ModelWorker:
+    def _start(self, known: KnownModel, caller: Tenant | None) -> ModelWorker:
         """Starts the worker of a model, which waits for its turn. Raises `DiskPrefixError` and `OSError`."""
         settings = replace(known.settings, host=self._settings.host, port=self._settings.port)
         needed, lines = 0, list[str]()
@@ -280,29 +284,30 @@ class Front:
 
     # Requests.
 
-    async def _answer(self, scope: Scope, incoming: Incoming, send: Send) -> None:
-        """Raises `DiskPrefixError` for a request that is refused."""
+    async def _answer(self, scope: Scope, incoming: Incoming, send: Send) -> Response | None:
+        """Returns the front's own answer, None if a worker has answered. Raises `DiskPrefixError` for a request that
+        is refused."""
         headers = Headers(scope=scope)
         if (refusal := self._guard.refusal(scope, headers)) is not None:
             raise HttpError(403, refusal)
         # Without a valid key, nothing waits and nothing is loaded.
         caller = caller_of(self._who, scope)
         if (entrance := entered(self._who, scope)) is not None:
-            await send_json(send, {}, 303, entrance)
-            return
+            return JSONResponse({}, 303, entrance)
         incoming.sees_all = caller.sees_all
         if self._is_stopping:
             raise NotReady("the daemon is stopping")
-        if await self._routes.answer(scope, send, caller):
-            return
+        if (response := await self._routes.response(scope, caller)) is not None:
+            return response
         with self._in_flight.counted(scope, caller.tenant):
             known, keep_alive_s = await self._chosen(scope, incoming)
             if not incoming.has_left:
                 await self._pass_on(known, scope, incoming, send, caller.tenant, keep_alive_s)
+        return None
 
     async def _pass_on(
         self,
-        known: NamedModel,
+        known: KnownModel,
         scope: Scope,
         incoming: Incoming,
         send: Send,
@@ -318,7 +323,7 @@ class Front:
                 self._swaps.begin_request(worker.place, caller)
                 self._settle()
             try:
-                await worker.way.pass_on(scope, incoming, send)
+                await passing.pass_on(worker.path, scope, incoming, send)
                 return
             except NotTaken:
                 with suppress(TimeoutError):
@@ -342,7 +347,7 @@ class Front:
                     self._settle()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
-    async def _worker_for(self, known: NamedModel, caller: Tenant, *, loads: bool = True) -> ModelWorker:
+    async def _worker_for(self, known: KnownModel, caller: Tenant, *, loads: bool = True) -> ModelWorker:
         """Returns the worker of a model, or a new one if the request `loads` the model. Raises `DiskPrefixError` if
         there can be none now."""
         if self._swaps.of(known.name) is None:
@@ -366,7 +371,7 @@ class Front:
         except OSError as error:
             raise NotReady(f"no process can be started: {error.strerror}") from error
 
-    async def _chosen(self, scope: Scope, incoming: Incoming) -> tuple[NamedModel, float | None]:
+    async def _chosen(self, scope: Scope, incoming: Incoming) -> tuple[KnownModel, float | None]:
         """Returns the model of a request, and for how long it says to keep it. Raises `DiskPrefixError`."""
         if self._listing.only is not None and self._settings.idle_unload == 0:
             return self._listing.only, None

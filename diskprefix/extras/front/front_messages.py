@@ -1,16 +1,15 @@
-"""The fields of a body that the front reads, and the answers that it writes itself."""
+"""The fields of a body that the front reads, and its refusals."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import uuid
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 
 from diskprefix.api.error_forms import ANTHROPIC_PATH, anthropic_error, one_line, openai_error, retry_headers
 from diskprefix.errors import DiskPrefixError, InvalidRequest
@@ -18,7 +17,7 @@ from diskprefix.printable import shown
 from diskprefix.units import parse_duration
 
 if TYPE_CHECKING:
-    from starlette.types import Scope, Send
+    from starlette.types import Scope
 
 log = logging.getLogger("diskprefix")
 
@@ -53,19 +52,8 @@ def keep_alive_seconds(value: str | float) -> float:
     return math.inf if seconds < 0 or math.isnan(seconds) else seconds
 
 
-async def send_json(
-    send: Send, content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> None:
-    """Answers with JSON."""
-    body = json.dumps(content).encode()
-    said = {"content-type": "application/json", "content-length": str(len(body))} | dict(headers or {})
-    raw = [(name.lower().encode(), value.encode()) for name, value in said.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def refuse(scope: Scope, send: Send, error: DiskPrefixError, *, sees_all: bool) -> None:
-    """Answers with an error in the form of the API that was called, as a caller may see it who `sees_all` or not."""
+def refusal(scope: Scope, error: DiskPrefixError, *, sees_all: bool) -> JSONResponse:
+    """Returns an error in the form of the API that was called, as a caller may see it who `sees_all` or not."""
     request_id = f"req_{uuid.uuid4().hex[:24]}"
     is_anthropic = scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope)
     told = error.told_to(sees_all=sees_all)
@@ -74,4 +62,4 @@ async def refuse(scope: Scope, send: Send, error: DiskPrefixError, *, sees_all: 
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     log.info("[front] %s %s %d: %s", scope["method"], shown(scope["path"]), error.http_status, one_line(error.message))
-    await send_json(send, said, error.http_status, headers)
+    return JSONResponse(said, error.http_status, headers)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from diskprefix.errors import DiskPrefixError, ModelError
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
@@ -21,69 +22,38 @@ _KV_PART = 4
 _SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.ASCII)
 
 
-class NamedModel(Protocol):
-    """A model that requests may name: one of `extras.catalogue`, or the only one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-    @property
-    def settings(self) -> Settings: ...
-    @property
-    def pin(self) -> bool: ...
-    @property
-    def idle_unload_s(self) -> float | None: ...
-
-
-class NamedModels(Protocol):
-    """The models of `extras.catalogue`."""
-
-    def models(self) -> tuple[NamedModel, ...]: ...
-    def find(self, name: str) -> NamedModel: ...
-    def read_again(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class OnlyModel:
-    """The model of a daemon that has no other. Its worker knows its name."""
-
-    settings: Settings
-    name: str = "the model"
-    aliases: tuple[str, ...] = ()
-    pin: bool = False
-    idle_unload_s: float | None = None
-
-
 class Listing:
     """The models of a daemon: those of a catalogue, or without one the model of its settings."""
 
     def __init__(
         self,
         settings: Settings,
-        catalogue: NamedModels | None,
-        needs: Callable[[Settings], ModelNeeds | None] = lambda _settings: None,
+        catalogue: Catalogue | None,
+        needs: Callable[[Settings], ModelNeeds | None] = needs,
     ) -> None:
         self._idle_unload_s = settings.idle_unload or None
-        self.only = None if catalogue else OnlyModel(settings, idle_unload_s=self._idle_unload_s)
+        self.only = None
+        if catalogue is None:
+            # Its worker knows its name.
+            self.only = KnownModel(name="the model", settings=settings, source="", path=None, origin="--model")
         self._catalogue, self._needs = catalogue, needs
         self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
         """Also why they could not be read when it was tried last."""
         self._learning = asyncio.Lock()
 
-    def models(self) -> tuple[NamedModel, ...]:
+    def models(self) -> tuple[KnownModel, ...]:
         return self._catalogue.models() if self._catalogue is not None else (self.only,) if self.only else ()
 
-    def find(self, name: str) -> NamedModel:
+    def find(self, name: str) -> KnownModel:
         """Raises `ModelNotFound`."""
         assert self._catalogue is not None, "the only model needs no name"
         return self._catalogue.find(name)
 
-    def idle_unload_s(self, known: NamedModel) -> float | None:
+    def idle_unload_s(self, known: KnownModel) -> float | None:
         """Returns after how long without a request a model is unloaded, None for never."""
         return self._idle_unload_s if known.idle_unload_s is None else known.idle_unload_s or None
 
-    def is_kept(self, known: NamedModel) -> bool:
+    def is_kept(self, known: KnownModel) -> bool:
         """Returns whether a model is loaded from the beginning, and again when its worker dies."""
         return known.pin or (self.only is not None and self.idle_unload_s(known) is None)
 
@@ -94,7 +64,7 @@ class Listing:
                 await asyncio.to_thread(self._catalogue.read_again)
             self._known_needs.clear()
 
-    async def learn(self, known: NamedModel) -> None:
+    async def learn(self, known: KnownModel) -> None:
         """Reads what a model needs, unless that is known: from the disk, maybe in a process that has transformers.
 
         `sized` and `cards` do not wait for it."""
@@ -108,7 +78,7 @@ class Listing:
                     found = ModelError(f"cannot read {known.name}: {first_line(error)}")
                 self._known_needs[known.name] = found
 
-    def sized(self, known: NamedModel, settings: Settings, limit_bytes: int) -> tuple[int, list[str], Settings]:
+    def sized(self, known: KnownModel, settings: Settings, limit_bytes: int) -> tuple[int, list[str], Settings]:
         """Returns the memory that a model needs, the table of its parts, and settings with the KV memory in it.
 
         `limit_bytes` is for all models together. Raises `ModelError`.
@@ -135,7 +105,7 @@ class Listing:
         return {"data": cards, "has_more": False} | ends
 
     def _card(
-        self, known: NamedModel, loaded: Iterable[str], limit_bytes: int, *, sees_all: bool = False
+        self, known: KnownModel, loaded: Iterable[str], limit_bytes: int, *, sees_all: bool = False
     ) -> dict[str, Any]:
         said: dict[str, Any] = {"id": known.name, "object": "model", "created": 0, "owned_by": "diskprefix"}
         said |= {"loaded": known.name in loaded, "aliases": list(known.aliases), "pinned": known.pin}
@@ -149,7 +119,7 @@ class Listing:
         names = ("max_model_len", "context_length", "context_window", "max_context_length")
         return said | dict.fromkeys(names, fit.context) | {"needs_bytes": fit.needed_bytes, "needs": dict(fit.rows())}
 
-    def _anthropic_card(self, known: NamedModel, loaded: Iterable[str], limit_bytes: int) -> dict[str, Any]:
+    def _anthropic_card(self, known: KnownModel, loaded: Iterable[str], limit_bytes: int) -> dict[str, Any]:
         card = self._card(known, loaded, limit_bytes)
         positions = card.get("context_length", 0)
         return {
@@ -162,7 +132,7 @@ class Listing:
             "max_tokens": positions,
         }
 
-    def _needs_of(self, known: NamedModel) -> ModelNeeds | None:
+    def _needs_of(self, known: KnownModel) -> ModelNeeds | None:
         """Raises the error with which they could not be read."""
         found = self._known_needs.get(known.name)
         if isinstance(found, DiskPrefixError):

@@ -230,12 +230,3 @@ class WorkerLine:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_ORPHAN_S)
         os._exit(1)
-
-
-def private_bytes(pid: int) -> int:
-    """Returns the memory that a process shares with no other; 0 on systems without /proc."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))

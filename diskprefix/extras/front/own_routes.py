@@ -8,20 +8,21 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from diskprefix.api.error_forms import HttpError
-from diskprefix.extras.front.front_messages import send_json
+from diskprefix.extras.front import passing
 from diskprefix.extras.front.listing import Listing, merged_metrics
-from diskprefix.extras.front.passing import Incoming, NotTaken, Way, WorkerGone
+from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import ModelWorker
+from diskprefix.extras.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import shown
 from diskprefix.server.keys import ADMIN, WITHOUT_TOKEN, Caller
 
 if TYPE_CHECKING:
-    from starlette.responses import Response
-    from starlette.types import Message, Scope, Send
+    from starlette.types import Message, Scope
 
 _METRICS_S = 5.0
 """The time for a worker to answer with its metrics."""
@@ -39,88 +40,63 @@ class OwnRoutes:
     ) -> None:
         self._listing, self._swaps, self._by_place, self._order = listing, swaps, by_place, order
 
-    async def answer(self, scope: Scope, send: Send, caller: Caller) -> bool:
-        """Answers what is about all models. Returns False for other requests. Raises `DiskPrefixError`."""
+    async def response(self, scope: Scope, caller: Caller) -> Response | None:
+        """Returns the answer to what is about all models, None for other requests. Raises `DiskPrefixError`."""
         method, path = scope["method"], scope["path"]
         if path.startswith("/models/") and path.endswith(("/load", "/unload")):
             if method != "POST":
                 raise HttpError(405, f"{path} does not allow {shown(method)}; it allows POST")
             _require_owner(caller)
             name, _, what = path.removeprefix("/models/").rpartition("/")
-            await send_json(send, await self._order(name, what, caller))
-            return True
+            return JSONResponse(await self._order(name, what, caller))
         if self._listing.only is not None:
             if path == "/health" and self._swaps.of(self._listing.only.name) is None:
                 is_kept = self._listing.is_kept(self._listing.only)
-                await send_json(send, {"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
-                return True
-            return False
-        if method not in ("GET", "HEAD"):
-            return False
-        wants = Headers(scope=scope)
-        if path == "/":
-            await _send_page(wants, send)
-        elif path == "/dashboard":
-            await send_json(send, {}, 307, {"Location": "./"})
-        elif path == "/favicon.ico":
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-        elif path == "/chat":
-            await _send_chat_page(send)
-        elif path == "/health":
-            models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
-            await send_json(send, {"status": "ok"} | (models if caller.sees_all else {}))
-        elif path == "/v1/models" or path.startswith("/v1/models/"):
-            loaded = {place.model for place in self._swaps.places if place.phase is Phase.READY}
-            name = path.removeprefix("/v1/models").removeprefix("/") or None
-            limit = self._swaps.limit_bytes or available_ram_bytes()
-            cards = self._listing.cards(
-                name, loaded, limit, is_anthropic="anthropic-version" in wants, sees_all=caller.sees_all
-            )
-            await send_json(send, cards)
-        elif path == "/metrics":
-            _require_admin(caller)
-            await self._send_metrics(scope, send)
-        elif path == "/props" and b"model=" not in scope["query_string"]:
-            _require_owner(caller)
-            places = [_shown_place(place) for place in self._swaps.places]
-            await send_json(send, {"memory_limit": self._swaps.limit_bytes, "models": places})
-        else:
-            return False
-        return True
+                return JSONResponse({"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
+            return None
+        return await self._of_several(path, scope, caller) if method in ("GET", "HEAD") else None
 
-    async def _send_metrics(self, scope: Scope, send: Send) -> None:
+    async def _of_several(self, path: str, scope: Scope, caller: Caller) -> Response | None:
+        match path:
+            case "/" if wants_page(Headers(scope=scope)):
+                return DASHBOARD_PAGE.response(is_several=True)
+            case "/":
+                # Importing server.status would take more time and memory than the rest of a front.
+                welcome = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "chat": "/chat"}
+                return JSONResponse(welcome, headers={"Vary": "Accept"})
+            case "/dashboard":
+                return RedirectResponse("./")
+            case "/favicon.ico":
+                return Response(status_code=204)
+            case "/chat":
+                return CHAT_PAGE.response()
+            case "/health":
+                models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
+                return JSONResponse({"status": "ok"} | (models if caller.sees_all else {}))
+            case "/metrics":
+                _require_admin(caller)
+                return await self._metrics(scope)
+            case "/props" if b"model=" not in scope["query_string"]:
+                _require_owner(caller)
+                places = [_shown_place(place) for place in self._swaps.places]
+                return JSONResponse({"memory_limit": self._swaps.limit_bytes, "models": places})
+        if path != "/v1/models" and not path.startswith("/v1/models/"):
+            return None
+        cards = self._listing.cards(
+            path.removeprefix("/v1/models").removeprefix("/") or None,
+            {place.model for place in self._swaps.places if place.phase is Phase.READY},
+            self._swaps.limit_bytes or available_ram_bytes(),
+            is_anthropic="anthropic-version" in Headers(scope=scope),
+            sees_all=caller.sees_all,
+        )
+        return JSONResponse(cards)
+
+    async def _metrics(self, scope: Scope) -> Response:
         ready = [worker for place, worker in self._by_place.items() if place.phase is Phase.READY]
         found = await asyncio.gather(*(_metrics_of(worker, scope) for worker in ready))
         texts = {worker.place.model: text for worker, text in zip(ready, found, strict=True) if text is not None}
         loaded = {known.name: known.name in texts for known in self._listing.models()}
-        merged = merged_metrics(texts, loaded).encode()
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": merged})
-
-
-async def _send_page(wants: Headers, send: Send) -> None:
-    """Answers a browser with the dashboard, others with JSON."""
-    from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
-
-    if not wants_page(wants):
-        # Importing server.status would take more time and memory than the rest of a front.
-        welcome = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "chat": "/chat"}
-        await send_json(send, welcome, headers={"Vary": "Accept"})
-        return
-    await _send_response(DASHBOARD_PAGE.response(is_several=True), send)
-
-
-async def _send_chat_page(send: Send) -> None:
-    from diskprefix.extras.web_page import CHAT_PAGE
-
-    await _send_response(CHAT_PAGE.response(), send)
-
-
-async def _send_response(response: Response, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body})
+        return Response(merged_metrics(texts, loaded), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _require_admin(caller: Caller) -> None:
@@ -141,16 +117,6 @@ def _shown_place(place: Place) -> dict[str, Any]:
 
 async def _metrics_of(worker: ModelWorker, scope: Scope) -> str | None:
     """Returns the metrics of a worker, None if it does not answer in time."""
-    with suppress(NotTaken, WorkerGone, TimeoutError):
-        async with asyncio.timeout(_METRICS_S):
-            status, body = await _fetched(scope, worker.way)
-        return body.decode() if status == 200 else None
-    return None
-
-
-async def _fetched(scope: Scope, way: Way) -> tuple[int, bytes]:
-    """Returns the status and the body of a worker's answer to a request without one. Raises `NotTaken` and
-    `WorkerGone`."""
     body = bytearray()
 
     async def receive() -> Message:
@@ -160,7 +126,10 @@ async def _fetched(scope: Scope, way: Way) -> tuple[int, bytes]:
     async def send(message: Message) -> None:
         body.extend(message.get("body", b""))
 
-    incoming = Incoming(receive)
-    incoming.end()
+    # It must not wait for the body of the client.
     headers = [header for header in scope["headers"] if header[0] not in (b"content-length", b"transfer-encoding")]
-    return await way.pass_on({**scope, "headers": headers}, incoming, send), bytes(body)
+    with suppress(NotTaken, WorkerGone, TimeoutError):
+        async with asyncio.timeout(_METRICS_S):
+            status = await passing.pass_on(worker.path, {**scope, "headers": headers}, Incoming(receive), send)
+        return body.decode() if status == 200 else None
+    return None

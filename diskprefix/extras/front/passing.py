@@ -1,7 +1,7 @@
 """Passes a request on to a worker, and the response back.
 
-Both bodies are passed as they come. A connection is for one request at a time, and for another one once both are whole.
-If the client hangs up, the worker's connection is closed at once.
+Both bodies are passed as they come. Each request has a connection of its own. If the client hangs up, it is closed at
+once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import h11
 
@@ -21,16 +21,11 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 64 * 1024
 _HEAD_BYTES = 256 * 1024
-_MOST_KEPT, _IDLE_S = 16, 30.0
-"""Connections that wait for another request, and for how long. The worker would close them after 75 s."""
 _KEPT_BYTES = 1 << 20
 """Of a body that is passed on as it comes, for another worker if this one has died before it took the request."""
 _OF_ONE_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
-
-
-_Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class NotTaken(Exception):
@@ -56,12 +51,6 @@ class Incoming:
         self.has_left = False
         self.sees_all = False
         """The caller may see everything, such as where files are."""
-        self.is_sent = False
-        """A worker's connection has all of it."""
-
-    def end(self) -> None:
-        """Takes the body for read: there is none."""
-        self._is_whole = True
 
     async def read(self, headers: Headers) -> bytes:
         """Returns the whole body, which is kept. Raises the errors of `whole_body`."""
@@ -107,68 +96,25 @@ class Incoming:
         return message
 
 
-class Way:
-    """The way to the worker that listens at `path`: its connections that wait for another request."""
+async def pass_on(path: str, scope: Scope, incoming: Incoming, send: Send) -> int:
+    """Sends a request to the worker that listens at `path`, and its response to the client. Returns the status, 499 if
+    the client has hung up.
 
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._kept: list[tuple[float, _Streams]] = []
-        """With the time when each was used."""
-        self._is_closed = False
-
-    def close(self) -> None:
-        self._is_closed = True
-        for _, (_, writer) in self._kept:
-            writer.transport.abort()
-        self._kept.clear()
-
-    def _keep(self, streams: _Streams) -> None:
-        loop = asyncio.get_running_loop()
-        kept = loop.time(), streams
-
-        def end() -> None:
-            if kept in self._kept:
-                self._kept.remove(kept)
-                streams[1].transport.abort()
-
-        self._kept.append(kept)
-        loop.call_later(_IDLE_S, end)
-
-    async def pass_on(self, scope: Scope, incoming: Incoming, send: Send) -> int:
-        """Sends a request to the worker, and its response to the client. Returns the status, 499 if the client has hung
-        up.
-
-        Raises `NotTaken` and `WorkerGone`.
-        """
-        while self._kept:
-            _, streams = self._kept.pop()
-            if streams[0].at_eof():
-                streams[1].transport.abort()
-                continue
-            # The worker may close it at this moment.
-            with suppress(NotTaken):
-                return await self._pass_on(scope, incoming, send, streams)
-        try:
-            streams = await asyncio.open_unix_connection(self._path, limit=_PIECE_BYTES)
-        except OSError as error:
-            raise NotTaken from error
-        return await self._pass_on(scope, incoming, send, streams)
-
-    async def _pass_on(self, scope: Scope, incoming: Incoming, send: Send, streams: _Streams) -> int:
-        reader, writer = streams
-        upward = asyncio.create_task(_send_up(scope, incoming, writer))
-        response = _Response(incoming, scope["method"], reader)
-        try:
-            return await response.pass_down(send)
-        finally:
-            upward.cancel()
-            with suppress(asyncio.CancelledError, NotTaken, OSError):
-                await upward
-            if incoming.is_sent and response.is_whole and len(self._kept) < _MOST_KEPT and not self._is_closed:
-                self._keep(streams)
-            else:
-                # Not closed in order: what it still says is for nobody.
-                writer.transport.abort()
+    Raises `NotTaken` and `WorkerGone`.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(path, limit=_PIECE_BYTES)
+    except OSError as error:
+        raise NotTaken from error
+    upward = asyncio.create_task(_send_up(scope, incoming, writer))
+    try:
+        return await _Response(incoming, scope["method"], reader).pass_down(send)
+    finally:
+        upward.cancel()
+        with suppress(asyncio.CancelledError, NotTaken, OSError):
+            await upward
+        # Not closed in order: what the worker still says is for nobody.
+        writer.transport.abort()
 
 
 async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
@@ -179,16 +125,14 @@ async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWrite
     headers = _headers_up(scope)
     is_chunked = (b"transfer-encoding", b"chunked") in headers
     lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), _target(scope)), *map(b": ".join, headers), b"", b""]
-    incoming.is_sent = False
     try:
         # Before the body: if that never comes, the worker says so in time.
         writer.write(b"\r\n".join(lines))
         async for piece in incoming.pieces():
             writer.write(b"%x\r\n%s\r\n" % (len(piece), piece) if is_chunked else piece)
             await writer.drain()
-        if not incoming.has_left:
-            writer.write(b"0\r\n\r\n" if is_chunked else b"")
-            incoming.is_sent = True
+        if is_chunked and not incoming.has_left:
+            writer.write(b"0\r\n\r\n")
     except NotTaken:
         writer.transport.abort()
         raise
@@ -196,7 +140,6 @@ async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWrite
         # The worker has answered already, or it is gone: who reads the response finds out.
         pass
     await incoming.until_left()
-    incoming.is_sent = False
     writer.transport.abort()
 
 
@@ -228,8 +171,6 @@ class _Response:
     def __init__(self, incoming: Incoming, method: str, reader: asyncio.StreamReader) -> None:
         self._incoming, self._method, self._reader = incoming, method, reader
         self._is_taken = False
-        self.is_whole = False
-        """All of it has been read, and the worker takes another request."""
 
     async def pass_down(self, send: Send) -> int:
         begun = await self._read()
@@ -262,8 +203,6 @@ class _Response:
                 case h11.Data():
                     body += event.data
                 case h11.EndOfMessage():
-                    is_all = not self._connection.trailing_data[0]
-                    self.is_whole = is_all and self._connection.their_state is h11.DONE
                     await send({"type": "http.response.body", "body": body, "more_body": False})
                     return status
 

@@ -13,13 +13,11 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from diskprefix.errors import ModelError, QueueFull, ShareFull
+from diskprefix.errors import ModelError
 from diskprefix.units import format_size
 
 PATIENCE_S = 15.0
 """The time for which a model that answers takes new requests while another one waits for its memory."""
-MOST_WAITING = 4
-"""Models that may wait for memory, each in a process of its own. Half of them are for one caller."""
 
 
 class Phase(Enum):
@@ -99,8 +97,7 @@ class Swaps:
         return next((one for one in self.places if one.model == model and one.takes_requests), None)
 
     def require_room(self, place: Place, lines: Sequence[str]) -> None:
-        """Raises `ModelError` for a model that can never fit, `QueueFull` if too many wait. `lines` is the table of
-        what the model needs."""
+        """Raises `NeverFits` for a model that can never fit. `lines` is the table of what the model needs."""
         pinned = [one for one in self.places if one.is_pinned and one.phase is not Phase.LEAVING]
         held = sum(one.needed_bytes for one in pinned)
         if self.limit_bytes is not None and place.needed_bytes + held > self.limit_bytes:
@@ -110,14 +107,6 @@ class Swaps:
                 f"{place.model} does not fit: {format_size(place.needed_bytes)} of memory needed ({table}), and all "
                 f"models together may take {format_size(self.limit_bytes)}{others}"
             )
-        waiting = [one for one in self.places if one.phase is Phase.WAITING]
-        if self.limit_bytes is None or not waiting:
-            return
-        if len(waiting) >= MOST_WAITING:
-            raise QueueFull(f"{len(waiting)} other models wait for memory; try again later", retry_after_s=10)
-        own = sum(not place.callers.isdisjoint(one.callers) for one in waiting)
-        if own >= MOST_WAITING // 2:
-            raise ShareFull(f"{own} other models wait for memory for this caller; try again later", retry_after_s=10)
 
     def add(self, place: Place) -> None:
         self.places.append(place)

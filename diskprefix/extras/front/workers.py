@@ -27,14 +27,11 @@ from diskprefix.extras.front.nursery import (
     Prepare,
     Work,
     fork,
-    private_bytes,
     send,
 )
-from diskprefix.extras.front.passing import Way
 from diskprefix.extras.front.swaps import Place
 from diskprefix.server.keys import OwnerToken
 from diskprefix.settings import Settings
-from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
@@ -92,7 +89,6 @@ class ModelWorker(Child):
     place: Place = field(kw_only=True)
     path: str = field(kw_only=True)
     """That of the socket on which it takes requests."""
-    way: Way = field(init=False)
     ready_at: float | None = None
     seen_at: float | None = None
     """The time of its last sign of life."""
@@ -102,9 +98,6 @@ class ModelWorker(Child):
     """The keys were read again before it was ready to hear of it."""
     status: str = ""
     """One line for people."""
-
-    def __post_init__(self) -> None:
-        self.way = Way(self.path)
 
 
 class Workers:
@@ -267,7 +260,7 @@ class Workers:
             message = b""
         if message == b"prepared":
             self._has_prepared, self._spare_deaths = True, Deaths()
-            log.info("[front] a spare is ready; it takes %s of memory", format_size(private_bytes(spare.pid or 0)))
+            log.info("[front] a spare is ready")
         elif message:
             self._take(pickle.loads(message))
         else:
@@ -330,7 +323,6 @@ class Workers:
         del self.all[worker.number]
         with suppress(OSError):
             os.unlink(worker.path)
-        worker.way.close()
         worker.ended.set()
         self.on_change(worker)
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
-from diskprefix.extras.front import front, own_routes
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel
+from diskprefix.extras.front import front, own_routes, passing
 from diskprefix.extras.front.front import Front
 from diskprefix.extras.front.front_messages import read_named
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
-from diskprefix.extras.front.passing import Incoming, Way
+from diskprefix.extras.front.passing import Incoming
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
@@ -31,25 +32,18 @@ from diskprefix.settings import Settings
 LIMIT = 1 << 30
 
 
-@dataclass(frozen=True)
-class Named:
-    name: str
-    settings: Settings = field(default_factory=Settings)
-    aliases: tuple[str, ...] = ()
-    pin: bool = False
-    idle_unload_s: float | None = None
+def named(name: str, *, pin: bool = False) -> KnownModel:
+    return KnownModel(name=name, settings=Settings(), source=name, path=None, origin="--model", pin=pin)
 
 
-class Models:
-    """A catalogue."""
-
-    def __init__(self, *models: Named) -> None:
+class Models(Catalogue):
+    def __init__(self, *models: KnownModel) -> None:
         self.known = models
 
-    def models(self) -> tuple[Named, ...]:
+    def models(self) -> tuple[KnownModel, ...]:
         return self.known
 
-    def find(self, name: str) -> Named:
+    def find(self, name: str) -> KnownModel:
         return next(one for one in self.known if one.name == name)
 
     def read_again(self) -> None:
@@ -191,7 +185,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 def test_no_worker_is_started_once_the_daemon_stops() -> None:
     async def test() -> None:
-        told = Told(Listing(Settings(), Models(Named("one")), needs))
+        told = Told(Listing(Settings(), Models(named("one")), needs))
         async with told.running() as workers:
             asked = told.ask("one")
             await until(lambda: workers.all)
@@ -237,7 +231,7 @@ def test_a_worker_that_loads_hears_of_new_keys_at_once_and_again_when_it_is_sure
 
 def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
     async def test() -> None:
-        told = Told(Listing(Settings(), Models(Named("one"))))
+        told = Told(Listing(Settings(), Models(named("one"))))
         async with told.running() as workers:
             asked = told.ask("one")
             await until(lambda: workers.all)
@@ -259,7 +253,7 @@ def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(monkeypa
     monkeypatch.setattr(front, "_LEAST_PAUSE_S", 0.01)
 
     async def test() -> None:
-        told = Told(Listing(Settings(), Models(Named("one", pin=True)), needs))
+        told = Told(Listing(Settings(), Models(named("one", pin=True)), needs))
         async with told.running() as workers:
             await until(lambda: workers.all)
             told.front._swaps.places[0].phase = Phase.WAITING
@@ -284,16 +278,16 @@ def test_a_request_counts_until_its_end_and_a_look_neither_uses_nor_keeps_a_mode
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
-        told = Told(Listing(Settings(), Models(Named("one"))))
+        told = Told(Listing(Settings(), Models(named("one"))))
         in_flight, is_passed = told.front._in_flight, asyncio.Event()
         passed: list[Incoming] = []
 
-        async def passes(_way: Way, _scope: Any, incoming: Incoming, _send: Any) -> int:
+        async def passes(_path: str, _scope: Any, incoming: Incoming, _send: Any) -> int:
             passed.append(incoming)
             await is_passed.wait()
             return 200
 
-        monkeypatch.setattr(Way, "pass_on", passes)
+        monkeypatch.setattr(passing, "pass_on", passes)
         async with told.running():
             tasks = [told.ask("one") for _ in range(2)]
             await until(lambda: len(passed) == 2)
@@ -325,7 +319,7 @@ def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
         raise ModelError("cannot read /srv/models/one")
 
     async def test() -> None:
-        told = Told(Listing(Settings(), Models(Named("one")), unreadable), who=ApiKeys(tmp_path / "keys"))
+        told = Told(Listing(Settings(), Models(named("one")), unreadable), who=ApiKeys(tmp_path / "keys"))
         async with told.running():
             for key, sees_all in ((admin, True), (other, False)):
                 for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/one")):
@@ -348,8 +342,7 @@ def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_sho
     is_asked = asyncio.Event()
     heads: list[Any] = []
 
-    async def passes(way: Way, scope: Any, _incoming: Incoming, send: Any) -> int:
-        path = way._path
+    async def passes(path: str, scope: Any, _incoming: Incoming, send: Any) -> int:
         heads.append(scope["headers"])
         if path == "works":
             is_asked.set()
@@ -362,22 +355,16 @@ def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_sho
 
     async def test() -> None:
         monkeypatch.setattr(own_routes, "_METRICS_S", 0.05)
-        monkeypatch.setattr(Way, "pass_on", passes)
+        monkeypatch.setattr(passing, "pass_on", passes)
         names = ("hangs", "fails", "waits", "works")
-        told = Told(Listing(Settings(), Models(*map(Named, names)), lambda _settings: None))
+        told = Told(Listing(Settings(), Models(*map(named, names)), lambda _settings: None))
         told.front._swaps.limit_bytes = None
         async with told.running() as workers:
             for number, name in enumerate(names, start=1):
                 place = Place(model=name, needed_bytes=1, waits_since=0, phase=Phase.READY)
                 told.front._by_place[place] = ToldWorker(number, None, place=place, path=name)  # type: ignore[arg-type]
-            sent: list[Any] = []
-
-            async def send(message: Any) -> None:
-                sent.append(message)
-
             headers = [(b"host", b"h"), (b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
-            await told.front._routes._send_metrics({"headers": headers}, send)
-            text = sent[1]["body"].decode()
+            text = bytes((await told.front._routes._metrics({"headers": headers})).body).decode()
             assert "works_total" in text
             assert "waits_total" in text, "all are asked at once"
             assert "fails_total" not in text
@@ -395,17 +382,17 @@ def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap_at_mo
     (tmp_path / "keys").chmod(0o600)
     workers = ObedientWorkers()
 
-    async def passes(way: Way, _scope: Any, _incoming: Incoming, send: Any) -> int:
-        worker = workers.all[int(way._path)]
+    async def passes(path: str, _scope: Any, _incoming: Incoming, send: Any) -> int:
+        worker = workers.all[int(path)]
         await until(lambda: worker.ready_at or worker.code is not None)
         await send({"type": "http.response.start", "status": 200})
         await send({"type": "http.response.body", "body": b"{}"})
         return 200
 
     async def test() -> None:
-        monkeypatch.setattr(Way, "pass_on", passes)
+        monkeypatch.setattr(passing, "pass_on", passes)
         names = [f"m{number}" for number in range(10)]
-        listing = Listing(Settings(), Models(*map(Named, [*names, "mine", "mine too"])))
+        listing = Listing(Settings(), Models(*map(named, [*names, "mine", "mine too"])))
         told = Told(listing, workers, ApiKeys(tmp_path / "keys"))
         async with told.running():
 
@@ -428,7 +415,7 @@ def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap_at_mo
 
 def test_the_list_of_models_is_read_again_beside_the_requests() -> None:
     async def test() -> None:
-        models = Models(Named("one"), Named("other"))
+        models = Models(named("one"), named("other"))
         told = Told(Listing(Settings(), models, needs))
         async with told.running():
             told.front.read_again()
@@ -465,7 +452,7 @@ def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_there() ->
         return answer
 
     async def test() -> None:
-        one = Named("one")
+        one = named("one")
         listing = Listing(Settings(), Models(one), asked)
         await listing.learn(one)
         assert listing.sized(one, one.settings, LIMIT)[0] == LIMIT

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Awaitable, Callable
-from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diskprefix.extras.front import passing
-from diskprefix.extras.front.passing import Incoming, NotTaken, Way, WorkerGone
+from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
 
 Worker = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -35,8 +32,7 @@ def passed(worker: Worker, tmp_path: Path, *messages: dict[str, Any], headers: d
     async def run() -> int:
         server = await asyncio.start_unix_server(worker, tmp_path / "s")
         async with server:
-            way = Way(str(tmp_path / "s"))
-            return await asyncio.wait_for(way.pass_on(scope, Incoming(receive), send), 30)
+            return await asyncio.wait_for(pass_on(str(tmp_path / "s"), scope, Incoming(receive), send), 30)
 
     return asyncio.run(run()), sent
 
@@ -110,68 +106,3 @@ def test_a_worker_may_answer_although_the_body_never_comes(tmp_path: Path) -> No
         writer.close()
 
     assert passed(worker, tmp_path, headers={"content-length": "4"})[0] == 408
-
-
-def test_a_connection_is_for_another_request_once_both_bodies_are_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker answers the fourth request before it has read it, then closes a connection that waits. It says more
-    than its answer to the sixth."""
-    numbers = itertools.count(1)
-    connections: dict[int, list[int]] = {}
-    writers: list[asyncio.StreamWriter] = []
-
-    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
-        mine = connections.setdefault(len(writers), [])
-        with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
-            while True:
-                await reader.readuntil(b"\r\n\r\n")
-                mine.append(number := next(numbers))
-                if number != 4:
-                    await reader.readexactly(4)
-                close = b"Connection: close\r\n" if number == 2 else b""
-                head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n"
-                writer.write(head + close + b"\r\nok" + (b"HTTP/1.1 200 OK\r\n" if number == 6 else b""))
-
-    async def run() -> None:
-        path = str(tmp_path / "s")
-        async with await asyncio.start_unix_server(worker, path):
-            way = Way(path)
-
-            async def ask(*pieces: dict[str, Any]) -> None:
-                left = list(pieces)
-
-                async def receive() -> dict[str, Any]:
-                    if not left:
-                        await asyncio.Event().wait()
-                    return left.pop(0)
-
-                async def send(message: Any) -> None:
-                    sent.append(message.get("body", b""))
-
-                sent: list[bytes] = []
-                headers = [(b"content-length", b"4")]
-                scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": headers}
-                assert await asyncio.wait_for(way.pass_on(scope, Incoming(receive), send), 30) == 200
-                assert b"".join(sent) == b"ok"
-
-            for _ in range(3):
-                await ask(chunk(b"body"))
-            await ask(chunk(b"bo", more=True))
-            await ask(chunk(b"body"))
-            writers[-1].close()
-            await ask(chunk(b"body"))
-            monkeypatch.setattr(passing, "_IDLE_S", 0.0)
-            await ask(chunk(b"body"))
-            with suppress(OSError):
-                await asyncio.wait_for(writers[-1].wait_closed(), 30)
-            way.close()
-            await ask(chunk(b"body"))
-            assert not way._kept
-            for writer in writers:
-                with suppress(OSError):
-                    await writer.wait_closed()
-            assert [*connections.values()] == [[1, 2], [3, 4], [5], [6], [7], [8]]
-
-    asyncio.run(run())

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.errors import QueueFull, ShareFull
-from diskprefix.extras.front.swaps import MOST_WAITING, PATIENCE_S, NeverFits, Phase, Place, Swaps
+from diskprefix.extras.front.swaps import PATIENCE_S, NeverFits, Phase, Place, Swaps
 
 
 class Models:
@@ -156,20 +155,6 @@ def test_what_can_never_fit_is_refused_with_its_table_and_what_is_pinned() -> No
     assert models.log == ["+pinned", "+small"]
 
 
-def test_few_models_may_wait_and_half_of_these_places_are_for_one_caller() -> None:
-    models = Models(4)
-    models.ask("held", caller="x")
-    models.settle()
-    for number in range(MOST_WAITING // 2):
-        models.ask(f"a{number}", caller="a")
-    with pytest.raises(ShareFull):
-        models.ask("one more", caller="a")
-    for number in range(MOST_WAITING // 2):
-        models.ask(f"b{number}", caller="b")
-    with pytest.raises(QueueFull):
-        models.ask("one more", caller="c")
-
-
 def test_an_idle_model_goes_after_its_time_or_as_the_last_request_said() -> None:
     models = Models(None)
     timed = models.ask("timed", idle_unload_s=30.0)
@@ -270,7 +255,7 @@ def test_every_request_is_answered_and_the_limit_holds(seed: int) -> None:
         models.now += rng.random() * 4
         if rng.random() < 0.6:
             name = rng.choice("pqrst")
-            with contextlib.suppress(QueueFull, NeverFits):
+            with contextlib.suppress(NeverFits):
                 caller = rng.choice("abc")
                 asked.append((models.ask(name, sizes[name], caller, is_pinned=name == "p"), models.now))
         models.settle()
