@@ -42,19 +42,29 @@ class Trunk:
 @dataclass(kw_only=True)
 class FoldedTree:
     """The tree of one model and tenant. Each trunk is followed by all that continues it, the most recently used first.
-    `stored_bytes` is the size of all its nodes in the file."""
+
+    `listed_bytes`: the size of its saved prompts, uncompressed and each stored alone. `raw_bytes`: the size of its
+    nodes, uncompressed and each stored once. `stored_bytes`: their size in the file. So sharing saves
+    `listed_bytes - raw_bytes`, and compression saves `raw_bytes - stored_bytes`. `checkpoint_bytes` are the part of
+    `stored_bytes` that checkpoints take.
+    """
 
     root: str
     model: str
     tenant: str
-    stored_bytes: int
-    num_entries: int
-    nodes: list[Trunk]
+    num_entries: int = 0
+    blocks: int = 0
+    checkpoints: int = 0
+    listed_bytes: int = 0
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    checkpoint_bytes: int = 0
+    nodes: list[Trunk] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
 class Outline:
-    """All trees, the largest first, and the saved prompts by id, the most recently used first."""
+    """The trees of all roots, the largest first, and the saved prompts by id, the most recently used first."""
 
     trees: list[FoldedTree]
     entries: dict[str, EntryInfo]
@@ -67,7 +77,9 @@ class Outline:
         return {
             "total": len(self.entries),
             "entries": [asdict(info) | hidden for info in latest],
-            "trees": [vars(tree) | {"nodes": [vars(trunk) for trunk in tree.nodes]} for tree in self.trees],
+            "trees": [
+                vars(tree) | {"nodes": [vars(trunk) for trunk in tree.nodes]} for tree in self.trees if tree.nodes
+            ],
         }
 
 
@@ -79,31 +91,23 @@ def outline(
     `entries` is what `list_entries` returns for this snapshot, if the caller has it. `only`: the roots that are shown.
     """
     known = {info.id: info for info in (list_entries(snapshot) if entries is None else entries)}
-    folder = _Folder(snapshot, frozenset(map(bytes.fromhex, known)))
-    trees = []
+    prefixes, trees = PrefixTree(snapshot), list[FoldedTree]()
     for root, record in snapshot.roots():
-        trunks = folder.below(root) if only is None or root in only else []
-        if trunks:
-            trees.append(
-                FoldedTree(
-                    root=root.hex(),
-                    model=record.model,
-                    tenant=record.tenant,
-                    stored_bytes=sum(trunk.stored_bytes for trunk in trunks),
-                    num_entries=sum(trunk.num_entries for trunk in trunks if trunk.parent is None),
-                    nodes=trunks,
-                )
-            )
+        if only is None or root in only:
+            tree = FoldedTree(root=root.hex(), model=record.model, tenant=record.tenant)
+            tree.nodes = _Folder(snapshot, prefixes, frozenset(map(bytes.fromhex, known)), tree).below(root)
+            ended = [id_ for trunk in tree.nodes for id_ in trunk.entries]
+            tree.num_entries, tree.listed_bytes = len(ended), sum(known[id_].raw_bytes for id_ in ended)
+            trees.append(tree)
     return Outline(trees=sorted(trees, key=lambda one: (-one.stored_bytes, one.root)), entries=known)
 
 
 class _Folder:
-    """Folds the nodes of one snapshot. It does not recurse, because trees are as deep as conversations are long."""
+    """Folds the nodes of one root, and sums them in `sums`. It does not recurse, because trees are as deep as
+    conversations are long."""
 
-    def __init__(self, snapshot: Snapshot, ends: frozenset[bytes]) -> None:
-        self._snapshot = snapshot
-        self._tree = PrefixTree(snapshot)
-        self._ends = ends
+    def __init__(self, snapshot: Snapshot, tree: PrefixTree, ends: frozenset[bytes], sums: FoldedTree) -> None:
+        self._snapshot, self._tree, self._ends, self._sums = snapshot, tree, ends, sums
 
     def below(self, root: bytes) -> list[Trunk]:
         """Returns the trunks that continue a root, parents first."""
@@ -137,9 +141,14 @@ class _Folder:
 
     def _extend(self, trunk: Trunk, name: bytes, node: NodeRecord, checkpoints: list[NodeRecord]) -> None:
         trunk.id, trunk.end = name.hex(), node.end
+        checkpoint_bytes = sum(point.stored_bytes for point in checkpoints)
+        for sums in (trunk, self._sums):
+            sums.checkpoints += len(checkpoints)
+            sums.stored_bytes += node.stored_bytes + checkpoint_bytes
         trunk.num_blocks += 1
-        trunk.checkpoints += len(checkpoints)
-        trunk.stored_bytes += node.stored_bytes + sum(point.stored_bytes for point in checkpoints)
+        self._sums.blocks += 1
+        self._sums.raw_bytes += node.raw_bytes + sum(point.raw_bytes for point in checkpoints)
+        self._sums.checkpoint_bytes += checkpoint_bytes
         if (usage := self._snapshot.usage(name)) is not None:
             trunk.hits = max(trunk.hits, usage.restores)
             trunk.last_used_at = max(trunk.last_used_at, round(usage.last_used, 3))

@@ -21,7 +21,7 @@ from diskprefix.cli.tooling import (
     terminal_width,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.extras.watch.browse.statistics import statistics
+from diskprefix.extras.watch.browse.outline import outline
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.tenant_ids import short_tenant
@@ -136,8 +136,10 @@ def _of_model(roots: Mapping[bytes, str], model: str) -> dict[bytes, str]:
 def _show_entries(
     snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[bytes], folder: Path, *, as_json: bool
 ) -> None:
-    rows = statistics(snapshot, entries, {}, 0.0, roots)
-    counts = {name: sum(getattr(row, name) for row in rows) for name in ("blocks", "checkpoints", "checkpoint_bytes")}
+    trees = outline(snapshot, entries, roots).trees
+    counts = {
+        name: sum(getattr(tree, name) for tree in trees) for name in ("blocks", "checkpoints", "checkpoint_bytes")
+    }
     if as_json:
         print_json({"entries": [asdict(info) for info in entries]} | counts)
         return

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import click
 import msgspec
 
 from diskprefix.cli.tooling import print_json
-from diskprefix.extras.watch.browse.statistics import RootStatistics, statistics
+from diskprefix.extras.watch.browse.outline import Outline, outline
 from diskprefix.printable import printable_only
-from diskprefix.store.savings import read_savings
+from diskprefix.store.savings import Savings, Tally, read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo
 from diskprefix.store.written import read_written
@@ -30,7 +30,7 @@ def show_stats(
 ) -> None:
     """Prints figures for each model and tenant of `roots`. `entries` are those of `snapshot` that they have, `now` is
     in seconds since 1970."""
-    rows = statistics(snapshot, entries, read_savings(snapshot), now, roots)
+    rows = figures(outline(snapshot, entries, roots), read_savings(snapshot), now)
     used, written = snapshot.used_bytes(), read_written(snapshot)
     if as_json:
         print_json(
@@ -41,7 +41,7 @@ def show_stats(
                 "disk_written_bytes": written.total,
                 "disk_written_last_day_bytes": written.last_day(now),
                 "write_budget_bytes": written.budget_bytes,
-                "roots": [_as_dict(row) for row in rows],
+                "roots": rows,
             }
         )
         return
@@ -54,26 +54,44 @@ def show_stats(
     click.echo(f"{last_day}{limit} were written to the disk in 24 hours, {in_all} in all")
 
 
-def _as_dict(row: RootStatistics) -> dict[str, Any]:
-    figures: dict[str, Any] = msgspec.to_builtins(row)
-    return figures | {
-        "shared_bytes": row.shared_bytes,
-        "compressed_bytes": row.compressed_bytes,
-        "restored_share": row.total.restored_share,
-    }
+def figures(found: Outline, savings: Mapping[bytes, Savings], now: float) -> list[dict[str, Any]]:
+    """Returns JSON values for each model and tenant, the largest first. `savings` is the result of `read_savings`.
+
+    They are those of `FoldedTree`, what sharing and compression save (blocks outside of saved prompts are subtracted),
+    and the counts of requests in all and today, since `since` (seconds since the epoch, None without a request).
+    """
+    rows = []
+    for tree in found.trees:
+        used = savings.get(bytes.fromhex(tree.root))
+        total, today = (used.total, used.today(now)) if used else (Tally(), Tally())
+        names = ("root", "model", "tenant", "blocks", "checkpoints")
+        sizes = ("listed_bytes", "raw_bytes", "stored_bytes", "checkpoint_bytes")
+        row = {name: getattr(tree, name) for name in (*names, *sizes)} | {
+            "entries": tree.num_entries,
+            "shared_bytes": max(0, tree.listed_bytes - tree.raw_bytes),
+            "compressed_bytes": max(0, tree.raw_bytes - tree.stored_bytes),
+            "since": used.since if used else None,
+            "total": msgspec.to_builtins(total),
+            "today": msgspec.to_builtins(today),
+            "restored_share": total.restored_share,
+        }
+        rows.append(row)
+    return sorted(rows, key=lambda row: (-row["stored_bytes"], -row["total"]["requests"], row["root"]))
 
 
-def _lines(row: RootStatistics) -> Iterator[str]:
-    total, today = row.total, row.today
-    yield f"{printable_only(row.model)}{f', tenant {short_tenant(row.tenant)}' if row.tenant else ''}"
-    saved = f"sharing saves {format_size(row.shared_bytes)}, compression {format_size(row.compressed_bytes)}"
-    prompts, blocks = counted(row.entries, "prompt"), counted(row.blocks, "block")
-    if row.checkpoints:
-        blocks += f" and {counted(row.checkpoints, 'checkpoint')} ({format_size(row.checkpoint_bytes)})"
-    yield f"  {prompts}, {blocks} in {format_size(row.stored_bytes)}; {saved}"
-    if row.since is None:
+def _lines(row: dict[str, Any]) -> Iterator[str]:
+    whose = f", tenant {short_tenant(row['tenant'])}" if row["tenant"] else ""
+    yield f"{printable_only(row['model'])}{whose}"
+    sharing, compression = (format_size(row[name]) for name in ("shared_bytes", "compressed_bytes"))
+    prompts, blocks = counted(row["entries"], "prompt"), counted(row["blocks"], "block")
+    if row["checkpoints"]:
+        blocks += f" and {counted(row['checkpoints'], 'checkpoint')} ({format_size(row['checkpoint_bytes'])})"
+    saved = f"sharing saves {sharing}, compression {compression}"
+    yield f"  {prompts}, {blocks} in {format_size(row['stored_bytes'])}; {saved}"
+    if row["since"] is None:
         yield "  no request was counted yet; a running daemon writes its counts once a minute"
         return
-    yield f"  {counted(total.requests, 'request')}; {total.restored_share:.0%} of their prompt tokens restored"
-    saved_today, saved_in_all = format_duration(today.saved_s), format_duration(total.saved_s)
-    yield f"  computing saved: {saved_today} today, {saved_in_all} since {ago(row.since)}"
+    requests = counted(row["total"]["requests"], "request")
+    yield f"  {requests}; {row['restored_share']:.0%} of their prompt tokens restored"
+    saved_today, saved_in_all = (format_duration(row[when]["saved_s"]) for when in ("today", "total"))
+    yield f"  computing saved: {saved_today} today, {saved_in_all} since {ago(row['since'])}"

@@ -26,17 +26,18 @@ def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[by
     if as_json:
         print_json({"trees": found.listing()["trees"]})
         return
-    if not found.trees:
+    trees = [tree for tree in found.trees if tree.nodes]
+    if not trees:
         click.echo("nothing is saved")
         return
     from rich.console import Console
 
     console = Console(width=terminal_width(otherwise=120), no_color=True)
-    for tree in found.trees:
+    for tree in trees:
         with console.capture() as printed:
             console.print(_drawn(tree, found))
         click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
-    total = sum(tree.stored_bytes for tree in found.trees)
+    total = sum(tree.stored_bytes for tree in trees)
     shared = sum(info.stored_bytes for info in entries) - total
     prompts = counted(len(entries), "saved prompt")
     click.echo(f"{prompts} in {format_size(total)}; sharing saves {format_size(max(0, shared))}")

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from diskprefix.extras.watch.browse.outline import outline
-from diskprefix.extras.watch.browse.statistics import statistics
+from diskprefix.store.schema import Kind, decode_node
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication
 from diskprefix.store.tree import EntryInfo, list_entries
@@ -41,9 +41,12 @@ def test_nothing_of_the_tree_is_lost_and_a_trunk_begins_where_the_one_before_it_
     entries = list_entries(snapshot)
     found = outline(snapshot, entries)
     trunks = {trunk.id: trunk for tree in found.trees for trunk in tree.nodes}
-    rows = statistics(snapshot, entries, {}, 0.0)
-    for name, other in (("num_blocks", "blocks"), ("stored_bytes", "stored_bytes"), ("checkpoints", "checkpoints")):
-        assert sum(getattr(trunk, name) for trunk in trunks.values()) == sum(getattr(row, other) for row in rows), name
+    nodes = [decode_node(name, value) for name, value in snapshot.records("nodes")]
+    blocks = [node for node in nodes if node.kind != Kind.CHECKPOINT]
+    assert sum(trunk.num_blocks for trunk in trunks.values()) == sum(tree.blocks for tree in found.trees) == len(blocks)
+    for name in ("stored_bytes", "raw_bytes"):
+        assert sum(getattr(tree, name) for tree in found.trees) == sum(getattr(node, name) for node in nodes), name
+    assert sum(trunk.stored_bytes for trunk in trunks.values()) == sum(node.stored_bytes for node in nodes)
     assert {one for trunk in trunks.values() for one in trunk.entries} == {info.id for info in entries}
     seen = dict[str | None, int]({None: 0})
     for trunk in trunks.values():

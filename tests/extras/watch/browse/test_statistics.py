@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from diskprefix.extras.watch.browse.statistics import statistics
+from diskprefix.extras.watch.browse.outline import outline
 from diskprefix.extras.watch.inspect.entry_view import entry_details
+from diskprefix.extras.watch.inspect.stats_view import figures
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import list_entries
@@ -12,16 +13,15 @@ from tests.extras.watch.browse.saved_chats import ALICE, SavedChats
 
 def test_each_model_and_tenant_has_its_own_figures(snapshot: Snapshot, chats: SavedChats) -> None:
     entries = list_entries(snapshot)
-    rows = statistics(snapshot, entries, read_savings(snapshot), chats.clock.now)
-    main, alice = max(rows, key=lambda row: row.entries), next(row for row in rows if row.tenant == str(ALICE))
+    rows = figures(outline(snapshot, entries), read_savings(snapshot), chats.clock.now)
+    main, alice = max(rows, key=lambda row: row["entries"]), next(row for row in rows if row["tenant"] == str(ALICE))
     mine = [info for info in entries if info.model == "tiny" and not info.tenant]
-    assert main.listed_bytes == sum(info.raw_bytes for info in mine if info.preview.find("older build") < 0)
-    assert main.shared_bytes == main.listed_bytes - main.raw_bytes > 0
-    assert (alice.entries, alice.shared_bytes) == (1, 0)
-    assert (main.total.requests, main.total.restored_share) == (10, 0.5)
-    assert main.today.saved_s == main.total.saved_s == 5 * 1.5
-    assert main.since is not None
-    assert main.since <= chats.clock.now
+    assert main["listed_bytes"] == sum(info.raw_bytes for info in mine if info.preview.find("older build") < 0)
+    assert main["shared_bytes"] == main["listed_bytes"] - main["raw_bytes"] > 0
+    assert (alice["entries"], alice["shared_bytes"]) == (1, 0)
+    assert (main["total"]["requests"], main["restored_share"]) == (10, 0.5)
+    assert main["today"]["saved_s"] == main["total"]["saved_s"] == 5 * 1.5
+    assert main["since"] <= chats.clock.now
 
 
 def test_an_entry_names_who_shares_its_blocks(snapshot: Snapshot) -> None:
