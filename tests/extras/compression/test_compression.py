@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules, select
-from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong
@@ -195,26 +194,6 @@ def test_below_the_threshold_every_byte_is_as_without_compression(
         prompt = rendered(renderer_of(limit), conversation)
         assert (prompt.token_ids.tolist() == plain.token_ids.tolist()) == is_same
         assert (prompt.rewriting.left_out is None) == is_same
-
-
-def test_only_a_prompt_above_the_threshold_is_encoded_again(
-    renderer_of: Callable[[int | None], PromptRenderer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    conversation, encoded, encode = session(8)[-1], [], Encoder.encode
-
-    def counted(self: Encoder, text: str, **options: Any) -> Any:
-        encoded.append(text)
-        return encode(self, text, **options)
-
-    monkeypatch.setattr(Encoder, "encode", counted)
-    num_tokens = len(rendered(renderer_of(None), conversation).token_ids)
-    for limit, num_encoded in ((num_tokens, 1), (num_tokens - 1, 2)):
-        encoded.clear()
-        rendered(renderer_of(limit), conversation)
-        assert len(encoded) == num_encoded
-    encoded.clear()
-    rendered(renderer_of(10), session(1)[0])
-    assert len(encoded) == 1
 
 
 def test_a_session_outlives_the_context_of_the_model_and_its_turns_hit(

@@ -49,12 +49,6 @@ def wait_for_worker(daemon: DaemonProcess, count: int = 1) -> int:
     return [int(found[1]) for line in daemon.lines if (found := re.search(r"process (\d+) is for", line))][count - 1]
 
 
-def stop_while_none_runs(daemon: DaemonProcess) -> None:
-    """Stops a front whose workers all die at once, between two of them: how a worker ended is its exit code."""
-    wait_for(daemon, "another is started in 2 s: it died 3 times in a row")
-    assert daemon.stop(signal.SIGTERM) == 0
-
-
 def test_a_death_at_once_is_followed_by_longer_and_longer_waits_and_one_after_long_service_is_not() -> None:
     deaths = Deaths()
     assert [deaths.delay_s(0) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
@@ -175,17 +169,17 @@ def test_an_error_of_the_only_model_that_another_start_would_meet_too_ends_all_w
         assert daemon.process.wait(60) == code
 
 
-def test_a_lost_accelerator_is_a_death_that_another_worker_follows() -> None:
-    with small(str(DeviceLost.exit_code)) as daemon:
-        wait_for(daemon, f"ended with exit code {DeviceLost.exit_code}; another is started")
-        stop_while_none_runs(daemon)
-
-
-def test_a_worker_that_dies_at_once_is_started_more_and_more_slowly() -> None:
-    with small("die") as daemon:
-        daemon.wait_for_line(r"was killed by SIGKILL; another is started$")
+@pytest.mark.parametrize(
+    ("action", "how"),
+    [("die", "was killed by SIGKILL"), (str(DeviceLost.exit_code), f"ended with exit code {DeviceLost.exit_code}")],
+)
+def test_a_worker_that_dies_at_once_is_started_more_and_more_slowly(action: str, how: str) -> None:
+    with small(action) as daemon:
+        daemon.wait_for_line(f"{how}; another is started$")
         daemon.wait_for_line(r"another is started in 1 s: it died 2 times in a row")
-        stop_while_none_runs(daemon)
+        # Between two of them: how a worker ended is the exit code of the front.
+        wait_for(daemon, "another is started in 2 s: it died 3 times in a row")
+        assert daemon.stop(signal.SIGTERM) == 0
 
 
 def test_systemd_hears_from_the_front_alone_and_a_worker_that_stands_still_is_killed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`serve --models-dir`: several models behind one port, which come and go."""
+"""`serve --models-dir`: several models behind one port, which come and go, also while processes are killed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import httpx
 import pytest
 
 from diskprefix.extras.front.listing import merged_metrics
-from tests.extras.front.test_front_processes import wait_for, wait_for_worker
+from tests.extras.front.test_front_processes import family, is_gone, wait_for, wait_for_worker
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags, wait_until
 from tests.server.process.test_process import CHAT, next_data
@@ -277,3 +278,57 @@ def test_without_a_key_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:
         assert "<title>diskprefix chat</title>" in httpx.get(f"{daemon.url}/chat").raise_for_status().text
         assert not any(" is for " in line for line in daemon.lines)
         assert daemon.stop() == 0
+
+
+def ask(daemon: DaemonProcess, model: str) -> httpx.Response:
+    return httpx.post(daemon.url + CHAT, json=body(model), timeout=120)
+
+
+def replies(daemon: DaemonProcess, model: str) -> list[str]:
+    with daemon.client() as client:
+        return [reply for reply, _, _ in conversation(client, model, 3)]
+
+
+def test_a_request_whose_worker_is_killed_while_it_loads_is_answered_by_the_next_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    with several(folder, tmp_path / "kv") as daemon, ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, daemon, "ash")
+        os.kill(wait_for_worker(daemon), signal.SIGKILL)
+        assert first.result().status_code == 200
+        assert wait_for_worker(daemon, 2) in family(daemon.process.pid)
+        assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("whom", ["who comes", "who goes", "the front"])
+def test_whoever_is_killed_in_a_swap_the_conversations_go_on_as_if_nothing_had_been(
+    folder: Path, tmp_path: Path, whom: str
+) -> None:
+    """With `auto` and a salt, only memory has the conversation of who goes: it is killed while that is saved."""
+    scope = "auto:30" if whom == "who goes" else "full"
+    with several(folder, tmp_path / "kv", *ONE_OF_TWO, disk_prefix_cache=scope) as daemon:
+        expected = replies(daemon, "ash")
+        if scope == "full":
+            daemon.wait_saved()
+        goes = wait_for_worker(daemon)
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(ask, daemon, "birch")
+            wait_for(daemon, "ash is being unloaded")
+            comes = wait_for_worker(daemon, 2)
+            if whom == "the front":
+                all_of_them = family(daemon.process.pid)
+                assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+                assert isinstance(asked.exception(), httpx.TransportError)
+                wait_until(lambda: all(map(is_gone, all_of_them)), "all end")
+            else:
+                os.kill(comes if whom == "who comes" else goes, signal.SIGKILL)
+                assert asked.result().status_code == 200
+                assert replies(daemon, "ash") == expected
+                assert daemon.stop() == 0
+    if whom == "the front":
+        with several(folder, tmp_path / "kv") as daemon:
+            with daemon.client() as client:
+                assert [(reply, again) for reply, again, _ in conversation(client, "ash", 3)] == [
+                    (reply, 0) for reply in expected
+                ]
+            assert daemon.stop() == 0

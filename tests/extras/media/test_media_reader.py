@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,20 +91,16 @@ def test_samples_of_any_width_are_between_minus_one_and_one(reader: MediaReader,
     assert np.abs(samples - expected).max() < (0.01 if width == 1 else 1e-4)
 
 
-@pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
-def test_a_sound_at_another_rate_is_the_same_sound(reader: MediaReader, rate: int) -> None:
-    samples = reader.read_audio(wav_bytes(rate=rate, seconds=0.5), param="x")
-    expected = np.sin(2 * np.pi * 440 * np.arange(RATE // 2) / RATE) / 2
-    assert len(samples) == len(expected)
-    # It begins and ends at once, which no rate can hold.
-    assert np.abs(samples - expected)[400:-400].max() < 1e-4
-
-
-@pytest.mark.parametrize("rate", [8000, 11025, 44101, 96000])
-def test_where_two_steps_of_a_long_sound_meet_nothing_is_heard(reader: MediaReader, rate: int) -> None:
-    samples = reader.read_audio(wav_bytes(rate=rate, seconds=13.25), param="x")
+@pytest.mark.parametrize(
+    ("rate", "seconds"), [(22050, 0.5), (44100, 0.5), (48000, 0.5), (8000, 13.25), (11025, 13.25), (44101, 13.25)]
+)
+def test_a_sound_at_another_rate_is_the_same_sound_also_where_two_steps_of_a_long_one_meet(
+    reader: MediaReader, rate: int, seconds: float
+) -> None:
+    samples = reader.read_audio(wav_bytes(rate=rate, seconds=seconds), param="x")
     expected = np.sin(2 * np.pi * 440 * np.arange(len(samples)) / RATE) / 2
-    assert len(samples) == 13.25 * RATE
+    assert len(samples) == seconds * RATE
+    # It begins and ends at once, which no rate can hold.
     assert np.abs(samples - expected)[400:-400].max() < 1e-4
 
 
@@ -128,10 +125,28 @@ def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(reader: MediaR
     assert traced_peak(read) < 1e6
 
 
-def test_a_short_sound_is_refused_with_what_is_least(reader: MediaReader) -> None:
+def with_byte(content: bytes, place: int, value: int) -> bytes:
+    return content[:place] + bytes([value]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (wav_bytes(seconds=0.09), r"lasts 0\.090 s, and a sound must last at least 0\.1 s"),
+        (wav_bytes(seconds=0.5)[:-100], "is cut short: 15944 of 16044 bytes are there"),
+        (
+            with_byte(wav_bytes(width=4, is_extensible=True), 44, 3),
+            "is not a WAV file with PCM samples: its samples are of the format FLOAT",
+        ),
+    ],
+    ids=["short", "cut short", "of floats"],
+)
+def test_a_sound_that_no_model_takes_is_refused_with_the_reason(
+    reader: MediaReader, content: bytes, problem: str
+) -> None:
     assert len(reader.read_audio(wav_bytes(seconds=0.1), param="x")) == RATE // 10
-    with pytest.raises(InvalidRequest, match=r"x: lasts 0\.090 s, and a sound must last at least 0\.1 s"):
-        reader.read_audio(wav_bytes(seconds=0.09), param="x")
+    with pytest.raises(InvalidRequest, match=f"x: {problem}"):
+        reader.read_audio(content, param="x")
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
@@ -139,19 +154,6 @@ def test_the_extensible_header_with_pcm_samples_is_read(reader: MediaReader, wid
     plain, extensible = (wav_bytes(width=width, channels=2, is_extensible=flag) for flag in (False, True))
     assert plain != extensible
     assert np.array_equal(reader.read_audio(extensible, param="x"), reader.read_audio(plain, param="x"))
-
-
-def test_the_extensible_header_with_other_samples_is_refused(reader: MediaReader) -> None:
-    content = bytearray(wav_bytes(width=4, is_extensible=True))
-    content[44] = 3
-    with pytest.raises(InvalidRequest, match="is not a WAV file with PCM samples: its samples are of the format FLOAT"):
-        reader.read_audio(bytes(content), param="x")
-
-
-def test_a_sound_that_is_cut_short_says_so(reader: MediaReader) -> None:
-    content = wav_bytes(seconds=0.5)
-    with pytest.raises(InvalidRequest, match="x: is cut short: 15944 of 16044 bytes are there"):
-        reader.read_audio(content[:-100], param="x")
 
 
 def test_a_sound_of_which_no_length_is_known_goes_on_to_the_end_of_the_file(reader: MediaReader) -> None:
@@ -254,27 +256,25 @@ def test_sounds_count_together(reader: MediaReader) -> None:
         reader.read_audio(content, param="x", beside=[first])
 
 
-def test_without_pillow_the_model_takes_text_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("write", "absent"), [(write_llava, "Pillow"), (write_qwen2_audio, "soundfile or soxr")])
+def test_without_the_libraries_a_model_takes_text_and_says_what_to_install(
+    write: Callable[[Path], Path],
+    absent: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    folder = write_llava(tmp_path / "llava")
-    (folder / "processor_config.json").unlink()
-    monkeypatch.setattr("transformers.utils.is_vision_available", lambda: False)
+    folder = write(tmp_path / "m")
+    if absent == "Pillow":
+        (folder / "processor_config.json").unlink()
+        monkeypatch.setattr("transformers.utils.is_vision_available", lambda: False)
+    else:
+        monkeypatch.setattr(media_reader, "find_spec", lambda name: None if name == "soxr" else object())
     media = load(folder).media
     assert media is not None
     assert media.kinds == frozenset()
-    assert "pip install 'diskprefix[media]'" in (media.problem or "")
-    assert caplog.text.count("this model is served for text only: Pillow is not installed") == 1
-
-
-def test_without_soundfile_a_model_that_listens_takes_text_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(media_reader, "find_spec", lambda name: None if name == "soxr" else object())
-    media = load(write_qwen2_audio(tmp_path / "audio")).media
-    assert media is not None
-    assert media.kinds == frozenset()
-    assert "soxr is not installed: pip install 'diskprefix[media]'" in (media.problem or "")
+    assert media.problem == f"{absent} is not installed: pip install 'diskprefix[media]'"
+    assert caplog.text.count(f"this model is served for text only: {absent} is not installed") == 1
 
 
 def test_the_chat_template_may_be_where_processors_have_it(tmp_path: Path) -> None:

@@ -104,7 +104,6 @@ def _model(serving: Serving) -> dict[str, Any]:
 
 
 def _memory(engine: Engine) -> dict[str, Any]:
-    pool = engine.pool
     began = time.time() - time.monotonic()
     slots = [
         {
@@ -113,10 +112,10 @@ def _memory(engine: Engine) -> dict[str, Any]:
             "busy": slot.is_busy,
             "used_at": round(began + slot.used_at, 1),
         }
-        for slot in list(pool.allocations)
+        for slot in list(engine.pool.allocations)
     ]
     return {
-        **pool.stats(),
+        **engine.memory_stats(),
         "max_running": engine.max_sequences,
         "process_bytes": _process_bytes(),
         "slots": sorted(slots, key=lambda slot: (not slot["busy"], -slot["used_at"])),

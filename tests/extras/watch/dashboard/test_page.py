@@ -28,14 +28,11 @@ CHROME = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q
         ("application/json", False),
         ("text/*", False),
         ("", False),
+        (None, False),
     ],
 )
-def test_a_browser_gets_the_page_and_a_program_json(accept: str, is_wanted: bool) -> None:
-    assert wants_page(Headers({"accept": accept})) is is_wanted
-
-
-def test_a_request_without_the_header_gets_json() -> None:
-    assert not wants_page(Headers({}))
+def test_a_browser_gets_the_page_and_a_program_json(accept: str | None, is_wanted: bool) -> None:
+    assert wants_page(Headers({"accept": accept} if accept is not None else {})) is is_wanted
 
 
 def test_only_the_page_s_own_style_and_script_run_and_nothing_is_fetched_from_elsewhere() -> None:
