@@ -93,7 +93,7 @@ def result_of(part: Part, folder: Path, share: int, shares: int, samples: int = 
 
 
 @needs("cc")
-@pytest.mark.parametrize(("deed", "share", "shares"), [("save", 4, 13), ("compact", 2, 4)])
+@pytest.mark.parametrize(("deed", "share", "shares"), [("save", 4, 26), ("compact", 2, 4)])
 def test_a_power_failure_loses_nothing_that_was_acknowledged(
     deed: str, share: int, shares: int, tmp_path: Path
 ) -> None:
@@ -116,7 +116,7 @@ def test_without_a_barrier_an_image_is_wrong(deed: str, removed: str, share: int
 
 
 @needs("cc")
-@pytest.mark.parametrize(("number", "step"), [(0, 13), (2, 47)])
+@pytest.mark.parametrize(("number", "step"), [(0, 26), (2, 47)])
 def test_after_a_fault_of_the_disk_everything_is_saved_again(number: int, step: int, tmp_path: Path) -> None:
     result = run_faults(FAULTS[number], tmp_path, 1, 1, set(), step, 2)
     assert result.failures == []

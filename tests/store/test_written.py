@@ -27,13 +27,6 @@ def test_what_was_written_counts_for_a_day_and_in_all() -> None:
     assert 0 not in written.hours, "the record stays small"
 
 
-def test_hours_of_a_clock_that_was_wrong_do_not_count_for_ever() -> None:
-    written = WrittenBytes()
-    written.add(100, 1000 * HOUR_S)
-    assert written.last_day(990 * HOUR_S) == 100
-    assert written.last_day(900 * HOUR_S) == 0
-
-
 @pytest.mark.parametrize("wrong", [0, 1030, 10**6])
 def test_a_clock_that_is_wrong_once_forgets_nothing(wrong: int) -> None:
     written = WrittenBytes()
