@@ -39,6 +39,18 @@ class Models:
         self.answer(place, keep_alive_s)
         return place
 
+    def take(self, what: str, name: str, *fields: str) -> None:
+        """Takes a step of a script: `at TIME`, or `ask`, `use` or `answer` with a model."""
+        more: dict[str, Any] = dict(field.split("=") for field in fields)
+        more = {key: value if key == "caller" else float(value) for key, value in more.items()}
+        if what == "at":
+            self.now = float(name)
+        elif what == "answer":
+            active = [place for place in self.swaps.places if place.model == name and place.num_active]
+            self.answer(min(active, key=lambda place: place.phase is not Phase.READY), **more)
+        else:
+            getattr(self, what)(name, **more)
+
     def settle(self) -> None:
         """Decides until nothing changes."""
         while True:
@@ -53,24 +65,78 @@ class Models:
                 return
 
 
-def test_models_that_fit_together_stay_together() -> None:
-    models = Models(8)
-    for name in "xyxy":
-        place = models.ask(name)
-        models.settle()
-        models.answer(place)
-    assert models.log == ["+x", "+y"]
+SCRIPTS: dict[str, tuple[int | None, str]] = {
+    "models that fit together stay together": (8, "use x: +x, use y: +y, use x, use y"),
+    "the one that was idle for longest makes room, and one that answers never": (
+        12,
+        "ask busy: +busy, use old: +old, at 1, use newer: +newer, at 2, use next: -old +next",
+    ),
+    "idle models that would not be enough are not unloaded for nothing": (
+        8,
+        "use small: +small, ask busy: +busy, ask large needed=8",
+    ),
+    "a model that is never idle takes requests for a while, then lets others in": (
+        4,
+        "ask busy: +busy, ask other, ask busy, at 15, ask busy, answer busy, answer busy: -busy +other, "
+        "answer other: -other +busy",
+    ),
+    "callers take turns, whoever asked first": (
+        4,
+        "ask held caller=x: +held, at 1, ask a1 caller=a, at 2, ask a2 caller=a, at 3, ask b1 caller=b, "
+        "answer held: -held +a1, answer a1: -a1 +b1, answer b1: -b1 +a2",
+    ),
+    "a model is not unloaded before it served those it was loaded for": (
+        4,
+        "ask first: +first, ask first, ask second caller=c, answer first, answer first: -first +second",
+    ),
+    "a model that nobody waits for any more is not loaded, but one that was ordered": (
+        4,
+        "ask held: +held, ask left, answer left: -left, ask ordered is_ordered=1, answer ordered, "
+        "answer held: -held +ordered",
+    ),
+    "a model that yielded takes requests again when nobody waits for its memory any more": (
+        4,
+        "ask busy: +busy, ask other, at 15, answer other: -other, ask busy, answer busy, answer busy",
+    ),
+    "a model that yielded ends when its requests have, and others wait for it again": (
+        4,
+        "ask busy: +busy, ask other, at 15, ask busy, answer other: -other, answer busy: -busy +busy",
+    ),
+    "the model that was asked to yield first goes on yielding": (
+        8,
+        "ask p: +p, ask p, at 1, ask q: +q, ask r, at 16, answer p, ask q, answer q, answer q: -q +r",
+    ),
+    "an idle model goes after its time, or as the last request said": (
+        None,
+        "ask timed idle_unload_s=30: +timed, ask stays idle_unload_s=30: +stays, "
+        "use brief keep_alive_s=0: +brief -brief, "
+        "answer timed, answer stays keep_alive_s=inf, at 29.9, at 30: -timed, at 1000",
+    ),
+}
 
 
-def test_the_model_that_was_idle_for_longest_makes_room_and_one_that_answers_never() -> None:
-    models = Models(12)
-    busy = models.ask("busy")
-    for models.now, name in enumerate("old"):
-        place = models.ask(name)
+@pytest.mark.parametrize(("limit", "script"), SCRIPTS.values(), ids=SCRIPTS)
+def test_after_each_step_of_a_script_is_loaded_and_unloaded_what_it_says(limit: int | None, script: str) -> None:
+    models = Models(limit)
+    for step in script.split(", "):
+        words, _, expected = step.partition(": ")
+        before = len(models.log)
+        models.take(*words.split())
         models.settle()
-        models.answer(place)
-    assert models.log == ["+busy", "+o", "+l", "-o", "+d"]
-    assert models.swaps.of("busy") is busy
+        assert models.log[before:] == expected.split(), step
+
+
+def test_the_next_decision_is_due_when_a_model_was_idle_for_its_time_or_one_waited_long_enough() -> None:
+    models = Models(4)
+    models.use("first", idle_unload_s=30.0)
+    assert models.swaps.due_at(models.now) == 30
+    busy = models.ask("first")
+    waiting = models.ask("other")
+    assert models.swaps.due_at(models.now) == PATIENCE_S
+    models.answer(waiting)
+    models.settle()
+    assert models.swaps.due_at(models.now) is None
+    assert busy.takes_requests
 
 
 def test_memory_is_free_when_a_process_has_ended_and_not_before() -> None:
@@ -82,65 +148,6 @@ def test_memory_is_free_when_a_process_has_ended_and_not_before() -> None:
     assert models.swaps.decide(models.now).load == []
     models.swaps.remove(first)
     assert models.swaps.decide(models.now).load == [waiting]
-
-
-def test_idle_models_that_would_not_be_enough_are_not_unloaded_for_nothing() -> None:
-    models = Models(8)
-    models.use("small")
-    models.ask("busy")
-    models.settle()
-    models.ask("large", 8)
-    models.settle()
-    assert models.log == ["+small", "+busy"]
-
-
-def test_a_model_that_is_never_idle_lets_others_in_after_a_while() -> None:
-    models = Models(4)
-    busy = models.ask("busy")
-    models.settle()
-    models.ask("other")
-    models.settle()
-    assert models.ask("busy") is busy, "for a while it takes new requests"
-    models.now = PATIENCE_S
-    models.settle()
-    assert models.swaps.of("busy") is None
-    later = models.ask("busy")
-    for _ in range(2):
-        models.answer(busy)
-    models.settle()
-    assert models.log == ["+busy", "-busy", "+other"]
-    models.answer(models.swaps.places[0])
-    models.settle()
-    assert models.log[-2:] == ["-other", "+busy"]
-    assert later.num_active == 1
-
-
-def test_callers_take_turns_whoever_asked_first() -> None:
-    models = Models(4)
-    held = models.ask("held", caller="x")
-    models.settle()
-    for name, caller in (("a1", "a"), ("a2", "a"), ("b1", "b")):
-        models.now += 1
-        models.ask(name, caller=caller)
-    models.answer(held)
-    while any(place.num_active for place in models.swaps.places):
-        models.settle()
-        models.answer(next(place for place in models.swaps.places if place.phase is Phase.READY))
-    assert [name for name in models.log if name[0] == "+"] == ["+held", "+a1", "+b1", "+a2"]
-
-
-def test_a_model_is_not_unloaded_before_it_served_those_it_was_loaded_for() -> None:
-    models = Models(4)
-    first = models.ask("first", caller="a")
-    models.ask("first", caller="b")
-    models.settle()
-    models.ask("second", caller="c")
-    models.answer(first)
-    models.settle()
-    assert models.log == ["+first"]
-    models.answer(first)
-    models.settle()
-    assert models.log == ["+first", "-first", "+second"]
 
 
 def test_what_can_never_fit_is_refused_with_its_table_and_what_is_pinned() -> None:
@@ -155,55 +162,6 @@ def test_what_can_never_fit_is_refused_with_its_table_and_what_is_pinned() -> No
     assert models.log == ["+pinned", "+small"]
 
 
-def test_an_idle_model_goes_after_its_time_or_as_the_last_request_said() -> None:
-    models = Models(None)
-    timed = models.ask("timed", idle_unload_s=30.0)
-    forever = models.ask("forever", idle_unload_s=30.0)
-    models.use("at once", keep_alive_s=0)
-    models.settle()
-    models.answer(timed)
-    models.answer(forever, keep_alive_s=float("inf"))
-    assert models.swaps.due_at(models.now) == 30
-    models.now = 29.9
-    models.settle()
-    assert models.log == ["+timed", "+forever", "+at once", "-at once"]
-    models.now = 30
-    models.settle()
-    assert models.log[-1] == "-timed"
-    assert models.swaps.of("forever") is not None
-
-
-def test_a_model_that_nobody_waits_for_any_more_is_not_loaded() -> None:
-    models = Models(4)
-    held = models.ask("held")
-    models.settle()
-    models.answer(models.ask("left"))
-    models.ask("ordered", is_ordered=True).num_active = 0
-    models.answer(held)
-    models.settle()
-    assert models.log == ["+held", "-left", "-held", "+ordered"]
-
-
-def one_that_yields() -> tuple[Models, Place, Place]:
-    """Returns models, the busy one that was asked to yield, and the one that waits for its memory."""
-    models = Models(4)
-    busy = models.ask("busy")
-    models.settle()
-    other = models.ask("other")
-    models.now = PATIENCE_S
-    models.settle()
-    return models, busy, other
-
-
-def test_a_model_that_yielded_takes_requests_again_when_nobody_waits_for_its_memory_any_more() -> None:
-    models, busy, other = one_that_yields()
-    assert not busy.takes_requests
-    models.answer(other)
-    models.settle()
-    assert models.ask("busy") is busy
-    assert models.swaps.due_at(models.now) is None
-
-
 @pytest.mark.parametrize("limit", [None, 100])
 def test_a_model_is_not_loaded_twice_at_a_time(limit: int | None) -> None:
     models = Models(limit)
@@ -215,17 +173,6 @@ def test_a_model_is_not_loaded_twice_at_a_time(limit: int | None) -> None:
     assert (decision.load, decision.next_one) == ([other], again)
     models.swaps.remove(first)
     assert models.swaps.decide(models.now).load == [again]
-
-
-def test_a_model_that_yielded_ends_when_its_requests_have_and_others_wait_for_it_again() -> None:
-    models, busy, other = one_that_yields()
-    models.ask("busy")
-    models.answer(other)
-    models.settle()
-    assert not busy.takes_requests
-    models.answer(busy)
-    models.settle()
-    assert models.log == ["+busy", "-other", "-busy", "+busy"]
 
 
 def test_who_waits_and_can_never_fit_beside_what_was_pinned_meanwhile_lets_others_pass() -> None:
