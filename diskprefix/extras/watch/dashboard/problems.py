@@ -40,7 +40,7 @@ _ADVICE_OTHERWISE = "read the daemon's log of that time"
 _ADVICE_ON_STREAMS = "the reply failed after it had begun; the daemon's log of that time says why"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problem:
     """A problem for the daemon's owner. `todo` is advice, `last_at` when the last of the failed requests ended."""
 
@@ -60,60 +60,38 @@ def problems(
 
 
 def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
-    if cache.get("state") == "degraded":
-        yield Problem(
-            level="error",
-            what=f"nothing is saved: {cache['error']}",
-            todo="the daemon tries again by itself; `diskprefix verify` checks the folder",
-        )
-    elif cache.get("state") == "unsupported":
-        yield Problem(
-            level="warning",
-            what="this model is served without the cache: it has layers that cannot be cached",
-            todo="see `diskprefix list --architectures`",
-        )
+    match cache.get("state"):
+        case "degraded":
+            todo = "the daemon tries again by itself; `diskprefix verify` checks the folder"
+            yield Problem("error", f"nothing is saved: {cache['error']}", todo)
+        case "unsupported":
+            what = "this model is served without the cache: it has layers that cannot be cached"
+            yield Problem("warning", what, "see `diskprefix list --architectures`")
     for name, level, what, todo in _COUNTED:
         if count := cache.get(name, 0):
             cause = cache.get("full_disk") if name == "dropped" else None
-            yield Problem(level=level, what=what, todo=cause or todo, count=count)
+            yield Problem(level, what, cause or todo, count)
     yield from _of_shared_tier(cache.get("remote") or {})
     if cache.get("gate", {}).get("state") == "closed":
-        yield Problem(
-            level="hint",
-            what="computing is faster than restoring on this machine, so little is saved and restored",
-            todo="use a faster disk or a larger model, or force it with --kv-cache-gate off",
-        )
+        what = "computing is faster than restoring on this machine, so little is saved and restored"
+        yield Problem("hint", what, "use a faster disk or a larger model, or force it with --kv-cache-gate off")
     used, budget, evicted = (cache.get(name, 0) for name in ("used_bytes", "budget_bytes", "evicted_blocks"))
     if evicted and used > _FULL * budget:
-        yield Problem(
-            level="hint",
-            what="the store is full, and blocks are evicted",
-            todo="raise --kv-cache-budget if repeated prompts miss",
-            count=evicted,
-        )
+        todo = "raise --kv-cache-budget if repeated prompts miss"
+        yield Problem("hint", "the store is full, and blocks are evicted", todo, evicted)
 
 
 def _of_shared_tier(remote: dict[str, Any]) -> Iterator[Problem]:
     if remote.get("state") == "failing":
-        yield Problem(
-            level="warning",
-            what=f"{remote['url']} does not answer, and is left alone for a while",
-            todo="look at the network, the endpoint and the access keys; the daemon's log names the failure",
-        )
+        todo = "look at the network, the endpoint and the access keys; the daemon's log names the failure"
+        yield Problem("warning", f"{remote['url']} does not answer, and is left alone for a while", todo)
     if refused := {reason: count for reason, count in remote.get("refused", {}).items() if count}:
-        yield Problem(
-            level="warning",
-            what=f"objects of {remote['url']} were refused: {', '.join(refused)}",
-            todo="see *Refused objects* in extras/remote/README.md: `mac` may mean that somebody plants state",
-            count=sum(refused.values()),
-        )
+        what = f"objects of {remote['url']} were refused: {', '.join(refused)}"
+        todo = "see *Refused objects* in extras/remote/README.md: `mac` may mean that somebody plants state"
+        yield Problem("warning", what, todo, sum(refused.values()))
     if dropped := remote.get("dropped", 0):
-        yield Problem(
-            level="hint",
-            what=f"prompts could not be uploaded to {remote['url']}",
-            todo="make room in the bucket, let the daemon write to it, or start with --remote-write off",
-            count=dropped,
-        )
+        todo = "make room in the bucket, let the daemon write to it, or start with --remote-write off"
+        yield Problem("hint", f"prompts could not be uploaded to {remote['url']}", todo, dropped)
 
 
 def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
@@ -122,13 +100,12 @@ def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
         if broken["tokens"] < _BREAK_TOKENS:
             return
         help_ = ",".join(f"{name}=on" for name in broken["normalisers"])
-        yield Problem(
-            level="hint",
-            what=f"a line of the prompt changes, and {broken['tokens']:,} tokens behind it were computed again: "
-            f"{broken.get('text', broken['line'])}",
-            todo=f"start with --normalise {help_}" if help_ else "move the line to the end of the prompt",
-            count=broken["requests"],
+        what = (
+            f"a line of the prompt changes, and {broken['tokens']:,} tokens behind it were computed again: "
+            f"{broken.get('text', broken['line'])}"
         )
+        todo = f"start with --normalise {help_}" if help_ else "move the line to the end of the prompt"
+        yield Problem("hint", what, todo, broken["requests"])
 
 
 def _of_requests(ended: Iterable[EndedRequest]) -> Iterator[Problem]:
@@ -140,10 +117,6 @@ def _of_requests(ended: Iterable[EndedRequest]) -> Iterator[Problem]:
             alike.setdefault((one.status, said), []).append(one)
     latest = sorted(alike.items(), key=lambda item: -item[1][-1].ended_at)[:_MOST_FAILURES]
     for (status, said), group in latest:
-        yield Problem(
-            level="error" if status >= 500 and status != 503 else "warning",
-            what=f"{group[-1].route} answered {status}: {said}",
-            todo=_ADVICE_ON_STREAMS if status == 200 else _ADVICE.get(status, _ADVICE_OTHERWISE),
-            count=len(group),
-            last_at=group[-1].ended_at,
-        )
+        level: Level = "error" if status >= 500 and status != 503 else "warning"
+        todo = _ADVICE_ON_STREAMS if status == 200 else _ADVICE.get(status, _ADVICE_OTHERWISE)
+        yield Problem(level, f"{group[-1].route} answered {status}: {said}", todo, len(group), group[-1].ended_at)
