@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import signal
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import pytest
 
@@ -30,6 +31,7 @@ from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.settings import Settings
 
 LIMIT = 1 << 30
+P = ParamSpec("P")
 
 
 def named(name: str, *, pin: bool = False) -> KnownModel:
@@ -174,8 +176,12 @@ def needs(_settings: Settings) -> ModelNeeds | None:
     return ModelNeeds(name="one", state=TokenState(per_token=1024, positions=1024))
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 30))
+def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    @functools.wraps(test)
+    def run(*args: P.args, **options: P.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **options), 30))
+
+    return run
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -183,134 +189,123 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_no_worker_is_started_once_the_daemon_stops() -> None:
-    async def test() -> None:
-        told = Told(Listing(Settings(), Models(named("one")), needs))
-        async with told.running() as workers:
-            asked = told.ask("one")
-            await until(lambda: workers.all)
-            told.front.stop()
-            assert UNLOAD in workers.all[1].told
-            workers.end(workers.all[1])
-            status, said = await asked
-            assert (status, said["error"]["message"]) == (503, "the daemon is stopping")
-            assert len(workers.all) == 1
-
-    run(test())
+@in_a_loop
+async def test_no_worker_is_started_once_the_daemon_stops() -> None:
+    told = Told(Listing(Settings(), Models(named("one")), needs))
+    async with told.running() as workers:
+        asked = told.ask("one")
+        await until(lambda: workers.all)
+        told.front.stop()
+        assert UNLOAD in workers.all[1].told
+        workers.end(workers.all[1])
+        status, said = await asked
+        assert (status, said["error"]["message"]) == (503, "the daemon is stopping")
+        assert len(workers.all) == 1
 
 
 @pytest.mark.parametrize("has_served", [False, True])
-def test_an_only_model_that_cannot_be_loaded_ends_the_front_at_the_start_alone(has_served: bool) -> None:
-    async def test() -> None:
-        told = Told(Listing(Settings(), None))
-        async with told.running() as workers:
-            await until(lambda: workers.all)
-            if has_served:
-                workers.make_ready(workers.all[1])
-                workers.end(workers.all[1], -9)
-                await until(lambda: len(workers.all) == 2)
-            workers.end(workers.all[len(workers.all)], 2)
-            assert (told.ended, told.front.exit_code) == ((0, 0) if has_served else (1, 2))
-
-    run(test())
-
-
-def test_a_worker_that_loads_hears_of_new_keys_at_once_and_again_when_it_is_sure_to_listen() -> None:
-    async def test() -> None:
-        told = Told(Listing(Settings(), None))
-        async with told.running() as workers:
-            await until(lambda: workers.all)
-            told.front.read_again()
-            assert workers.all[1].told == [LOAD, signal.SIGHUP]
+@in_a_loop
+async def test_an_only_model_that_cannot_be_loaded_ends_the_front_at_the_start_alone(has_served: bool) -> None:
+    told = Told(Listing(Settings(), None))
+    async with told.running() as workers:
+        await until(lambda: workers.all)
+        if has_served:
             workers.make_ready(workers.all[1])
-            workers.make_ready(workers.all[1])
-            assert workers.all[1].told == [LOAD, signal.SIGHUP, signal.SIGHUP]
-
-    run(test())
-
-
-def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
-    async def test() -> None:
-        told = Told(Listing(Settings(), Models(named("one"))))
-        async with told.running() as workers:
-            asked = told.ask("one")
-            await until(lambda: workers.all)
-            workers.make_ready(workers.all[1])
-            told.front._swaps.places[0].is_closed = True
-            again = told.ask("one")
+            workers.end(workers.all[1], -9)
             await until(lambda: len(workers.all) == 2)
-            told.front._swaps.limit_bytes = 1
-            told.front._swaps.places[0].is_pinned = True
-            again.cancel()
-            await until(lambda: signal.SIGKILL in workers.all[2].told)
-            assert workers.all[2].told[0] == UNLOAD
-            asked.cancel()
-
-    run(test())
+        workers.end(workers.all[len(workers.all)], 2)
+        assert (told.ended, told.front.exit_code) == ((0, 0) if has_served else (1, 2))
 
 
-def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_a_worker_that_loads_hears_of_new_keys_at_once_and_again_when_it_is_sure_to_listen() -> None:
+    told = Told(Listing(Settings(), None))
+    async with told.running() as workers:
+        await until(lambda: workers.all)
+        told.front.read_again()
+        assert workers.all[1].told == [LOAD, signal.SIGHUP]
+        workers.make_ready(workers.all[1])
+        workers.make_ready(workers.all[1])
+        assert workers.all[1].told == [LOAD, signal.SIGHUP, signal.SIGHUP]
+
+
+@in_a_loop
+async def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
+    told = Told(Listing(Settings(), Models(named("one"))))
+    async with told.running() as workers:
+        asked = told.ask("one")
+        await until(lambda: workers.all)
+        workers.make_ready(workers.all[1])
+        told.front._swaps.places[0].is_closed = True
+        again = told.ask("one")
+        await until(lambda: len(workers.all) == 2)
+        told.front._swaps.limit_bytes = 1
+        told.front._swaps.places[0].is_pinned = True
+        again.cancel()
+        await until(lambda: signal.SIGKILL in workers.all[2].told)
+        assert workers.all[2].told[0] == UNLOAD
+        asked.cancel()
+
+
+@in_a_loop
+async def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "_LEAST_PAUSE_S", 0.01)
 
-    async def test() -> None:
-        told = Told(Listing(Settings(), Models(named("one", pin=True)), needs))
-        async with told.running() as workers:
-            await until(lambda: workers.all)
-            told.front._swaps.places[0].phase = Phase.WAITING
-            told.front._swaps.limit_bytes = 1
-            told.front._settle()
-            assert UNLOAD in workers.all[1].told
-            workers.end(workers.all[1])
-            told.front._swaps.limit_bytes = LIMIT
-            await until(lambda: len(workers.all) == 2)
-            assert workers.all[2].told == [LOAD]
-            # By order it stays away.
-            told.front._swaps.places[0].phase = Phase.WAITING
-            assert (await told.ask("one", "/models/one/unload"))[1]["status"] == "unloading"
-            workers.end(workers.all[2])
-            await asyncio.sleep(0.05)
-            assert len(workers.all) == 2
-
-    run(test())
+    told = Told(Listing(Settings(), Models(named("one", pin=True)), needs))
+    async with told.running() as workers:
+        await until(lambda: workers.all)
+        told.front._swaps.places[0].phase = Phase.WAITING
+        told.front._swaps.limit_bytes = 1
+        told.front._settle()
+        assert UNLOAD in workers.all[1].told
+        workers.end(workers.all[1])
+        told.front._swaps.limit_bytes = LIMIT
+        await until(lambda: len(workers.all) == 2)
+        assert workers.all[2].told == [LOAD]
+        # By order it stays away.
+        told.front._swaps.places[0].phase = Phase.WAITING
+        assert (await told.ask("one", "/models/one/unload"))[1]["status"] == "unloading"
+        workers.end(workers.all[2])
+        await asyncio.sleep(0.05)
+        assert len(workers.all) == 2
 
 
-def test_a_request_counts_until_its_end_and_a_look_neither_uses_nor_keeps_a_model(
+@in_a_loop
+async def test_a_request_counts_until_its_end_and_a_look_neither_uses_nor_keeps_a_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test() -> None:
-        told = Told(Listing(Settings(), Models(named("one"))))
-        in_flight, is_passed = told.front._in_flight, asyncio.Event()
-        passed: list[Incoming] = []
+    told = Told(Listing(Settings(), Models(named("one"))))
+    in_flight, is_passed = told.front._in_flight, asyncio.Event()
+    passed: list[Incoming] = []
 
-        async def passes(_path: str, _scope: Any, incoming: Incoming, _send: Any) -> int:
-            passed.append(incoming)
-            await is_passed.wait()
-            return 200
+    async def passes(_path: str, _scope: Any, incoming: Incoming, _send: Any) -> int:
+        passed.append(incoming)
+        await is_passed.wait()
+        return 200
 
-        monkeypatch.setattr(passing, "pass_on", passes)
-        async with told.running():
-            tasks = [told.ask("one") for _ in range(2)]
-            await until(lambda: len(passed) == 2)
-            assert in_flight.num == 2
-            tasks[1].cancel()
-            await until(lambda: in_flight.num == 1)
-            place = told.front._swaps.places[0]
-            looked = told.ask("one", "/props", "GET", b"model=one")
-            await until(lambda: len(passed) == 3)
-            place.used_at = 5.0
-            looked_up = asyncio.gather(*tasks, looked, return_exceptions=True)
-            tasks[0].cancel()
-            await until(lambda: place.num_active == 0)
-            used_at = place.used_at
-            place.used_at = used_at + 1
-            is_passed.set()
-            await looked_up
-            assert (place.used_at, place.num_active) == (used_at + 1, 0)
-
-    run(test())
+    monkeypatch.setattr(passing, "pass_on", passes)
+    async with told.running():
+        tasks = [told.ask("one") for _ in range(2)]
+        await until(lambda: len(passed) == 2)
+        assert in_flight.num == 2
+        tasks[1].cancel()
+        await until(lambda: in_flight.num == 1)
+        place = told.front._swaps.places[0]
+        looked = told.ask("one", "/props", "GET", b"model=one")
+        await until(lambda: len(passed) == 3)
+        place.used_at = 5.0
+        looked_up = asyncio.gather(*tasks, looked, return_exceptions=True)
+        tasks[0].cancel()
+        await until(lambda: place.num_active == 0)
+        used_at = place.used_at
+        place.used_at = used_at + 1
+        is_passed.set()
+        await looked_up
+        assert (place.used_at, place.num_active) == (used_at + 1, 0)
 
 
-def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
+@in_a_loop
+async def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
     admin, other = "a" * 24, "o" * 24
     (tmp_path / "keys").write_text(f"admin {admin}\nother {other}\n")
     (tmp_path / "keys").chmod(0o600)
@@ -318,25 +313,23 @@ def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
     def unreadable(_settings: Settings) -> ModelNeeds:
         raise ModelError("cannot read /srv/models/one")
 
-    async def test() -> None:
-        told = Told(Listing(Settings(), Models(named("one")), unreadable), who=ApiKeys(tmp_path / "keys"))
-        async with told.running():
-            for key, sees_all in ((admin, True), (other, False)):
-                for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/one")):
-                    _, said = await told.ask("one", path, method, key=key)
-                    assert ("/srv/models" in json.dumps(said)) is sees_all
-                    assert sees_all or "the model cannot be loaded" in json.dumps(said)
-                told.front._troubles["one"] = front.Troubles(until=1e12, reason="cannot read /srv/models/one")
-                told.front._listing._known_needs["one"] = needs(Settings())
-                status, said = await told.ask("one", key=key)
-                assert (status, "/srv/models" in json.dumps(said)) == (503, sees_all)
-                told.front._troubles.clear()
-                told.front._listing._known_needs.clear()
-
-    run(test())
+    told = Told(Listing(Settings(), Models(named("one")), unreadable), who=ApiKeys(tmp_path / "keys"))
+    async with told.running():
+        for key, sees_all in ((admin, True), (other, False)):
+            for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/one")):
+                _, said = await told.ask("one", path, method, key=key)
+                assert ("/srv/models" in json.dumps(said)) is sees_all
+                assert sees_all or "the model cannot be loaded" in json.dumps(said)
+            told.front._troubles["one"] = front.Troubles(until=1e12, reason="cannot read /srv/models/one")
+            told.front._listing._known_needs["one"] = needs(Settings())
+            status, said = await told.ask("one", key=key)
+            assert (status, "/srv/models" in json.dumps(said)) == (503, sees_all)
+            told.front._troubles.clear()
+            told.front._listing._known_needs.clear()
 
 
-def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_shown(
+@in_a_loop
+async def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_asked = asyncio.Event()
@@ -353,28 +346,26 @@ def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_sho
     heard = asyncio.Event()
     heard.set()
 
-    async def test() -> None:
-        monkeypatch.setattr(own_routes, "_METRICS_S", 0.05)
-        monkeypatch.setattr(passing, "pass_on", passes)
-        names = ("hangs", "fails", "waits", "works")
-        told = Told(Listing(Settings(), Models(*map(named, names)), lambda _settings: None))
-        told.front._swaps.limit_bytes = None
-        async with told.running() as workers:
-            for number, name in enumerate(names, start=1):
-                place = Place(model=name, needed_bytes=1, waits_since=0, phase=Phase.READY)
-                told.front._by_place[place] = ToldWorker(number, None, place=place, path=name)  # type: ignore[arg-type]
-            headers = [(b"host", b"h"), (b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
-            text = bytes((await told.front._routes._metrics({"headers": headers})).body).decode()
-            assert "works_total" in text
-            assert "waits_total" in text, "all are asked at once"
-            assert "fails_total" not in text
-            assert heads == [headers[:1]] * 4, "no worker waits for the body of the client"
-            assert not workers.all
-
-    run(test())
+    monkeypatch.setattr(own_routes, "_METRICS_S", 0.05)
+    monkeypatch.setattr(passing, "pass_on", passes)
+    names = ("hangs", "fails", "waits", "works")
+    told = Told(Listing(Settings(), Models(*map(named, names)), lambda _settings: None))
+    told.front._swaps.limit_bytes = None
+    async with told.running() as workers:
+        for number, name in enumerate(names, start=1):
+            place = Place(model=name, needed_bytes=1, waits_since=0, phase=Phase.READY)
+            told.front._by_place[place] = ToldWorker(number, None, place=place, path=name)  # type: ignore[arg-type]
+        headers = [(b"host", b"h"), (b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
+        text = bytes((await told.front._routes._metrics({"headers": headers})).body).decode()
+        assert "works_total" in text
+        assert "waits_total" in text, "all are asked at once"
+        assert "fails_total" not in text
+        assert heads == [headers[:1]] * 4, "no worker waits for the body of the client"
+        assert not workers.all
 
 
-def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap_at_most(
+@in_a_loop
+async def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greedy, other = "g" * 24, "o" * 24
@@ -389,40 +380,35 @@ def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap_at_mo
         await send({"type": "http.response.body", "body": b"{}"})
         return 200
 
-    async def test() -> None:
-        monkeypatch.setattr(passing, "pass_on", passes)
-        names = [f"m{number}" for number in range(10)]
-        listing = Listing(Settings(), Models(*map(named, [*names, "mine", "mine too"])))
-        told = Told(listing, workers, ApiKeys(tmp_path / "keys"))
-        async with told.running():
+    monkeypatch.setattr(passing, "pass_on", passes)
+    names = [f"m{number}" for number in range(10)]
+    listing = Listing(Settings(), Models(*map(named, [*names, "mine", "mine too"])))
+    told = Told(listing, workers, ApiKeys(tmp_path / "keys"))
+    async with told.running():
 
-            async def ask_in_turns(start: int) -> None:
-                for number in itertools.count(start):
-                    await told.ask(names[number % 10], key=greedy)
+        async def ask_in_turns(start: int) -> None:
+            for number in itertools.count(start):
+                await told.ask(names[number % 10], key=greedy)
 
-            crowd = [asyncio.create_task(ask_in_turns(start)) for start in (0, 3, 6, 8)]
-            await until(lambda: len(workers.loads) > 20)
-            for name in ("mine", "mine too", "mine", "mine too"):
-                before = len(workers.loads)
-                assert (await told.ask(name, key=other))[0] == 200
-                # One may begin before the request is read, one be under way, and one be next.
-                assert workers.loads[before:].index(name) <= 3
-            for task in crowd:
-                task.cancel()
-
-    run(test())
+        crowd = [asyncio.create_task(ask_in_turns(start)) for start in (0, 3, 6, 8)]
+        await until(lambda: len(workers.loads) > 20)
+        for name in ("mine", "mine too", "mine", "mine too"):
+            before = len(workers.loads)
+            assert (await told.ask(name, key=other))[0] == 200
+            # One may begin before the request is read, one be under way, and one be next.
+            assert workers.loads[before:].index(name) <= 3
+        for task in crowd:
+            task.cancel()
 
 
-def test_the_list_of_models_is_read_again_beside_the_requests() -> None:
-    async def test() -> None:
-        models = Models(named("one"), named("other"))
-        told = Told(Listing(Settings(), models, needs))
-        async with told.running():
-            told.front.read_again()
-            assert len(models.models()) == 2, "that is done in a thread"
-            await until(lambda: len(models.models()) == 1)
-
-    run(test())
+@in_a_loop
+async def test_the_list_of_models_is_read_again_beside_the_requests() -> None:
+    models = Models(named("one"), named("other"))
+    told = Told(Listing(Settings(), models, needs))
+    async with told.running():
+        told.front.read_again()
+        assert len(models.models()) == 2, "that is done in a thread"
+        await until(lambda: len(models.models()) == 1)
 
 
 def test_a_worker_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> None:
@@ -442,7 +428,8 @@ def test_json_that_is_too_deep_is_a_400() -> None:
     assert refused.value.code == "invalid_json"
 
 
-def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_there() -> None:
+@in_a_loop
+async def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_there() -> None:
     answers: list[ModelNeeds | DiskPrefixError | None] = [None, ModelError("cannot read one"), needs(Settings())]
 
     def asked(_settings: Settings) -> ModelNeeds | None:
@@ -451,17 +438,14 @@ def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_there() ->
             raise answer
         return answer
 
-    async def test() -> None:
-        one = named("one")
-        listing = Listing(Settings(), Models(one), asked)
+    one = named("one")
+    listing = Listing(Settings(), Models(one), asked)
+    await listing.learn(one)
+    assert listing.sized(one, one.settings, LIMIT)[0] == LIMIT
+    await listing.learn(one)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="cannot read one"):
+            listing.sized(one, one.settings, LIMIT)
+    for _ in range(2):
         await listing.learn(one)
-        assert listing.sized(one, one.settings, LIMIT)[0] == LIMIT
-        await listing.learn(one)
-        for _ in range(2):
-            with pytest.raises(ModelError, match="cannot read one"):
-                listing.sized(one, one.settings, LIMIT)
-        for _ in range(2):
-            await listing.learn(one)
-            assert 0 < listing.sized(one, one.settings, LIMIT)[0] < LIMIT
-
-    run(test())
+        assert 0 < listing.sized(one, one.settings, LIMIT)[0] < LIMIT
