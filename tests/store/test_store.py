@@ -1,23 +1,19 @@
 from __future__ import annotations
 
-import random
-import stat
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import lmdb
 import pytest
 
-from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreFull, StoreUnavailable
+from diskprefix.errors import PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.store import environment
-from diskprefix.store.opening import DAMAGED
-from diskprefix.store.schema import FORMAT_VERSION, Kind
+from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from tests import forked
 from tests.store import other_process
-from tests.store.building import BLOCK, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
 from tests.store.other_process import beside, fill, open_and_fill
 
 
@@ -106,98 +102,6 @@ def test_a_file_that_another_process_has_open_keeps_its_size(tmp_path: Path) -> 
         assert store.file_bytes() >= file_bytes
         assert store.counts()["entries"] > 2
         store.close()
-
-
-def test_folder_and_files_are_private(tmp_path: Path) -> None:
-    folder = tmp_path / "deep" / "kv"
-    open_store(folder).close()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
-
-
-@pytest.mark.parametrize("version", [1, FORMAT_VERSION + 1], ids=["older", "newer"])
-def test_a_store_of_another_format_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
-    open_store(tmp_path).close()
-    change_format(tmp_path, version)
-    before = (tmp_path / "data.mdb").read_bytes()
-    for options in ({"budget_bytes": 32 << 20}, {"read_only": True}):
-        with pytest.raises(StoreFormatError, match=rf"format {version}, .* or choose another --kv-cache-dir") as caught:
-            Store(tmp_path, **options)
-        assert "\n" not in str(caught.value)
-    assert (tmp_path / "data.mdb").read_bytes() == before
-    assert not (tmp_path / DAMAGED).exists()
-
-
-@pytest.mark.parametrize("version", [1, FORMAT_VERSION + 1], ids=["older", "newer"])
-def test_a_store_of_another_format_is_moved_aside_as_a_damaged_one_is(tmp_path: Path, version: int) -> None:
-    open_store(tmp_path).close()
-    change_format(tmp_path, version)
-    old = (tmp_path / "data.mdb").read_bytes()
-    store = Store(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
-    pub = publication(store, prompt(1, BLOCK))
-    store.publish(pub)
-    assert is_whole(store, pub)
-    store.close()
-    assert (tmp_path / DAMAGED).read_bytes() == old
-    assert stat.S_IMODE((tmp_path / DAMAGED).stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize("key", ["format", "names"])
-def test_one_wrong_bit_in_what_the_store_says_of_itself_is_noticed(tmp_path: Path, key: str) -> None:
-    store = open_store(tmp_path)
-    with store.changes() as changes:
-        value = bytearray(changes.meta(key) or b"")
-        value[-1] ^= 1
-        changes.put_meta(key, bytes(value))
-    store.close()
-    with pytest.raises(StoreFormatError if key == "format" else StoreCorrupt):
-        open_store(tmp_path)
-    fresh = Store(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
-    assert fresh.counts()["entries"] == 0
-    fresh.close()
-    assert (tmp_path / "damaged.mdb").exists()
-
-
-def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "data.mdb").write_bytes(random.Random(1).randbytes(1 << 16))
-    with pytest.raises(StoreCorrupt, match="is damaged"):
-        open_store(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["format", "names"])
-def test_a_store_that_lacks_a_part_of_its_identity_is_damaged_and_keeps_its_secret(tmp_path: Path, key: str) -> None:
-    store = open_store(tmp_path)
-    with store.changes() as changes:
-        changes.delete_record("meta", key.encode())
-    store.close()
-    before = (tmp_path / "data.mdb").read_bytes()
-    with pytest.raises(StoreCorrupt, match="identity of the store is damaged"):
-        open_store(tmp_path)
-    assert (tmp_path / "data.mdb").read_bytes() == before
-
-
-@pytest.mark.parametrize("name", [b"theirs", b"meta"])
-def test_the_file_of_another_program_is_refused_and_left_alone(tmp_path: Path, name: bytes) -> None:
-    with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24, mode=0o600) as env:
-        database = env.open_db(name)
-        with env.begin(write=True) as txn:
-            txn.put(b"key", b"value", db=database)
-    before = (tmp_path / "data.mdb").read_bytes()
-    with pytest.raises(StoreUnavailable, match="belongs to another program"):
-        Store(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
-    assert (tmp_path / "data.mdb").read_bytes() == before
-
-
-def test_a_folder_under_a_file_is_unavailable(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StoreUnavailable, match="choose another folder"):
-        open_store(tmp_path / "file" / "kv")
-
-
-def test_reading_a_missing_store_creates_nothing(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match="holds no diskprefix store"):
-        Store(tmp_path / "none", read_only=True)
-    assert not (tmp_path / "none").exists()
 
 
 def test_a_short_reader_delays_a_publication_and_costs_no_other_entry(store: Store, clock: Clock) -> None:

@@ -6,24 +6,28 @@ import errno
 import faulthandler
 import mmap
 import os
+import random
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
-from diskprefix.errors import StoreCorrupt, StoreUnavailable
+from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store import opening, survival
 from diskprefix.store.folder import DATA, LOCK
 from diskprefix.store.opening import DAMAGED
+from diskprefix.store.schema import FORMAT_VERSION
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import OnCorruption
 from diskprefix.store.survival import require_survivable
 from tests.faults.isolated import run_isolated
 from tests.faults.power.check import leave_mark
 from tests.store import other_process
-from tests.store.building import BLOCK, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, change_format, is_whole, open_store, prompt, publication
 from tests.store.other_process import beside
 
 A, B = NamespaceKey.of(b"key of the one fleet"), NamespaceKey.of(b"key of the other one")
@@ -260,3 +264,92 @@ def test_damage_that_is_found_while_a_daemon_runs_moves_the_file_aside(folder: P
     assert store.problem is None
     assert (folder / DAMAGED).exists()
     store.close()
+
+
+def change_meta(key: str, *, is_removed: bool) -> Callable[[Path], None]:
+    """Removes a part of what a store says of itself, or flips a bit in it."""
+
+    def change(path: Path) -> None:
+        store = open_store(path)
+        with store.changes() as changes:
+            value = bytearray(changes.meta(key) or b"")
+            changes.delete_record("meta", key.encode())
+            value[-1] ^= 1
+            if not is_removed:
+                changes.put_meta(key, bytes(value))
+        store.close()
+
+    return change
+
+
+def write_noise(path: Path) -> None:
+    (path / DATA).write_bytes(random.Random(1).randbytes(1 << 16))
+
+
+NEWER = FORMAT_VERSION + 1
+IDENTITY = "identity of the store is damaged; move the file away"
+UNUSABLE: dict[str, tuple[Callable[[Path], None], type[CacheError], str]] = {
+    "older": (lambda path: change_format(path, 1), StoreFormatError, "has format 1, .* or choose another"),
+    "newer": (
+        lambda path: change_format(path, FORMAT_VERSION + 1),
+        StoreFormatError,
+        f"has format {FORMAT_VERSION + 1}",
+    ),
+    "a wrong bit in the format": (change_meta("format", is_removed=False), StoreFormatError, "has format"),
+    "a wrong bit in the names": (change_meta("names", is_removed=False), StoreCorrupt, IDENTITY),
+    "no format": (change_meta("format", is_removed=True), StoreCorrupt, IDENTITY),
+    "no names": (change_meta("names", is_removed=True), StoreCorrupt, IDENTITY),
+    "no file of LMDB": (write_noise, StoreCorrupt, "is damaged"),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_an_unusable_file_is_refused_as_it_is_and_a_daemon_moves_it_aside(tmp_path: Path, what: str) -> None:
+    change, error, problem = UNUSABLE[what]
+    open_store(tmp_path).close()
+    change(tmp_path)
+    before = (tmp_path / DATA).read_bytes()
+    options: tuple[dict[str, Any], ...] = ({"budget_bytes": BUDGET}, {"read_only": True})
+    for refused in options:
+        with pytest.raises(error, match=problem) as caught:
+            Store(tmp_path, **refused)
+        assert "\n" not in caught.value.message
+    assert (tmp_path / DATA).read_bytes() == before
+    assert not (tmp_path / DAMAGED).exists()
+    store = opened(tmp_path, None)
+    store.publish(pub := publication(store, prompt(1, BLOCK)))
+    assert is_whole(store, pub)
+    store.close()
+    assert (tmp_path / DAMAGED).read_bytes() == before
+    assert stat.S_IMODE((tmp_path / DAMAGED).stat().st_mode) == 0o600
+
+
+def test_folder_and_files_are_private(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "kv"
+    open_store(folder).close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("name", [b"theirs", b"meta"])
+def test_the_file_of_another_program_is_refused_and_left_alone(tmp_path: Path, name: bytes) -> None:
+    with lmdb.open(str(tmp_path), max_dbs=8, map_size=1 << 24, mode=0o600) as env:
+        database = env.open_db(name)
+        with env.begin(write=True) as txn:
+            txn.put(b"key", b"value", db=database)
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(StoreUnavailable, match="belongs to another program"):
+        Store(tmp_path, budget_bytes=32 << 20, on_corruption="quarantine")
+    assert (tmp_path / "data.mdb").read_bytes() == before
+
+
+def test_a_folder_under_a_file_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreUnavailable, match="choose another folder"):
+        open_store(tmp_path / "file" / "kv")
+
+
+def test_reading_a_missing_store_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="holds no diskprefix store"):
+        Store(tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()

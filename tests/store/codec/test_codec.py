@@ -3,9 +3,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import threading
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -396,24 +394,6 @@ def test_damage_under_a_right_checksum_never_raises_anything_else(
     stored[:8] = struct.pack("<Q", checksum(bytes(stored[8:cut]), SEED))
     with suppress(StoreCorrupt):
         decoded(memoryview(stored)[:cut], piece)
-
-
-def test_pieces_are_decoded_on_several_threads_at_once() -> None:
-    pieces = {element: Piece(8, 16_384 * size, element) for element, size in FLOATS.items()}
-    raws = {element: normal_values(element, 8, 16_384) for element in FLOATS}
-    stored = [(e, c, encoded(raws[e], pieces[e], c)) for e in FLOATS for c in Codec]
-    together = threading.Barrier(4)
-
-    def decode_all(turn: int) -> None:
-        together.wait()
-        for i in range(len(stored)):
-            element, codec, view = stored[(i + turn * 5) % len(stored)]
-            assert decoded(view, pieces[element]) == raws[element].tobytes()
-            again = encoded(raws[element], pieces[element], codec)
-            assert again == view
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(decode_all, range(4)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 100_000])
