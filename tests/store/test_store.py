@@ -193,6 +193,24 @@ def test_a_store_of_thousands_of_blocks_is_shrunk_to_a_budget_it_has_long_outgro
 HYBRID = layout_of(400_000, 400_000)
 
 
+def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(store: Store, clock: Clock) -> None:
+    dense = publication(store, prompt(1, 10 * BLOCK), payload_bytes=400_000)
+    store.publish(dense)
+    clock.now += 3600
+    bare = publication(store, prompt(2, 18 * BLOCK), layout=HYBRID, root=b"h" * 16)
+    bare = replace(bare, nodes=bare.nodes[:-1], last_node=None, entry=None)
+    store.publish(bare)
+    clock.now += 60
+    with store.changes() as changes:
+        # What cannot be read is not the evicting one's business.
+        changes._put("roots", b"x" * 16, b"damaged")
+    new = publication(store, prompt(3, 12 * BLOCK), payload_bytes=400_000)
+    assert store.publish(new) > 0
+    assert is_whole(store, dense)
+    assert is_whole(store, new)
+    assert not is_whole(store, bare)
+
+
 def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_itself(
     store: Store, clock: Clock
 ) -> None:
