@@ -168,7 +168,7 @@ class Front:
             self._start(known, None)
             self._settle()
         except (DiskPrefixError, OSError) as error:
-            delay_s = max(_LEAST_PAUSE_S, self._trouble(known.name, str(error), 0.0))
+            delay_s = self._trouble(known.name, str(error), 0.0, _LEAST_PAUSE_S)
             log.error("[front] %s is not loaded: %s", known.name, one_line(str(error)))
             self._keep_later(delay_s, known.name)
 
@@ -242,20 +242,18 @@ class Front:
             return
         served_s = 0.0 if worker.ready_at is None else self._loop.time() - worker.ready_at
         reason = worker.failure or f"its process {described(code)}"
-        delay_s = self._trouble(place.model, reason, served_s)
-        if worker.failure and worker.ready_at is None:
-            delay_s = max(_LEAST_PAUSE_S, delay_s)
-            self._troubles[place.model].until = self._loop.time() + delay_s
+        has_failed = worker.failure and worker.ready_at is None
+        delay_s = self._trouble(place.model, reason, served_s, _LEAST_PAUSE_S if has_failed else 0.0)
         in_a_row = self._troubles[place.model].deaths.in_a_row
         next_one = "another is started" if place.is_pinned else "a request may start another"
         when = f" in {delay_s:.0f} s: it died {in_a_row} times in a row" if delay_s else ""
         log.error("[front] the worker of %s %s; %s%s", place.model, described(code), next_one, when)
         self._keep_later(delay_s, place.model)
 
-    def _trouble(self, model: str, reason: str, served_s: float) -> float:
-        """Notes a failure. Returns the seconds until the next start."""
+    def _trouble(self, model: str, reason: str, served_s: float, least_s: float) -> float:
+        """Notes a failure. Returns the seconds until the next start, at least `least_s`."""
         trouble = self._troubles.setdefault(model, Troubles())
-        delay_s = trouble.deaths.delay_s(served_s)
+        delay_s = max(least_s, trouble.deaths.delay_s(served_s))
         trouble.until, trouble.reason = self._loop.time() + delay_s, reason
         return delay_s
 
@@ -312,7 +310,7 @@ class Front:
         incoming: Incoming,
         send: Send,
         caller: Tenant,
-        keep_alive_s: float | None = None,
+        keep_alive_s: float | None,
     ) -> None:
         for _ in range(_ATTEMPTS):
             # What others read from time to time, or watch all day, neither loads a model nor keeps it in memory.

@@ -133,22 +133,6 @@ def keyed(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
-def test_a_disk_that_hangs_holds_nobody_up_who_watches(keyed: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_COUNTS_S", 0.0)
-    monkeypatch.setattr(watch, "_PATIENCE_S", 0.02)
-    cache: Any = keyed.daemon.serving.engine.cache  # type: ignore[union-attr]
-    with keyed.client() as client:
-
-        def shown() -> Any:
-            return client.get("/dashboard/state", headers=bearer(ADMIN)).json()["cache"]
-
-        wait_until(lambda: (shown() or {}).get("entries") == 1, "the counts are read")
-        cache.is_readable.clear()
-        wait_until(lambda: shown() and cache.is_waited_for.is_set(), "the counts are read again")
-        assert shown()["entries"] == 1
-        cache.is_readable.set()
-
-
 def test_without_keys_other_machines_neither_read_texts_nor_delete(chat_model: Path) -> None:
     def is_private(host: str, keys: Path | None = None) -> bool:
         settings = Settings(model=str(chat_model), host=host, api_keys=keys)
