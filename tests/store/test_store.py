@@ -193,11 +193,11 @@ def test_a_store_of_thousands_of_blocks_is_shrunk_to_a_budget_it_has_long_outgro
 HYBRID = layout_of(400_000, 400_000)
 
 
-def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(store: Store, clock: Clock) -> None:
+def test_blocks_that_no_checkpoint_needs_make_room_first_whatever_else_is_stored(store: Store, clock: Clock) -> None:
     dense = publication(store, prompt(1, 10 * BLOCK), payload_bytes=400_000)
     store.publish(dense)
     clock.now += 3600
-    bare = publication(store, prompt(2, 18 * BLOCK), layout=HYBRID, root=b"h" * 16)
+    bare = publication(store, prompt(2, 18 * BLOCK), layout=HYBRID, root=b"h" * 16, checkpoints=(4 * BLOCK,))
     bare = replace(bare, nodes=bare.nodes[:-1], last_node=None, entry=None)
     store.publish(bare)
     clock.now += 60
@@ -209,6 +209,7 @@ def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(sto
     assert is_whole(store, dense)
     assert is_whole(store, new)
     assert not is_whole(store, bare)
+    assert is_whole(store, replace(bare, nodes=bare.nodes[:5])), "up to its checkpoint"
 
 
 def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_itself(
