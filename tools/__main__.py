@@ -36,7 +36,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, guessed tokens."),
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity and agreement."),
         "store": Tool("benchmarks.store", "The store alone: restores and codecs."),
-        "remote": Tool("benchmarks.remote", "Two daemons and a bucket: answers under its faults."),
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),
     },
     "Matrices": {
