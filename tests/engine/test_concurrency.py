@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.engine.constrained_reply import forbidden_by
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import Constraint, DoneEvent
-from diskprefix.errors import ContextTooLong, DiskPrefixError
+from diskprefix.engine.request import DoneEvent
+from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model.exact import latent, runner
 from diskprefix.nouns import Tenant
@@ -32,6 +33,7 @@ from tests.engine.driving import (
     load,
     recorded_requests,
     request,
+    run_request,
     run_together,
     running,
     tokens,
@@ -39,12 +41,6 @@ from tests.engine.driving import (
     write_model,
 )
 from tests.waiting import wait_for
-
-
-@pytest.fixture(scope="module")
-def grid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that is exact on the grid only."""
-    return write_model(tmp_path_factory.mktemp("zaya"), "zaya", torch.float32)
 
 
 class Asked:
@@ -114,20 +110,6 @@ def test_a_reply_whose_mask_never_comes_can_be_cancelled(engine: Engine, monkeyp
         wait_until_idle(inbox)
     go_on.set()
     assert not any(isinstance(event, DoneEvent) for event in held.events)
-
-
-def test_a_constraint_is_compiled_once_for_all_choices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    matcher_of = engine.constraints.matcher
-
-    def noted(constraint: Constraint) -> LLMatcher:
-        compiled.append(constraint)
-        return matcher_of(constraint)
-
-    monkeypatch.setattr(engine.constraints, "matcher", noted)
-    (client,) = run_together(engine, [request(tokens(80, 6), **CONSTRAINED)])
-    assert client.done
-    assert compiled == [WORDS]
 
 
 def test_models_with_recurrent_layers_share_steps(tmp_path: Path) -> None:
@@ -277,6 +259,23 @@ def test_an_engine_without_work_forgets_what_was_to_be_kept_for_a_time_only(engi
         wait_for(lambda: not engine.pool.idle)
 
 
+@pytest.mark.parametrize(("ttl_s", "saved"), [(None, [78]), (0.5, [])])
+def test_what_has_expired_is_not_saved(
+    ttl_s: float | None, saved: Sequence[int], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        PrefixCache, "hibernate", lambda _cache, _arena, token_ids, _options: asked.append(len(token_ids))
+    )
+    engine = load(folder, tmp_path / "kv")
+    one = request(tokens(67, 1))
+    run_request(engine, replace(one, cache=replace(one.cache, ttl_s=ttl_s)))
+    time.sleep(0.6)
+    engine.hibernate()
+    engine.close()
+    assert asked == saved
+
+
 def test_no_more_is_kept_than_was_asked_for(folder: Path, tmp_path: Path) -> None:
     engine = load(folder, tmp_path / "kv", kv_memory_entries=2)
     for seed in range(4):
@@ -336,22 +335,3 @@ def test_a_request_waits_for_memory_and_one_that_never_fits_is_refused(folder: P
     with pytest.raises(ContextTooLong, match="--kv-memory allows"):
         refused.done  # noqa: B018
     engine.close()
-
-
-def test_a_step_that_fails_fails_only_those_that_fail_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [request(tokens(100 + seed, seed)) for seed in range(4)]
-    expected = [alone(engine, one).tokens for one in requests]
-    bad, forward = 251, engine.model.forward
-    requests[3].prompt.token_ids[50] = bad
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if bool((kwargs["input_ids"] == bad).any()):
-            raise RuntimeError("a kernel failed")
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(engine.model, "forward", failing)
-    clients = run_together(engine, requests)
-    assert [client.tokens for client in clients[:3]] == expected[:3]
-    with pytest.raises(DiskPrefixError, match="internal error"):
-        clients[3].done  # noqa: B018
-    assert engine.pool.stats()["running"] == 0

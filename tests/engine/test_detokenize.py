@@ -204,20 +204,3 @@ def test_whatever_bytes_come_the_words_are_kept(pieces: list[str | int]) -> None
         if isinstance(piece, str):
             word = piece.replace("▁", " ")
             at = text.index(word, at) + len(word)
-
-
-def test_what_a_stop_string_repeats_is_looked_up_once_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests together have more stop strings than any cache of them would keep."""
-    made: list[str] = []
-
-    def counted(text: str) -> list[int]:
-        made.append(text)
-        return ends_of(text)
-
-    ends_of = detokenize._ends_of
-    monkeypatch.setattr(detokenize, "_ends_of", counted)
-    stops = [detokenize._StopSearch("e" * 50 + str(number)) for number in range(200)]
-    for _ in range(3):
-        for stop in stops:
-            assert stop.add("e" * 51 + "x") is None
-    assert len(made) == len(stops)

@@ -11,6 +11,7 @@ from typing import Any
 import lmdb
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from diskprefix.engine import measured_model
 from diskprefix.engine import served_model as generate
@@ -25,6 +26,7 @@ from diskprefix.tokens import TokenIds
 from tests.engine import driving
 from tests.engine.driving import Cancelled, request, run_request, tokens, tokens_of
 from tests.model import tiny
+from tests.server.chat_model import write_tokenizer
 
 BLOCK = 16
 POSITIONS = 512
@@ -75,6 +77,17 @@ def test_a_request_for_no_tokens_has_its_prompt_kept(engine: Engine) -> None:
 def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None:
     events = run(engine, tokens(20), logit_bias={2: 100.0})
     assert events[:-1] == [TextEvent(0, "", (2,)), FinishEvent(0, "stop")]
+
+
+@pytest.mark.parametrize(("listed", "known"), [(None, {2}), (0, {0, 2}), ([0, 1], {0, 1, 2})])
+def test_a_token_that_ends_a_call_ends_the_reply_though_the_model_does_not_list_it(
+    listed: Any, known: set[int], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["<|call|>"], special_tokens=True)
+    model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=listed))
+    assert generate._eos_ids(model, tokenizer) == known | {tokenizer.convert_tokens_to_ids("<|call|>")}
 
 
 def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine) -> None:

@@ -146,14 +146,6 @@ def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
     assert "others need its memory" in caplog.text
 
 
-def test_a_hundred_choices_of_one_token(engine: Engine) -> None:
-    one = request(tokens(1024), max_tokens=1, n=128, temperature=1, seed=3)
-    (many,) = run_together(engine, [one])
-    limit_memory(engine, 1024)
-    (client,) = run_together(engine, [one])
-    assert replies(client, 128) == replies(many, 128)
-
-
 def test_no_more_sequences_run_than_allowed_whatever_n_is(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,13 +91,6 @@ def test_the_verified_table_says_what_a_run_finds(found: dict[tuple[str, str], R
 
 
 @pytest.mark.slow
-def test_most_architectures_are_exact_at_every_token(found: dict[tuple[str, str], Row]) -> None:
-    exact = {name for (name, dtype), row in found.items() if dtype == "bfloat16" and row.exact_at == "token"}
-    assert len(exact) >= 75 / len(ARCHITECTURES) * len({name for name, _ in found})
-    assert {"qwen3_next", "mamba2", "falcon_h1"} <= exact
-
-
-@pytest.mark.slow
 def test_each_architecture_is_restored_bit_for_bit(found: dict[tuple[str, str], Row]) -> None:
     assert {name for name, _ in found} == {*FEW, *OTHERS}
     assert all(len(row.cases) == 5 and sum(row.restored.values()) for row in found.values() if row.bitwise)

@@ -63,47 +63,6 @@ def inspected(folder: Path) -> list[Request]:
     return entries
 
 
-def last_use_by_scope(folder: Path) -> dict[str, float]:
-    used: dict[str, float] = {}
-    for entry in inspected(folder):
-        used[entry["scope"]] = max(used.get(entry["scope"], 0.0), entry["last_used_at"])
-    return used
-
-
-@pytest.mark.slow
-def test_the_daemon_says_the_same_after_kill_minus_nine(chat_model: Path, tmp_path: Path) -> None:
-    """Text and log probabilities over HTTP: without the cache, then from disk in another process, in every scope."""
-    bodies = [
-        # Each scope has a system message of its own: nothing that one saves is of use to another.
-        chat(chat_model, f"{scope}: You are patient. " * 30, f"Tell me about {topic}.", scope)
-        for scope in ("full", "auto:8", 300)
-        for topic in ("rivers", "cities")
-    ]
-    cache = tmp_path / "kv"
-    daemon = DaemonProcess(*serve_flags(chat_model, cache))
-    with daemon, daemon.wait_ready().client() as client:
-        cold = [ask(client, body, **OFF) for body in bodies]
-        saving = [ask(client, body) for body in bodies]
-        daemon.wait_saved()
-        daemon.stop(signal.SIGKILL)
-    used_before = last_use_by_scope(cache)
-    daemon = DaemonProcess(*serve_flags(chat_model, cache, kv_memory_entries=0))
-    with daemon, daemon.wait_ready().client() as client:
-        restored = [ask(client, body) for body in bodies]
-        daemon.stop(signal.SIGTERM)
-    used_after = last_use_by_scope(cache)
-
-    assert [reply["prefix_cache"]["miss_reason"] for reply in cold] == ["off"] * len(bodies)
-    assert [reply["prefix_cache"]["restored"] for reply in cold] == [0] * len(bodies)
-    assert [reply["prefix_cache"]["restored"] for reply in saving[::2]] == [0] * 3
-    assert all(reply["prefix_cache"]["source"] == "disk" for reply in restored)
-    assert all(reply["prefix_cache"]["restored"] >= 256 for reply in restored)
-    for replies in (saving, restored):
-        assert [reply["choices"] for reply in replies] == [reply["choices"] for reply in cold]
-    assert used_before.keys() == used_after.keys() == {"full", "auto:8", "300"}
-    assert all(used_after[scope] > used_before[scope] for scope in used_after), (used_before, used_after)
-
-
 KILLS = 3
 BODIES_PER_KILL = 8
 

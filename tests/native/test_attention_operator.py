@@ -24,11 +24,12 @@ CASES = {
     "groups of three": replace(SMALL, heads=9, kv_heads=3, key_dim=64, value_dim=64),
     "groups of seven": replace(SMALL, heads=7, kv_heads=1, key_dim=64, value_dim=64),
     "one group of many heads": replace(SMALL, heads=34, kv_heads=1, key_dim=16, value_dim=16),
-    "window": replace(SMALL, pattern=Pattern(window=270)),
-    "chunks": replace(SMALL, pattern=Pattern(chunk=270)),
+    "window and soft cap": replace(SMALL, pattern=Pattern(window=270), softcap=2.0),
+    "chunks": replace(SMALL, pattern=Pattern(chunk=270), scaling=0.3),
     "soft cap and sinks": replace(SMALL, softcap=2.0, sinks=True),
+    "sinks and window": replace(SMALL, pattern=Pattern(window=24), sinks=True),
     "keys of three vectors and values of two and a half": replace(SMALL, heads=6, key_dim=96, value_dim=80),
-    "values of another size, which fill no vector": replace(SMALL, kv_heads=4, key_dim=27, value_dim=18),
+    "no groups, and values of another size, which fill no vector": replace(SMALL, kv_heads=4, key_dim=27, value_dim=18),
 }
 OF_ALL_VARIANTS = tuple(CASES)[::3]
 

@@ -71,11 +71,6 @@ def with_scans(module: nn.Module, scans: Scans | None) -> _Function | None:
     return found
 
 
-def has_scans(module: nn.Module, scans: Scans) -> bool:
-    """Returns whether a module calls functions that are replaced."""
-    return bool(_replacements(type(module).forward, scans))
-
-
 @lru_cache
 def _replacements(forward: _Function, scans: Scans) -> dict[str, _Function]:
     """Returns our functions by the names of those that a forward calls."""

@@ -116,13 +116,6 @@ def test_a_folder_is_found_by_any_path_to_it_and_served_by_its_name_or_the_chose
     assert load(model, **settings).name == name
 
 
-def test_a_gguf_file_is_converted_and_loaded(tmp_path: Path, cache: Path) -> None:
-    loaded = load(tiny.write_gguf(tmp_path / "Small.Q4.gguf"))
-    assert loaded.name == "Small.Q4"
-    assert Path(loaded.model.config._name_or_path).parent == cache
-    assert loaded.model.dtype is torch.bfloat16
-
-
 @pytest.mark.parametrize("own", ["bfloat16", "float16", "float32", None])
 def test_the_dtype_is_the_models_own_unless_another_is_chosen(own: str | None, tmp_path: Path) -> None:
     folder = tiny.write_folder(tmp_path / "m", dtype=getattr(torch, own or "float32"))

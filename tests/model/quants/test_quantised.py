@@ -23,7 +23,7 @@ from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 from tests.model.quantising_in_place import quantise
 from tests.native.variants import of_this_cpu
-from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import tiny_llama
 
 
 @pytest.fixture(params=of_this_cpu())
@@ -74,15 +74,6 @@ def test_what_is_loaded_again_computes_what_was_quantised(weights: str, folder: 
     assert found.model.generation_config.to_dict() == native.model.generation_config.to_dict()
 
 
-def test_the_compiled_product_gives_what_the_dequantised_weights_give() -> None:
-    model, plain = quantised_model("int4"), tiny_llama()
-    for name, module in model.named_modules():
-        if isinstance(module, QuantisedLinear):
-            plain.get_submodule(name).weight.data = module.weight
-    found, expected = logits_of(model).float(), logits_of(plain).float()
-    assert float((found - expected).norm() / expected.norm()) < 0.01
-
-
 def test_the_matrix_of_the_logits_has_8_bits_though_that_of_the_embeddings_is_the_same() -> None:
     model = tiny_model("gemma3", torch.bfloat16)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -121,30 +112,6 @@ def test_a_product_that_depends_on_the_number_of_rows_means_the_grid() -> None:
     layout, reason = make_exact(model)
     assert layout.exact_at == "grid"
     assert "depends on the steps" in reason
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_restored_run_is_the_cold_run_bit_for_bit(
-    weights: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    model, prompt = quantised_model(weights), random_prompt(0, 5 * BLOCK + 3)
-    runner = Runner(model, tiny_settings(tmp_path / "kv"), name=f"{weights} {kernels}", exact_at="token")
-    cold = runner.run(prompt, "full", reply=6)
-    runner.flush()
-    runner.reopen()
-    again = runner.run(prompt, "full", reply=6)
-    longer = runner.run(random_prompt(0, 8 * BLOCK + 5), "full", reply=6)
-    runner.close()
-    alone = Runner(model, tiny_settings(tmp_path / "other"), name=f"{weights} {kernels}", exact_at="token")
-    expected = alone.run(random_prompt(0, 8 * BLOCK + 5), "off", reply=6)
-    alone.close()
-    assert (cold.report.restored, again.report.restored) == (0, len(prompt))
-    assert longer.report.restored >= 5 * BLOCK
-    assert torch.equal(again.logits, cold.logits)
-    assert again.greedy == cold.greedy
-    assert torch.equal(longer.logits, expected.logits)
-    assert longer.greedy == expected.greedy
 
 
 def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(

@@ -10,6 +10,7 @@ from weakref import ref
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from diskprefix.model.load.stored_tensors import StoredTensor
 from diskprefix.model.quants import quantising
 from diskprefix.model.quants.forms import quantised
 from diskprefix.model.quants.streamed import pack_in_pieces
+from diskprefix.model.quants.tensor_writer import TensorWriter
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
@@ -168,3 +170,32 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path) -> None:
     save_file(tensors, folder / FILE, {"format": "pt"})
     with pytest.raises(ModelError, match=r"the weights lack 1 tensors of the model, for example model\.layers\.0\.mlp"):
         loaded(folder)
+
+
+TENSORS = {
+    "odd": torch.arange(3, dtype=torch.bfloat16),
+    "number": torch.tensor(2.5),
+    "bytes": torch.arange(7, dtype=torch.uint8),
+    "even": torch.arange(16.0).view(4, 4),
+    "turned": torch.arange(8, dtype=torch.int64).view(2, 4).t(),
+}
+
+
+def test_what_is_written_is_read_whatever_its_size(tmp_path: Path) -> None:
+    writer = TensorWriter(tmp_path / "model.safetensors", 4096)
+    for name, tensor in TENSORS.items():
+        writer.add(name, tensor)
+    writer.finish({"format": "pt"})
+    writer.close()
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == set(TENSORS)
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in TENSORS.items())
+
+
+def test_a_header_without_enough_space_is_refused(tmp_path: Path) -> None:
+    writer = TensorWriter(tmp_path / "model.safetensors", 64)
+    writer.add("even", TENSORS["even"])
+    with pytest.raises(ValueError, match="the header of 1 tensors"):
+        writer.finish({"format": "pt"})
+    writer.close()
