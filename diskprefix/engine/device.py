@@ -16,8 +16,6 @@ log = logging.getLogger("diskprefix")
 _DRIVER_ERROR = re.compile(
     r"\b(CUDA|HIP)( driver)? error|cudaError|hipError|\b(CUBLAS|CUDNN)_STATUS_|device-side assert|\bUR_RESULT_ERROR_"
 )
-_ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", None)
-"""The class of these errors since torch 2.8. Before, they are of the class RuntimeError."""
 
 
 def is_device_lost(error: BaseException) -> bool:
@@ -72,5 +70,4 @@ def _follows_from_driver(error: BaseException) -> bool:
 def _is_from_driver(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or is_out_of_memory(error):
         return False
-    is_accelerator_error = _ACCELERATOR_ERROR is not None and isinstance(error, _ACCELERATOR_ERROR)
-    return is_accelerator_error or _DRIVER_ERROR.search(str(error)) is not None
+    return isinstance(error, torch.AcceleratorError) or _DRIVER_ERROR.search(str(error)) is not None

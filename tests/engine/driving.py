@@ -23,6 +23,7 @@ from diskprefix.engine.request import (
     DoneEvent,
     ErrorEvent,
     Event,
+    FinishEvent,
     GenerateRequest,
     SamplingParams,
     TextEvent,
@@ -40,6 +41,9 @@ from tests.model import tiny
 BLOCK = 64
 BIAS = {2: -100.0}
 """No reply ends by itself."""
+POSITIONS = 1024
+REPLY = 40
+"""Of a model, and of a reply, in tests of guesses."""
 WORDS = Constraint(kind="lark", source="start: /([a-z]{3} )+/")
 
 
@@ -224,3 +228,25 @@ def memory_in_steps_of(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None
     steps = tuple(num_tokens if value == sizes.CAPACITY_STEP else value for value in given)
     monkeypatch.setattr(KVArena.__init__, "__defaults__", steps)
     monkeypatch.setattr(arena, "CAPACITY_STEP", num_tokens)
+
+
+def asked_of(text: TokenIds) -> dict[str, GenerateRequest]:
+    """Requests with this prompt whose replies are chosen in different ways."""
+    return {
+        "greedy": request(text, max_tokens=REPLY),
+        "sampled": request(text, max_tokens=REPLY, temperature=1.0, seed=3),
+        "several": request(text, max_tokens=REPLY, n=3, temperature=1.0, seed=1),
+        "constraint": request(text, max_tokens=REPLY, temperature=1.0, seed=2, constraint=WORDS),
+    }
+
+
+def said(client: Client) -> list[Any]:
+    """All that a client is told of each token and of each end, by choice."""
+    assert client.done
+    events = [event for event in client.events if isinstance(event, TextEvent | FinishEvent)]
+    return sorted(events, key=lambda event: event.choice)
+
+
+def some_are_wrong(client: Client) -> bool:
+    timings = client.done.timings
+    return 0 < timings.accepted_tokens < timings.drafted_tokens

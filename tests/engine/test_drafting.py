@@ -28,17 +28,21 @@ from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
 from tests.engine.driving import (
     BLOCK,
+    POSITIONS,
+    REPLY,
     Client,
+    asked_of,
     forget_idle,
     load,
     request,
     run_together,
     running,
+    said,
+    some_are_wrong,
     tokens,
     wait_until_idle,
     write_model,
 )
-from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong
 from tests.model import tiny
 
 SIZES = (

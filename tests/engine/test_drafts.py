@@ -18,8 +18,22 @@ from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import Constraint, GenerateRequest
 from diskprefix.kv.pool import KVAllocation
 from diskprefix.tokens import TokenIds
-from tests.engine.driving import BLOCK, Client, alone, forget_idle, load, request, run_together, tokens, write_model
-from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong
+from tests.engine.driving import (
+    BLOCK,
+    POSITIONS,
+    REPLY,
+    Client,
+    alone,
+    asked_of,
+    forget_idle,
+    load,
+    request,
+    run_together,
+    said,
+    some_are_wrong,
+    tokens,
+    write_model,
+)
 from tests.model import tiny
 
 TEXT = np.tile(tokens(90, 1), 3)

@@ -12,8 +12,7 @@ import pytest
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import Constraint, FreeText, GenerateRequest
 from diskprefix.engine.thought_limit import ThoughtBudget, ThoughtLimit
-from tests.engine.driving import load, request, run_request, run_together, tokens, tokens_of
-from tests.engine.guesses import said
+from tests.engine.driving import load, request, run_request, run_together, said, tokens, tokens_of
 
 PROMPT = tokens(200, 3)
 LIMIT = 9
