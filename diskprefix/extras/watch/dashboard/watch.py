@@ -55,7 +55,6 @@ class Watch:
             "version": __version__,
             "status": daemon.status,
             "message": daemon.doing if daemon.status == "loading" else None,
-            "started_at": serving and serving.loaded_at,
             "model": serving and _model(serving),
             "scope": daemon.settings.disk_prefix_cache,
             "arriving": daemon.num_arriving,
