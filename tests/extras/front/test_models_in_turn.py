@@ -18,7 +18,7 @@ import pytest
 from diskprefix.extras.front.listing import merged_metrics
 from tests.extras.front.test_front_processes import family, is_gone, wait_for, wait_for_worker
 from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags, wait_until
+from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
 from tests.server.process.test_process import CHAT, next_data
 
 KEY = "k" * 24
@@ -84,20 +84,25 @@ def conversation(client: httpx.Client, model: str, turns: int) -> Iterator[tuple
         known = usage["prompt_tokens"] + usage["completion_tokens"] - 1
 
 
-def test_two_models_that_do_not_fit_together_take_turns_and_compute_nothing_twice(folder: Path, tmp_path: Path) -> None:
+def replies(daemon: DaemonProcess, model: str) -> list[str]:
+    with daemon.client() as client:
+        return [reply for reply, _, _ in conversation(client, model, 3)]
+
+
+def test_two_models_that_do_not_fit_together_take_turns_and_compute_nothing_twice(
+    folder: Path, tmp_path: Path, daemon: DaemonProcess
+) -> None:
     """With `auto` and a salt, the policy keeps nothing of a first turn: it is saved when the model is unloaded."""
     names, turns = ("ash", "birch"), 3
-    with several(folder, tmp_path / "kv", *ONE_OF_TWO, disk_prefix_cache="auto:30") as daemon:
-        with daemon.client() as client:
+    with several(folder, tmp_path / "kv", *ONE_OF_TWO, disk_prefix_cache="auto:30") as swapping:
+        with swapping.client() as client:
             both = [conversation(client, name, turns) for name in names]
             taken = [[next(one) for one in both] for _ in range(turns)]
         assert [again for turn in taken for _, again, _ in turn] == [0] * turns * len(names)
-        assert len([line for line in daemon.lines if "is being unloaded" in line]) == turns * len(names) - 1
-        assert daemon.stop() == 0
+        assert len([line for line in swapping.lines if "is being unloaded" in line]) == turns * len(names) - 1
+        assert swapping.stop() == 0
     for index, name in enumerate(names):
-        with running_daemon(folder / name, tmp_path / name) as alone, alone.client() as client:
-            replies = [reply for reply, _, _ in conversation(client, name, turns)]
-        assert [turn[index][0] for turn in taken] == replies
+        assert [turn[index][0] for turn in taken] == replies(daemon, name)
 
 
 def test_the_page_and_an_unknown_name_which_is_a_404_that_names_the_nearest_load_nothing(daemon: DaemonProcess) -> None:
@@ -282,11 +287,6 @@ def test_without_a_key_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:
 
 def ask(daemon: DaemonProcess, model: str) -> httpx.Response:
     return httpx.post(daemon.url + CHAT, json=body(model), timeout=120)
-
-
-def replies(daemon: DaemonProcess, model: str) -> list[str]:
-    with daemon.client() as client:
-        return [reply for reply, _, _ in conversation(client, model, 3)]
 
 
 def test_a_request_whose_worker_is_killed_while_it_loads_is_answered_by_the_next_one(
