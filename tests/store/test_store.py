@@ -9,6 +9,7 @@ import pytest
 
 from diskprefix.errors import PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.store import environment
+from diskprefix.store.changes import Use
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from tests import forked
@@ -49,6 +50,18 @@ def test_a_snapshot_keeps_its_view_while_the_store_changes(store: Store) -> None
             store.publish(publication(store, prompt(100 + seed, 2 * BLOCK)))
         assert bytes(view) == before
     assert not is_whole(store, pub)
+
+
+def test_a_use_of_a_node_and_a_longer_time_to_live_are_those_of_all_of_its_path(store: Store, clock: Clock) -> None:
+    pub = publication(store, prompt(1, 3 * BLOCK))
+    store.publish(pub)
+    clock.now += 60
+    assert pub.last_node is not None
+    store.touch({pub.last_node: Use(clock.now, 2)})
+    store.publish(keeping_for(pub, *[300.0] * 4, path_ttl_s=None))
+    with store.snapshot() as snapshot:
+        found = [snapshot.usage(node.name) for node in pub.nodes]
+    assert [(one.last_used, one.restores, one.ttl_s) for one in found if one] == [(clock.now, 2, -300)] * 4
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_evicted(store: Store) -> None:
