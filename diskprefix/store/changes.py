@@ -4,9 +4,10 @@ parent counts its children."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -105,6 +106,24 @@ def node_bytes(num_tokens: int, piece_bytes: list[int]) -> int:
     """Returns the bytes that a node takes in the file: whole pages for its pieces, and its records."""
     pages = sum(-(-(size + _PAGE_HEADER_BYTES) // _PAGE_BYTES) for size in piece_bytes)
     return pages * _PAGE_BYTES + _PIECE_BYTES * len(piece_bytes) + _TOKEN_BYTES * num_tokens + _RECORDS_BYTES
+
+
+class Part(NamedTuple):
+    """Small changes, which share a transaction with others. They take at most `need_bytes` of the file."""
+
+    need_bytes: int
+    put: Callable[[Changes], None]
+
+
+def touches(uses: Mapping[bytes, Use]) -> Part:
+    """Returns the part that records the use of nodes, given by their names, and of their ancestors. Missing nodes are
+    ignored."""
+    return Part(0, partial(_touch_all, uses))
+
+
+def _touch_all(uses: Mapping[bytes, Use], changes: Changes) -> None:
+    for name, use in uses.items():
+        changes.touch(name, use)
 
 
 class Changes(Snapshot):

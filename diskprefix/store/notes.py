@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from diskprefix.errors import CacheError, StoreCorrupt
-from diskprefix.store.changes import RECORDS_AT_ONCE, batches
+from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, Part, batches
 from diskprefix.store.note_record import (
     MAX_NOTE_BYTES,
     NO_PROMPT,
@@ -43,7 +44,7 @@ _MAX_WAITING_BYTES = 32 << 20
 class Notes:
     """All notes of a store. `put`, `get` and `delete` are for any thread, and do not raise. `put` compresses, and does
     not wait for the disk; the others may wait for it, so they are not for an event loop or the engine's thread.
-    `write` is for the writing thread alone."""
+    `write`, `writing` and `make_fit` are for the writing thread alone."""
 
     def __init__(self, store: Store, wake: Callable[[], None]) -> None:
         """`wake` is called when there is something to write."""
@@ -62,6 +63,8 @@ class Notes:
         self._to_record: set[bytes] = set()
         """Keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
         self._is_new = self._is_being_written = False
+        self._not_counted: dict[bytes, int] = {}
+        """What notes take that were written since the last `make_fit`, by key."""
         self._sizes: Counter[bytes] = Counter()
         """About what the notes of each root take, since they were last counted."""
         self.dropped = 0
@@ -137,31 +140,35 @@ class Notes:
 
     def write(self) -> None:
         """Writes what waits in one transaction, then makes the notes fit their shares. Raises `CacheError`."""
+        with self.writing() as part:
+            if part is not None:
+                self._store.write([part])
+        self.make_fit()
+
+    @contextmanager
+    def writing(self) -> Iterator[Part | None]:
+        """Yields what waits, to be put into the store; None if nothing does. With an error it waits on."""
         with self._lock:
             waiting, roots, self._is_new = dict(self._waiting), dict(self._roots), False
             used = {key: self._used[key] for key in self._to_record - waiting.keys()}
             self._to_record = set()
             self._is_being_written = bool(waiting or used)
-        try:
-            if self._is_being_written:
-                self._write(waiting, roots, used)
-        finally:
-            self._is_being_written = False
-
-    def _write(
-        self, waiting: dict[bytes, bytes | None], roots: dict[bytes, RootRecord], used: dict[bytes, float]
-    ) -> None:
         sizes = {key: note_bytes(len(value)) for key, value in waiting.items() if value is not None}
-        self._store.evictor.make_room(sum(sizes.values()), frozenset())
-        with self._store.changes() as changes:
+
+        def put(changes: Changes) -> None:
             for root, record in roots.items():
                 changes.put_root(root, record)
             for key, value in waiting.items():
                 changes.put_note(key, value)
             for key, when in used.items():
                 changes.use_note(key, when)
-        self._forget(waiting)
-        self._make_fit(sizes)
+
+        try:
+            yield Part(sum(sizes.values()), put) if self._is_being_written else None
+            self._forget(waiting)
+            self._not_counted |= sizes
+        finally:
+            self._is_being_written = False
 
     def _value(self, key: bytes) -> bytes | None:
         with self._lock:
@@ -195,9 +202,11 @@ class Notes:
             self._roots = {root: record for root, record in self._roots.items() if root in roots}
             self._written.notify_all()
 
-    def _make_fit(self, written: dict[bytes, int]) -> None:
+    def make_fit(self) -> None:
         """Removes what exceeds a share. Notes are counted when a root's first one is written, and when a count of this
-        process exceeds its share: then those of other processes and those that went meanwhile count too."""
+        process exceeds its share: then those of other processes and those that went meanwhile count too. Raises
+        `CacheError`."""
+        written, self._not_counted = self._not_counted, {}
         limit = root_limit(self._store.budget_bytes)
         for key, size in written.items():
             self._sizes[key[:HASH_BYTES]] = self._sizes.get(key[:HASH_BYTES], limit) + size

@@ -7,13 +7,15 @@ a second, so a kill loses no more than that. Several processes may add to one re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import date
+from functools import partial
 
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.changes import Changes
+from diskprefix.store.changes import Changes, Part
 from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
 from diskprefix.store.schema import RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
@@ -135,7 +137,7 @@ _MAX_WAITING = 1024
 
 
 class SavingsLog:
-    """The counts of this process that are not in the store yet. `record` and `total` are for any thread; `write` is for
+    """The counts of this process that are not in the store yet. `record` and `total` are for any thread, the others for
     the writing thread alone."""
 
     def __init__(self, store: StoreFile, make_room: Callable[[int, frozenset[bytes]], int]) -> None:
@@ -170,13 +172,23 @@ class SavingsLog:
 
     def write(self) -> None:
         """Adds the waiting counts to the store. Raises `CacheError`."""
+        with self.writing() as part:
+            if part is not None:
+                self._make_room(part.need_bytes, frozenset())
+                with self._store.changes() as changes:
+                    part.put(changes)
+
+    @contextmanager
+    def writing(self) -> Iterator[Part | None]:
+        """Yields the waiting counts, to be put into the store; None if there are none. With an error they wait on."""
         if not self._waiting:
+            yield None
             return
         with self._writing:
             with self._lock:
                 waiting, self._waiting = self._waiting, {}
             try:
-                self._add(waiting)
+                yield Part(len(waiting) * note_bytes(1 << 13), partial(self._add, waiting))
             except BaseException:
                 with self._lock:
                     for root, (record, new) in self._waiting.items():
@@ -184,15 +196,12 @@ class SavingsLog:
                     self._waiting = waiting
                 raise
 
-    def _add(self, waiting: Mapping[bytes, tuple[RootRecord, Savings]]) -> None:
-        now = self._store.clock()
-        self._make_room(len(waiting) * note_bytes(1 << 13), frozenset())
-        with self._store.changes() as changes:
-            for root, (record, new) in waiting.items():
-                changes.put_root(root, record)
-                stored = savings_of(changes, root) or Savings(since=new.since)
-                stored.add(new)
-                put_savings(changes, root, stored, now)
+    def _add(self, waiting: Mapping[bytes, tuple[RootRecord, Savings]], changes: Changes) -> None:
+        for root, (record, new) in waiting.items():
+            changes.put_root(root, record)
+            stored = savings_of(changes, root) or Savings(since=new.since)
+            stored.add(new)
+            put_savings(changes, root, stored, changes.now)
 
 
 def forget_hits(store: StoreFile) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, Use
+from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, Part, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
@@ -81,7 +81,7 @@ class Publication:
     already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the daemon's
     setting holds; `prompt_ttl_s` is the same for the prompt. `prompt_group` is the prompt's group: 8 bytes, or empty.
     New checkpoints remove the conversation's earlier ones, except the last few and those at `anchors`, in tokens; with
-    None they remove none. `daemon_ttl_s` is the daemon's time to live, 0 for none.
+    None they remove none. `daemon_ttl_s` is the daemon's time to live, 0 for none. `parts` are written before the rest.
     """
 
     store_id: bytes
@@ -96,6 +96,7 @@ class Publication:
     ttl_s: float | None = None
     anchors: tuple[int, ...] | None = None
     daemon_ttl_s: float = 0.0
+    parts: tuple[Part, ...] = ()
     chain: Chain = field(default_factory=Chain)
 
     @property
@@ -189,6 +190,7 @@ class Store(StoreFile):
             if publication.base is not None and snapshot.usage(publication.base) is None:
                 raise PrefixGone("the prefix that it continues was evicted meanwhile")
             need = sum(node.max_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
+        need += sum(part.need_bytes for part in publication.parts)
         self.evictor.check_fits(need)
         evicted = self.evictor.make_room(need, publication.used_names)
         if self.evictor.may_grow(need) and self._try_write(publication):
@@ -208,11 +210,13 @@ class Store(StoreFile):
             room = 2 * room + 2**20
             evicted += self.evictor.make_room(room, publication.used_names)
 
-    def touch(self, uses: Mapping[bytes, Use]) -> None:
-        """Records the use of nodes, given by their names, and of their ancestors. Missing nodes are ignored."""
+    def write(self, parts: Sequence[Part]) -> None:
+        """Writes parts in one transaction, after evicting what they need. Raises what `publish` does."""
+        if need_bytes := sum(part.need_bytes for part in parts):
+            self.evictor.make_room(need_bytes, frozenset())
         with self.changes() as changes:
-            for name, use in uses.items():
-                changes.touch(name, use)
+            for part in parts:
+                part.put(changes)
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
         """Removes a damaged node and all that continues it. Returns the number of removed nodes. `parent` is the node
@@ -317,6 +321,8 @@ class Store(StoreFile):
         """Writes a publication in one transaction. Returns False, and nothing is written, if LMDB finds no pages."""
         try:
             with self.changes() as changes:
+                for part in publication.parts:
+                    part.put(changes)
                 recorded = self._put_written(changes)
                 changes.put_root(publication.root, publication.root_record)
                 last_node = publication.last_node

@@ -11,13 +11,14 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt, StoreFull
-from diskprefix.store.changes import NewNode, Use
+from diskprefix.store.changes import Changes, NewNode, Part, Use, touches
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.notes import Notes
@@ -197,14 +198,11 @@ class Writer:
                 self._attempt(self._record)
             for name, parent in damaged.items():
                 self._attempt(partial(self._quarantine, name, parent))
-            # Before the publication, which may replace what was used.
-            self._attempt(self._write_touches)
-            self._attempt(self.notes.write)
-            self._attempt(self.savings.write)
+            self._write_all(publication)
             self._wake()
             if publication is not None:
-                self._attempt(partial(self._write, publication))
                 self._forget(publication)
+            self._attempt(self.notes.make_fit)
             self._attempt(self._notice_purge)
             if publication is None and closing:
                 self._attempt(self._record_written)
@@ -242,22 +240,52 @@ class Writer:
             log.exception("[disk-cache] the writer failed")
             self.error = f"internal error: {error!r}"
 
-    def _write(self, publication: Publication) -> None:
-        started = time.perf_counter()
-        if publication.chain.is_lost:
+    def _write_all(self, publication: Publication | None) -> None:
+        """Writes what waits in one transaction. If that fails, each part is tried alone: none keeps the others back."""
+        if publication is not None and publication.chain.is_lost:
             # What it continues is lost. That the prompt was seen counts all the same.
             publication = replace(publication, nodes=(), last_node=None, entry=None)
-            if publication.prompt is None:
-                return
+            publication = publication if publication.prompt is not None else None
+        # Uses come first, as the publication may replace what was used.
+        sources = (self._touching, self.notes.writing, self.savings.writing)
+        failed: list[Part] = []
+        refused: BaseException | None = None
         try:
-            self.evicted += self._store.publish(publication)
+            with ExitStack() as writing:
+                found = [writing.enter_context(source()) for source in sources]
+                parts = [_noting(part, failed) for part in found if part is not None]
+                if publication is not None:
+                    self._publish(replace(publication, parts=tuple(parts)))
+                elif parts:
+                    self._store.write(parts)
+            return
+        except Exception as error:  # noqa: BLE001 (it is told below)
+            refused = None if failed else error
+        for source in sources:
+            self._attempt(partial(self._write_alone, source))
+        if publication is not None:
+            self._attempt(partial(self._publish_alone, publication, refused))
+
+    def _write_alone(self, source: Callable[[], AbstractContextManager[Part | None]]) -> None:
+        with source() as part:
+            if part is not None:
+                self._store.write([part])
+
+    def _publish_alone(self, publication: Publication, refused: BaseException | None) -> None:
+        try:
+            if refused is not None:
+                raise refused
+            self._publish(publication)
         except BaseException as error:
             # The publications of a chain count as one that is dropped.
             self.dropped += publication.chain.lose()
             if not isinstance(error, StoreFull | PrefixGone):
                 raise
             log.warning("[disk-cache] not saved: %s", error)
-            return
+
+    def _publish(self, publication: Publication) -> None:
+        started = time.perf_counter()
+        self.evicted += self._store.publish(publication)
         if publication.nodes:
             publication.chain.has_nodes = True
         if publication.last_node is not None and publication.chain.has_nodes:
@@ -294,13 +322,16 @@ class Writer:
         self.quarantined += self._store.quarantine(name, parent)
         self._store.try_file()
 
-    def _write_touches(self) -> None:
+    @contextmanager
+    def _touching(self) -> Iterator[Part | None]:
+        """Yields the uses of nodes that are in the store; None if there are none. With an error they wait on."""
         with self._changed:
-            touches, self._touches = self._touches, {}
-            # Nodes that are not in the store yet are used once they are.
-            self._touches |= {name: touches.pop(name) for name in touches.keys() & self.pending.keys()}
-        if touches:
-            self._store.touch(touches)
+            used = {name: use for name, use in self._touches.items() if name not in self.pending}
+        yield touches(used) if used else None
+        with self._changed:
+            for name, use in used.items():
+                if self._touches[name] is use:
+                    del self._touches[name]
 
     def _maintain(self) -> None:
         if self._store.maintain():
@@ -373,3 +404,16 @@ class Writer:
                 self._store.evictor.unpin(publication.base)
             self._changed.notify_all()
         self.on_room()
+
+
+def _noting(part: Part, failed: list[Part]) -> Part:
+    """Returns a part that adds itself to `failed` when it cannot be put."""
+
+    def put(changes: Changes) -> None:
+        try:
+            part.put(changes)
+        except BaseException:
+            failed.append(part)
+            raise
+
+    return part._replace(put=put)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diskprefix.nouns import Tenant
-from diskprefix.store.changes import Use
+from diskprefix.store.changes import Use, touches
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication
 from diskprefix.tenant_ids import matches
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     for publication_ in (pub, publication(store, second)):
         store.publish(publication_)
     assert pub.last_node is not None
-    store.touch({pub.last_node: Use(2000.0, 2)})
+    store.write([touches({pub.last_node: Use(2000.0, 2)})])
     store.close()
     return tmp_path / "kv"
 

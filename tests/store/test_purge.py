@@ -15,7 +15,7 @@ from msgspec.structs import replace as replace_struct
 from diskprefix.errors import StoreCorrupt
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store import purge as purging
-from diskprefix.store.changes import NewNode, Use
+from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.ghosts import recent_prompts
@@ -184,7 +184,7 @@ def test_by_age_what_was_used_since_stays_with_all_that_it_continues(store: Stor
     old, used = saved(store, fork(long, 2 * BLOCK)), saved(store, long)
     clock.now += 100
     new = saved(store, prompt(3, BLOCK))
-    store.touch({last_node(used): Use(clock.now)})
+    store.write([touches({last_node(used): Use(clock.now)})])
     purged = purge_now(store, PurgeFilter(older_than_s=50.0), clock.now)
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (1, 3, 2, 0)
     assert is_whole(store, used)

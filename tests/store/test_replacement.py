@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diskprefix.store.changes import Use
+from diskprefix.store.changes import Use, touches
 from diskprefix.store.eviction import RECENT_CHECKPOINTS, recorded_ttl
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.schema import Kind, UsageRecord
@@ -126,13 +126,13 @@ def test_what_was_asked_to_be_kept_for_longer_stays(
 def test_the_uses_of_what_was_replaced_count_on(store: Store, clock: Clock) -> None:
     first = save(store, 2 * BLOCK + 3)
     assert first.last_node is not None
-    store.touch({first.last_node: Use(clock.now, 4, recorded_ttl(None))})
+    store.write([touches({first.last_node: Use(clock.now, 4, recorded_ttl(None))})])
     clock.now += 300
     longer = save(store, 2 * BLOCK + 5)
     found = usage(store, longer)
     assert (found.restores, found.created_at) == (4, clock.now)
     # A shorter one that comes later has none of them.
-    store.touch({first.last_node: Use(clock.now, 4, recorded_ttl(None))})
+    store.write([touches({first.last_node: Use(clock.now, 4, recorded_ttl(None))})])
     assert usage(store, longer).restores == 4
 
 
@@ -237,7 +237,7 @@ def test_a_checkpoint_with_a_longer_time_to_live_stays_with_its_entry_and_does_n
     assert left.last_node is not None
     store.publish(left)
     if is_used:
-        store.touch({left.last_node: Use(clock.now, 1, recorded_ttl(None))})
+        store.write([touches({left.last_node: Use(clock.now, 1, recorded_ttl(None))})])
     own = [TURNS[0]] if stays else []
     for end in TURNS[1:]:
         store.publish(turn(store, end, daemon_ttl_s=daemon_ttl_s))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.errors import StoreUnavailable
+from diskprefix.store.changes import Changes
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_savings
 from diskprefix.store.schema import RootRecord
@@ -82,6 +85,23 @@ def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(store:
         assert log.total().total.requests == 1
         log.write()
         assert stored(store)[ROOT].total.requests == 1
+
+
+def test_counts_that_are_being_written_are_read_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = SavingsLog(store, store.evictor.make_room)
+    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+    add, found = log._add, list[int]()
+    reader = threading.Thread(target=lambda: found.append(log.total().total.requests))
+
+    def slow(waiting: Any, changes: Changes) -> None:
+        reader.start()
+        reader.join(0.05)
+        add(waiting, changes)
+
+    monkeypatch.setattr(log, "_add", slow)
+    log.write()
+    reader.join(30)
+    assert found == [1]
 
 
 def test_counts_are_in_the_store_though_its_writer_is_never_closed(store: Store) -> None:

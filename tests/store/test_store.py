@@ -9,7 +9,7 @@ import pytest
 
 from diskprefix.errors import PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.store import environment
-from diskprefix.store.changes import Use
+from diskprefix.store.changes import Use, touches
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from tests import forked
@@ -57,7 +57,7 @@ def test_a_use_of_a_node_and_a_longer_time_to_live_are_those_of_all_of_its_path(
     store.publish(pub)
     clock.now += 60
     assert pub.last_node is not None
-    store.touch({pub.last_node: Use(clock.now, 2)})
+    store.write([touches({pub.last_node: Use(clock.now, 2)})])
     store.publish(keeping_for(pub, *[300.0] * 4, path_ttl_s=None))
     with store.snapshot() as snapshot:
         found = [snapshot.usage(node.name) for node in pub.nodes]

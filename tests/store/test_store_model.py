@@ -36,7 +36,7 @@ from hypothesis.stateful import (
 
 from diskprefix.errors import PrefixGone, StoreFull
 from diskprefix.nouns import SHARED
-from diskprefix.store.changes import NewNode, Use
+from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import recorded_ttl
@@ -518,7 +518,8 @@ class StoreMachine(RuleBasedStateMachine):
         nodes = publication_of(self.store, prompt).nodes
         # The deepest that is stored; or, as after an eviction by the other process, one that is not.
         name = nodes[max(0, self.model.stored_prefix(nodes) - 1)].name
-        self.do(process, Store.touch, {name: Use(self.clock.now - late_s, hits, recorded_ttl(ttl_s))})
+        use = Use(self.clock.now - late_s, hits, recorded_ttl(ttl_s))
+        self.do(process, Store.write, [touches({name: use})])
         self.model.touch(name, self.clock.now - late_s, hits, ttl_s)
 
     @precondition(lambda self: self.model.nodes)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import StoreFull, StoreUnavailable
+from diskprefix.store import savings
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes
+from diskprefix.store.note_record import NoteKind, note_key
+from diskprefix.store.savings import Tally, read_savings
 from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Chain, Publication, Store
 from diskprefix.store.verify import verify_index
@@ -91,7 +95,7 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
     written: list[Publication] = []
 
     def fail_for_the_second(pub: Publication) -> int:
-        if pub is pubs[1]:
+        if pub.nodes is pubs[1].nodes:
             raise StoreFull("no room")
         written.append(pub)
         return publish(pub)
@@ -109,6 +113,50 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
         assert [snapshot.usage(pub.nodes[0].name) is not None for pub in pubs] == [True, *[False] * (len(pubs) - 1)]
         assert snapshot.counts()["entries"] == 0
         assert snapshot.counts()["prompts"] == 1
+
+
+@pytest.mark.parametrize("broken", ["none", "uses", "notes", "savings", "publication"])
+def test_what_waits_is_written_in_one_transaction_and_what_fails_keeps_nothing_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    first, second = (publication(store, prompt(seed, BLOCK)) for seed in (1, 2))
+    store.publish(first)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    # Its thread has ended, so what waits is for this one.
+    assert writer.close(30)
+    changes, commits = store.changes, list[int]()
+
+    def counted() -> AbstractContextManager[Changes]:
+        commits.append(1)
+        return changes()
+
+    def fail(*_: object) -> None:
+        raise StoreUnavailable("broken")
+
+    assert second.last_node is not None
+    assert first.last_node is not None
+    writer.touch(first.last_node, 5000.0)
+    writer.notes.put(second.root, second.root_record, NoteKind.TURN, "turn", b"x", 3600.0)
+    writer.savings.record(second.root, second.root_record, Tally(requests=1), None)
+    methods = {"uses": "touch", "notes": "put_note", "publication": "put_node"}
+    if broken == "savings":
+        monkeypatch.setattr(savings, "put_savings", fail)
+    elif broken != "none":
+        monkeypatch.setattr(Changes, methods[broken], fail)
+    monkeypatch.setattr(store, "changes", counted)
+    writer._write_all(second)
+    with store.snapshot() as snapshot:
+        used = snapshot.usage(first.last_node)
+        found = {
+            "uses": used is not None and used.last_used == 5000.0,
+            "notes": snapshot.record("notes", note_key(second.root, NoteKind.TURN, "turn")) is not None,
+            "savings": second.root in read_savings(snapshot),
+            "publication": snapshot.usage(second.last_node) is not None,
+        }
+    # A publication is a use, and savings are a note.
+    lost = {broken} | {"uses": {"publication"}, "notes": {"savings"}}.get(broken, set())
+    assert found == {name: name not in lost for name in found}
+    assert broken != "none" or len(commits) == 1
 
 
 def test_saving_has_recovered_when_a_whole_prompt_is_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 from diskprefix.cli import cli
 from diskprefix.errors import CacheError
 from diskprefix.store import store_file
-from diskprefix.store.changes import Use, batches
+from diskprefix.store.changes import Use, batches, touches
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
@@ -98,7 +98,7 @@ class Loop:
         mark(noted=number)
 
     def touch(self, number: int) -> None:
-        self.store.touch({prompts.last_node(self.store, number): Use(self._clock.now)})
+        self.store.write([touches({prompts.last_node(self.store, number): Use(self._clock.now)})])
 
     def purge(self, *numbers: int) -> None:
         names = frozenset(prompts.last_node(self.store, number) for number in numbers)
