@@ -275,10 +275,9 @@ class Selection:
     state that cannot be cut is kept; `votes` the votes of the window for each, where it was asked. `anchors` are
     positions whose checkpoints are not dropped for those of later turns: other prompts may need them. `common` is the
     longest prefix shared with one of the `recent` prompts looked at, `seen` the longest whose blocks were seen before.
-    `window` (the most prompts that would have been looked at) and `safe` (the last safe boundary in what was seen) are
-    0 unless the scope is auto; `price` (of a checkpoint, in tokens) unless it places checkpoints. `lost` is what this
-    prompt lacks of the one that it shares most with, at that one's end, in tokens; `continues`, `trials` and `again`
-    are those of the `Sighting`.
+    `window` (the most prompts that would have been looked at) is 0 unless the scope is auto; `price` (of a checkpoint,
+    in tokens) unless it places checkpoints. `lost` is what this prompt lacks of the one that it shares most with, at
+    that one's end, in tokens; `trials` and `again` are those of the `Sighting`.
     """
 
     scope: Scope
@@ -295,10 +294,8 @@ class Selection:
     recent: int = 0
     common: int = 0
     seen: int = 0
-    safe: int = 0
     price: int = 0
     lost: int = 0
-    continues: bool = False
     trials: int = 0
     again: int = 0
 

@@ -213,10 +213,8 @@ def select(
         recent=len(window.recent),
         common=window.common,
         seen=window.seen,
-        safe=prompt.last_safe(window.known) if auto else 0,
         price=rules.price if auto and at_checkpoints else 0,
         lost=window.lost,
-        continues=sighting.continues,
         trials=sighting.trials,
         again=sighting.again,
     )

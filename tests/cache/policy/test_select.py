@@ -171,7 +171,7 @@ def test_a_prompt_without_tokens_has_nothing_to_keep(scope: Scope) -> None:
 def test_auto_selects_the_last_safe_boundary_of_the_best_match() -> None:
     prompt = Prompt(ids(4123), boundaries=(1, 700, 1432, 1990), system_end=700)
     selection = pick(AUTO, prompt, sharing(4000, 90), sharing(3000, 1500), sharing(5000, 800))
-    assert (selection.common, selection.safe, selection.selected, selection.aligned) == (1500, 1432, 1432, 1280)
+    assert (selection.common, selection.selected, selection.aligned) == (1500, 1432, 1280)
     assert (selection.window, selection.recent) == (30, 3)
     assert selection.reason == "shared_prefix"
     assert not selection.keep_tail
@@ -180,7 +180,7 @@ def test_auto_selects_the_last_safe_boundary_of_the_best_match() -> None:
 @pytest.mark.parametrize(("common", "safe"), [(1431, 700), (1432, 1432), (1433, 1432)])
 def test_a_boundary_exactly_at_the_end_of_the_match_counts(common: int, safe: int) -> None:
     prompt = Prompt(ids(4123), boundaries=(1, 700, 1432, 1990))
-    assert pick(AUTO, prompt, sharing(4000, common)).safe == safe
+    assert pick(AUTO, prompt, sharing(4000, common)).selected == safe
 
 
 def test_only_the_newest_prompts_in_the_window_are_looked_at() -> None:
@@ -386,7 +386,7 @@ def test_a_prompt_that_grew_but_has_no_new_boundary_is_kept_up_to_the_match() ->
 
 def test_what_was_seen_before_the_window_is_kept_as_what_was_seen_in_it() -> None:
     selection = pick(AUTO, SECOND_TURN, chat(SYSTEM, (6, 300)).token_ids, sighting=seen(6))
-    assert (selection.common, selection.seen, selection.safe) == (1002, 1536, 1301)
+    assert (selection.common, selection.seen) == (1002, 1536)
     assert (selection.selected, selection.reason) == (1301, "shared_prefix")
     assert selection.diverged_at == 1002, "this is about the window alone"
 
@@ -590,16 +590,16 @@ def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_s
     assert selection.common == max((common_prefix_length(prompt.token_ids, other) for other in recent[:n]), default=0)
     assert selection.seen == min(knobs["sighting"].num_blocks * knobs["block_size"], len(prompt.token_ids))
     safe = sorted(prompt.boundaries or range(len(prompt.token_ids) + 1))
-    assert selection.safe == max((p for p in safe if p <= known), default=0)
+    last_known = max((p for p in safe if p <= known), default=0)
     match selection.reason:
         case "shared_prefix":
-            assert selection.selected == selection.safe
+            assert selection.selected == last_known
         case "continues" | "likely_repeat":
             assert selection.selected == safe[-1] > known
         case "new_system_prompt":
             assert selection.selected == prompt.system_end > known
         case "short_prompt" | "short_prefix":
-            assert selection.selected in (selection.safe, safe[-1], prompt.system_end)
+            assert selection.selected in (last_known, safe[-1], prompt.system_end)
         case _:
             assert not selection.selected
 
