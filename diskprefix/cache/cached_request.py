@@ -46,7 +46,6 @@ class CachedRequest:
             self._bypass = "unsupported" if self.cache.layout.unsupported else "off"
         num_tokens, reason = len(self.prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=self.options.scope, prompt_tokens=num_tokens, reason=reason))
-        self._publisher = self._saver.publisher
         self.is_published = False
         """The prompt was computed to its end and holds no media."""
         self.reply = self.prompt.token_ids[:0]
@@ -131,9 +130,8 @@ class CachedRequest:
             self.cache.writer.touch(restored.last_node, time.time(), ttl_s)
         self._saver.begin(restored)
         if self._bypass is None:
-            self._saver.selection = selection = self._context.choose(self.nodes, restored)
-            self._publisher.selection = selection
-            self._broken = self._context.find_break(restored, selection)
+            self._saver.choose(self._context.choose(self.nodes, restored))
+            self._broken = self._context.find_break(restored, self.selection)
         if restored.num_tokens and outcome_of(len(self.prompt.token_ids), restored.num_tokens) != "miss":
             self._miss_reason = None
         elif self._miss_reason is None:
@@ -168,15 +166,15 @@ class CachedRequest:
         self._saved = "dropped"
         if self.cache.store.problem is not None:
             # Which is logged once, not for every prompt.
-            self._publisher.give_up(None)
+            self._saver.give_up(None)
             return
         if logits is not None and not logits.max().isfinite():
-            self._publisher.record_loss("its next-token logits are not finite")
+            self._saver.record_loss("its next-token logits are not finite")
             return
         with self._guarded("the prompt is not saved"):
             plan = self._saver.publish(arena, logits, prefill_s)
             stored: Saved = "none" if plan.last_node is None else "stored"
-            self._saved = "queued" if self._publisher.has_published else stored
+            self._saved = "queued" if self._saver.has_published else stored
 
     def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
         """Queues the part of the reply that is kept with its prompt, if the model is exact at every token: decoding
@@ -197,7 +195,7 @@ class CachedRequest:
             return
         with self._guarded("what was computed is not kept"):
             self._saver.leave(arena, self.restored)
-            if self._publisher.has_published:
+            if self._saver.has_published:
                 self._saved = "queued"
 
     def hibernate(self, arena: KVArena) -> None:
@@ -211,15 +209,14 @@ class CachedRequest:
                 with self._guarded("what is only in memory is not kept"):
                     self._saver.leave(arena, stored, least_s=0.0)
         self._saver.close()
-        self._publisher.close()
 
     def close(self) -> CacheReport:
         """Releases what the request holds, counts it, and returns the report."""
-        self._saver.close()
         restored = self.restored
         if self.cache.remote is not None and self._bypass is None:
-            self._publisher.at_end = partial(self._context.upload, self.nodes, self.selection, restored)
-        self._publisher.close()
+            self._saver.close(partial(self._context.upload, self.nodes, self.selection, restored))
+        else:
+            self._saver.close()
         self.cache.counters["prompt_tokens"] += len(self.prompt.token_ids)
         if restored.num_tokens:
             self.cache.restored_tokens[restored.source] += restored.num_tokens
@@ -229,7 +226,7 @@ class CachedRequest:
         if self._bypass is None and self.cache.has_own_threads:
             # What is kept beside another model's state was no request of its own.
             self._context.record_savings(restored)
-        saved = self._saved if self._publisher.chain.is_whole else "dropped"
+        saved = self._saved if self._saver.chain.is_whole else "dropped"
         report = CacheReport(
             selection=self.selection,
             restored=restored.num_tokens,
@@ -239,7 +236,7 @@ class CachedRequest:
             refused=restored.refused,
             restore_ms=restored.restore_ms,
             saved=saved,
-            dropped_because=(self._publisher.chain.why or _STORE_FAILS) if saved == "dropped" else None,
+            dropped_because=(self._saver.chain.why or _STORE_FAILS) if saved == "dropped" else None,
             broken=self._broken,
             broken_line=self.prompt.source.line_at(self._broken.at) if self._broken and self.prompt.source else "",
             rewriting=self.prompt.rewriting,
@@ -277,7 +274,7 @@ class CachedRequest:
             cache.tiers,
             cache.store.evictor,
             cache.readers,
-            self._publisher.pins,
+            self._saver.pins,
             allows=cache.cost_model.allows,
             pays=cache.cost_model.pays,
             noted_logits=lambda: notes.get(NoteKind.LOGITS, self.nodes.end_id),

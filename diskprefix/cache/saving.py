@@ -1,49 +1,66 @@
-"""Saving of one request's state: which nodes, when, and at what cost."""
+"""Saving of one request's state: which nodes, when, at what cost, and their way from KV memory to the writer."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from diskprefix.cache.context import RequestContext
+from diskprefix.cache.held_states import HeldStates
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.planning import Plan, Planner, marked_nodes
 from diskprefix.cache.policy.select import AT_ANY_TOKEN
-from diskprefix.cache.publish import HeldStates, Publisher
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
+from diskprefix.kv.transfer import is_finite
 from diskprefix.nouns import Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind
-from diskprefix.store.schema import Kind
+from diskprefix.store.schema import EntryRecord, Kind
+from diskprefix.store.store import Chain, Publication
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 
+log = logging.getLogger("diskprefix")
+
+_BATCH_BYTES = 16 << 20
 _LEAVE_S = 600.0
 """Seconds for which the state of a cancelled request is kept at least."""
 
 
 class Saver:
-    """Queues the state that one request computes, if `selection` wants it and it is not stored.
+    """Has the state that one request computes copied and written, if the policy wants it and it is not stored.
 
-    Set `selection` before the first step. Methods are for the engine thread. They raise `CacheError`, and errors of
-    missing memory. Call `close` at the end, then close the publisher.
+    Methods are for the engine thread and do not wait. They raise `CacheError`, and errors of missing memory. Call
+    `choose` before the first step, `close` at the end.
+
+    Nodes go to the writer in batches, parents first, beside the engine thread. If a batch is lost, because there is no
+    room or the store fails, all later batches are dropped: no node is stored without its parent, and no entry without
+    its nodes. `pins` collects what is unpinned when the last batch is with the writer.
     """
 
     def __init__(self, context: RequestContext, selection: Selection) -> None:
         self._context = context
         self._cache, self._prompt, self._options = context.cache, context.prompt, context.options
         self.selection = selection
-        self.publisher = Publisher(context)
+        self._is_chosen = False
+        self.chain = Chain()
+        self.pins = ExitStack()
+        self.has_published = False
+        self._arena: KVArena | None = None
+        self._end = ExitStack()
+        """Unpins the last node that is with the writer. Its child is not there yet."""
         nodes = context.nodes_of(self._prompt.token_ids)
         self.planner = Planner(nodes, Restored(), self._cache.layout.state_kind, len(self._prompt.token_ids))
-        leaving = self.publisher.batch_bytes
-        self._states = HeldStates(self._cache.writer, self._cache.layout, leaving=leaving)
+        self._states = HeldStates(self._cache.writer, self._cache.layout, leaving=self._batch_bytes)
         self._num_blocks = 0
-        """The number of first blocks that are stored or with the publisher."""
+        """The number of first blocks that are stored or on their way."""
         self._num_restored, self._has_tail = 0, False
         self._logits: tuple[str, memoryview] | None = None
         """The end's id and the logits there, until they are stored."""
@@ -57,10 +74,22 @@ class Saver:
         self._has_tail = restored.has_tail
         self.planner = replace(self.planner, restored=restored)
 
+    def choose(self, selection: Selection) -> None:
+        """Takes the policy's decision."""
+        self.selection, self._is_chosen = selection, True
+
+    def give_up(self, why: str | None) -> None:
+        """Stops all further writing, counts that once, and logs `why` unless it is None. For any thread."""
+        self._count(why, is_first=self.chain.break_off(why or ""))
+
+    def record_loss(self, why: str) -> None:
+        """Counts and logs the loss of something that no other node continues. The rest is written."""
+        self._count(why, is_first=self.chain.record_loss(why))
+
     @property
     def is_given_up(self) -> bool:
         """Nothing more is written: the store fails, or a node that others would continue is lost."""
-        return self._cache.store.problem is not None or self.publisher.chain.is_broken()
+        return self._cache.store.problem is not None or self.chain.is_broken()
 
     def after_step(self, arena: KVArena) -> None:
         """See `CachedRequest.after_step`."""
@@ -93,7 +122,7 @@ class Saver:
             assert logits is not None, "a prompt that goes on has no tail"
             tail = self._states.tail(arena, logits)
         if tail is None:
-            self.publisher.record_loss("the write buffer had no room for its end")
+            self.record_loss("the write buffer had no room for its end")
             plan = Plan(plan.nodes[:-1])
         elif logits is not None and self.selection.keep_tail and self._cache.layout.state_kind == "token":
             self._remember_logits(arena, logits, is_in_tail=self._has_tail or bool(tail), is_new=computed > 0)
@@ -152,9 +181,20 @@ class Saver:
             # The tokens behind the last whole block.
             self._submit(arena, [nodes.partial_block(arena.num_tokens)], least_s=least_s)
 
-    def close(self) -> None:
-        """Releases the states that were not published."""
+    def close(self, at_end: Callable[[], None] = lambda: None) -> None:
+        """Releases the states that were not published. Unpins everything, and calls `at_end`, once all batches are
+        with the writer."""
         self._states.close()
+
+        def finish() -> None:
+            self._end.close()
+            self.pins.close()
+            at_end()
+
+        if self._arena is None:
+            finish()
+        else:
+            self._cache.capturer.submit(Capture(self._arena, 0, finish, finish))
 
     def _publish_blocks(self, arena: KVArena, num_blocks: int, least_s: float = 0.0) -> None:
         """Queues the first `num_blocks` blocks of the prompt with their checkpoints, except those that are queued
@@ -193,8 +233,13 @@ class Saver:
         tail: memoryview | None = None,
         least_s: float = 0.0,
     ) -> None:
-        """Queues nodes with their costs. `tail` holds the states and logits of a tail. Nodes that the policy does not
-        want are kept for at least `least_s` seconds."""
+        """Queues nodes to be captured and written, parents first. With the last of them goes what `plan` adds. `arena`
+        may grow meanwhile, and nothing that it has may change; see `KVArena.settle`.
+
+        The payload of a node holds what is copied already, for which room is reserved; `tail` are the states and logits
+        of a tail. The state of the node's own tokens comes before that. Nodes that the policy does not want are kept
+        for at least `least_s` seconds.
+        """
         token_s, planner = self._seconds_per_token(arena), self.planner
         new: list[NewNode] = []
         for node, saved_tokens in zip(nodes, planner.saved_tokens(nodes), strict=True):
@@ -214,7 +259,103 @@ class Saver:
                 )
             )
         planner.submitted.update(node.name for node in new)
-        self.publisher.publish(arena, new, plan)
+        if any(len(node.token_ids) and node.position < arena.complete_from for node in new):
+            self.give_up("what it continues is no longer stored, and of layers with windows not in memory either")
+        if new and self._batch_bytes > self._cache.settings.kv_cache_write_buffer:
+            self.give_up("the write buffer is smaller than a block")
+        self.has_published |= bool(new)
+        self._arena, arena.capturer = arena, self._cache.capturer
+        batches = list(self._batches(new))
+        for batch in batches:
+            added = plan if batch is batches[-1] else None
+            copy, drop = partial(self._copy, arena, batch, added), partial(self._drop, batch, added)
+            num_bytes = sum(map(_missing_bytes, batch))
+            self._cache.capturer.submit(Capture(arena, num_bytes, copy, drop, self.chain.is_broken))
+
+    def _count(self, why: str | None, *, is_first: bool) -> None:
+        if is_first:
+            self._cache.count("refused")
+        if is_first and why is not None:
+            log.warning("[disk-cache] a prompt is not saved, or not all of it: %s", why)
+
+    @property
+    def _batch_bytes(self) -> int:
+        """The most bytes of a batch: one block at least."""
+        block_bytes = self._cache.payload_layout.payload_bytes(self._cache.settings.block_size, Kind.BLOCK)
+        return max(block_bytes, min(_BATCH_BYTES, self._cache.settings.kv_cache_write_buffer // 4))
+
+    def _batches(self, nodes: Sequence[NewNode]) -> Iterator[tuple[NewNode, ...]]:
+        """Yields parts of `nodes` that wait for room for no more than `batch_bytes` each; an empty one of none."""
+        batch: list[NewNode] = []
+        size = 0
+        for node in nodes:
+            missing = _missing_bytes(node)
+            if batch and size + missing > self._batch_bytes:
+                yield tuple(batch)
+                batch, size = [], 0
+            batch.append(node)
+            size += missing
+        yield tuple(batch)
+
+    def _copy(self, arena: KVArena, batch: tuple[NewNode, ...], plan: Plan | None) -> None:
+        """Copies and submits a batch, on the capturing thread. Room for the whole batch is reserved."""
+        size = sum(map(_payload_bytes, batch))
+        try:
+            captured = tuple(_captured(arena, node) for node in batch)
+        except BaseException:
+            self._cache.writer.release(size)
+            self.give_up("it could not be copied")
+            raise
+        if not all(is_finite(node.payload, arena.layout, len(node.token_ids)) for node in captured):
+            self._cache.writer.release(size)
+            self.give_up("its state is not finite")
+            captured = ()
+        if captured or plan is not None:
+            self._write(captured, plan)
+
+    def _drop(self, batch: tuple[NewNode, ...], plan: Plan | None) -> None:
+        """Drops a batch, on the capturing thread."""
+        self._cache.writer.release(sum(len(node.payload) for node in batch))
+        if batch:
+            self.give_up("its memory was needed before the disk had room for it")
+        if plan is not None:
+            self._write((), plan)
+
+    def _write(self, captured: tuple[NewNode, ...], plan: Plan | None) -> None:
+        publication = self._publication(captured, plan or Plan())
+        last = captured[-1].name if captured else None
+        with self._end.pop_all():
+            if last is not None:
+                self._cache.store.evictor.pin(last)
+                self._end.callback(self._cache.store.evictor.unpin, last)
+            self._cache.writer.submit(publication, reserved_bytes=publication.payload_bytes)
+
+    def _publication(self, captured: tuple[NewNode, ...], plan: Plan) -> Publication:
+        last_node = None if self.chain.is_broken() else plan.last_node
+        context, namespace = self._context, self._context.namespace
+        entry = EntryRecord(
+            root=namespace.root,
+            num_tokens=plan.num_tokens,
+            scope=str(context.options.scope),
+            preview=context.prompt.text,
+            created_at=time.time(),
+            reason=self.selection.reason if self._is_chosen else "",
+        )
+        return Publication(
+            store_id=context.names.store_id,
+            root=namespace.root,
+            root_record=namespace.record,
+            nodes=captured,
+            last_node=last_node,
+            entry=entry if last_node is not None and plan.has_entry else None,
+            prompt=plan.prompt,
+            prompt_group=context.options.group,
+            prompt_ttl_s=context.ttl_at(len(context.prompt.token_ids)),
+            ttl_s=context.ttl_at(plan.num_tokens),
+            anchors=self.selection.anchors if self._is_chosen and self._cache.layout.states else None,
+            daemon_ttl_s=self._cache.settings.kv_cache_ttl,
+            chain=self.chain,
+        )
 
     def _ttl_s(self, node: Node, least_s: float) -> float | None:
         ttl_s = self._context.ttl_at(node.end)
@@ -232,7 +373,7 @@ class Saver:
 
     def _take_states(self, arena: KVArena, *, is_last: bool) -> None:
         if not self._states.take(arena, is_last=is_last):
-            self.publisher.record_loss("the write buffer had no room for a checkpoint")
+            self.record_loss("the write buffer had no room for a checkpoint")
 
     def _last_states_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of the last copies that are still to be made when `num_tokens` are computed. Where states
@@ -253,3 +394,20 @@ class Saver:
         names, now = self.planner.nodes.block_names, self._cache.store.clock()
         self._context.namespace.remember(token_ids, self._options.group, names, now, lasts_s)
         return token_ids
+
+
+def _captured(arena: KVArena, node: NewNode) -> NewNode:
+    """Returns the node with its whole payload: the state of its tokens, then what was copied already."""
+    if not len(node.token_ids):
+        return node
+    state = arena.read_tokens(node.position, len(node.token_ids))
+    return replace(node, payload=memoryview(b"".join((state, node.payload))) if node.payload else state)
+
+
+def _payload_bytes(node: NewNode) -> int:
+    return sum(piece.num_bytes for piece in node.pieces)
+
+
+def _missing_bytes(node: NewNode) -> int:
+    """Returns the bytes of the payload that are still to be copied."""
+    return _payload_bytes(node) - len(node.payload)

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache import publish as publish_module
 from diskprefix.cache import saving as saving_module
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
@@ -474,7 +473,7 @@ def test_a_batch_takes_what_fits_together_and_no_more(tmp_path: Path, monkeypatc
     """State in memory is published at once: it must not be copied at once."""
     runner = open_runner("token", tmp_path)
     block_bytes = BLOCK * runner.layout.bytes_per_token
-    monkeypatch.setattr(publish_module, "_BATCH_BYTES", 3 * block_bytes)
+    monkeypatch.setattr(saving_module, "_BATCH_BYTES", 3 * block_bytes)
     sizes: list[int] = []
     publish = runner.cache.store.publish
 

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from diskprefix.cache import cached_request as request_module
-from diskprefix.cache import publish as publish_module
 from diskprefix.cache import saving as saving_module
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.geometry import Geometry
@@ -433,7 +432,7 @@ def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
     requests = crowded(110)
     num_prompt_tokens = sum(len(request.prompt.token_ids) for request in requests)
     now = [1e9]
-    for module in (request_module, saving_module, publish_module):
+    for module in (request_module, saving_module, saving_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0], perf_counter=lambda: 0.0))
     daemon = Daemon(tmp_path, "sliceable", tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
     store = daemon.runner.cache.store
