@@ -260,7 +260,8 @@ class Writer:
                     self._store.write(parts)
             return
         except Exception as error:  # noqa: BLE001 (it is told below)
-            refused = None if failed else error
+            # Alone, it may fit.
+            refused = None if failed or isinstance(error, StoreFull) else error
         for source in sources:
             self._attempt(partial(self._write_alone, source))
         if publication is not None:
