@@ -248,7 +248,7 @@ class Writer:
             publication = publication if publication.prompt is not None else None
         # Uses come first, as the publication may replace what was used.
         sources = (self._touching, self.notes.writing, self.savings.writing)
-        failed: list[Part] = []
+        parts, failed = list[Part](), list[Part]()
         refused: BaseException | None = None
         try:
             with ExitStack() as writing:
@@ -261,7 +261,8 @@ class Writer:
             return
         except Exception as error:  # noqa: BLE001 (it is told below)
             # Alone, it may fit.
-            refused = None if failed or isinstance(error, StoreFull) else error
+            took_room = isinstance(error, StoreFull) and any(part.need_bytes for part in parts)
+            refused = None if failed or took_room else error
         for source in sources:
             self._attempt(partial(self._write_alone, source))
         if publication is not None:
