@@ -19,12 +19,12 @@ from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, newest_first
-from diskprefix.store.identity import names_of
 from diskprefix.store.note_record import NoteKind, note_prompt
 from diskprefix.store.savings import forget_hits
 from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
+from diskprefix.store.store_identity import names_of
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests

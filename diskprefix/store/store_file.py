@@ -18,10 +18,10 @@ from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock, FolderUnavailable, disk_full
-from diskprefix.store.identity import identify, require_namespace
 from diskprefix.store.opening import open_environment, set_aside
 from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store_identity import identify, require_namespace
 from diskprefix.store.survival import require_survivable
 from diskprefix.store.written import WriteMeter
 

@@ -21,8 +21,8 @@ CASES = 1
 """Of each kind. The tool runs thousands."""
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_MARK = """
-from diskprefix.store import identity, opening, store_file
-for module in (identity, opening, store_file):
+from diskprefix.store import opening, store_file, store_identity
+for module in (opening, store_file, store_identity):
     module.require_survivable = lambda *_, **__: None
 from tools.faults.corruption import main
 main()
