@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,15 @@ from tests.waiting import wait_for
 
 VOCAB = 400
 BLOCK = 16
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+}
+"""Two layers, grouped-query attention, head size 16."""
 
 
 def tiny_llama(
@@ -34,16 +44,8 @@ def tiny_llama(
 ) -> PreTrainedModel:
     """Two layers, grouped-query attention, head size 16."""
     torch.manual_seed(seed)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).to(device, dtype).eval()
+    sizes = SIZES | {"max_position_embeddings": 4096} | changes
+    return LlamaForCausalLM(LlamaConfig(**sizes)).to(device, dtype).eval()
 
 
 def random_prompt(seed: int, num_tokens: int) -> TokenIds:

@@ -17,7 +17,6 @@ from starlette.requests import Request
 from diskprefix.api.fields import REFUSED
 from diskprefix.errors import GOT, InvalidRequest
 from diskprefix.json_values import count_values
-from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.limits import Turns, whole_body
 from diskprefix.server.log_context import log_context
@@ -32,7 +31,8 @@ done for them holds Python's lock."""
 _BYTES_PER_S, _BYTES_PER_S_BESIDE = 64 << 20, 8 << 20
 """The rates at which all large bodies are read: alone, and while the engine computes."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
-"""The pause between two large bodies, as a multiple of the time of the first: alone, and while the engine computes."""
+"""The pause between two large bodies, as a multiple of the time of parsing the first: alone, and while the engine
+computes."""
 
 
 class Bodies:
@@ -54,11 +54,23 @@ class Bodies:
         """
         _check_content_type(request)
         body = await whole_body(request.headers, self._paced(request.stream()))
-        is_large = len(body) > LARGE_BYTES
-        if is_large:
-            await self._take_turn(log_context(request).caller.tenant, held)
         # In a thread, because it would block the event loop.
-        return await self._threads.run("large" if is_large else "parsing", _parse, body, model)
+        if len(body) <= LARGE_BYTES:
+            return await self._threads.run("parsing", _parse, body, model)
+        caller = log_context(request).caller.tenant
+        await self._turns.take(caller)
+        loop = asyncio.get_running_loop()
+        took_s, began = 0.0, loop.time()
+
+        def give_back() -> None:
+            pause = _PAUSE_BESIDE if self._is_computing() else _PAUSE
+            loop.call_later(pause * took_s, self._turns.give_back, caller)
+
+        held.callback(give_back)
+        try:
+            return await self._threads.run("large", _parse, body, model)
+        finally:
+            took_s = loop.time() - began
 
     async def _paced(self, pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
         """Yields the pieces of a body. The client of a large one waits between them: its socket is not read."""
@@ -71,17 +83,6 @@ class Bodies:
                 rate = _BYTES_PER_S_BESIDE if self._is_computing() else _BYTES_PER_S
                 self._read_until = max(now, self._read_until) + len(piece) / rate
                 await asyncio.sleep(self._read_until - now)
-
-    async def _take_turn(self, caller: Tenant, held: AsyncExitStack) -> None:
-        await self._turns.take(caller)
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-
-        def give_back() -> None:
-            pause = _PAUSE_BESIDE if self._is_computing() else _PAUSE
-            loop.call_later(pause * (loop.time() - began), self._turns.give_back, caller)
-
-        held.callback(give_back)
 
 
 def _parse(body: bytes, model: type[Model]) -> Model:

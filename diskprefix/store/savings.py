@@ -7,7 +7,7 @@ a second, so a kill loses no more than that. Several processes may add to one re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
@@ -140,10 +140,10 @@ class SavingsLog:
     """The counts of this process that are not in the store yet. `record` and `total` are for any thread, the others for
     the writing thread alone."""
 
-    def __init__(self, store: StoreFile, make_room: Callable[[int, frozenset[bytes]], int]) -> None:
-        """`make_room` is `Evictor.make_room`."""
+    def __init__(self, store: StoreFile, write: Callable[[Sequence[Part]], None]) -> None:
+        """`write` is `Store.write`."""
         self._store = store
-        self._make_room = make_room
+        self._write = write
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         """Held while counts are on their way to the store. A reader would find them in neither place."""
@@ -174,9 +174,7 @@ class SavingsLog:
         """Adds the waiting counts to the store. Raises `CacheError`."""
         with self.writing() as part:
             if part is not None:
-                self._make_room(part.need_bytes, frozenset())
-                with self._store.changes() as changes:
-                    part.put(changes)
+                self._write([part])
 
     @contextmanager
     def writing(self) -> Iterator[Part | None]:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -61,7 +61,7 @@ class Writer:
         """Called when there is more room in the buffer."""
         self._changed = threading.Condition()
         self.notes = Notes(store, self._wake)
-        self.savings = SavingsLog(store, store.evictor.make_room)
+        self.savings = SavingsLog(store, store.write)
         self.on_forget: list[Callable[[], None]] = []
         """Called when records were deleted, by any process, or may have expired: memories of them must go too."""
         self._purged_at: bytes | None = None
@@ -263,15 +263,10 @@ class Writer:
             # Alone, it may fit.
             took_room = isinstance(error, StoreFull) and any(part.need_bytes for part in parts)
             refused = None if failed or took_room else error
-        for source in sources:
-            self._attempt(partial(self._write_alone, source))
+        for write in (self._write_touches, self.notes.write, self.savings.write):
+            self._attempt(write)
         if publication is not None:
             self._attempt(partial(self._publish_alone, publication, refused))
-
-    def _write_alone(self, source: Callable[[], AbstractContextManager[Part | None]]) -> None:
-        with source() as part:
-            if part is not None:
-                self._store.write([part])
 
     def _publish_alone(self, publication: Publication, refused: BaseException | None) -> None:
         try:
@@ -324,16 +319,26 @@ class Writer:
         self.quarantined += self._store.quarantine(name, parent)
         self._store.try_file()
 
+    def _write_touches(self) -> None:
+        with self._touching() as part:
+            if part is not None:
+                self._store.write([part])
+
     @contextmanager
     def _touching(self) -> Iterator[Part | None]:
         """Yields the uses of nodes that are in the store; None if there are none. With an error they wait on."""
         with self._changed:
-            used = {name: use for name, use in self._touches.items() if name not in self.pending}
-        yield touches(used) if used else None
-        with self._changed:
-            for name, use in used.items():
-                if self._touches[name] is use:
-                    del self._touches[name]
+            used, self._touches = self._touches, {}
+            # Nodes that are not in the store yet are used once they are.
+            self._touches = {name: used.pop(name) for name in used.keys() & self.pending.keys()}
+        try:
+            yield touches(used) if used else None
+        except BaseException:
+            with self._changed:
+                for name, use in used.items():
+                    new = self._touches.get(name)
+                    self._touches[name] = use if new is None else use.and_also(new)
+            raise
 
     def _maintain(self) -> None:
         if self._store.maintain():

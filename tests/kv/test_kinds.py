@@ -24,7 +24,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.model.exact.self_check import rehearse
 from tests.exactness.architectures import tiny_model
-from tests.runner import BLOCK, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, SIZES, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
 
 STEPS = (16, 16, 16, 7, 1, 1)
 TOKENS = torch.from_numpy(random_prompt(5, sum(STEPS))).long().unsqueeze(0)
@@ -185,14 +185,6 @@ def test_a_rehearsed_layout_is_remembered_for_the_numbers_it_was_made_with(
 ORIGINAL = 4 * BLOCK
 """Positions that the scaled kinds of RoPE start from."""
 HEAD = 16
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCAB,
-}
 STATIC: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 4.0},

@@ -360,7 +360,7 @@ def test_where_free_pages_are_too_scattered_for_a_payload_more_is_evicted_each_t
 
 def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store: Store, clock: Clock) -> None:
     """A client who chooses salts makes many."""
-    log = SavingsLog(store, store.evictor.make_room)
+    log = SavingsLog(store, store.write)
     for number in range(250):
         clock.now += 11
         identity = f"{number:04000}"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pytest
 from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import savings
 from diskprefix.store import writer as writer_module
-from diskprefix.store.changes import Changes
+from diskprefix.store.changes import Changes, Part
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Tally, read_savings
 from diskprefix.store.schema import ModelRecord
@@ -157,6 +158,30 @@ def test_what_waits_is_written_in_one_transaction_and_what_fails_keeps_nothing_b
     lost = {broken} | {"uses": {"publication"}, "notes": {"savings"}}.get(broken, set())
     assert found == {name: name not in lost for name in found}
     assert broken != "none" or len(commits) == 1
+
+
+def test_a_use_that_comes_while_others_are_written_is_counted_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pub = publication(store, prompt(1, BLOCK))
+    store.publish(pub)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    assert writer.close(30)
+    write, name = store.write, pub.nodes[0].name
+
+    def write_slowly(parts: Sequence[Part]) -> None:
+        writer.touch(name, 6000.0)
+        write(parts)
+
+    writer.touch(name, 5000.0)
+    monkeypatch.setattr(store, "write", write_slowly)
+    writer._write_all(None)
+    monkeypatch.setattr(store, "write", write)
+    writer._write_all(None)
+    with store.snapshot() as snapshot:
+        found = snapshot.usage(name)
+    assert found is not None
+    assert (found.last_used, found.restores) == (6000.0, 2)
 
 
 def test_saving_has_recovered_when_a_whole_prompt_is_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

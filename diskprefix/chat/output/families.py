@@ -149,5 +149,7 @@ def _family(name: str, entry: dict[str, Any]) -> Family:
 
 
 _ENTRIES = tomllib.loads(Path(__file__).with_name("families.toml").read_text(encoding="utf-8"))
-*FAMILIES, NONE = (_family(name, entry) for name, entry in _ENTRIES.items())
-"""All families, in the order in which they are tried, and what small models write, whatever their template writes."""
+NONE = _family("none", _ENTRIES.pop("none"))
+"""What small models write, whatever their template writes."""
+FAMILIES = [_family(name, entry) for name, entry in _ENTRIES.items()]
+"""All others, in the order in which they are tried."""
