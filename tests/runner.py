@@ -101,7 +101,7 @@ class Runner:
         model: PreTrainedModel,
         settings: Settings,
         name: str = "tiny",
-        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        on_prompts: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         *,
         exact_at: ExactAt | None = "grid",
     ) -> None:
@@ -118,7 +118,7 @@ class Runner:
             described = f"{name} {model.config} {model.dtype}"
             self.layout, self.grid_reason = make_exact(model, described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
-        self.on_history = on_history
+        self.on_prompts = on_prompts
         self.open()
 
     def identity(self, salt: str) -> str:
@@ -134,7 +134,7 @@ class Runner:
             self.layout,
             self.identity,
             "tiny",
-            on_history=self.on_history,
+            on_prompts=self.on_prompts,
         )
         self.arena = KVArena(self.layout, self.model.device, block_size=self.settings.block_size)
 

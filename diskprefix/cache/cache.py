@@ -1,4 +1,4 @@
-"""The prefix cache of one model: its store, its threads, its history and its counts."""
+"""The prefix cache of one model: its store, its threads, its prompts and its counts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PrefixCache(CacheResources):
     """The prefix cache of one model. `begin` is for the engine thread; `stats` is for any thread.
 
     `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`).
-    Its hash is the root of all that the tenant stores. `tokenizer` is its folder, for the record. `on_history`: see
+    Its hash is the root of all that the tenant stores. `tokenizer` is its folder, for the record. `on_prompts`: see
     `TenantNamespaces`. `beside`: see `CacheResources`.
     """
 
@@ -60,7 +60,7 @@ class PrefixCache(CacheResources):
         layout: Layout,
         identity: Callable[[str], str],
         model_name: str,
-        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        on_prompts: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         *,
         tokenizer: str = "",
         beside: PrefixCache | None = None,
@@ -69,7 +69,7 @@ class PrefixCache(CacheResources):
         self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
-        self.namespaces = TenantNamespaces(store, self._root_record, on_history, settings.kv_cache_ttl)
+        self.namespaces = TenantNamespaces(store, self._root_record, on_prompts, settings.kv_cache_ttl)
         self.writer.on_forget.append(self.namespaces.forget_deleted)
         shared = self.namespaces.get(SHARED)
         with suppress(CacheError):
@@ -174,7 +174,6 @@ class PrefixCache(CacheResources):
             "state": state,
             "error": error,
             "full_disk": self.store.evictor.full_disk(),
-            "history": counts.pop("prompts"),
             **counts,
             "budget_bytes": self.store.budget_bytes,
             "codec": self.store.codec.name.lower(),

@@ -150,7 +150,7 @@ class CachedRequest:
             self._saver.after_step(arena)
 
     def publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> None:
-        """Queues the rest of what is kept of the prompt, with the entry and the history.
+        """Queues the rest of what is kept of the prompt, with the entry and the prompt as seen.
 
         `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them (None if the
         prompt is only a beginning and was restored). If they are not finite, nothing more is saved. `prefill_s` is the

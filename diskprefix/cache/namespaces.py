@@ -65,7 +65,7 @@ class TenantNamespaces:
     """The namespaces of the tenants that were used last. `get` and its result are for the engine's thread, and do not
     read the store. `read` and `forget_deleted` do, on threads that may wait for the disk.
 
-    `record_of` returns the record of a tenant's root. `on_history` is called with a root and the prompts, oldest first,
+    `record_of` returns the record of a tenant's root. `on_prompts` is called with a root and the prompts, oldest first,
     that were read from the store for it. `ttl_s` is the daemon's time to live, 0 for none.
     """
 
@@ -73,19 +73,19 @@ class TenantNamespaces:
         self,
         store: Store,
         record_of: Callable[[Tenant], RootRecord],
-        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        on_prompts: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         ttl_s: float = 0.0,
     ) -> None:
         self._store = store
         self._record_of = record_of
-        self._on_history = on_history
+        self._on_prompts = on_prompts
         self._ttl_s = ttl_s
         self._used: OrderedDict[Tenant, TenantNamespace] = OrderedDict()
         """The one that was used longest ago comes first."""
         self._lock = threading.Lock()
         """Guards `_used` and `purged_at`. Never held while the store is read."""
         self.on_forget: Callable[[], None] = lambda: None
-        """Called when prompts that `on_history` got may be gone."""
+        """Called when prompts that `on_prompts` got may be gone."""
         self.purged_at: bytes | None = None
         """The time of the last `diskprefix purge`, as the store had it when `forget_deleted` looked."""
         self._forget_what_was_purged()
@@ -113,8 +113,8 @@ class TenantNamespaces:
         seen = _nothing_seen(namespace.record)
         with self._store.snapshot() as snapshot:
             prompts = list(newest_first(snapshot, namespace.root, most_bytes=MAX_PROMPT_BYTES))[::-1]
-        if self._on_history is not None:
-            self._on_history(namespace.root, (prompt.token_ids for prompt in prompts))
+        if self._on_prompts is not None:
+            self._on_prompts(namespace.root, (prompt.token_ids for prompt in prompts))
         for prompt in prompts:
             seen.remember(prompt.token_ids, prompt.names, prompt.leaf.group)
         leaves = (prompt.leaf for prompt in prompts)

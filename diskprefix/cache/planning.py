@@ -19,7 +19,7 @@ class Plan:
     """The nodes that are still to be stored, parents first, and what the last batch of them brings with it.
 
     `last_node` holds the boundary, which is at `num_tokens`; None if there is no boundary. `has_entry`: the prompt is
-    listed as saved up to there. `prompt` is added to the history, if it is given.
+    listed as saved up to there. `prompt` is added to those that were seen, if it is given.
     """
 
     nodes: tuple[Node, ...] = ()

@@ -111,7 +111,7 @@ class Saver:
             self._publish_blocks(arena, num_blocks, least_s=_LEAVE_S)
 
     def publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> Plan:
-        """Queues the rest of the prompt, with the entry and the history. Returns what was still to be stored."""
+        """Queues the rest of the prompt, with the entry and the prompt as seen. Returns what was still to be stored."""
         computed = len(self._prompt.token_ids) - self._num_restored
         if computed:
             self._token_s = prefill_s / computed
@@ -384,7 +384,7 @@ class Saver:
         return checkpoint + (layout.state_bytes + layout.logits_bytes if selection.keep_tail else 0)
 
     def _remembered(self) -> TokenIds | None:
-        """Adds the prompt to the history and returns it. Returns None if it is too short, only read, or lacks messages
+        """Adds the prompt to those seen and returns it. Returns None if it is too short, only read, or lacks messages
         of its conversation."""
         token_ids = self._prompt.token_ids
         is_too_short = len(token_ids) < self._cache.settings.kv_cache_min_tokens

@@ -38,12 +38,12 @@ class MeasuredModel:
         self,
         settings: Settings,
         store: Store,
-        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        on_prompts: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         beside: PrefixCache | None = None,
     ) -> PrefixCache:
         """Returns the model's cache. The arguments are those of `PrefixCache`."""
         return PrefixCache(
-            *(settings, store, self.layout, self.identity(settings), self.loaded.name, on_history),
+            *(settings, store, self.layout, self.identity(settings), self.loaded.name, on_prompts),
             tokenizer=os.path.abspath(self.loaded.tokenizer.name_or_path),
             beside=beside,
         )

@@ -322,7 +322,7 @@ def test_off_neither_restores_nor_saves_nor_remembers(runner: Runner) -> None:
     report = runner.run(prompt, "off").report
     runner.flush()
     stats = runner.cache.stats()
-    assert (report.saved, stats["blocks"], stats["history"]) == ("none", 0, 0)
+    assert (report.saved, stats["blocks"], stats["prompts"]) == ("none", 0, 0)
 
 
 def test_without_room_in_the_write_buffer_nothing_is_saved_and_it_says_so(

@@ -349,7 +349,7 @@ def test_a_cancelled_request_that_comes_again_goes_on_from_where_it_was(
     runner.reopen()
     assert is_sound(runner.cache.store)
     stats = runner.cache.stats()
-    assert (stats["entries"], stats["history"]) == (0, 0), "it is no prompt that was answered"
+    assert (stats["entries"], stats["prompts"]) == (0, 0), "it is no prompt that was answered"
     again = runner.run_prompt(prompt, options, reply=3)
     assert again.report.restored == steps * BLOCK
     assert again.num_forwards == 7 - steps

@@ -119,7 +119,7 @@ def stored_by(server: AppServer) -> tuple[int, int, int]:
     cache.settle()
     assert cache.writer.flush(30)
     stats = cache.stats()
-    return stats["entries"], stats["blocks"], stats["history"]
+    return stats["entries"], stats["blocks"], stats["prompts"]
 
 
 def picture(content: bytes) -> Any:

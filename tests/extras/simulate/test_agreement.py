@@ -198,7 +198,7 @@ class Daemon:
         self.runner = Runner(
             model or model_of(state),
             tiny_settings(folder / "kv", **(values | changes)),
-            on_history=self._note_history,
+            on_prompts=self._note_history,
             exact_at="token" if state in EXACT else "grid",
         )
         self._recorder = self._open_recorder()
