@@ -13,7 +13,7 @@ import torch
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.exactness.test_restart import Request, run_in_a_process
-from tests.model.load import test_gguf_architectures as deepseek
+from tests.model.load import test_gguf_models as gguf_models
 from tests.runner import Runner, random_prompt, tiny_settings
 
 BLOCK = 32
@@ -88,7 +88,7 @@ def test_after_a_kill_a_restored_run_equals_a_cold_run(
 ) -> None:
     if mixture.endswith(".gguf"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        mixture = str(deepseek.write(tmp_path / mixture, deepseek.made("V3")))
+        mixture = str(gguf_models.write(tmp_path / mixture, gguf_models.deepseek("V3")))
     first, second = requests(1, 12), requests(2, 30)
     plan: dict[str, Any] = {"exact_at": exact_at, "block_size": BLOCK, "mixture": mixture}
     run_in_a_process(tmp_path, "bfloat16", first, "first", **plan)

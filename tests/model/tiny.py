@@ -84,6 +84,14 @@ def write_gguf(
     return path
 
 
+def write_parts(folder: Path) -> list[Path]:
+    """A quantised model in three parts."""
+    write_gguf(folder / "tiny.gguf", quantised="Q4_0", tensors_in_a_part=8)
+    found = sorted(folder.glob("tiny-*.gguf"))
+    assert len(found) == 3
+    return found
+
+
 def add_value(writer: Any, key: str, value: Any) -> None:
     """Adds metadata to a file, in the type that llama.cpp would take."""
     import gguf

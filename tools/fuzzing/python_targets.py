@@ -58,7 +58,7 @@ from diskprefix.tokens import checksum
 from tests.chat.output.replies import NAMES, REPLIES, format_named, read, tool
 from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
-from tests.model.load.test_gguf_header import write_sample
+from tests.model.load.test_gguf_refusals import write_sample
 from tests.store.building import BLOCK, layout_of, open_store, payload_of, prompt
 
 Check = Callable[[bytes], None]

@@ -1,0 +1,289 @@
+"""GGUF files: what is read of a header, and that what is damaged or that no model computes is refused in one line."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import quantize
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf import converted_folder
+from diskprefix.model.load.gguf_file import read_tensors
+from diskprefix.model.load.gguf_header import read_header
+from tests.model import tiny
+
+
+def write_sample(path: Path) -> Path:
+    """Writes a small file that has metadata of every type, and tensors of some. Returns its path."""
+    writer = GGUFWriter(path, "llama")
+    for value_type in GGUFValueType:
+        if value_type == GGUFValueType.STRING:
+            writer.add_key_value("of.STRING", "text", value_type)
+            writer.add_key_value("list.STRING", ["a", "bc", ""] * 5, GGUFValueType.ARRAY, value_type)
+        elif value_type != GGUFValueType.ARRAY:
+            writer.add_key_value(f"of.{value_type.name}", 1, value_type)
+            writer.add_key_value(f"list.{value_type.name}", [1, 0, 1], GGUFValueType.ARRAY, value_type)
+    writer.add_custom_alignment(64)
+    rows = np.random.default_rng(0).normal(size=(2, 256)).astype(np.float32)
+    writer.add_tensor("plain", rows)
+    writer.add_tensor("stacked", rows.reshape(2, 2, 128).astype(np.float16))
+    for kind in (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0, GGMLQuantizationType.BF16):
+        writer.add_tensor(kind.name, quantize(rows, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_sample(tmp_path / "sample.gguf")
+
+
+def test_a_header_is_read_as_the_library_reads_it(file: Path) -> None:
+    reader, (header, tensors) = GGUFReader(file), read_tensors([file])
+    scalars = {
+        name: field.contents() for name, field in reader.fields.items() if len(field.types) == 1 and "GGUF." not in name
+    }
+    assert header.values == scalars
+    assert header.alignment == 64
+    assert [tensor.name for tensor in tensors] == [tensor.name for tensor in reader.tensors]
+    for ours, theirs in zip(tensors, reader.tensors, strict=True):
+        assert ours.type == theirs.tensor_type
+        assert (ours.offset, ours.dtype, ours.stored_shape) == (
+            theirs.data_offset,
+            theirs.data.dtype,
+            theirs.data.shape,
+        )
+        assert np.array_equal(ours.content(), theirs.data)
+
+
+def changed(file: Path, old: bytes, new: bytes) -> None:
+    content = file.read_bytes()
+    assert content.count(old) == 1
+    file.write_bytes(content.replace(old, new))
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+F32, Q4_0 = 0, 2
+ALIGNMENT = text("general.alignment") + struct.pack("<I", 4)
+BLOCKS = text("Q4_0") + struct.pack("<I2Q", 2, 256, 2)
+PLAIN = text("plain") + struct.pack("<I2Q", 2, 256, 2)
+
+DAMAGES: dict[str, tuple[bytes, bytes, str]] = {
+    "magic": (b"GGUF\x03", b"GGML\x03", "does not begin with GGUF"),
+    "version": (b"GGUF\x03\0", b"GGUF\x09\0", "version 9"),
+    "byte order": (b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03", "byte order"),
+    "tensors": (struct.pack("<2Q", 5, 26), struct.pack("<2Q", 2**63, 26), "counts 9223372036854775808 tensors"),
+    "length of a string": (text("text"), struct.pack("<Q", 2**27) + b"text", "cut short"),
+    "length of a name": (text("of.INT8"), struct.pack("<Q", 70_000) + b"of.INT8", "a name in it has 70000 bytes"),
+    "UTF-8": (b"of.INT8", b"of.INT\xff", "not UTF-8"),
+    "type of a value": (text("of.INT8") + b"\x01", text("of.INT8") + b"\x0d", "a value of the type 13"),
+    "type in an array": (text("list.INT8") + b"\x09\0\0\0\x01", text("list.INT8") + b"\x09\0\0\0\x09", "of the type 9"),
+    "key twice": (b"of.INT16", b"of.INT32", "twice"),
+    "dimensions": (PLAIN, text("plain") + struct.pack("<I2Q", 5, 256, 2), "5 dimensions"),
+    "no elements": (PLAIN, text("plain") + struct.pack("<I2Q", 2, 256, 0), "the sizes"),
+    "size overflows": (PLAIN, text("plain") + struct.pack("<I2Q", 2, 2**63, 2**63), "cut short"),
+    "type of a tensor": (PLAIN + struct.pack("<I", F32), PLAIN + struct.pack("<I", 77), "the type 77"),
+    "not in blocks": (BLOCKS, text("Q4_0") + struct.pack("<I2Q", 2, 25, 2), "Q4_0"),
+    "offset behind the end": (PLAIN + struct.pack("<IQ", F32, 0), PLAIN + struct.pack("<IQ", F32, 2**40), "cut short"),
+    "offset not aligned": (PLAIN + struct.pack("<IQ", F32, 0), PLAIN + struct.pack("<IQ", F32, 1), "not aligned"),
+    "tensor twice": (text("Q8_0"), text("Q4_0"), "twice"),
+    "alignment": (ALIGNMENT + struct.pack("<I", 64), ALIGNMENT + struct.pack("<I", 0), "alignment is 0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_header_is_refused_in_one_line(damage: str, file: Path) -> None:
+    old, new, said = DAMAGES[damage]
+    changed(file, old, new)
+    with pytest.raises(ModelError, match=said) as caught:
+        read_header(file)
+    assert caught.value.message.startswith(f"cannot read {file}: ")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.9, 0.999])
+def test_a_file_that_is_cut_short_is_refused(share: float, file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    with pytest.raises(ModelError, match="cut short"):
+        read_header(file)
+
+
+def test_tensors_that_share_bytes_are_refused(file: Path) -> None:
+    content = file.read_bytes()
+    first = read_header(file).tensors[0]
+    # All tensors lie in the file, but it has not as many bytes as they have together.
+    for tensor in read_header(file).tensors[1:]:
+        number, offset = GGMLQuantizationType[tensor.kind], tensor.offset - first.offset
+        content = content.replace(struct.pack("<IQ", number, offset), struct.pack("<IQ", number, 0))
+    file.write_bytes(content[: first.offset + first.num_bytes])
+    with pytest.raises(ModelError, match="overlap"):
+        read_header(file)
+
+
+def test_the_parts_of_a_header_that_no_model_has_are_not_read(file: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("diskprefix.model.load.gguf_header._MOST_HEADER_BYTES", 100)
+    with pytest.raises(ModelError, match="longer than that of any model"):
+        read_header(file)
+
+
+# Whole files, and what of them no model computes.
+
+
+def keys(**values: Any) -> Callable[[Any], None]:
+    """Adds keys below the architecture, whose dots are written as two underscores."""
+
+    def more(writer: Any) -> None:
+        for name, value in values.items():
+            tiny.add_value(writer, f"{writer.arch}.{name.replace('__', '.')}", value)
+
+    return more
+
+
+def tensor(name: str, dtype: Any = np.float32) -> Callable[[Any], None]:
+    return lambda writer: writer.add_tensor(name, np.full(tiny.HIDDEN // tiny.HEADS // 2, 2, dtype))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"without": "blk.1.ffn_up.weight"}, r"lacks tensors.*layers\.1\.mlp\.up_proj"),
+    ({"architecture": "arch-of-tomorrow"}, "arch-of-tomorrow"),
+    # As GTE-Qwen2 is published.
+    (
+        {"more": lambda writer: writer.add_causal_attention(False)},
+        r"tiny\.gguf holds a model whose tokens see later ones: llama; ",
+    ),
+    (
+        {
+            "architecture": "gemma4",
+            "more": keys(attention__shared_kv_layers=18, attention__key_length=512, attention__value_length=512),
+        },
+        r"gemma4\.attention\.shared_kv_layers is 18, and the model would have 0",
+    ),
+]
+UNREAD: list[tuple[Callable[[Any], object], str]] = [
+    (tensor("blk.1.attn_sub_norm.weight"), "blk.1.attn_sub_norm.weight"),
+    (tensor("blk.0.attn_q.scale"), "blk.0.attn_q.scale"),
+    (tensor("rope_freqs.weight", np.float16), "rope_freqs.weight"),
+    (tensor("rope_factors_long.weight"), "rope_factors_long.weight"),
+    (tensor("blk.2.nextn.eh_proj.weight"), "blk.2.nextn.eh_proj.weight"),
+    (keys(of_tomorrow=3), "llama.of_tomorrow is 3"),
+    (keys(of_layers=[0.5] * 2000), "llama.of_layers is an array"),
+    (keys(logit_scale=0.5), "llama.logit_scale is 0.5"),
+    (keys(residual_scale=0.22), "llama.residual_scale is 0.22"),
+    (keys(embedding_scale=12.0), "llama.embedding_scale is 12"),
+    (keys(rope__scale_linear=4.0), "llama.rope.scale_linear is 4"),
+    (keys(attention__clamp_kqv=8.0), "llama.attention.clamp_kqv is 8"),
+    (keys(attention__scale=0.5), "llama.attention.scale is 0.5, and the model would have 0.353553"),
+    (keys(attention__sliding_window=16), "llama.attention.sliding_window is 16, and the model would have 0"),
+    (keys(attention__sliding_window_pattern=[True, False]), "llama.attention.sliding_window_pattern"),
+    (keys(attention__value_length=4), "llama.attention.value_length is 4, and the model would have 8"),
+    (keys(attention__layer_norm_epsilon=1e-3), "llama.attention.layer_norm_rms_epsilon is 1e-05"),
+    (keys(attention__shared_kv_layers=1), "llama.attention.shared_kv_layers is 1, and the model would have 0"),
+    (keys(attn_logit_softcapping=50.0), "llama.attn_logit_softcapping is 50"),
+    (keys(rope__freq_base_swa=1e6), "llama.rope.freq_base_swa is 1e.06, and the model would have 10000"),
+    (keys(rope__scaling__type="dynamic"), "llama.rope.scaling.type is dynamic"),
+    (keys(rope__scaling__type="longrope"), "llama.rope.scaling.type is longrope"),
+    (keys(rope__scaling__attn_factor=1.5), "llama.rope.scaling.attn_factor is 1.5"),
+    (keys(rope__scaling__of_tomorrow=1), "llama.rope.scaling.of_tomorrow is 1"),
+    (
+        lambda writer: [keys(rope__scaling__factor=4.0)(writer), tensor("rope_freqs.weight")(writer)],
+        "scales positions twice: by rope_freqs.weight",
+    ),
+]
+REFUSED += [({"more": more}, rf"file.*{named}|{named}.*file") for more, named in UNREAD]
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(("options", "words"), REFUSED, ids=[words[:60] for _, words in REFUSED])
+def test_a_whole_file_of_no_model_that_is_served_is_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    require_refused(tiny.write_gguf(tmp_path / "tiny.gguf", **options), words)
+
+
+def require_refused(file: Path, words: str) -> None:
+    with pytest.raises(ModelError, match=words) as raised:
+        converted_folder(file, lambda _: None)
+    assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize("content", [b"not a gguf file at all" * 100, 0.9], ids=repr)
+def test_a_file_that_is_no_whole_gguf_leaves_nothing_but_a_lock(
+    content: bytes | float, cache: Path, tmp_path: Path
+) -> None:
+    whole = (file := tiny.write_gguf(tmp_path / "tiny.gguf")).read_bytes()
+    file.write_bytes(content if isinstance(content, bytes) else whole[: int(content * len(whole))])
+    require_refused(file, f"cannot read {file}")
+    assert all(path.is_file() for path in cache.iterdir()), "a lock"
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda parts: parts[1].unlink(), r"tiny-00002-of-00003\.gguf is missing"),
+        (lambda parts: shutil.copyfile(parts[1], parts[2]), "is not part 3 of 3 of the same model"),
+        (lambda parts: parts[2].write_bytes(parts[2].read_bytes()[:-100]), "cannot read"),
+        *(
+            (lambda parts, name=name: parts[0].rename(parts[0].with_name(f"tiny-{name}.gguf")), "there is no part")
+            for name in ("00004-of-00003", "00001-of-00000", "00000-of-00003")
+        ),
+    ],
+)
+def test_parts_that_are_no_whole_model_are_refused(
+    spoil: Callable[[list[Path]], object], words: str, tmp_path: Path
+) -> None:
+    parts = tiny.write_parts(tmp_path)
+    renamed = spoil(parts)
+    require_refused(renamed if isinstance(renamed, Path) and renamed not in parts else parts[0], words)
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_files_have_beside_the_numbers_is_no_fault(tmp_path: Path) -> None:
+    def more(writer: Any) -> None:
+        keys(
+            tensor_data_layout="Meta AI original pth",
+            attention__key_length=8,
+            attention__value_length=8,
+            attention__sliding_window=0,
+            attention__scale=0.0,
+            attention__clamp_kqv=0.0,
+            expert_count=0,
+            expert_used_count=0,
+            expert_gating_func=2,
+            logit_scale=1.0,
+            embedding_scale=1.0,
+            rope__scaling__type="none",
+            rope__scaling__factor=8.0,
+            rope__scaling__finetuned=True,
+            # Of encoders, which are other files.
+            mm__tokens_per_image=256,
+            vision__block_count=27,
+            audio__block_count=12,
+        )(writer)
+        for key, value in {
+            "general.name": "Tiny",
+            "general.size_label": "1K",
+            "general.tags": ["text-generation"],
+            "general.sampling.temp": 0.7,
+            "quantize.imatrix.file": "imatrix.dat",
+            "quantize.imatrix.entries_count": 14,
+            "split.count": 0,
+            "mradermacher.quantized_by": "somebody",
+            "tokenizer.ggml.add_space_prefix": False,
+        }.items():
+            tiny.add_value(writer, key, value)
+
+    converted_folder(tiny.write_gguf(tmp_path / "tiny.gguf", more=more), lambda _: None)
