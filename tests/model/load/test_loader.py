@@ -17,10 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader, tokenizer
+from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.loader import LoadedModel, load_model, load_tokenizer
+from diskprefix.model.load.named_model import name_faster, require_named, weight_files_of
 from diskprefix.settings import Settings
 from tests.model import tiny
+from tests.model.hub import fake_hub
 
 REPOSITORY = Path(__file__).parents[3]
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -140,13 +143,6 @@ def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "name", ["./nope", "../nope", "/nope", "~/nope", "~nobody-here/x", "nope.gguf", "a/b.GGUF", "", " "]
-)
-def test_a_path_that_does_not_exist_is_named(name: str) -> None:
-    assert f"no such file or folder: {name!r}" in refusal(name)
-
-
 def test_a_missing_path_is_refused_without_loading_torch() -> None:
     code = (
         "import sys\nfrom diskprefix.model.load.loader import load_model\nfrom diskprefix.settings import Settings\n"
@@ -155,10 +151,6 @@ def test_a_missing_path_is_refused_without_loading_torch() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert answer.stdout == "ModelError False\n"
-
-
-def test_a_file_that_is_no_model_is_refused(folder: Path) -> None:
-    assert "is a file; give the folder" in refusal(folder / "model.safetensors")
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -323,64 +315,47 @@ def test_memory_that_runs_out_while_loading_is_one_line(
     assert "tiny-llama does not fit in memory" in refusal(folder)
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "", "cpu:0", "cuda:1 "])
-def test_an_unknown_device_is_refused_with_its_param(device: str) -> None:
-    with pytest.raises(SettingsError, match=r"^--device: .* auto, cpu, cuda, cuda:N, xpu, mps"):
-        load("./nope", device=device)
-
-
-@pytest.mark.parametrize(("device", "num_cuda"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2), ("xpu", 2), ("mps", 0)])
-def test_an_absent_device_is_refused_with_its_param(
-    device: str, num_cuda: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_devices(monkeypatch, num_cuda=num_cuda, mps=False)
-    with pytest.raises(SettingsError, match=f"^--device: there is no {device}"):
-        load(folder, device=device)
+def set_devices(monkeypatch: pytest.MonkeyPatch, cuda: int = 0, xpu: int = 0, mps: int = 0) -> None:
+    for module, count in ((torch.cuda, cuda), (torch.xpu, xpu)):
+        monkeypatch.setattr(module, "is_available", lambda count=count: count > 0)
+        monkeypatch.setattr(module, "device_count", lambda count=count: count)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps > 0)
 
 
 @pytest.mark.parametrize(
-    ("name", "num_cuda", "mps", "expected"),
+    ("name", "present", "expected"),
     [
-        ("auto", 0, False, "cpu"),
-        ("auto", 0, True, "mps"),
-        ("auto", 2, False, "cuda:0"),
-        ("cpu", 2, True, "cpu"),
-        ("cuda", 2, False, "cuda:0"),
-        ("cuda:1", 2, False, "cuda:1"),
-        ("mps", 1, True, "mps"),
+        ("auto", {}, "cpu"),
+        ("auto", {"mps": 1}, "mps"),
+        ("auto", {"xpu": 2, "mps": 1}, "xpu:0"),
+        ("auto", {"cuda": 2}, "cuda:0"),
+        ("cpu", {"cuda": 2, "mps": 1}, "cpu"),
+        ("cuda", {"cuda": 2}, "cuda:0"),
+        ("cuda:1", {"cuda": 2}, "cuda:1"),
+        ("xpu:1", {"xpu": 2, "mps": 1}, "xpu:1"),
+        ("mps", {"cuda": 1, "mps": 1}, "mps"),
     ],
 )
 def test_the_best_device_is_found(
-    name: str, num_cuda: int, mps: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+    name: str, present: dict[str, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_devices(monkeypatch, num_cuda=num_cuda, mps=mps)
+    set_devices(monkeypatch, **present)
     assert loader.pick_device(name) == torch.device(expected)
 
 
-def test_a_gpu_of_intel_is_found_before_one_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_devices(monkeypatch, num_cuda=0, mps=True)
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
-    assert (loader.pick_device("auto"), loader.pick_device("xpu:1")) == (torch.device("xpu:0"), torch.device("xpu:1"))
+UNKNOWN = dict.fromkeys(
+    ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "", "cpu:0", "cuda:1 "], ".* auto, cpu, cuda, cuda:N"
+)
+ABSENT = {name: f"there is no {name}" for name in ("cuda:2", "xpu", "mps")}
 
 
-def set_devices(monkeypatch: pytest.MonkeyPatch, *, num_cuda: int, mps: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_cuda > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
-
-
-def test_a_chat_template_file_overrides_the_models(folder: Path, tmp_path: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
-    loaded = load(folder, chat_template=template)
-    assert loaded.tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "[user] hello"
-
-
-def test_a_chat_template_that_wants_other_messages_is_kept(folder: Path, tmp_path: Path) -> None:
-    template = tmp_path / "chat.jinja"
-    template.write_text("{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}")
-    assert "system first" in str(load(folder, chat_template=template).tokenizer.chat_template)
+@pytest.mark.parametrize(("device", "words"), (UNKNOWN | ABSENT).items())
+def test_a_device_that_is_not_there_is_refused_with_its_param(
+    device: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_devices(monkeypatch, cuda=2)
+    with pytest.raises(SettingsError, match=f"^--device: {words}"):
+        load(folder, device=device)
 
 
 @pytest.mark.parametrize(
@@ -404,14 +379,186 @@ def test_an_unusable_chat_template_is_refused_with_its_param(
     assert "\n" not in caught.value.message
 
 
-def test_a_tokenizer_needs_no_weights(folder: Path, tmp_path: Path) -> None:
-    (folder / "model.safetensors").unlink()
+def test_a_chat_template_file_overrides_the_models_and_a_tokenizer_needs_no_weights(
+    folder: Path, tmp_path: Path
+) -> None:
     template = tmp_path / "template.jinja"
-    template.write_text("{{ messages[0].content }}!")
-    for chosen, text in ((None, "<|im_start|>user\nhello<|im_end|>\n"), (template, "hello!")):
+    # One that refuses the messages of a test is kept.
+    template.write_text(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('') }}{% endif %}{{ messages[0].role }}!"
+    )
+    assert load(folder, chat_template=template).tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "user!"
+    (folder / "model.safetensors").unlink()
+    for chosen, text in ((None, "<|im_start|>user\nhello<|im_end|>\n"), (template, "user!")):
         tokenizer = load_tokenizer(str(folder), chosen, lambda _: None)
         assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == text
     with pytest.raises(ModelError, match="no such file or folder"):
         load_tokenizer(str(tmp_path / "nowhere"), None, lambda _: None)
     with pytest.raises(SettingsError, match="--chat-template: cannot read"):
         load_tokenizer(str(folder), tmp_path / "nowhere.jinja", lambda _: None)
+
+
+# What --model names is looked at before anything slow, and what is near is named.
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with two models."""
+    monkeypatch.chdir(tmp_path)
+    tiny.write_folder(tmp_path / "Tiny-Chat")
+    (tmp_path / "tiny-q4_0.gguf").touch()
+    (tmp_path / "tiny-q4_1.txt").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["Tiny-Chat", "tiny-q4_0.gguf", "org/unknown", "org/unknown:Q4_0", EMBEDDED.name])
+def test_what_may_be_there_is_not_refused(name: str, here: Path) -> None:
+    require_named(name, "--model", with_weights=True)
+    require_named(str(here / "Tiny-Chat"), "--model", with_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tiny-chat2", "; the nearest is Tiny-Chat"),
+        ("./tiny-q4_1.gguf", "; the nearest is ./tiny-q4_0.gguf"),
+        ("tiny-q4_1.gguf", "; the nearest is tiny-q4_0.gguf"),
+        ("HERE/tiny-q4.gguf", "; the nearest is HERE/tiny-q4_0.gguf"),
+        (EMBEDDED.name[:-1], f"; the nearest is {EMBEDDED.name}"),
+        ("HERE/tiny-q4_1.txt", "give the folder that holds the model, or a .gguf file"),
+        ("something-else", "'something-else' is no file or folder here, and names of the hub are org/name"),
+        *(
+            (name, f"no such file or folder: {name!r}")
+            for name in ("./nope", "../nope", "/not/there", "~/nope-such/x", "~nobody-here/x", "a/b.GGUF", "", " ")
+        ),
+    ],
+)
+def test_a_name_of_nothing_is_refused_with_the_nearest_that_is_there(name: str, words: str, here: Path) -> None:
+    with pytest.raises(ModelError) as caught:
+        require_named(name.replace("HERE", str(here)), "--draft-model", with_weights=True)
+    assert caught.value.message.startswith("--draft-model: ")
+    assert caught.value.message.endswith(words.replace("HERE", str(here)))
+
+
+def test_a_folder_says_which_smaller_file_in_it_is_faster(here: Path) -> None:
+    folder, lines = here / "Tiny-Chat", list[str]()
+    files = weight_files_of(folder)
+    name_faster(folder, files, lines.append)
+    assert not lines, "there is none"
+    for name, size in (
+        ("mmproj-F16.gguf", 3),
+        ("b-00001-of-00002.gguf", 3),
+        ("b-00002-of-00002.gguf", 2),
+        ("a.gguf", 4),
+    ):
+        (folder / name).write_bytes(bytes(size))
+    (folder / "large.gguf").write_bytes(bytes(1 + files[0].stat().st_size))
+    name_faster(folder, files, lines.append)
+    (line,) = lines
+    assert line.endswith(f"--model {folder}/b-00001-of-00002.gguf")
+
+
+# Models of a hub.
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path) -> Path:
+    return tmp_path / "hub"
+
+
+def test_a_hub_id_is_fetched_once_and_served_from_the_hubs_cache_when_it_is_down(
+    folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.safetensors").write_bytes(b"a copy in another format")
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights, pickled")
+    (folder / "consolidated.safetensors").write_bytes(b"the same weights, by other names")
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        online = load("org/tiny")
+        assert hub.fetched() == sorted(["model.safetensors", *(path.name for path in folder.glob("*.j*"))])
+        hub.sent.clear()
+        load("org/tiny")
+        assert hub.fetched() == []
+    offline = load("org/tiny")
+    assert online.name == offline.name == "org/tiny"
+    assert online.weights_digest == offline.weights_digest == load(folder).weights_digest
+    assert capfd.readouterr().err == ""
+
+
+def test_pickled_weights_are_refused_before_they_are_fetched(
+    folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "convert them to safetensors" in refusal(folder)
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        assert "holds no weights" in refusal("org/tiny")
+        assert "pytorch_model.bin" not in hub.fetched()
+
+
+def test_a_hub_that_is_not_asked_or_cannot_be_reached_is_said_with_what_to_do(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    with fake_hub(hub_cache, monkeypatch):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert "HF_HUB_OFFLINE is set" in refusal("org/tiny")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    message = refusal("org/tiny")
+    assert message.startswith("cannot fetch 'org/tiny' from the hub: the hub cannot be reached")
+    assert message.endswith("check the name and the network, or give a local folder")
+
+
+@pytest.mark.parametrize(
+    ("repo", "words"),
+    [
+        ("org/unknown", "there is no such model, or it is private"),
+        ("org/gated", "access must be granted first"),
+        ("org/broken", "500"),
+        ("org/empty", "holds no model: there is no config.json"),
+        ("a/b/c", "neither an existing file or folder nor a hub id"),
+        ("org/some model", "neither an existing file or folder nor a hub id"),
+        ("model", "'model' is no file or folder here, and names of the hub are org/name"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_refused_with_the_reason(
+    repo: str, words: str, hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "generation_config.json").write_text("{}")
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/empty"] = tmp_path / "empty"
+        hub.gated.add("org/gated")
+        hub.broken.add("org/broken")
+        assert words in refusal(repo)
+
+
+def test_a_tokenizer_is_fetched_without_the_weights(
+    folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        tokenizer = load_tokenizer("org/tiny", None, lambda _: None)
+        assert tokenizer.chat_template
+        assert hub.fetched() == sorted(path.name for path in folder.glob("*.j*"))
+        hub.sent.clear()
+        assert load("org/tiny").name == "org/tiny"
+        assert hub.fetched() == ["model.safetensors"], "what is there is not fetched again"
+
+
+def test_a_quant_of_a_repository_is_loaded_by_its_name_and_without_the_hub_from_the_cache(
+    tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "repository").mkdir()
+    file = tiny.write_gguf(tmp_path / "repository" / "tiny-Q4_0.gguf", quantised="Q4_0", tensors_in_a_part=8)
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = tmp_path / "repository"
+        online = load("org/tiny:q4_0")
+        assert len(hub.fetched()) == 3
+        assert load("org/tiny").weights_digest == online.weights_digest, "there is nothing but this quant"
+    offline = load("org/tiny:q4_0")
+    assert online.name == offline.name == "org/tiny:q4_0"
+    first = file.with_name("tiny-Q4_0-00001-of-00003.gguf")
+    assert online.weights_digest == offline.weights_digest == load(first).weights_digest
