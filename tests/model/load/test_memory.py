@@ -1,21 +1,166 @@
+"""Weights are read once, into the place that they keep; how much memory a machine has left for them."""
+
 from __future__ import annotations
 
 import ctypes
+import json
 import resource
+import subprocess
+import sys
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from diskprefix.model.load.memory import (
-    available_bytes,
-    available_ram_bytes,
-    large_pages,
-    trim_heap,
-)
+from diskprefix.errors import ModelError
+from diskprefix.model.load.memory import LINE_BYTES, available_bytes, available_ram_bytes, large_pages, trim_heap
+from diskprefix.model.load.stored_tensors import StoredTensor, stored_tensors
+from tests.model import tiny
+from tests.model.load.test_loader import load
 
-MIB = 1024**2
+MIB = 1 << 20
+PROGRAM = """
+import sys
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from diskprefix.model.load.loader import load_model
+from diskprefix.settings import Settings
+
+def memory(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+before = memory("VmRSS")
+load_model(Settings(model=sys.argv[1]), lambda _line: None)
+print(memory("VmHWM") - before)
+"""
+
+
+def write_mixture(folder: Path, kind: str, each: int) -> int:
+    """Writes a mixture of experts of this type, `each` bytes a number, all zeros, which take no room on the disk.
+    Returns the bytes that it has in bfloat16."""
+    experts, width, inner, vocabulary = 24, 1024, 512, 300
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        moe_intermediate_size=inner,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=experts,
+        dtype="bfloat16",
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    shapes = {"model.embed_tokens": (vocabulary, width), "model.norm": (width,), "lm_head": (vocabulary, width)}
+    for layer in range(3):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}_layernorm": (width,) for name in ("input", "post_attention")}
+        shapes |= {f"{at}.self_attn.{name}_norm": (64,) for name in "qk"}
+        shapes |= {f"{at}.self_attn.{name}_proj": (128, width) for name in "kv"}
+        shapes |= {f"{at}.self_attn.q_proj": (256, width), f"{at}.self_attn.o_proj": (width, 256)}
+        shapes |= {f"{at}.mlp.gate": (experts, width)}
+        for expert in range(experts):
+            one = f"{at}.mlp.experts.{expert}"
+            shapes |= {f"{one}.{name}_proj": (inner, width) for name in ("gate", "up")}
+            shapes |= {f"{one}.down_proj": (width, inner)}
+    header, size = {}, 0
+    for name, shape in shapes.items():
+        header[f"{name}.weight"] = {"dtype": kind, "shape": shape, "data_offsets": [size, size + each * prod(shape)]}
+        size += each * prod(shape)
+    text = json.dumps(header).encode()
+    tiny.tokenizer().save_pretrained(folder)
+    config.save_pretrained(folder)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
+    return size * 2 // each
+
+
+@pytest.mark.parametrize(("kind", "each"), [("BF16", 2), ("F32", 4)])
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not tell")
+def test_loading_takes_the_memory_of_the_weights_and_of_a_layer_of_experts(
+    kind: str, each: int, tmp_path: Path
+) -> None:
+    size = write_mixture(tmp_path, kind, each)
+    assert size > 200 * MIB
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    # The experts of a layer are read before they are put together.
+    assert size <= int(ended.stdout) <= size + size // 3 * (1 + each // 2) + 64 * MIB
+
+
+def test_weights_lie_side_by_side_and_begin_with_a_line(tmp_path: Path) -> None:
+    model = load(tiny.write_folder(tmp_path / "m")).model
+    tensors = sorted(model.parameters(), key=torch.Tensor.data_ptr)
+    assert all(tensor.data_ptr() % LINE_BYTES == 0 for tensor in tensors)
+    assert tensors[-1].data_ptr() - tensors[0].data_ptr() < sum(tensor.nbytes + LINE_BYTES for tensor in tensors)
+
+
+def test_what_is_wrong_while_parameters_are_made_is_said(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_experts=2, head_dim=16
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    weights = load_file(file)
+    save_file(weights | {name: weights[name][:-1].contiguous()}, file, {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"cannot load the model in .*: model.layers.0.mlp.experts.down_proj.*equal size"
+    ):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_file_that_has_tied_weights_twice_has_them_tied_if_they_are_equal(is_same: bool, tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "m", tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embeddings.clone()
+    weights["lm_head.weight"][-1, -1] += 0 if is_same else 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    model = load(folder).model
+    assert torch.equal(model.model.embed_tokens.weight, embeddings)
+    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_same
+
+
+@pytest.mark.parametrize("problem", ["written", "cut"])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_folder(tmp_path / "m")
+    read, file = StoredTensor.read, folder / "model.safetensors"
+
+    def changing(stored: StoredTensor) -> torch.Tensor:
+        if problem == "written":
+            file.write_bytes(file.read_bytes())
+        else:
+            file.write_bytes(file.read_bytes()[:-8])
+        return read(stored)
+
+    monkeypatch.setattr(StoredTensor, "read", changing)
+    with pytest.raises(ModelError, match=r"was changed while it was read|ends within"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 3), (6, 4)])
+def test_a_stored_tensor_is_read_as_it_was_written(shape: tuple[int, ...], dtype: torch.dtype, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    tensors = {"before": torch.ones(3), "it": (torch.randn(shape) * 3).to(dtype), "after": torch.ones(5)}
+    save_file(tensors, file)
+    found = stored_tensors(tmp_path, [file])
+    assert all(torch.equal(found[name].read(), tensor) for name, tensor in tensors.items())
+
+
+# The memory of the machine.
 
 
 def write(folder: Path, files: Mapping[str, object]) -> Path:

@@ -1,25 +1,39 @@
-"""Matrices stay in a .gguf file: the rows that make them are found without their weights, and packed when read."""
+"""Matrices stay in a .gguf file: the rows that make them are found without their weights, and packed early in a start."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from diskprefix.errors import ModelError
+from diskprefix.errors import ModelError, SettingsError
+from diskprefix.model.load import loader
+from diskprefix.model.load.fit import ROOM_BYTES
+from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
+from diskprefix.model.load.loader import BegunPacking, begin_packing, load_model
 from diskprefix.model.quants import file_matrix as module
+from diskprefix.model.quants import matrix_packing
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices, numbered, numbers_in, save_matrices
 from diskprefix.model.quants.matrix_packing import MatrixPacking
 from diskprefix.model.quants.products import weights_of as weights_of_packed
 from diskprefix.model.quants.quant_form import form_of
-from diskprefix.native.library import operators
+from diskprefix.native.library import Operators, operators
+from diskprefix.settings import Settings
+from tests.model import tiny
 
+pytestmark = pytest.mark.usefixtures("cache")
 COLUMNS = 64
 NAMES = {"first": (32, COLUMNS), "second": (48, COLUMNS), "experts": (3, 16, COLUMNS)}
 
@@ -117,16 +131,123 @@ def test_a_folder_says_which_rows_make_which_matrices(tensors: list[FileTensor],
 
 
 def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None:
-    file = tensors[0].file
     rows = numbers_in(shown(tensors)[2])
     assert rows is not None
-    matrix = FileMatrix.of(rows, tensors, firsts_of(tensors))
+    matrix, compiled = FileMatrix.of(rows, tensors, firsts_of(tensors)), operators()
     assert matrix is not None
-    with file.open("r+b") as content:
+    with tensors[0].file.open("r+b") as content:
         content.truncate(tensors[2].offset + 20)
-    with pytest.raises(ModelError, match="is cut short: it does not hold all of experts"):
-        matrix.dequantised()
-    found = operators()
-    if found is not None:
+    readings: list[Callable[[], object]] = [matrix.dequantised]
+    if compiled is not None:
+        readings.append(MatrixPacking(compiled, [matrix]).finish)
+    for read in readings:
         with pytest.raises(ModelError, match="is cut short: it does not hold all of experts"):
-            MatrixPacking(found, [matrix]).finish()
+            read()
+
+
+# Packing, which begins before the imports of a start.
+
+PROGRAM = """
+import sys
+from diskprefix.model.load.loader import begin_packing
+from diskprefix.settings import Settings
+assert all(begin_packing(Settings(model=model)) is not None for model in sys.argv[1:])
+assert not [name for name in ("transformers", "torch._dynamo") if name in sys.modules]
+"""
+
+
+@pytest.fixture
+def compiled() -> Operators:
+    found = operators()
+    if found is None:
+        pytest.skip("no compiled operators")
+    return found
+
+
+@pytest.fixture
+def file(compiled: Operators, tmp_path: Path) -> Path:
+    assert compiled
+    return tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
+
+
+def packed_alone(compiled: Operators, matrix: FileMatrix) -> torch.Tensor:
+    out = torch.zeros(matrix.packed_shape, dtype=torch.uint8)
+    for task in matrix.tasks(compiled, out.flatten(0, -3)):
+        task()
+    return out
+
+
+@pytest.mark.parametrize("num_helpers", [0, 1, 5])
+def test_all_that_is_wanted_is_packed_as_alone(
+    num_helpers: int, file: Path, compiled: Operators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix_packing, "_num_helpers", lambda: num_helpers)
+    wanted = load_matrices(converted_folder(file, print, "auto"), [file]).values()
+    assert {matrix.order is None for matrix in wanted} == {True, False}
+    found = MatrixPacking(compiled, wanted).finish()
+    assert found.keys() == {matrix.key for matrix in wanted}
+    for matrix in wanted:
+        assert torch.equal(found[matrix.key], packed_alone(compiled, matrix))
+
+
+def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, own = list[Thread](), Thread.start
+
+    def start(self: Thread) -> None:
+        if self.name == "weights":
+            started.append(self)
+        own(self)
+
+    monkeypatch.setattr(Thread, "start", start)
+    monkeypatch.setattr(matrix_packing, "_num_helpers", lambda: 3)
+    converted_folder(file, print, "auto")
+    begun = begin_packing(Settings(model=str(file)))
+    with pytest.raises(SettingsError):
+        load_model(Settings(model=str(file), weights="int4", dtype="float32"), print, begun=begun)
+    assert len(started) == 3
+    assert not [one for one in started if one.is_alive()]
+
+
+def parameters(model: Path, begun: BegunPacking | None) -> list[torch.Tensor]:
+    loaded = load_model(Settings(model=str(model)), print, begun=begun)
+    return [tensor.clone() for tensor in (*loaded.model.parameters(), *loaded.model.buffers())]
+
+
+def test_a_model_whose_packing_was_begun_is_the_same_and_that_of_another_file_is_not_used(file: Path) -> None:
+    expected = parameters(file, None)
+    other = tiny.write_gguf(file.with_name("other.gguf"), quantised="Q8_0")
+    assert begin_packing(Settings(model=str(other))) is None, "it is not converted yet"
+    converted_folder(other, print, "auto")
+    for named in (file, other):
+        begun = begin_packing(Settings(model=str(named)))
+        assert begun is not None
+        found = parameters(file, begun)
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected))
+
+
+def test_packing_begins_without_transformers(file: Path) -> None:
+    converted_folder(file, print, "auto")
+    subprocess.run([sys.executable, "-c", PROGRAM, str(file)], check=True, env=dict(os.environ))
+
+
+def test_nothing_begins_for_other_models_and_where_memory_is_short(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(model=str(file))
+    for weights in ("auto", "native"):
+        converted_folder(file, print, weights)
+    changes: list[dict[str, Any]] = [
+        *({"model": None}, {"model": "folder"}, {"weights": "native"}, {"dtype": "float32"}, {"device": "mps"})
+    ]
+    for changed in changes:
+        assert begin_packing(replace(settings, **changed)) is None
+    monkeypatch.setattr(loader, "available_ram_bytes", lambda: ROOM_BYTES)
+    assert begin_packing(settings) is None
+
+
+def test_a_file_that_changes_after_packing_began_is_refused(file: Path) -> None:
+    converted_folder(file, print, "auto")
+    begun = begin_packing(Settings(model=str(file)))
+    assert begun is not None
+    os.utime(file, (1, 1))
+    with pytest.raises(ModelError, match="was changed while it was read; start again"):
+        load_model(Settings(model=str(file)), print, begun=begun)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -19,8 +21,6 @@ from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.stored_tensors import StoredTensor
 from diskprefix.model.quants import quantising
-from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.streamed import pack_in_pieces
 from diskprefix.model.quants.tensor_writer import TensorWriter
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
@@ -84,17 +84,6 @@ def test_weights_of_other_types_are_first_rounded_to_bfloat16(dtype: torch.dtype
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
 
 
-def test_pieces_of_a_matrix_get_the_form_that_all_its_rows_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(64, 64)
-    # Scales of these rows are not float16 numbers.
-    weight[40] *= 1e-8
-    monkeypatch.setattr("diskprefix.model.quants.streamed._AT_ONCE", 16 * 64)
-    packed, form = pack_in_pieces(weight, 4, 2)
-    whole = quantised(weight, 4)
-    assert form == whole.form
-    assert torch.equal(packed, whole.packed())
-
-
 def test_no_more_than_two_tensors_of_the_file_are_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, alive, most = StoredTensor.read, [], 0
 
@@ -111,65 +100,66 @@ def test_no_more_than_two_tensors_of_the_file_are_in_memory(folder: Path, monkey
     assert most <= 2
 
 
-def test_what_quantising_takes_is_required_before_anything_is_read(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StoredTensor, "read", lambda *_: pytest.fail("a tensor was read"))
-    monkeypatch.setattr(loader, "available_bytes", lambda _device: 1000)
-    with pytest.raises(ModelError, match=r"^\S+ does not fit: about .* 1000 B available"):
-        loaded(folder)
-    assert not made_in(cache)
+def too_little_memory(patch: pytest.MonkeyPatch, _: Path) -> None:
+    patch.setattr(StoredTensor, "read", lambda *_: pytest.fail("a tensor was read"))
+    patch.setattr(loader, "available_bytes", lambda _device: 1000)
 
 
-def test_a_full_disk_leaves_nothing_behind(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def full_disk(patch: pytest.MonkeyPatch, _: Path) -> None:
     def fill(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("diskprefix.model.quants.tensor_writer.TensorWriter.add", fill)
-    with pytest.raises(ModelError, match="is full; free some space"):
-        loaded(folder)
-    assert not made_in(cache)
+    patch.setattr(TensorWriter, "add", fill)
 
 
-def test_a_file_that_is_cut_short_meanwhile_is_refused(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, done = StoredTensor.read, []
+def cut_short_meanwhile(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    reads, size = count(), (folder / FILE).stat().st_size
 
-    def cutting(stored: StoredTensor) -> torch.Tensor:
-        done.append(stored)
-        if len(done) == 5:
-            os.truncate(stored.file, stored.file.stat().st_size // 2)
-        return read(stored)
+    def cutting(stored: StoredTensor, read: Any = StoredTensor.read) -> torch.Tensor:
+        if next(reads) == 4:
+            os.truncate(stored.file, size // 2)
+        found: torch.Tensor = read(stored)
+        return found
 
-    monkeypatch.setattr(StoredTensor, "read", cutting)
-    with pytest.raises(ModelError, match=r"model\.safetensors ends within .*; fetch or copy it again"):
-        loaded(folder)
-    assert not made_in(cache)
+    patch.setattr(StoredTensor, "read", cutting)
 
 
-def test_a_file_that_is_written_meanwhile_is_refused(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = StoredTensor.read
-
-    def touching(stored: StoredTensor) -> torch.Tensor:
+def written_meanwhile(patch: pytest.MonkeyPatch, _: Path) -> None:
+    def touching(stored: StoredTensor, read: Any = StoredTensor.read) -> torch.Tensor:
         os.utime(stored.file)
-        return read(stored)
+        found: torch.Tensor = read(stored)
+        return found
 
-    monkeypatch.setattr(StoredTensor, "read", touching)
-    with pytest.raises(ModelError, match="were changed while they were read; start again"):
-        loaded(folder)
-    assert not made_in(cache)
+    patch.setattr(StoredTensor, "read", touching)
 
 
-@pytest.mark.usefixtures("cache")
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path) -> None:
+def without_a_tensor(_: pytest.MonkeyPatch, folder: Path) -> None:
     tensors = load_file(folder / FILE)
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, folder / FILE, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"the weights lack 1 tensors of the model, for example model\.layers\.0\.mlp"):
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (too_little_memory, r"^\S+ does not fit: about .* 1000 B available"),
+        (full_disk, "is full; free some space"),
+        (cut_short_meanwhile, r"model\.safetensors ends within .*; fetch or copy it again"),
+        (written_meanwhile, "were changed while they were read; start again"),
+        (without_a_tensor, r"the weights lack 1 tensors of the model, for example model\.layers\.0\.mlp"),
+    ],
+)
+def test_a_model_that_cannot_be_quantised_leaves_nothing(
+    problem: Callable[[pytest.MonkeyPatch, Path], None],
+    words: str,
+    folder: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem(monkeypatch, folder)
+    with pytest.raises(ModelError, match=words):
         loaded(folder)
+    assert not made_in(cache)
 
 
 TENSORS = {
