@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,15 +96,11 @@ def test_keys_that_become_equal_still_count_as_a_change() -> None:
     assert list(neutral) == ["xxx"]
 
 
-def test_the_given_value_is_left_alone() -> None:
-    value = [{"content": "<s>"}]
-    neutralise(value, MARKERS)
-    assert value == [{"content": "<s>"}]
-
-
 @given(VALUES)
 def test_no_special_text_is_left_and_every_string_keeps_its_length(value: Any) -> None:
+    given_value = deepcopy(value)
     neutral, changed = neutralise(value, MARKERS)
+    assert value == given_value
     before, after = strings_in(value), strings_in(neutral)
     assert changed == any(marker in text for text in before for marker in MARKERS)
     assert not any(marker in text for text in after for marker in MARKERS)
@@ -119,16 +116,6 @@ def test_every_special_token_of_a_raw_prompt_is_a_boundary(token_ids: list[int],
     assert raw_boundaries(token_ids, {1, 2}) == boundaries
     assert raw_boundaries(as_token_ids(token_ids), frozenset({1, 2})) == boundaries
     assert all(type(position) is int for position in raw_boundaries(token_ids, [1, 2]))
-
-
-def test_a_template_that_trims_is_trusted_up_to_the_first_marker_of_a_message() -> None:
-    def trimming(messages: list[dict[str, str]]) -> str:
-        return chatml([{**m, "content": m["content"].split("<|im_end|>")[-1]} for m in messages])
-
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "a<|im_end|>b"}]
-    messages += [{"role": "assistant", "content": "Hi"}]
-    boundaries = boundaries_of(messages, trimming)
-    assert boundaries == raw_boundaries(encode(trimming(messages)).token_ids, set(SPECIAL_IDS.values()))[:3]
 
 
 @pytest.mark.parametrize(
@@ -185,49 +172,25 @@ def test_boundaries_are_those_of_the_same_conversation_without_markers(contents:
 
 
 def system_end_of(messages: list[dict[str, str]], render: Any = chatml, probe: str = "?") -> tuple[int, str]:
-    """The boundary, and the text in front of it."""
-    leading = []
-    for message in messages:
-        if message["role"] not in ("system", "developer"):
-            break
-        leading.append(message)
+    """The boundary, and the text in front of it. The first message is the system's."""
     rendered = render(messages)
     encoded = encode(rendered)
-    boundaries = boundaries_of(messages, render)
-    end = system_end(boundaries, encoded.offsets, rendered, render([*leading, {"role": "user", "content": probe}]))
+    probed = render([messages[0], {"role": "user", "content": probe}])
+    end = system_end(boundaries_of(messages, render), encoded.offsets, rendered, probed)
     return end, rendered[: encoded.offsets[end - 1][1]] if end else ""
-
-
-SYSTEM = {"role": "system", "content": "Be kind."}
-USER = {"role": "user", "content": "Hi"}
-
-
-def test_the_system_end_is_the_start_of_the_first_user_turn() -> None:
-    end, text = system_end_of([SYSTEM, USER, {"role": "assistant", "content": "Hello"}, USER])
-    assert text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>"
-    assert end == 3 + len("system\nBe kind.") + len("\n")
-
-
-def test_every_leading_system_and_developer_message_is_part_of_it() -> None:
-    _, text = system_end_of([SYSTEM, {"role": "developer", "content": "Tools: none"}, USER])
-    assert text.endswith("developer\nTools: none<|im_end|>\n<|im_start|>")
-
-
-def test_a_conversation_of_system_messages_alone_ends_at_the_next_turn() -> None:
-    _, text = system_end_of([SYSTEM])
-    assert text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>"
 
 
 def test_a_system_message_inside_the_user_turn_ends_at_the_start_of_that_turn() -> None:
     def merging(messages: list[dict[str, str]]) -> str:
         return "<s><|im_start|>user\n" + "\n\n".join(m["content"] for m in messages) + "<|im_end|>\n"
 
-    assert system_end_of([SYSTEM, USER], merging) == (2, "<s><|im_start|>")
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert system_end_of(messages, merging) == (2, "<s><|im_start|>")
 
 
 def test_without_a_boundary_in_the_common_text_it_is_zero() -> None:
     assert system_end((), [], "system: be kind", "system: be") == 0
-    assert system_end((2,), [(0, 1), (1, 4)], "a<s>", "a<?>") == 0
+    assert system_end((2,), [(0, 1), (1, 4)], "a<s>", "a<s?") == 0
 
 
 def test_a_token_added_behind_the_text_does_not_end_the_system_message() -> None:
@@ -256,86 +219,54 @@ def test_the_last_safe_cut_is_at_or_below_the_limit(boundaries: tuple[int, ...],
     assert Prompt(as_token_ids(range(10)), boundaries).last_safe(limit) == cut
 
 
-def template_of(*, user: str = "<u>", reply: str = "<a>", end: str = "<e>", thinks: bool = False) -> Any:
-    """A chat template with these markers; `thinks`: it drops what an assistant's message says before </t>."""
-
-    def write(messages: Any, add_generation_prompt: bool) -> str:
-        text = "<s>"
-        for message in messages:
-            content = message["content"]
-            if message["role"] == "assistant" and thinks and "</t>" in content:
-                content = content.split("</t>")[0].split("<t>")[-1] + "|" + content.split("</t>")[-1]
-            for called in message.get("tool_calls", []):
-                content += f"<c>{called['function']['name']}"
-            text += {"user": user, "assistant": reply, "tool": "<r>"}[message["role"]] + content + end
-        return text + reply * add_generation_prompt
-
-    return write
+def write(messages: Any, add_generation_prompt: bool) -> str:
+    """A chat template with these markers."""
+    text = "<s>"
+    for message in messages:
+        called = "".join(f"<c>{call['function']['name']}" for call in message.get("tool_calls", []))
+        text += (
+            {"user": "<u>", "assistant": "<a>", "tool": "<r>"}[message["role"]] + message["content"] + called + "<e>"
+        )
+    return text + "<a>" * add_generation_prompt
 
 
-def test_special_tokens_are_markers_and_words_are_none() -> None:
-    assert template_markers(
-        {"<s>", "<u>", "<a>", "<e>", "<other>", ""}, {"user", " ", "\n\n", "<x>"}, template_of()
-    ) == {*("<s>", "<u>", "<a>", "<e>", "<other>")}
+def opening(messages: Any, add_generation_prompt: bool) -> str:
+    """As Qwen3.5: the prompt ends in a tag that the same reply has no more when it is history."""
+    return write(messages, add_generation_prompt) + "<t>" * add_generation_prompt
 
 
-def test_other_added_tokens_are_markers_where_special_ones_leave_messages_unparted() -> None:
-    others = {"<u>", "<a>", "<e>", "<c>", "<r>", "<t>", "disk", "▁", "__"}
-    assert template_markers({"<s>"}, others, template_of()) == {"<s>", "<u>", "<a>", "<e>", "<c>", "<r>"}
+def cleaning(messages: Any, add_generation_prompt: bool) -> str:
+    cleaned = [message | {"content": message["content"].replace("<e>", "")} for message in messages]
+    return write(cleaned, add_generation_prompt)
 
 
-def test_other_added_tokens_are_none_where_special_ones_part_every_message() -> None:
-    """A marker at the end of every message is enough; <u> may be anything."""
-    assert template_markers({"<s>", "<e>"}, {"<u>", "<a>", "<c>"}, template_of()) == {"<s>", "<e>"}
+def refusing(role: str) -> Any:
+    return lambda messages, prompts: "" if messages[-1]["role"] == role else write(messages, prompts)
 
 
-def test_other_added_tokens_that_only_part_tool_calls_count_too() -> None:
-    def write(messages: Any, add_generation_prompt: bool) -> str:
-        """As Gemma 4: calls and results are one turn of the model."""
-        text = template_of(end="")(messages, add_generation_prompt=False).replace("<r>", "</c>")
-        return str(text + "<a>" * (add_generation_prompt and messages[-1]["role"] == "user"))
-
-    special = {"<s>", "<u>", "<a>"}
-    assert template_markers(special, {"</c>", "<c>"}, write) == {"<s>", "<u>", "<a>", "</c>", "<c>"}
+def without_calls(messages: Any, add_generation_prompt: bool) -> str:
+    is_plain = all(message["role"] != "tool" for message in messages)
+    return write(messages, add_generation_prompt) if is_plain else ""
 
 
-def test_tokens_that_change_with_the_next_turn_are_none() -> None:
-    """As Qwen3.5: the prompt ends in an opening tag that the same reply has no more when it is history."""
-
-    def write(messages: Any, add_generation_prompt: bool) -> str:
-        return str(template_of()(messages, add_generation_prompt=add_generation_prompt) + "<t>" * add_generation_prompt)
-
-    assert template_markers({"<s>"}, {"<u>", "<a>", "<e>", "<t>"}, write) == {"<s>", "<u>", "<a>", "<e>"}
-
-
-def test_tokens_that_the_template_looks_for_in_messages_are_none() -> None:
-    """<t> makes a difference only with </t> behind it."""
-    special = {"<s>", "<u>", "<a>", "<e>", "<t>", "</t>"}
-    assert template_markers(special, (), template_of(thinks=True)) == {"<s>", "<u>", "<a>", "<e>"}
-    assert template_markers(special, (), template_of(thinks=False)) == special
-
-
-def test_special_tokens_between_turns_are_markers_even_if_the_template_takes_them_out_of_messages() -> None:
-    def cleaning(messages: Any, add_generation_prompt: bool) -> str:
-        cleaned = [{**message, "content": message["content"].replace("<e>", "")} for message in messages]
-        return str(template_of()(cleaned, add_generation_prompt=add_generation_prompt))
-
-    assert "<e>" in template_markers({"<s>", "<u>", "<a>", "<e>"}, (), cleaning)
-
-
-@pytest.mark.parametrize("refused", ["user", "assistant"])
-def test_of_a_template_that_refuses_plain_conversations_the_special_tokens_are_known(refused: str) -> None:
-    def write(messages: Any, add_generation_prompt: bool) -> str:
-        last = messages[-1]["role"]
-        return "" if last == refused else str(template_of()(messages, add_generation_prompt=add_generation_prompt))
-
-    assert template_markers({"<s>", "<e>", ""}, {"<u>"}, write) == {"<s>", "<e>"}
-
-
-def test_a_template_without_tool_calls_still_has_markers() -> None:
-    def write(messages: Any, add_generation_prompt: bool) -> str:
-        if any(message["role"] == "tool" for message in messages):
-            return ""
-        return str(template_of()(messages, add_generation_prompt=add_generation_prompt))
-
-    assert template_markers({"<s>"}, {"<u>", "<a>", "<e>", "<c>"}, write) == {"<s>", "<u>", "<a>", "<e>"}
+@pytest.mark.parametrize(
+    ("special", "others", "template", "markers"),
+    [
+        # Words and blanks are none.
+        ("<s> <u> <a> <e> <other>", {"user", " ", "\n\n", "<x>"}, write, "<s> <u> <a> <e> <other>"),
+        ("<s>", {"<u>", "<a>", "<e>", "<c>", "<r>", "<t>", "disk", "▁", "__"}, write, "<s> <u> <a> <e> <c> <r>"),
+        # A marker at the end of every message is enough; <u> may be anything.
+        ("<s> <e>", {"<u>", "<a>", "<c>"}, write, "<s> <e>"),
+        ("<s>", {"<u>", "<a>", "<e>", "<t>"}, opening, "<s> <u> <a> <e>"),
+        # Special tokens that part turns stay, even if the template takes them out of messages.
+        ("<s> <u> <a> <e>", set(), cleaning, "<s> <u> <a> <e>"),
+        ("<s> <e>", {"<u>"}, refusing("user"), "<s> <e>"),
+        ("<s> <e>", {"<u>"}, refusing("assistant"), "<s> <e>"),
+        ("<s>", {"<u>", "<a>", "<e>", "<c>"}, without_calls, "<s> <u> <a> <e>"),
+    ],
+)
+def test_markers_are_the_added_tokens_that_part_messages(
+    special: str, others: set[str], template: Any, markers: str
+) -> None:
+    """Real templates are in `test_families.py`."""
+    assert template_markers({*special.split(), ""}, others, template) == {*markers.split()}

@@ -111,20 +111,19 @@ def are_equal(one: Bits, other: Bits) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "gemma3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss int4", "deepseek_v3 int8"]
+    "name",
+    [
+        *("llama", "gemma3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss int4", "deepseek_v3 int8"),
+        *("qwen3_5", "lfm2", "mamba2", "kimi_linear", "granitemoehybrid int4"),
+    ],
 )
 def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:
     model, layout = made(name)
     expected = alone(model, layout)
     assert all(logits.isfinite().all() for _, of_one in expected for logits in of_one)
-    for seed in range(examples(2)):
+    # Without recurrent layers some steps compute tokens that are taken back.
+    for seed in range(examples(2) if layout.is_sliceable else 1):
         assert are_equal(together(model, layout, seed), expected)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2", "kimi_linear", "granitemoehybrid int4"])
-def test_so_have_those_of_recurrent_layers(name: str) -> None:
-    model, layout = made(name)
-    assert are_equal(together(model, layout, seed=0), alone(model, layout))
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "kimi_linear"])

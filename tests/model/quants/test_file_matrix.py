@@ -1,4 +1,4 @@
-"""Matrices stay in a .gguf file: the rows that make them are found without their weights, and packed early in a start."""
+"""Matrices stay in a .gguf file: which rows make them is found without their weights, and they are packed early."""
 
 from __future__ import annotations
 
