@@ -9,7 +9,6 @@ import click
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
-from tools.connector.kills import kill
 from tools.connector.theirs import theirs
 from tools.measuring.environments import python_of
 
@@ -31,7 +30,6 @@ def environment() -> None:
     print(python_of("vllm", report))
 
 
-main.add_command(kill)
 main.add_command(theirs)
 
 if __name__ == "__main__":
