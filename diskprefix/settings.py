@@ -215,12 +215,6 @@ class Settings:
         unset="half of what the weights leave free",
         bounds=(1024**2, MAX_BUDGET),
     )
-    kv_memory_entries: int = _server(
-        8,
-        "The number of finished requests whose state stays in memory. The next turn continues from it without a read "
-        "from disk.",
-        bounds=(0, 1024),
-    )
     standby: bool = _server(
         False,
         "Keep a process ready that has imported everything, for the next model that is loaded, or if one's process "
@@ -291,11 +285,6 @@ class Settings:
         kind="file",
         unset="nothing is recorded",
     )
-    kv_cache_interval: int = _cache(
-        10240,
-        "For models with state that cannot be cut: the number of tokens between two checkpoints.",
-        bounds=(1, 2**31 - 1),
-    )
     kv_cache_gate: str = _cache(
         "auto",
         "auto: do not save or restore where computing is faster, as measured on this machine. off: always save and "
@@ -340,6 +329,10 @@ class Settings:
     """Bytes for state that waits to be written, at most half of what is left beside `kv_memory`."""
     kv_cache_min_free: ClassVar[int] = 256 * 1024**2
     """Bytes of the disk that the store leaves free."""
+    kv_memory_entries: ClassVar[int] = 8
+    """Finished requests whose state stays in `kv_memory`. The next turn continues from it without a read from disk."""
+    kv_cache_interval: ClassVar[int] = 10240
+    """Of models with state that cannot be cut, the tokens between two checkpoints."""
     kv_cache_cold_max: ClassVar[int] = 10240
     """Of models with state that cannot be cut, one more checkpoint is kept at the last message boundary within so many
     tokens."""
@@ -428,8 +421,8 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 PER_MODEL = frozenset(
     {
         *("device", "dtype", "weights", "chat_template", "draft_model", "sampling"),
-        *("prefill_compression", "kv_memory", "kv_memory_entries", "disk_prefix_cache"),
-        *("kv_cache_ttl", "kv_cache_min_tokens", "normalise", "kv_cache_interval"),
+        *("prefill_compression", "kv_memory", "disk_prefix_cache"),
+        *("kv_cache_ttl", "kv_cache_min_tokens", "normalise"),
         *("kv_cache_gate", "max_sequences"),
     }
 )

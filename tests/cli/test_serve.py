@@ -64,7 +64,6 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "sampling": "temperature=0.7, top_k=20",
         "draft_model": "some/smaller-model",
         "kv_memory": "3GiB",
-        "kv_memory_entries": "2",
         "api_keys": "/keys",
         "block_size": "64",
         "disk_prefix_cache": "FULL",
@@ -73,7 +72,6 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "kv_cache_write_budget": "20GiB/day",
         "kv_cache_ttl": "7d",
         "kv_cache_min_tokens": "7",
-        "kv_cache_interval": "8",
         "kv_cache_gate": "OFF",
         "prefill_compression": "5000",
         "normalise": "clock=on",
@@ -115,7 +113,7 @@ def test_a_flag_wins_over_a_variable_over_a_policy_over_the_default(
     assert settings.kv_cache_budget == 2 * 1024**3
     assert settings.kv_cache_min_tokens == 100
     assert settings.disk_prefix_cache == "1000"
-    assert settings.kv_cache_interval == Settings().kv_cache_interval
+    assert settings.kv_cache_gate == Settings().kv_cache_gate
 
 
 def test_a_switch_can_be_turned_off_again_by_what_wins(

@@ -26,20 +26,22 @@ from tests.exactness.architectures import VOCAB, tiny_model
 from tests.exactness.jobs import Case, Lengths, cases_of
 from tests.exactness.rows import UNSUPPORTED
 from tests.model import tiny
-from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
+from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 
 ONE_AT_A_TIME = "1GiB"
 """Room to compute is most of what a tiny model needs."""
 KILLED = -signal.SIGKILL
 
 
-def daemon_of(models: Mapping[str, Path], cache: Path, **changes: Any) -> DaemonProcess:
-    """A daemon of one model; or of several, which are all those of a folder."""
+def daemon_of(models: Mapping[str, Path], cache: Path, lengths: Lengths) -> DaemonProcess:
+    """A daemon of one model; or of several, which are all those of a folder. It restores nothing from memory."""
     one, *others = models.values()
-    if not others:
-        return DaemonProcess(*serve_flags(one, cache, **changes))
-    flags = serve_flags(one.parent, cache, memory_limit=ONE_AT_A_TIME, **changes)
-    return DaemonProcess("--models-dir", *flags[1:])
+    flags = serve_flags(one, cache, block_size=lengths.block)
+    if others:
+        several = serve_flags(one.parent, cache, block_size=lengths.block, memory_limit=ONE_AT_A_TIME)
+        flags = ["--models-dir", *several[1:]]
+    environment = clean_environment(CHECKPOINT_INTERVAL=str(lengths.interval))
+    return DaemonProcess(*flags, module="tests.exactness.forgetful_daemon", environment=environment)
 
 
 def write_architecture(name: str, dtype: str, folder: Path) -> Path:
@@ -83,10 +85,8 @@ class Prompts:
     """The prompts of the suite, as they are asked of a model over HTTP."""
 
     def __init__(self, lengths: Lengths, reply: int) -> None:
-        self._reply = reply
+        self._reply, self.lengths = reply, lengths
         self.cases = cases_of(lengths, self._tokens)
-        self.flags = {"kv_cache_interval": lengths.interval, "block_size": lengths.block, "kv_memory_entries": 0}
-        """Nothing is restored from memory."""
 
     @staticmethod
     def _tokens(seed: int, count: int) -> Any:
@@ -119,7 +119,7 @@ def saved_state(cache: Path) -> dict[bytes, bytes]:
 
 def answers_alone(model: Path, cache: Path, prompts: Prompts) -> Alone:
     """The answers of a daemon of one model. `cache` is a store without prompts, or none."""
-    with daemon_of({model.name: model}, cache, **prompts.flags) as daemon, daemon.wait_ready().client() as client:
+    with daemon_of({model.name: model}, cache, prompts.lengths) as daemon, daemon.wait_ready().client() as client:
         cold = prompts.cold(client, model.name)
         prompts.save(client, model.name)
         daemon.wait_saved()
@@ -196,7 +196,7 @@ class SeveralModels:
         yield from compared.values()
 
     def _daemon(self) -> DaemonProcess:
-        return daemon_of(self._models, self._cache, **self._prompts.flags)
+        return daemon_of(self._models, self._cache, self._prompts.lengths)
 
     @staticmethod
     def _each(event: str, compared: Mapping[str, Comparison], do: Callable[[Comparison], None]) -> None:

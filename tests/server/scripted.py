@@ -43,6 +43,7 @@ from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Cancelled, serve_one_at_a_time
+from tests.made_settings import made_settings
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import wait_until
 
@@ -299,7 +300,7 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
     """A server that has just begun to load."""
-    server = AppServer(Settings(model=str(model), port=0, **{"max_sequences": 1} | changes), load_engine)
+    server = AppServer(made_settings(model=str(model), port=0, **{"max_sequences": 1} | changes), load_engine)
     server.start()
     try:
         yield server

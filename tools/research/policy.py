@@ -48,8 +48,6 @@ def preset_policy(name: str) -> Policy:
         "kv_cache_budget": lambda value: {"budget_bytes": parse_size(value, param="kv_cache_budget")},
         "kv_cache_ttl": lambda value: {"ttl_s": parse_duration(value, param="kv_cache_ttl")},
         "kv_cache_min_tokens": lambda value: {"min_tokens": value},
-        "kv_cache_interval": lambda value: {"interval": value},
-        "kv_cache_cold_max": lambda value: {"cold_max": value},
         "block_size": lambda value: {"block_size": value},
     }
     for key, value in values.items():

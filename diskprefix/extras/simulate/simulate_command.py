@@ -95,7 +95,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
     help="Memory for sequences that ended, in which a next turn continues.",
     show_default="none: everything is restored from the disk",
 )
-@setting_option("kv_memory_entries", envvar=None)
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",

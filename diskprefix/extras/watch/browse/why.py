@@ -372,7 +372,7 @@ def _not_restored(look: _Look) -> Cause:
     match look.state:
         case "token_checkpoints" | "checkpoints":
             text = f"{stored}this model restores at its checkpoints only"
-            return Cause("no-checkpoint", text, "a smaller --kv-cache-interval keeps more of them")
+            return Cause("no-checkpoint", text, "a mark of cache_control keeps one where it stands")
         case "sliceable":
             return Cause("whole-blocks", f"{stored}this model restores whole blocks, and computes the last token")
         case "token":
