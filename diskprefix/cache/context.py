@@ -9,7 +9,7 @@ from diskprefix.cache.choosing import choose_kept, look
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.namespaces import TenantNamespace
 from diskprefix.cache.planning import ttl_at
-from diskprefix.cache.policy.breaks import find_break
+from diskprefix.cache.policy.breaks import find_break, is_edit
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
@@ -91,7 +91,8 @@ class RequestContext:
     def why_missed(self, restored: Restored, selection: Selection, broken: Break | None) -> MissReason:
         """Returns the reason why no more was restored. `not_stored` if the next block was seen before, which could
         have been restored if it were stored. `diverged` if the prompt leaves an earlier one before that, within the
-        system message, or if it is `broken`."""
+        system message, or if it is `broken`. Every prompt of a template shares a few tokens: one that leaves another
+        so early has diverged from it if they are the same again behind that."""
         prompt, settings = self.prompt, self.cache.settings
         num_tokens = len(prompt.token_ids)
         if restored.refused is not None:
@@ -100,8 +101,11 @@ class RequestContext:
             return "too_short"
         if max(selection.common, selection.seen) >= min(restored.num_tokens + settings.block_size, num_tokens):
             return "not_stored"
-        is_like = LEAST_TOKENS <= selection.common < (prompt.system_end or settings.block_size)
-        return "diverged" if broken is not None or is_like else "new"
+        leaves_early = selection.common < (prompt.system_end or settings.block_size)
+        is_like = selection.common >= LEAST_TOKENS or any(
+            is_edit(prompt.token_ids, earlier.prompt.token_ids) for earlier in self._sighting.recent
+        )
+        return "diverged" if broken is not None or (leaves_early and is_like) else "new"
 
     def record_savings(self, restored: Restored) -> None:
         """Counts a request that asked the cache, with the seconds that it saved."""

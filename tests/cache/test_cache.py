@@ -265,8 +265,8 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
 @pytest.mark.parametrize(
     ("common", "system_end", "reason"),
     [
-        (0, 0, "new"),
-        (LEAST_TOKENS - 1, 0, "new"),
+        (0, 0, "diverged"),
+        (LEAST_TOKENS - 1, 0, "diverged"),
         (LEAST_TOKENS, 0, "diverged"),
         (3 * BLOCK - 1, 0, "diverged"),
         (3 * BLOCK, 0, "not_stored"),

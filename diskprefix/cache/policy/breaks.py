@@ -39,6 +39,13 @@ def find_break(token_ids: TokenIds, recent: Iterable[TokenIds], known: int) -> B
     return max(found, key=lambda one: one.at + one.num_tokens, default=None)
 
 
+def is_edit(token_ids: TokenIds, earlier: TokenIds) -> bool:
+    """Returns whether two prompts are the same but for one place, with at most a quarter of the longer one's tokens."""
+    least = 3 * max(len(token_ids), len(earlier)) / 4
+    common = common_prefix_length(token_ids, earlier)
+    return common + common_prefix_length(token_ids[common:][::-1], earlier[common:][::-1]) >= least
+
+
 def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:
     """Returns the number of tokens of `earlier` in runs that are among the ascending `hashes`; 0 if fewer than half of
     them. Equal runs count once: text that repeats itself says little."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diskprefix.cache.policy.breaks import find_break
+from diskprefix.cache.policy.breaks import find_break, is_edit
 from diskprefix.tokens import TokenIds
 
 RANDOM = np.random.default_rng(7)
@@ -74,6 +74,22 @@ def test_of_several_earlier_prompts_that_counts_which_shows_the_greatest_loss() 
     assert found is not None
     assert found.at == 15
     assert found.num_tokens > 1900
+
+
+@pytest.mark.parametrize(
+    ("now", "is_same"),
+    [
+        (prompt(text(1), HEAD[1:], REST[:60]), True),
+        (prompt(text(20), HEAD, REST[:60]), True),
+        (prompt(text(20), HEAD[1:], REST[:30]), False),
+        (prompt(HEAD, text(60)), False),
+        (text(0), False),
+    ],
+    ids=["the first word", "text before it", "two places", "another text", "nothing"],
+)
+def test_an_edit_is_the_same_prompt_but_for_one_place(now: TokenIds, is_same: bool) -> None:
+    earlier = prompt(HEAD, REST[:60])
+    assert is_edit(now, earlier) is is_edit(earlier, now) is is_same
 
 
 def test_no_earlier_prompt_and_no_token_are_no_break() -> None:
