@@ -122,6 +122,26 @@ def require_model_name(name: str) -> None:
         )
 
 
+class ScopeWord(NamedTuple):
+    """What the scopes of one kind have in common. `text` is the canonical one, with `{}` for a value from 1 on.
+
+    `is_limit`: no more than `value` tokens of a prompt and its reply are kept. `keeps_all`: a prompt is kept even if
+    messages were left out of it, and with the places that other conversations may share.
+    """
+
+    text: str
+    is_limit: bool = False
+    keeps_all: bool = False
+
+
+SCOPE_WORDS: dict[ScopeKind, ScopeWord] = {
+    "off": ScopeWord("off", is_limit=True),
+    "full": ScopeWord("full", keeps_all=True),
+    "auto": ScopeWord("auto:{}"),
+    "tokens": ScopeWord("{}", is_limit=True),
+}
+
+
 @dataclass(frozen=True)
 class Scope:
     """A valid scope. `value` is the window of `auto` in requests, or the N of `tokens`; 0 for `off` and `full`.
@@ -133,15 +153,24 @@ class Scope:
     value: int = 0
 
     def __post_init__(self) -> None:
-        least, most = {"off": (0, 0), "full": (0, 0)}.get(self.kind, (1, MAX_VALUE))
-        if self.kind not in get_args(ScopeKind) or not least <= self.value <= most:
+        if self.kind not in SCOPE_WORDS or not self._takes(self.value):
             raise InvalidScope(f"scope {self.kind} cannot have the value {short_value(self.value)}; {ACCEPTED}")
+
+    def _takes(self, value: int) -> bool:
+        return 1 <= value <= MAX_VALUE if "{}" in SCOPE_WORDS[self.kind].text else value == 0
 
     def __str__(self) -> str:
         """Returns the canonical text: `off`, `full`, `auto:30`, `1000`."""
-        if self.kind == "auto":
-            return f"auto:{self.value}"
-        return str(self.value) if self.kind == "tokens" else self.kind
+        return SCOPE_WORDS[self.kind].text.format(self.value)
+
+    @property
+    def most(self) -> int | None:
+        """The most tokens that are kept of a prompt and its reply; None if that is left to the policy."""
+        return self.value if SCOPE_WORDS[self.kind].is_limit else None
+
+    @property
+    def keeps_all(self) -> bool:
+        return SCOPE_WORDS[self.kind].keeps_all
 
     def with_window(self, window: int) -> Scope:
         """Returns this `auto` scope with another window. Raises `InvalidScope`: other scopes have no window."""

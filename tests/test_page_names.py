@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from diskprefix.nouns import ACCEPTED, SCOPE_WORDS
 from diskprefix.server.threads import Kind
 from tests.test_project import PAGES, ROOT, text_files
 
@@ -21,6 +22,21 @@ IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?: and `([A-Za-z_]\w*)`)? in\s+`([\w./-]
 THREAD_IN_SOURCE = re.compile(r"""(?:Thread\(.*name=f?|thread_name_prefix=)"([a-z-]+?)-?["{]""")
 COMMAND_THREADS = {"verify", "kv-loader", "kv-saver", "remote-prefetch"}
 """Threads of commands and of vLLM's processes, which the daemon has not."""
+
+NAMES_SCOPES = [
+    "",
+    "README.md",
+    "policies/README.md",
+    "systemd/diskprefix.env",
+    *(
+        f"diskprefix/{name}"
+        for name in (
+            *("TOUR.md", "server/README.md", "cache/README.md", "extras/vllm/README.md", "settings.py"),
+            *("api/fields.py", "extras/warm/warm_command.py", "extras/simulate/simulate_command.py"),
+        )
+    ),
+]
+"""The places that say which scopes there are; "" is the error message."""
 
 
 @cache
@@ -73,6 +89,16 @@ def threads() -> set[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_each_file_class_and_constant_that_a_page_names_exists(page: Path) -> None:
     assert list(wrong_names(page)) == []
+
+
+@pytest.mark.parametrize("path", NAMES_SCOPES)
+def test_each_scope_word_is_named_where_users_look(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8") if path else ACCEPTED
+    # To warm a prompt with the scope off would do nothing.
+    wanted = {word.text.format("N") for word in SCOPE_WORDS.values()} - ({"off"} if "warm" in path else set())
+    quote = "`" if path.endswith(".md") else ""
+    patterns = {word: r"(?<!:)\bN\b" if word == "N" else rf"{quote}\b{word}\b{quote}" for word in wanted}
+    assert [word for word, pattern in patterns.items() if not re.search(pattern, text)] == []
 
 
 def test_the_page_on_threads_lists_those_of_the_daemon() -> None:

@@ -146,7 +146,7 @@ class PrefixCache(CacheResources):
         """Queues the state of a sequence that has ended, as far as it is not stored, and its scope leaves to the policy
         how much is kept. The arena holds the `token_ids`."""
         is_long = len(token_ids) >= max(1, self.settings.kv_cache_min_tokens)
-        if is_long and options.save and options.scope.kind in ("auto", "full"):
+        if is_long and options.save and options.scope.most is None:
             self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options).hibernate(arena)
 
     @property

@@ -74,7 +74,8 @@ class Planner:
         """Returns how many of the `num_tokens` tokens of the prompt and its reply are kept if a part of the reply is;
         otherwise 0. Replies are kept if the model is exact at every token: decoding then computes the same bits as a
         prefill. Of states there are only those at the end."""
-        end = min(selection.scope.value, num_tokens) if selection.reason == "tokens" else num_tokens
+        most = selection.scope.most
+        end = num_tokens if most is None else min(most, num_tokens)
         is_kept = self.state in AT_ANY_TOKEN and selection.keeps_reply and end > self.prompt_tokens
         return end if is_kept and (end == num_tokens or self.state == "token") else 0
 

@@ -166,7 +166,7 @@ def select(
     # Nothing would be kept for a mark with fewer than `least` tokens before it.
     marks = [mark.position for mark in prompt.marks if floor_to_grid(mark.position, grid) >= least]
     at_checkpoints = state in AT_CHECKPOINTS
-    if prompt.rewriting.left_out is not None and scope.kind != "full":
+    if prompt.rewriting.left_out is not None and not scope.keeps_all:
         choice = _Choice(0, "left_out")
     elif not auto:
         choice = _as_told(scope, num_tokens)
@@ -186,9 +186,9 @@ def select(
     if at_checkpoints and (aligned or keep_tail):
         positions = {aligned} | {floor_to_grid(position, grid) for position in marks}
         if choice.support is None:
-            if scope.kind == "full" or reason == "tokens":
+            if scope.keeps_all or reason == "tokens":
                 positions |= _continued(aligned, grid, rules.interval)
-            if scope.kind == "full":
+            if scope.keeps_all:
                 positions |= _structural(prompt, grid, rules.cold_max)
         support = dict.fromkeys(positions, 0) | (choice.support or {})
         if keep_tail:

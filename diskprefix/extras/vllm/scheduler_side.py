@@ -301,7 +301,8 @@ class SchedulerSide:
             return 0
         if not selection.keeps_reply:
             return selection.aligned
-        return selection.scope.value if selection.reason == "tokens" else MAX_VALUE * self._block_size
+        most = selection.scope.most
+        return MAX_VALUE * self._block_size if most is None else most
 
     def _planned(self, tracked: Tracked, index: int, blocks: Sequence[Sequence[int]], first: int = 0) -> PlannedBlock:
         """Returns a block and its pages, without the pages of tokens before `first`."""
