@@ -9,7 +9,7 @@ from diskprefix.cache.choosing import choose_kept, look
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.namespaces import TenantNamespace
 from diskprefix.cache.planning import ttl_at
-from diskprefix.cache.policy.breaks import find_break, is_edit
+from diskprefix.cache.policy.breaks import find_break, same_behind
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
@@ -103,7 +103,7 @@ class RequestContext:
             return "not_stored"
         leaves_early = selection.common < (prompt.system_end or settings.block_size)
         is_like = selection.common >= LEAST_TOKENS or any(
-            is_edit(prompt.token_ids, earlier.prompt.token_ids) for earlier in self._sighting.recent
+            same_behind(prompt.token_ids, earlier.prompt.token_ids) for earlier in self._sighting.recent
         )
         return "diverged" if broken is not None or (leaves_early and is_like) else "new"
 

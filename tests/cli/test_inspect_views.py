@@ -146,12 +146,12 @@ def test_why_shows_the_text_around_the_difference_and_the_cause(inspect: Any, tm
     changed = SYSTEM.replace("Saturday, November 21", "Sunday, November 22")
     lines = inspect("--why", _written(tmp_path, chat(QUESTION, changed))).stdout.splitlines()
     assert lines[0].endswith(" computed; a running daemon may have more in memory")
-    assert "because   a date that changes" in lines
+    assert "because   a date, a number or an id that changes" in lines
     saved, here, caret = lines[-3:]
     at = caret.index("^")
     assert (saved[at - 1 : at + 3], here[at - 1 : at + 3]) == ("Satu", "Sund")
     found = inspect("--why", _written(tmp_path, chat(QUESTION, changed)), "--json").json
-    assert (found["cause"]["kind"], found["parting"]["at"]) == ("date", found["restored"])
+    assert (found["cause"]["kind"], found["parting"]["at"]) == ("value", found["restored"])
 
 
 def test_why_reads_a_body_from_standard_input(inspect: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,11 +39,12 @@ def find_break(token_ids: TokenIds, recent: Iterable[TokenIds], known: int) -> B
     return max(found, key=lambda one: one.at + one.num_tokens, default=None)
 
 
-def is_edit(token_ids: TokenIds, earlier: TokenIds) -> bool:
-    """Returns whether two prompts are the same but for one place, with at most a quarter of the longer one's tokens."""
-    least = 3 * max(len(token_ids), len(earlier)) / 4
+def same_behind(token_ids: TokenIds, earlier: TokenIds) -> int:
+    """Returns how many tokens two prompts end with in common behind one place where they differ; 0 unless this place
+    has at most a quarter of the longer one's tokens."""
     common = common_prefix_length(token_ids, earlier)
-    return common + common_prefix_length(token_ids[common:][::-1], earlier[common:][::-1]) >= least
+    behind = common_prefix_length(token_ids[common:][::-1], earlier[common:][::-1])
+    return behind if 4 * (common + behind) >= 3 * max(len(token_ids), len(earlier)) else 0
 
 
 def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:

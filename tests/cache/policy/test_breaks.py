@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diskprefix.cache.policy.breaks import find_break, is_edit
+from diskprefix.cache.policy.breaks import find_break, same_behind
 from diskprefix.tokens import TokenIds
 
 RANDOM = np.random.default_rng(7)
@@ -77,19 +77,20 @@ def test_of_several_earlier_prompts_that_counts_which_shows_the_greatest_loss() 
 
 
 @pytest.mark.parametrize(
-    ("now", "is_same"),
+    ("now", "expected"),
     [
-        (prompt(text(1), HEAD[1:], REST[:60]), True),
-        (prompt(text(20), HEAD, REST[:60]), True),
-        (prompt(text(20), HEAD[1:], REST[:30]), False),
-        (prompt(HEAD, text(60)), False),
-        (text(0), False),
+        (prompt(text(1), HEAD[1:], REST[:60]), 79),
+        (prompt(text(20), HEAD, REST[:60]), 80),
+        (prompt(text(20), HEAD[1:], REST[:30]), 0),
+        (prompt(HEAD, text(60)), 0),
+        (prompt(HEAD, REST[:60]), 0),
+        (text(0), 0),
     ],
-    ids=["the first word", "text before it", "two places", "another text", "nothing"],
+    ids=["the first word", "text before it", "two places", "another text", "the same", "nothing"],
 )
-def test_an_edit_is_the_same_prompt_but_for_one_place(now: TokenIds, is_same: bool) -> None:
+def test_what_is_the_same_behind_one_small_difference(now: TokenIds, expected: int) -> None:
     earlier = prompt(HEAD, REST[:60])
-    assert is_edit(now, earlier) is is_edit(earlier, now) is is_same
+    assert same_behind(now, earlier) == same_behind(earlier, now) == expected
 
 
 def test_no_earlier_prompt_and_no_token_are_no_break() -> None:

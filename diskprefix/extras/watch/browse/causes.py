@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 from diskprefix.chat.normalisers import NORMALISERS
 from diskprefix.chat.template_input import common_chars
 
-_WORD = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?")
+LATER = "put what changes behind what stays: into the last message, not into the system prompt"
 _NAME = re.compile(r'"name": ?"([^"]*)"')
-_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
-_NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
-_DAYS = "mon|tue|wed|thu|fri|sat|sun|monday|tuesday|wednesday|thursday|friday|saturday|sunday"
-_MONTHS = (
-    "jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|january|february|march|april|june|july|august|september|october"
-    "|november|december"
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+_VALUE = re.compile(
+    r"\b(?:(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?"
+    r"|jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sep(?:tember)?|oct(?:ober)?"
+    r"|nov(?:ember)?|dec(?:ember)?|[\w-]*\d[\w.:,/-]*)\b",
+    re.IGNORECASE,
 )
-_DATE = re.compile(
-    rf"\b\d{{4}}-\d{{1,2}}-\d{{1,2}}\b|\b\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}\b|\b(?:{_DAYS}|{_MONTHS})\b", re.I
-)
+"""A day, a month, or a word with a digit."""
 _FORMAT = {normaliser.name: normaliser for normaliser in NORMALISERS}
+_CHANGES = {
+    "billing-header": "a header line that the client changes in each request",
+    "total-tokens": "a count of tokens that the client lowers in each request",
+    "hoisted-nudges": "a nudge behind the system prompt",
+    "clock": "a time of day that changes",
+    "tool-order": "the same tools in another order",
+    "schema-keys": "the keys of a tool's schema in another order",
+}
+"""The changes that a normaliser of this name undoes."""
 
 
 @dataclass(frozen=True)
@@ -43,70 +49,39 @@ def cause_between(new: str, old: str) -> Cause:
     """Returns the cause of the first difference between `new` and `old`, judged by its line and the text after it. The
     texts must differ."""
     at = common_chars(new, old)
-    mine, theirs = line_at(new, at), line_at(old, at)
-    if _FORMAT["billing-header"].is_in(mine):
-        return Cause("billing-header", "a header line that the client changes in each request", _on("billing-header"))
-    if any(_FORMAT["total-tokens"].is_in(line) for line in (mine, theirs)):
-        return Cause("total-tokens", "a count of tokens that the client lowers in each request", _on("total-tokens"))
-    # A nudge behind the system prompt: the last line of the shorter one is there in both.
-    if any(_FORMAT["hoisted-nudges"].is_in(text[at:].lstrip("\n").partition("\n")[0]) for text in (new, old)):
-        return Cause("hoisted-nudges", "a nudge behind the system prompt", _on("hoisted-nudges"))
-    if _masked(mine) == _masked(theirs):
-        return _changed_value(mine, theirs)
-    # Each of the two lines is found later in the other text, so they changed places.
-    if _is_moved(new[at:], old[at:], mine, theirs):
-        if _FORMAT["tool-order"].is_in(mine):
-            return Cause("tool-order", "the same tools in another order", _on("tool-order"))
-        return Cause("order", "the same lines in another order", "keep the order of what the prompt is made of")
-    if Counter(mine) == Counter(theirs) and len(mine) > 2:
-        if _NAME.findall(mine) != _NAME.findall(theirs):
-            # Some templates write all tools on one line.
-            return Cause("tool-order", "the same tools in another order", _on("tool-order"))
-        if _FORMAT["schema-keys"].is_in(mine):
-            return Cause("schema-keys", "the keys of a tool's schema in another order", _on("schema-keys"))
+    mine, theirs, new, old = line_at(new, at), line_at(old, at), new[at:], old[at:]
+    has_same_words = _VALUE.sub("#", mine) == _VALUE.sub("#", theirs)
+    # Each of the two lines is found later in the other text, or has the characters of the other one.
+    is_moved = mine != theirs and bool(mine.strip() and theirs.strip()) and mine in old and theirs in new
+    is_reordered = not has_same_words and (is_moved or (len(mine) > 2 and sorted(mine) == sorted(theirs)))
+    if (name := _normaliser(mine, theirs, (new, old), is_reordered=is_reordered)) is not None:
+        return Cause(name, _CHANGES[name], f"serve --normalise {name}=on undoes the change")
+    if has_same_words:
+        return Cause("value", "a date, a number or an id that changes", LATER)
+    if is_reordered:
         return Cause("order", "the same words in another order", "keep the order of what the prompt is made of")
-    if theirs and f"\n{theirs}\n" in f"{new[at:]}\n":
+    if theirs and f"\n{theirs}\n" in f"{new}\n":
         return Cause("inserted", "text that was not there before", LATER)
-    if mine and f"\n{mine}\n" in f"{old[at:]}\n":
+    if mine and f"\n{mine}\n" in f"{old}\n":
         return Cause("removed", "text that is left out now", "keep it, or leave it out always")
-    return Cause("text", "another text", "")
+    return Cause("text", "another text")
 
 
-LATER = "put what changes behind what stays: into the last message, not into the system prompt"
+def _normaliser(mine: str, theirs: str, behind: tuple[str, str], *, is_reordered: bool) -> str | None:
+    """Returns the name of the normaliser that makes two lines one, None if there is none."""
 
+    def has(name: str, *texts: str) -> bool:
+        return any(map(_FORMAT[name].is_in, texts))
 
-def _on(name: str) -> str:
-    return f"serve --normalise {name}=on undoes the change"
-
-
-def _changed_value(mine: str, theirs: str) -> Cause:
-    """Returns the cause for two lines that differ in numbers, dates or ids only."""
-    if _FORMAT["clock"].is_in(mine) and _DATE.sub("", mine) != mine and _DATE.findall(mine) != _DATE.findall(theirs):
-        return Cause("date", "a date that changes", LATER)
-    if _FORMAT["clock"].is_in(mine):
-        return Cause("clock", "a time of day that changes", _on("clock"))
-    if _DATE.search(mine):
-        return Cause("date", "a date that changes", LATER)
-    if _NUMBER.sub("0", mine) == _NUMBER.sub("0", theirs):
-        return Cause("number", "a number that changes", LATER)
-    return Cause("id", "an id that changes in each request", LATER)
-
-
-def _masked(line: str) -> str:
-    """Returns a line without its dates, ids and numbers."""
-    return _NUMBER.sub("0", _WORD.sub(_without_id, _DATE.sub("@", line))).replace("#", "0")
-
-
-def _without_id(word: re.Match[str]) -> str:
-    """Returns `#` for an id: parts of four hex digits and more, or a digit and seven more characters."""
-    text = word[0]
-    first = next((index for index, char in enumerate(text) if char.isdigit()), len(text))
-    is_hex = first < len(text) and all(len(part) >= 4 and set(part) <= _HEX_DIGITS for part in text.split("-"))
-    return "#" if is_hex or len(text) - first >= 8 else text
-
-
-def _is_moved(new: str, old: str, mine: str, theirs: str) -> bool:
-    if mine == theirs or not mine.strip() or not theirs.strip():
-        return False
-    # The template may have added a marker after the last line.
-    return mine in old and theirs in new
+    if has("billing-header", mine):
+        return "billing-header"
+    if has("total-tokens", mine, theirs):
+        return "total-tokens"
+    # The last line of the shorter prompt is there in both.
+    if has("hoisted-nudges", *(text.lstrip("\n").partition("\n")[0] for text in behind)):
+        return "hoisted-nudges"
+    if has("clock", mine) and _TIME.sub("", mine) == _TIME.sub("", theirs):
+        return "clock"
+    if is_reordered and _NAME.findall(mine) != _NAME.findall(theirs):
+        return "tool-order"
+    return "schema-keys" if is_reordered and has("schema-keys", mine) else None

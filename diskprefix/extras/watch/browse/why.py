@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 
 from diskprefix.cache.matching import Matcher
-from diskprefix.cache.policy.breaks import find_break
-from diskprefix.cache.policy.select import StateKind
+from diskprefix.cache.policy.breaks import find_break, same_behind
+from diskprefix.cache.policy.select import AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.chat.template_input import common_chars
@@ -28,14 +28,13 @@ from diskprefix.store.savings import Savings
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
-from diskprefix.store.written import WrittenBytes, read_written
+from diskprefix.store.written import read_written
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length
 from diskprefix.units import format_size
 
 Decode = Callable[[TokenIds], str]
 _MOST_PROMPTS = 100
 _SHOWN_CHARS = 160
-_ENDS_OF_LAST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +108,23 @@ def explain(
     for this snapshot, `savings` that of `read_savings`. The lookup uses the root of `model`, or the last used root.
     Ignores `--kv-cache-gate`.
     """
-    roots = dict(snapshot.roots())
+    token_ids, roots = prompt.token_ids, dict(snapshot.roots())
     own = used_last(roots, tenant, model, savings)
-    looks = {root: _look_up(snapshot, secret, prompt.token_ids, root, record) for root, record in roots.items()}
+    looks = {root: _look_up(snapshot, secret, token_ids, root, record) for root, record in roots.items()}
     look = looks[own] if own is not None else None
     elsewhere = _elsewhere(roots, looks, own, tenant)
-    nearest, other = _nearest(snapshot, prompt.token_ids, own, entries, look.restored if look else 0)
-    parting, between = None, None
-    if nearest is not None and nearest.common < min(nearest.num_tokens, len(prompt.token_ids)):
-        parting, between = _parting(prompt.token_ids, other, nearest.common, decode)
+    near = _nearest(snapshot, token_ids, own, entries, look.restored) if own is not None and look else None
+    nearest = near[0] if near is not None else None
+    texts = parting = None
+    if near is not None and near[0].common < min(len(near[1]), len(token_ids)):
+        texts = decode(token_ids), decode(near[1])
+        parting = _parting(*texts, near[0].common)
+    cause = _cause(prompt, look, nearest, texts, elsewhere)
+    if cause.kind == "not-kept" and (limit := read_written(snapshot).budget_bytes):
+        text = f"{cause.text}, or --kv-cache-write-budget ({format_size(limit)}/day) left it out"
+        cause = replace(cause, text=text)
     return Why(
-        prompt_tokens=len(prompt.token_ids),
+        prompt_tokens=len(token_ids),
         stored=look.stored if look else 0,
         restored=look.restored if look else 0,
         root=own.hex() if own else "",
@@ -127,7 +132,7 @@ def explain(
         tenant=tenant,
         nearest=nearest,
         parting=parting,
-        cause=_with_budget(_cause(prompt, look, nearest, between, elsewhere), read_written(snapshot)),
+        cause=cause,
         elsewhere=elsewhere,
     )
 
@@ -163,9 +168,8 @@ def _look_up(snapshot: Snapshot, secret: int, token_ids: TokenIds, root: bytes, 
 
 
 def _state_kind(record: RootRecord) -> StateKind:
-    layout = msgspec.json.decode(record.layout, type=LayoutText)
     is_exact = bool(_fingerprint(record).get("products"))
-    if layout.states:
+    if msgspec.json.decode(record.layout, type=LayoutText).states:
         return "token_checkpoints" if is_exact else "checkpoints"
     return "token" if is_exact else "sliceable"
 
@@ -196,55 +200,53 @@ def used_last(
 def _elsewhere(
     roots: Mapping[bytes, RootRecord], looks: Mapping[bytes, _Look], own: bytes | None, tenant: str
 ) -> tuple[Elsewhere, ...]:
-    here = looks[own].stored if own is not None else 0
-    least = here + min((record.block_size for record in roots.values()), default=0)
-    found = []
-    for root, look in looks.items():
-        if root != own and look.stored >= least:
-            record = roots[root]
-            found.append(
-                Elsewhere(
-                    root=root.hex(),
-                    model=record.model,
-                    tenant=record.tenant,
-                    stored=look.stored,
-                    differs=_differences(record, roots[own] if own else None, tenant),
-                )
-            )
+    """Returns the roots that have at least a block more of the prompt, the most first."""
+    least = min((record.block_size for record in roots.values()), default=0)
+    least += looks[own].stored if own is not None else 0
+    found = [
+        Elsewhere(
+            root=root.hex(),
+            model=roots[root].model,
+            tenant=roots[root].tenant,
+            stored=look.stored,
+            differs=_differences(roots[root], roots[own] if own else None, tenant),
+        )
+        for root, look in looks.items()
+        if root != own and look.stored >= least
+    ]
     return tuple(sorted(found, key=lambda one: (-one.stored, one.root)))
 
 
 def _differences(there: RootRecord, here: RootRecord | None, tenant: str) -> dict[str, tuple[str, str]]:
-    differs = {}
-    if there.tenant != tenant:
-        differs["tenant"] = (there.tenant, tenant)
-    if here is None:
-        return differs
-    for name in ("model", "block_size"):
-        if (value := str(getattr(there, name))) != (mine := str(getattr(here, name))):
-            differs[name] = (value, mine)
-    theirs, ours = _fingerprint(there), _fingerprint(here)
-    differs |= {name: (theirs.get(name, ""), ours.get(name, "")) for name in differing(theirs, ours)}
+    differs = {"tenant": (there.tenant, tenant)} if there.tenant != tenant else {}
+    if here is not None:
+        pairs = {name: (str(getattr(there, name)), str(getattr(here, name))) for name in ("model", "block_size")}
+        differs |= {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        theirs, ours = _fingerprint(there), _fingerprint(here)
+        differs |= {name: (theirs.get(name, ""), ours.get(name, "")) for name in differing(theirs, ours)}
     return dict(sorted(differs.items()))
 
 
 def _nearest(
-    snapshot: Snapshot, token_ids: TokenIds, root: bytes | None, entries: Sequence[EntryInfo], known: int
-) -> tuple[Nearest | None, TokenIds]:
-    """Returns the prompt with the most tokens in common, before and after the first difference."""
-    best: tuple[tuple[int, int, int], Nearest, TokenIds] | None = None
-    if root is None:
-        return None, token_ids[:0]
-    for id_, preview, other in _prompts(snapshot, root, entries):
+    snapshot: Snapshot, token_ids: TokenIds, root: bytes, entries: Sequence[EntryInfo], known: int
+) -> tuple[Nearest, TokenIds] | None:
+    """Returns the prompt with the most tokens in common, before and after the first difference, and its tokens."""
+
+    def compared(id_: str, preview: str, other: TokenIds) -> tuple[Nearest, TokenIds]:
         common = common_prefix_length(token_ids, other)
         found = find_break(token_ids, [other], known)
         behind = found.num_tokens if found is not None else 0
-        nearest = Nearest(id=id_, num_tokens=len(other), common=common, behind=behind, preview=preview)
-        worth = (common + behind, common, bool(id_))
-        is_like = common + behind >= min(LEAST_TOKENS, len(token_ids))
-        if is_like and (best is None or worth > best[0]):
-            best = worth, nearest, other
-    return (best[1], best[2]) if best is not None else (None, token_ids[:0])
+        if common < LEAST_TOKENS:
+            behind = max(behind, same_behind(token_ids, other))
+        return Nearest(id=id_, num_tokens=len(other), common=common, behind=behind, preview=preview), other
+
+    found = (compared(*one) for one in _prompts(snapshot, root, entries))
+    least = min(LEAST_TOKENS, len(token_ids))
+    return max(
+        (one for one in found if one[0].common + one[0].behind >= least),
+        key=lambda one: (one[0].common + one[0].behind, one[0].common, bool(one[0].id)),
+        default=None,
+    )
 
 
 def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> Iterator[tuple[str, str, TokenIds]]:
@@ -259,48 +261,21 @@ def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> I
         yield "", "", token_ids
 
 
-def _parting(token_ids: TokenIds, other: TokenIds, at: int, decode: Decode) -> tuple[Parting, tuple[str, str]]:
-    """Returns the text around the difference of two prompts, and their whole texts."""
-    here, there = decode(token_ids), decode(other)
+def _parting(here: str, there: str, at: int) -> Parting:
     index = common_chars(here, there)
-    parting = Parting(
-        at=at,
-        before=here[max(0, index - _SHOWN_CHARS) : index],
-        here=here[index : index + _SHOWN_CHARS],
-        there=there[index : index + _SHOWN_CHARS],
-    )
-    return parting, (here, there)
+    behind = slice(index, index + _SHOWN_CHARS)
+    return Parting(at=at, before=here[max(0, index - _SHOWN_CHARS) : index], here=here[behind], there=there[behind])
 
 
 def _cause(
     prompt: Prompt,
     look: _Look | None,
     nearest: Nearest | None,
-    between: tuple[str, str] | None,
+    texts: tuple[str, str] | None,
     elsewhere: Sequence[Elsewhere],
 ) -> Cause:
-    if look is None or nearest is None:
-        return _cause_of_nothing(len(prompt.token_ids), look, elsewhere)
-    if elsewhere and elsewhere[0].stored > nearest.common:
-        return _cause_elsewhere(elsewhere[0])
-    if between is None:
-        return _cause_of_length(prompt, look, nearest)
-    if look.restored + 1 >= len(prompt.token_ids):
-        return Cause("nothing", "nothing is missing: all but the last token is restored")
-    if nearest.common > look.stored + 1:
-        return _not_kept(look, nearest)
-    # The remaining boundaries are the end of the last message and the beginning of the reply.
-    is_in_last = prompt.boundaries and sum(end > nearest.common for end in prompt.boundaries) <= _ENDS_OF_LAST
-    if not nearest.behind and is_in_last and nearest.common >= prompt.system_end:
-        return Cause("question", "the last message is another one; what comes before it is the same")
-    if not nearest.behind and prompt.system_end and nearest.common >= prompt.system_end:
-        return Cause("conversation", "another conversation: only system prompt and tools are the same")
-    cause = cause_between(*between)
-    return replace(cause, advice=LATER) if nearest.behind and not cause.advice else cause
-
-
-def _cause_of_nothing(num_tokens: int, look: _Look | None, elsewhere: Sequence[Elsewhere]) -> Cause:
-    if elsewhere:
+    """Returns the cause. `texts` are those of the prompt and of the nearest one, None if one begins with the other."""
+    if elsewhere and (look is None or nearest is None or elsewhere[0].stored > nearest.common):
         return _cause_elsewhere(elsewhere[0])
     if look is None:
         return Cause(
@@ -308,73 +283,55 @@ def _cause_of_nothing(num_tokens: int, look: _Look | None, elsewhere: Sequence[E
             "nothing is saved for this tenant; other tenants have prompts of their own",
             "say whose request it is with --salt or the body's prefix_cache.salt",
         )
-    least = Settings().kv_cache_min_tokens
-    if num_tokens < least:
-        return Cause(
-            "short",
-            f"a prompt of fewer than {least} tokens (--kv-cache-min-tokens) is not saved: computing it takes a moment",
-        )
-    return Cause(
-        "unlike",
-        "no saved prompt begins like this one",
-        "if it was sent before: another key or salt sent it, or it was evicted or purged",
-    )
+    if nearest is None:
+        return _cause_of_nothing(len(prompt.token_ids))
+    if look.restored + 1 >= len(prompt.token_ids):
+        return Cause("nothing", "nothing is missing: at most the last token is computed")
+    if texts is None and look.restored + 1 >= nearest.common:
+        return Cause("goes-on", "nothing is missing: it goes on where the saved prompt ends")
+    if texts is None or nearest.common > look.stored + 1:
+        return _not_kept(look, nearest)
+    if not nearest.behind and prompt.system_end and nearest.common >= prompt.system_end:
+        return Cause("question", "another question or conversation; what comes before it is the same")
+    cause = cause_between(*texts)
+    return replace(cause, advice=LATER) if nearest.behind and not cause.advice else cause
+
+
+def _cause_of_nothing(num_tokens: int) -> Cause:
+    if num_tokens < (least := Settings().kv_cache_min_tokens):
+        few = f"a prompt of fewer than {least} tokens (--kv-cache-min-tokens)"
+        return Cause("short", f"{few} is not saved: computing it takes a moment")
+    advice = "if it was sent before: another key or salt sent it, or it was evicted or purged"
+    return Cause("unlike", "no saved prompt begins like this one", advice)
 
 
 def _cause_elsewhere(one: Elsewhere) -> Cause:
     if "tenant" in one.differs:
         whose = "another API key or salt" if one.tenant else "callers without key and salt"
-        return Cause(
-            "tenant", f"it is saved for {whose}, and tenants do not share", "send it with the same key and salt"
-        )
+        text = f"it is saved for {whose}, and tenants do not share"
+        return Cause("tenant", text, "send it with the same key and salt")
     if "model" in one.differs:
         return Cause("model", f"it is saved for another model, {one.model}", "serve that model, or let it be computed")
     names = ", ".join(name.replace("_", " ") for name in one.differs) or "the build"
-    return Cause(
-        "build",
-        f"it was computed by another build: {names} differ",
-        "what is the same bit for bit is only found with the same libraries and settings; see --fingerprint",
-    )
-
-
-def _cause_of_length(prompt: Prompt, look: _Look, nearest: Nearest) -> Cause:
-    """One of the two prompts begins with the other."""
-    if look.restored + 1 >= nearest.common:
-        if len(prompt.token_ids) <= nearest.num_tokens:
-            return Cause("nothing", "nothing is missing: it is the beginning of a prompt that is stored")
-        return Cause("goes-on", "nothing is missing: it goes on where the saved prompt ends")
-    return _not_kept(look, nearest)
+    advice = "what is the same bit for bit is only found with the same libraries and settings; see --fingerprint"
+    return Cause("build", f"it was computed by another build: {names} differ", advice)
 
 
 def _not_kept(look: _Look, nearest: Nearest) -> Cause:
+    """Returns the cause for tokens of an earlier prompt that are not restored."""
     # Every prompt shares a few tokens with what another one left.
     is_rest = look.state != "token" or look.stored + 1 >= nearest.common
     if look.stored > look.restored + 1 and is_rest:
-        return _not_restored(look)
+        stored = f"{look.stored:,} tokens are stored, but"
+        if look.state in AT_CHECKPOINTS:
+            advice = "a mark of cache_control keeps one where it stands"
+            return Cause("no-checkpoint", f"{stored} this model restores at its checkpoints only", advice)
+        if look.state == "sliceable":
+            return Cause("whole-blocks", f"{stored} this model restores whole blocks, and computes the last token")
+        return Cause("few-tokens", f"{stored} fewer than {LEAST_TOKENS} are computed as fast as they are restored")
     return Cause(
         "not-kept",
         f"{nearest.common:,} tokens are those of an earlier prompt, of which {look.stored:,} are stored: the policy "
         "kept no more, or the rest was evicted or purged",
         "the scope full keeps whole prompts; a larger --kv-cache-budget keeps them longer",
     )
-
-
-def _with_budget(cause: Cause, written: WrittenBytes) -> Cause:
-    """Adds that the write budget may have left the prompt out, if there is one."""
-    if cause.kind != "not-kept" or not written.budget_bytes:
-        return cause
-    text = f"{cause.text}, or --kv-cache-write-budget ({format_size(written.budget_bytes)}/day) left it out"
-    return replace(cause, text=text)
-
-
-def _not_restored(look: _Look) -> Cause:
-    stored = f"{look.stored:,} tokens are stored, but "
-    match look.state:
-        case "token_checkpoints" | "checkpoints":
-            text = f"{stored}this model restores at its checkpoints only"
-            return Cause("no-checkpoint", text, "a mark of cache_control keeps one where it stands")
-        case "sliceable":
-            return Cause("whole-blocks", f"{stored}this model restores whole blocks, and computes the last token")
-        case "token":
-            text = f"{stored}fewer than {LEAST_TOKENS} are computed as fast as they are restored"
-            return Cause("few-tokens", text)

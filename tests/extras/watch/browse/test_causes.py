@@ -11,7 +11,7 @@ TOOL_B = '{"type": "function", "function": {"name": "write", "parameters": {"pat
 REST = "\nBe brief.\nNever guess.\n"
 BILLING = "x-anthropic-billing-header: cc_version=2.1.39; cch={};"
 CASES = {
-    "date": ("Today is Saturday, November 21, 2026.", "Today is Sunday, November 22, 2026."),
+    "value": ("Today is Saturday, November 21, 2026.", "Today is Sunday, November 22, 2026."),
     "clock": ("The current time is 05:04.", "The current time is 05:05."),
     "billing-header": (BILLING.format("00c6e"), BILLING.format("ff12a")),
     "total-tokens": (
@@ -22,8 +22,8 @@ CASES = {
     "tool-order": (f"{TOOL_A}\n{TOOL_B}", f"{TOOL_B}\n{TOOL_A}"),
     "schema-keys": ('{"name": "read", "strict": true}', '{"strict": true, "name": "read"}'),
     "order": ("first\nsecond", "second\nfirst"),
-    "id": ("session 3f2a90bc-1d22", "session 99aabbcc-ff00"),
-    "number": ("There are 12 files open.", "There are 134 files open."),
+    "value of an id": ("session 3f2a90bc-1d22", "session 99aabbcc-ff00"),
+    "value of a number": ("There are 12 files open.", "There are 134 files open."),
     "inserted": ("A note.\nYou are a helper.", "You are a helper."),
     "removed": ("You are a helper.", "A note.\nYou are a helper."),
     "text": ("You are a pirate.", "You were a sailor once."),
@@ -34,7 +34,7 @@ CASES = {
 def test_the_cause_is_named(kind: str) -> None:
     new, old = CASES[kind]
     cause = cause_between(f"Head\n{new}{REST}", f"Head\n{old}{REST}")
-    assert cause.kind == kind
+    assert cause.kind == kind.partition(" ")[0]
     assert cause.text
     assert cause.advice or kind == "text"
 
@@ -46,5 +46,5 @@ def test_the_line_around_a_place_is_found() -> None:
 @pytest.mark.parametrize("line", ["Write {}", "{} or so"])
 def test_a_normaliser_is_named_only_where_it_would_change_the_line(line: str) -> None:
     counts = (line.format(f"<total_tokens>{number} tokens left</total_tokens>") for number in (17, 18))
-    assert cause_between(*(f"Head\n{count}{REST}" for count in counts)).kind == "number"
+    assert cause_between(*(f"Head\n{count}{REST}" for count in counts)).kind == "value"
     assert cause_between(f"Head\n<system-reminder> tags carry hints.{REST}", f"Head{REST}").kind == "inserted"

@@ -52,7 +52,7 @@ def test_a_conversation_that_goes_on_needs_nothing(chats: SavedChats, snapshot: 
 
 def test_a_changed_date_is_named_with_the_text_around_it(chats: SavedChats, snapshot: Snapshot) -> None:
     found = why(chats, snapshot, chat(QUESTION, SYSTEM.replace("Saturday, November 21", "Sunday, November 22")))
-    assert found.cause.kind == "date"
+    assert found.cause.kind == "value"
     assert found.parting is not None
     assert found.parting.here.startswith("unday, November 22")
     assert found.parting.at == found.restored, "a model that is exact at every token restores up to there"
@@ -115,6 +115,16 @@ def test_another_text_before_much_that_is_the_same_has_advice(chats: SavedChats)
         found = why(chats, now, chat(QUESTION, "You are quite another one." + SYSTEM[20:] + "The pier is long. " * 400))
     assert found.nearest is not None
     assert (found.nearest.behind > 0, found.cause.advice != "") == (True, True)
+
+
+def test_of_a_short_prompt_whose_first_word_changed_the_place_is_told(chats: SavedChats) -> None:
+    chats.save(chat("Who lives there?", "Gulls nest on the pier. " * 4))
+    with chats.store.snapshot() as now:
+        found = why(chats, now, chat("Who lives there?", "Terns nest on the pier. " + "Gulls nest on the pier. " * 3))
+    assert found.nearest is not None
+    assert found.parting is not None
+    assert found.parting.at == found.nearest.common < LEAST_TOKENS
+    assert (found.parting.here[:5], found.parting.there[:5]) == ("Terns", "Gulls")
 
 
 def test_what_another_build_or_tenant_has_is_named_with_what_differs(chats: SavedChats, snapshot: Snapshot) -> None:
