@@ -1,7 +1,10 @@
+"""How much of a prompt is kept, and where `auto` has checkpoints if state cannot be cut."""
+
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import Any, get_args
 
 import pytest
@@ -9,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.cache.policy.seen import Earlier, SeenPrompt, Sighting
-from diskprefix.cache.policy.select import StateKind, _Window
+from diskprefix.cache.policy.select import Rules, _Window
+from diskprefix.cache.policy.select import select as select_by
 from diskprefix.nouns import Mark, Prompt, Reason, Scope, Selection
-from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length, raw_boundaries
-from tests.cache.policy.asking import select
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids, common_prefix_length, raw_boundaries
 
 OFF, FULL, AUTO = Scope("off"), Scope("full"), Scope("auto", 30)
 DEFAULTS: dict[str, Any] = {"block_size": 256, "min_tokens": 512, "cold_max": 10240, "interval": 10240}
+COARSE: dict[str, Any] = {"block_size": 100, "min_tokens": 200, "cold_max": 10240, "interval": 500}
 SMALL: dict[str, Any] = {"block_size": 4, "min_tokens": 0, "cold_max": 100, "interval": 100}
 NOTHING_KEPT = frozenset(
     {"off", "already_saved", "no_history", "no_match", "no_safe_boundary"}
@@ -24,15 +28,11 @@ NOTHING_KEPT = frozenset(
 BEGIN, END, THINK = 1, 2, 3
 """Markers around messages, and one that is no marker of this template."""
 ROLE = 4
+MARKER = -1
 LIKELY = Sighting(trials=10, again=5)
 UNLIKELY = Sighting(trials=10)
 """Of a prompt whose kind never came again."""
-
-
-def test_what_is_left_for_others_is_everything_nothing_or_what_came_before() -> None:
-    selection = Selection(scope=FULL, prompt_tokens=100, reason="full", common=20, seen=30)
-    assert [selection.shared(rule, 80, 10) for rule in ("all", "off", "seen-twice")] == [80, 0, 30]
-    assert [selection.shared("seen-twice", 80, had) for had in (50, 90)] == [50, 80]
+CONTINUES = replace(UNLIKELY, continues=True)
 
 
 def tokens(scope: int) -> Scope:
@@ -52,33 +52,233 @@ def sharing(length: int, shared: int) -> TokenIds:
     return token_ids
 
 
-def message(number: int, length: int) -> list[int]:
-    """`length` tokens and two markers. Messages of different numbers share no words, and none with `ids`."""
-    words = range(10_000_000 * number, 10_000_000 * number + length - 3)
-    return [BEGIN, ROLE, *words, END]
+def leaving(prompt: Prompt, shared: int, ending: Sequence[int] = (MARKER,), num_others: int = 1000) -> TokenIds:
+    """The first `shared` tokens of a prompt, and many others."""
+    return as_token_ids([*prompt.token_ids[:shared], *range(1_000_000, 1_000_000 + num_others), *ending])
+
+
+def parted(length: int, *boundaries: int, system_end: int = 0) -> Prompt:
+    """`ids` with markers before the boundaries."""
+    token_ids = ids(length)
+    token_ids[[position - 1 for position in boundaries]] = MARKER
+    return Prompt(token_ids, boundaries, system_end)
 
 
 def chat(*messages: tuple[int, int], ending: tuple[int, ...] = (BEGIN, ROLE)) -> Prompt:
-    """Messages of a number and a length, the first of them the system's, and what has the model reply."""
-    token_ids = as_token_ids([token for one in messages for token in message(*one)] + list(ending))
+    """Messages of a number and a length, the first of them the system's, and what has the model reply. Messages of
+    different numbers share no words, and none with `ids`."""
+    text = [
+        token
+        for number, length in messages
+        for token in (BEGIN, ROLE, *range(10_000_000 * number, 10_000_000 * number + length - 3), END)
+    ]
+    token_ids = as_token_ids([*text, *ending])
     # The next message begins in the same way, whoever sends it.
     return Prompt(token_ids, raw_boundaries(token_ids, (BEGIN, END)), messages[0][1] + 1 if len(messages) > 1 else 0)
 
 
-SYSTEM, ASKED, SAID, TOLD = (1, 1000), (2, 300), (3, 400), (4, 500)
-"""Messages of a conversation."""
-FIRST_TURN, SECOND_TURN = chat(SYSTEM, ASKED), chat(SYSTEM, ASKED, SAID, TOLD)
+def seen(num_blocks: int, sighting: Sighting = UNLIKELY) -> Sighting:
+    return replace(sighting, num_blocks=num_blocks)
+
+
+def select(
+    scope: Scope,
+    prompt: Prompt,
+    recent: Sequence[TokenIds],
+    *,
+    restored: int = 0,
+    sighting: Sighting = UNLIKELY,
+    older: TokenIds | None = None,
+    **rules: Any,
+) -> Selection:
+    def earlier(token_ids: TokenIds) -> Earlier:
+        return Earlier(SeenPrompt((), token_ids.tobytes()), common_prefix_length(prompt.token_ids, token_ids))
+
+    known = replace(sighting, recent=tuple(map(earlier, recent)), older=None if older is None else earlier(older))
+    return select_by(scope, prompt, Rules(**rules), known, restored=restored)
 
 
 def pick(scope: Scope, prompt: Prompt, *recent: TokenIds, **changes: Any) -> Selection:
-    return select(scope, prompt, recent, **{**DEFAULTS, "sighting": UNLIKELY, **changes})
+    return select(scope, prompt, recent, **(DEFAULTS | changes))
 
 
-CONTINUES = replace(UNLIKELY, continues=True)
+def pick_checkpoints(prompt: Prompt, *recent: TokenIds, **changes: Any) -> Selection:
+    return select(AUTO, prompt, recent, **(COARSE | {"state": "checkpoints"} | changes))
 
 
-def seen(num_blocks: int) -> Sighting:
-    return replace(UNLIKELY, num_blocks=num_blocks)
+def chosen(selection: Selection) -> dict[int, int]:
+    """The checkpoints, each with its votes."""
+    return dict(zip(selection.checkpoints, selection.votes, strict=True))
+
+
+LONG = Prompt(ids(4123))
+
+
+@pytest.mark.parametrize(
+    ("scope", "length", "changes", "expected"),
+    [
+        (FULL, 512, {}, (512, 512, True, "full")),
+        (FULL, 4123, {}, (4123, 4096, True, "full")),
+        (FULL, 100, {"min_tokens": 100}, (100, 0, True, "full")),
+        (FULL, 511, {}, (511, 0, False, "short_prompt")),
+        (tokens(511), 511, {}, (511, 0, False, "short_prompt")),
+        (tokens(512), 4123, {}, (512, 512, False, "tokens")),
+        (tokens(1000), 4123, {}, (1000, 768, False, "tokens")),
+        (tokens(4122), 4123, {}, (4122, 4096, False, "tokens")),
+        (tokens(4123), 4123, {}, (4123, 4096, True, "tokens")),
+        (tokens(1_000_000), 4123, {}, (4123, 4096, True, "tokens")),
+        # What would be kept counts, not the boundary above it.
+        (tokens(700), 4123, {"min_tokens": 600}, (700, 0, False, "short_prefix")),
+        (tokens(255), 4123, {"min_tokens": 0}, (255, 0, False, "short_prefix")),
+        (tokens(7), 0, {"min_tokens": 0}, (0, 0, False, "tokens")),
+        (FULL, 0, {"min_tokens": 0}, (0, 0, False, "full")),
+        (OFF, 5000, {}, (0, 0, False, "off")),
+    ],
+    ids=str,
+)
+def test_full_and_a_number_keep_so_many_tokens_whatever_was_seen(
+    scope: Scope, length: int, changes: dict[str, int], expected: tuple[int, int, bool, Reason]
+) -> None:
+    for recent in ([], [ids(5000)], [sharing(5000, 90)]):
+        selection = pick(scope, Prompt(ids(length), (1, 600) if length > 600 else ()), *recent, **changes)
+        assert (selection.selected, selection.aligned, selection.keep_tail, selection.reason) == expected
+        assert selection.checkpoints == ()
+
+
+SYSTEM, ASKED, SAID, TOLD = (1, 1000), (2, 300), (3, 400), (4, 500)
+"""Messages of a conversation."""
+FIRST_TURN, TURN = chat(SYSTEM, ASKED), chat(SYSTEM, ASKED, SAID, TOLD)
+OTHERS = [chat((n, 1000), (50, 300)).token_ids for n in range(10, 18)]
+"""Eight prompts, each with a system message of its own."""
+REMINDED, LENGTHILY = chat(SYSTEM, ASKED, SAID, TOLD, (9, 150)), chat(SYSTEM, ASKED, SAID, TOLD, (9, 400))
+TOOLS = chat((1, 700), (5, 300))
+MARKED = Prompt(ids(4123), (1, 1432, 4100), 1432, marks=(Mark(600), Mark(1432, 300.0), Mark(3000)))
+QUOTING = Prompt(TURN.token_ids.copy(), TURN.boundaries, TURN.system_end)
+QUOTING.token_ids[[1200, 2100]] = END
+REWRITTEN = chat(SYSTEM, ASKED, (9, 100)).token_ids
+UNLIKE = [chat((7, 400), (8, 300)).token_ids] * 3
+
+KEPT_BY_AUTO: dict[str, tuple[Prompt, list[TokenIds], dict[str, Any], tuple[int, int, Reason, bool]]] = {
+    "the last safe boundary of the best match": (
+        Prompt(ids(4123), (1, 700, 1432, 1990), 700),
+        [sharing(4000, 90), sharing(3000, 1500), sharing(5000, 800)],
+        {},
+        (1432, 1280, "shared_prefix", False),
+    ),
+    "a new system message": (TURN, [], {}, (1001, 768, "new_system_prompt", False)),
+    "a new one beside seven others": (TURN, OTHERS[:7], {}, (1001, 768, "new_system_prompt", False)),
+    "where none of eight came again": (TURN, OTHERS, {}, (1, 0, "short_prefix", False)),
+    "where one of them came again": (TURN, [*OTHERS, OTHERS[7]], {}, (1001, 768, "new_system_prompt", False)),
+    "a known system message": (TURN, [chat(SYSTEM, (9, 300)).token_ids], {}, (1001, 768, "shared_prefix", False)),
+    "known from before the window": (TURN, [ids(4000, 7)], {"sighting": seen(4)}, (1001, 768, "shared_prefix", False)),
+    "a system message known in part": (
+        TOOLS, [as_token_ids([*TOOLS.token_ids[:600], *ids(600, 7), END])], {}, (701, 512, "new_system_prompt", False)
+    ),
+    "after raw text with the same marker": (
+        TURN, [as_token_ids([BEGIN, *range(20, 4000)])], {}, (1001, 768, "new_system_prompt", False)
+    ),
+    "nothing was seen": (LONG, [], {}, (0, 0, "no_history", False)),
+    "nothing is shared": (Prompt(ids(4123), (1,)), [sharing(4000, 0)], {}, (0, 0, "no_match", False)),
+    "shared to no boundary": (Prompt(ids(4123), (900,)), [sharing(4000, 899)], {}, (0, 0, "no_safe_boundary", False)),
+    "a short prompt": (Prompt(ids(511)), [ids(511)], {}, (511, 0, "short_prompt", False)),
+    "a repeat": (LONG, [ids(4123)], {}, (4123, 4123, "shared_prefix", False)),
+    "the beginning of another": (LONG, [ids(5000)], {}, (4123, 4123, "shared_prefix", False)),
+    "a repeat that ends on a boundary": (
+        Prompt(ids(1030), (1, 1030)), [ids(1030)], {}, (1030, 1030, "shared_prefix", False)
+    ),
+    "a conversation grew": (TURN, [FIRST_TURN.token_ids], {"sighting": CONTINUES}, (2201, 2048, "continues", True)),
+    "its template rewrote the reply's beginning": (
+        TURN,
+        [chat(SYSTEM, ASKED, ending=(BEGIN, ROLE, THINK, 77, 78)).token_ids],
+        {},
+        (1701, 1536, "continues", False),
+    ),
+    "a message of it is missing": (
+        TURN, [chat(SYSTEM, ASKED, (6, 400), (7, 300)).token_ids], {}, (1301, 1280, "shared_prefix", False)
+    ),
+    "something else was asked in a word": (
+        TURN, [chat(SYSTEM, (6, 9)).token_ids], {}, (1001, 768, "shared_prefix", False)
+    ),
+    "something else was asked at length": (
+        TURN, [chat(SYSTEM, (6, 400)).token_ids], {}, (1001, 768, "shared_prefix", False)
+    ),
+    "a short reminder moves": (
+        REMINDED, [chat(SYSTEM, ASKED, SAID, (9, 150)).token_ids], {}, (2201, 2048, "continues", False)
+    ),
+    "a long reminder moves": (
+        LENGTHILY, [chat(SYSTEM, ASKED, SAID, (9, 400)).token_ids], {}, (1701, 1536, "shared_prefix", False)
+    ),
+    "without what will be rewritten again": (
+        LENGTHILY,
+        [chat(SYSTEM, ASKED, SAID, (9, 400)).token_ids],
+        {"sighting": LIKELY},
+        (2201, 2048, "likely_repeat", False),
+    ),
+    "an eighth was rewritten": (LONG, [sharing(1600, 1400)], {}, (3923, 3840, "continues", False)),
+    "more was rewritten": (LONG, [sharing(1601, 1400)], {}, (1400, 1280, "shared_prefix", False)),
+    "of as good matches the one that lost least": (
+        LONG, [sharing(3000, 1400), sharing(1500, 1400)], {}, (4023, 3840, "continues", False)
+    ),
+    "a better match that lost more": (
+        LONG, [sharing(1500, 1400), sharing(3000, 1450)], {}, (1450, 1280, "shared_prefix", False)
+    ),
+    "it grew by less than it will lose": (
+        Prompt(ids(2100)), [sharing(2200, 2000)], {}, (2000, 1792, "shared_prefix", False)
+    ),
+    "a marker's text in a message": (
+        QUOTING, [QUOTING.token_ids[:1304]], {"sighting": CONTINUES}, (2201, 2048, "continues", True)
+    ),
+    "raw text grew": (LONG, [ids(1500)], {"sighting": CONTINUES}, (4123, 4096, "continues", True)),
+    "it grew without a new boundary": (
+        Prompt(TURN.token_ids, FIRST_TURN.boundaries, FIRST_TURN.system_end),
+        [FIRST_TURN.token_ids],
+        {},
+        (1301, 1280, "shared_prefix", False),
+    ),
+    "seen before the window": (
+        TURN, [chat(SYSTEM, (6, 300)).token_ids], {"sighting": seen(6)}, (1301, 1280, "shared_prefix", False)
+    ),
+    "its kind comes again": (TURN, [ids(4000, 7)], {"sighting": LIKELY}, (2201, 2048, "likely_repeat", True)),
+    "raw text of a kind that comes again": (LONG, [], {"sighting": LIKELY}, (4123, 4096, "likely_repeat", True)),
+    "its kind comes again, and it grew": (
+        TURN, [FIRST_TURN.token_ids], {"sighting": replace(LIKELY, continues=True)}, (2201, 2048, "continues", True)
+    ),
+    "a word is shared with another text": (
+        LONG, [sharing(4000, 300)], {"sighting": LIKELY}, (4123, 4096, "likely_repeat", True)
+    ),
+    "its kind is not known yet": (
+        TURN, [], {"sighting": Sighting(trials=9, is_trusting=True)}, (2201, 2048, "learning", True)
+    ),
+    "its kind is known": (
+        TURN, [], {"sighting": Sighting(trials=10, is_trusting=True)}, (1001, 768, "new_system_prompt", False)
+    ),
+    "its kind is not known, nor trusted": (TURN, [], {"sighting": Sighting()}, (1001, 768, "new_system_prompt", False)),
+    "others filled the window": (TURN, UNLIKE, {"sighting": seen(5)}, (1001, 768, "shared_prefix", False)),
+    "and it goes on from before it": (
+        TURN, UNLIKE, {"sighting": seen(5), "older": REWRITTEN}, (1701, 1536, "continues", False)
+    ),
+    "and goes on from within it": (
+        TURN, [*UNLIKE, REWRITTEN], {"sighting": seen(5)}, (1701, 1536, "continues", False)
+    ),
+    # Claude Code marks its newest message of the user, and then sends a message of the system.
+    "what is marked": (MARKED, [sharing(4000, 90)], {}, (3000, 2816, "marks", False)),
+    "more than is marked": (MARKED, [sharing(4000, 90)], {"sighting": LIKELY}, (4100, 4096, "likely_repeat", True)),
+    "what is marked at the end": (Prompt(ids(4123), marks=(Mark(5000),)), [], {}, (4123, 4123, "marks", False)),
+    "two marks with too little before them": (
+        Prompt(ids(4123), (1, 1432), 1432, marks=(Mark(300), Mark(500))),
+        [],
+        {},
+        (1432, 1280, "new_system_prompt", False),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEPT_BY_AUTO)
+def test_auto_keeps_what_will_be_asked_for_again_and_says_why(case: str) -> None:
+    prompt, recent, changes, expected = KEPT_BY_AUTO[case]
+    selection = pick(AUTO, prompt, *recent, **changes)
+    assert (selection.selected, selection.kept, selection.reason, selection.keeps_reply) == expected
+    assert (selection.window, selection.recent) == (30, len(recent))
 
 
 class Counted(list[Earlier]):
@@ -98,396 +298,177 @@ def test_what_was_lost_is_found_in_two_passes_over_the_window() -> None:
     assert recent.passes <= 2
 
 
-def test_off_selects_nothing_and_looks_at_nothing() -> None:
-    assert pick(OFF, Prompt(ids(5000)), ids(5000), state="checkpoints") == Selection(
-        scope=OFF, prompt_tokens=5000, reason="off"
-    )
-
-
-@pytest.mark.parametrize(("length", "aligned"), [(512, 512), (513, 512), (4123, 4096), (4096, 4096), (767, 512)])
-def test_full_selects_the_whole_prompt_with_its_tail(length: int, aligned: int) -> None:
-    selection = pick(FULL, Prompt(ids(length)))
-    assert (selection.selected, selection.aligned, selection.keep_tail) == (length, aligned, True)
-    assert selection.reason == "full"
-    assert selection.checkpoints == ()
+CUT = Prompt(ids(4123), (1, 1432, 4100))
 
 
 @pytest.mark.parametrize(
-    ("n", "selected", "aligned", "keep_tail"),
+    ("scope", "prompt", "changes", "checkpoints"),
     [
-        (1000, 1000, 768, False),
-        (1024, 1024, 1024, False),
-        (4122, 4122, 4096, False),
-        (4123, 4123, 4096, True),
-        (4124, 4123, 4096, True),
-        (1_000_000, 4123, 4096, True),
-    ],
-)
-def test_a_number_selects_that_many_tokens(n: int, selected: int, aligned: int, keep_tail: bool) -> None:
-    selection = pick(tokens(n), Prompt(ids(4123)))
-    assert (selection.selected, selection.aligned, selection.keep_tail) == (selected, aligned, keep_tail)
-    assert selection.reason == "tokens"
-
-
-def test_a_number_is_not_moved_to_a_chat_boundary() -> None:
-    assert pick(tokens(1024), Prompt(ids(4123), boundaries=(1, 600))).aligned == 1024
-
-
-@pytest.mark.parametrize("scope", [FULL, tokens(511), AUTO], ids=str)
-def test_of_a_short_prompt_nothing_is_kept_but_the_boundary_is_reported(scope: Scope) -> None:
-    selection = pick(scope, Prompt(ids(511)), ids(511))
-    assert (selection.selected, selection.aligned, selection.keep_tail) == (511, 0, False)
-    assert selection.checkpoints == ()
-    assert selection.reason == "short_prompt"
-
-
-def test_exactly_min_tokens_is_enough() -> None:
-    assert pick(tokens(512), Prompt(ids(4123))).aligned == 512
-    assert pick(FULL, Prompt(ids(512))).keep_tail
-
-
-def test_what_would_be_kept_counts_and_not_the_boundary_above_it() -> None:
-    selection = pick(tokens(700), Prompt(ids(4123)), min_tokens=600)
-    assert (selection.selected, selection.aligned, selection.reason) == (700, 0, "short_prefix")
-
-
-def test_a_prompt_shorter_than_a_block_is_kept_by_its_tail_alone() -> None:
-    selection = pick(FULL, Prompt(ids(100)), min_tokens=100)
-    assert (selection.selected, selection.aligned, selection.keep_tail) == (100, 0, True)
-    assert selection.reason == "full"
-
-
-def test_less_than_a_block_without_its_tail_is_nothing_even_without_a_minimum() -> None:
-    selection = pick(tokens(255), Prompt(ids(4123)), min_tokens=0)
-    assert (selection.aligned, selection.keep_tail, selection.reason) == (0, False, "short_prefix")
-
-
-@pytest.mark.parametrize("scope", [OFF, FULL, AUTO, tokens(7)], ids=str)
-def test_a_prompt_without_tokens_has_nothing_to_keep(scope: Scope) -> None:
-    selection = pick(scope, Prompt(ids(0)), ids(9), min_tokens=0, state="checkpoints")
-    assert (selection.selected, selection.aligned, selection.keep_tail, selection.checkpoints) == (0, 0, False, ())
-
-
-def test_auto_selects_the_last_safe_boundary_of_the_best_match() -> None:
-    prompt = Prompt(ids(4123), boundaries=(1, 700, 1432, 1990), system_end=700)
-    selection = pick(AUTO, prompt, sharing(4000, 90), sharing(3000, 1500), sharing(5000, 800))
-    assert (selection.common, selection.selected, selection.aligned) == (1500, 1432, 1280)
-    assert (selection.window, selection.recent) == (30, 3)
-    assert selection.reason == "shared_prefix"
-    assert not selection.keep_tail
-
-
-@pytest.mark.parametrize(("common", "safe"), [(1431, 700), (1432, 1432), (1433, 1432)])
-def test_a_boundary_exactly_at_the_end_of_the_match_counts(common: int, safe: int) -> None:
-    prompt = Prompt(ids(4123), boundaries=(1, 700, 1432, 1990))
-    assert pick(AUTO, prompt, sharing(4000, common)).selected == safe
-
-
-def test_only_the_newest_prompts_in_the_window_are_looked_at() -> None:
-    recent = [sharing(4000, 600), sharing(4000, 1100), sharing(4000, 2100)]
-    prompt = Prompt(ids(4123))
-    assert [pick(Scope("auto", n), prompt, *recent).aligned for n in (1, 2, 3, 30)] == [512, 1024, 2048, 2048]
-    assert [pick(Scope("auto", n), prompt, *recent).recent for n in (1, 2, 3, 30)] == [1, 2, 3, 3]
-
-
-def test_a_system_message_that_nobody_has_sent_yet_is_guessed_beside_other_prompts() -> None:
-    others = [chat((n, 1000), (50, 300)).token_ids for n in range(10, 17)]
-    assert len(others) == 7
-    for recent in ([], others[:1], others):
-        selection = pick(AUTO, SECOND_TURN, *recent)
-        assert (selection.selected, selection.aligned, selection.reason) == (1001, 768, "new_system_prompt")
-
-
-def test_where_eight_recent_prompts_share_nothing_the_guess_is_not_used() -> None:
-    others = [chat((n, 1000), (50, 300)).token_ids for n in range(10, 18)]
-    selection = pick(AUTO, SECOND_TURN, *others)
-    assert (selection.selected, selection.aligned, selection.reason) == (1, 0, "short_prefix")
-    again = chat((17, 1000), (51, 200)).token_ids
-    assert pick(AUTO, SECOND_TURN, *others, again).reason == "new_system_prompt"
-
-
-def test_a_system_message_that_was_seen_is_no_guess() -> None:
-    selection = pick(AUTO, SECOND_TURN, chat(SYSTEM, (9, 300)).token_ids)
-    assert (selection.common, selection.selected, selection.reason) == (1002, 1001, "shared_prefix")
-    before_the_window = pick(AUTO, SECOND_TURN, ids(4000, 7), sighting=seen(4))
-    assert (before_the_window.seen, before_the_window.selected, before_the_window.reason) == (
-        1024,
-        1001,
-        "shared_prefix",
-    )
-
-
-def test_of_a_system_message_that_was_seen_in_part_all_is_guessed() -> None:
-    tools = chat((1, 700), (5, 300))
-    other = as_token_ids([*tools.token_ids[:600], *ids(600, 7), END])
-    selection = pick(AUTO, Prompt(tools.token_ids, tools.boundaries, tools.system_end), other)
-    assert (selection.common, selection.selected, selection.reason) == (600, 701, "new_system_prompt")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "recent", "reason"),
-    [
-        (Prompt(ids(4123)), [], "no_history"),
-        (Prompt(ids(4123), boundaries=(1,)), [sharing(4000, 0)], "no_match"),
-        (Prompt(ids(4123), boundaries=(900,)), [sharing(4000, 899)], "no_safe_boundary"),
-    ],
-)
-def test_auto_says_why_it_has_no_boundary(prompt: Prompt, recent: list[TokenIds], reason: str) -> None:
-    selection = pick(AUTO, prompt, *recent, state="checkpoints")
-    assert (selection.selected, selection.aligned, selection.checkpoints) == (0, 0, ())
-    assert selection.reason == reason
-
-
-@pytest.mark.parametrize("other", [ids(4123), ids(5000)], ids=["repeat", "longer"])
-def test_an_exact_repeat_without_boundaries_keeps_its_tail(other: TokenIds) -> None:
-    selection = pick(AUTO, Prompt(ids(4123)), other)
-    assert (selection.selected, selection.aligned, selection.keep_tail) == (4123, 4096, True)
-    assert selection.diverged_at is None
-
-
-def test_a_chat_that_ends_on_a_boundary_may_be_kept_whole() -> None:
-    prompt = Prompt(ids(1024), boundaries=(1, 1024))
-    selection = pick(AUTO, prompt, ids(1024))
-    assert (selection.selected, selection.aligned, selection.keep_tail) == (1024, 1024, True)
-
-
-@pytest.mark.parametrize("scope", [FULL, AUTO, tokens(1000)], ids=str)
-def test_every_scope_but_off_says_where_the_prompt_diverged(scope: Scope) -> None:
-    prompt = Prompt(ids(4123), boundaries=(1,))
-    assert pick(scope, prompt, sharing(4000, 90), sharing(4000, 40)).diverged_at == 90
-    assert pick(scope, prompt, sharing(4000, 0)).diverged_at == 0
-    assert pick(scope, prompt).diverged_at is None
-    assert pick(scope, prompt, ids(4200)).diverged_at is None
-
-
-@pytest.mark.parametrize(
-    ("length", "boundaries", "changes", "checkpoints"),
-    [
-        (4123, (), {}, (4096,)),
-        (4123, (1, 1432, 4100), {"cold_max": 2000}, (1280, 4096)),
-        (4123, (1, 1432, 4100), {"cold_max": 1432}, (1280, 4096)),
-        (4123, (1, 1432, 4100), {"cold_max": 1431}, (4096,)),
-        (4123, (1, 4100), {"cold_max": 0}, (4096,)),
-        (4123, (1, 300, 4100), {"cold_max": 1000}, (4096,)),
-        (4123, (1, 4100), {"interval": 1000}, (768, 1792, 2816, 3840, 4096)),
+        (FULL, LONG, {}, (4096,)),
+        (FULL, CUT, {"cold_max": 1432}, (1280, 4096)),
+        (FULL, CUT, {"cold_max": 1431}, (4096,)),
+        (FULL, Prompt(ids(4123), (1, 4100)), {"cold_max": 0}, (4096,)),
+        (FULL, Prompt(ids(4123), (1, 300, 4100)), {"cold_max": 1000}, (4096,)),
+        (FULL, Prompt(ids(4123), (1, 4100)), {"interval": 1000}, (768, 1792, 2816, 3840, 4096)),
         # The tail has the states at the prompt's end.
-        (4096, (1, 4000), {"interval": 2048}, (2048, 3840)),
-        (4096, (1, 4000), {"interval": 1, "min_tokens": 3500}, (3584, 3840)),
-        (30_000, (1, 5000, 29_990), {}, (4864, 10240, 20480, 29_952)),
-        (30_000, (), {}, (10240, 20480, 29_952)),
-        (20_480, (1, 20_480), {}, (10240,)),
-        (600, (1,), {"min_tokens": 600}, ()),
-    ],
-)
-def test_full_has_cold_continued_and_last_checkpoints(
-    length: int, boundaries: tuple[int, ...], changes: dict[str, int], checkpoints: tuple[int, ...]
-) -> None:
-    assert pick(FULL, Prompt(ids(length), boundaries), state="checkpoints", **changes).checkpoints == checkpoints
-
-
-@pytest.mark.parametrize("scope", [AUTO, tokens(1432)], ids=str)
-def test_auto_and_a_number_have_a_checkpoint_at_their_boundary(scope: Scope) -> None:
-    selection = pick(scope, Prompt(ids(4123), boundaries=(1, 1432)), sharing(4000, 1500), state="checkpoints")
-    assert selection.checkpoints == (1280,) == (selection.aligned,)
-
-
-def test_below_a_far_number_lie_checkpoints_to_fall_back_to() -> None:
-    prompt = Prompt(ids(4123), boundaries=(1, 1432, 4100))
-    selection = pick(tokens(1432), prompt, sharing(4000, 1500), state="checkpoints", interval=600, min_tokens=100)
-    assert selection.checkpoints == (512, 1024, 1280)
-
-
-def test_a_conversation_that_grew_is_kept_to_its_last_safe_boundary() -> None:
-    selection = pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids, sighting=CONTINUES)
-    assert selection.common == 1302
-    assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "continues")
-    assert not selection.keep_tail
-
-
-def test_a_conversation_grew_too_if_the_template_rewrote_what_has_the_model_reply() -> None:
-    thinking = chat(SYSTEM, ASKED, ending=(BEGIN, ROLE, THINK, 77, 78)).token_ids
-    assert pick(AUTO, SECOND_TURN, thinking).reason == "continues"
-
-
-def test_a_conversation_did_not_grow_if_a_message_of_it_is_missing() -> None:
-    another = chat(SYSTEM, ASKED, (6, 400), (7, 300)).token_ids
-    selection = pick(AUTO, SECOND_TURN, another)
-    assert (selection.selected, selection.reason) == (1301, "shared_prefix")
-
-
-@pytest.mark.parametrize("length", [9, 50, 400])
-def test_a_conversation_did_not_grow_if_what_was_asked_is_another(length: int) -> None:
-    """However short: to share the system message says nothing of what stands behind it."""
-    assert pick(AUTO, SECOND_TURN, chat(SYSTEM, (6, length)).token_ids).reason == "shared_prefix"
-
-
-def test_a_conversation_with_a_reminder_that_moves_is_kept_up_to_the_reminder() -> None:
-    before, now = chat(SYSTEM, ASKED, SAID, (9, 150)), chat(SYSTEM, ASKED, SAID, TOLD, (9, 150))
-    selection = pick(AUTO, now, before.token_ids)
-    assert (selection.common, len(before.token_ids)) == (1702, 1852)
-    assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "continues")
-
-
-def test_a_conversation_did_not_grow_if_much_of_it_was_rewritten() -> None:
-    before, now = chat(SYSTEM, ASKED, SAID, (9, 400)), chat(SYSTEM, ASKED, SAID, TOLD, (9, 400))
-    selection = pick(AUTO, now, before.token_ids)
-    assert (selection.selected, selection.reason) == (1701, "shared_prefix")
-    likely = pick(AUTO, now, before.token_ids, sighting=LIKELY)
-    assert (likely.selected, likely.reason) == (2201, "likely_repeat"), "without what will be rewritten again"
-
-
-@pytest.mark.parametrize(
-    ("length", "selected", "reason"),
-    [(1600, 3923, "continues"), (1601, 1400, "shared_prefix"), (1401, 4122, "continues")],
-)
-def test_at_most_an_eighth_of_what_grew_was_rewritten(length: int, selected: int, reason: str) -> None:
-    selection = pick(AUTO, Prompt(ids(4123)), sharing(length, 1400))
-    assert (selection.selected, selection.reason) == (selected, reason)
-
-
-def test_of_prompts_that_share_as_much_the_one_that_lost_least_counts() -> None:
-    for recent in ([1500, 3000], [3000, 1500]):
-        selection = pick(AUTO, Prompt(ids(4123)), *[sharing(length, 1400) for length in recent])
-        assert (selection.selected, selection.reason) == (4023, "continues")
-    best_match = pick(AUTO, Prompt(ids(4123)), sharing(1500, 1400), sharing(3000, 1450))
-    assert (best_match.selected, best_match.reason) == (1450, "shared_prefix"), "one that shares less does not count"
-
-
-def test_what_grew_by_less_than_it_will_lose_is_kept_up_to_the_match() -> None:
-    selection = pick(AUTO, Prompt(ids(2100)), sharing(2200, 2000))
-    assert (selection.selected, selection.reason) == (2000, "shared_prefix")
-
-
-def test_text_of_a_marker_inside_a_message_is_no_place_to_cut() -> None:
-    first, second = FIRST_TURN.token_ids.copy(), SECOND_TURN.token_ids.copy()
-    first[1200], second[1200], second[2100] = END, END, END
-    selection = pick(AUTO, Prompt(second, SECOND_TURN.boundaries, SECOND_TURN.system_end), first, sighting=CONTINUES)
-    assert (selection.selected, selection.reason) == (2201, "continues")
-
-
-def test_raw_text_that_grew_is_kept_whole() -> None:
-    assert pick(AUTO, Prompt(ids(4123)), ids(1500), sighting=CONTINUES).reason == "continues"
-    assert pick(AUTO, Prompt(ids(4123)), ids(1500), sighting=CONTINUES).selected == 4123
-    assert not pick(AUTO, Prompt(ids(4096)), ids(1500), sighting=CONTINUES).keep_tail, (
-        "it is not expected to come again without more"
-    )
-
-
-def test_a_chat_does_not_continue_raw_text_that_begins_with_the_same_marker() -> None:
-    raw = as_token_ids([BEGIN, *range(20, 4000)])
-    assert pick(AUTO, SECOND_TURN, raw).reason == "new_system_prompt"
-
-
-def test_a_prompt_that_grew_but_has_no_new_boundary_is_kept_up_to_the_match() -> None:
-    prompt = Prompt(SECOND_TURN.token_ids, FIRST_TURN.boundaries, FIRST_TURN.system_end)
-    selection = pick(AUTO, prompt, FIRST_TURN.token_ids)
-    assert (selection.selected, selection.reason) == (1301, "shared_prefix")
-
-
-def test_what_was_seen_before_the_window_is_kept_as_what_was_seen_in_it() -> None:
-    selection = pick(AUTO, SECOND_TURN, chat(SYSTEM, (6, 300)).token_ids, sighting=seen(6))
-    assert (selection.common, selection.seen) == (1002, 1536)
-    assert (selection.selected, selection.reason) == (1301, "shared_prefix")
-    assert selection.diverged_at == 1002, "this is about the window alone"
-
-
-def test_the_longer_of_the_match_and_what_was_seen_before_it_counts() -> None:
-    recent = sharing(4000, 2000)
-    selected = [pick(AUTO, Prompt(ids(4123)), recent, sighting=seen(n)).selected for n in (0, 7, 8, 16, 99)]
-    assert selected == [2000, 2000, 2048, 4096, 4123]
-
-
-def test_a_prompt_whose_kind_comes_again_is_kept_at_once() -> None:
-    selection = pick(AUTO, SECOND_TURN, ids(4000, 7), sighting=LIKELY)
-    assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "likely_repeat")
-    assert pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids, sighting=replace(LIKELY, continues=True)).reason == "continues"
-    assert pick(AUTO, Prompt(ids(4123)), sighting=LIKELY).selected == 4123
-
-
-def test_until_a_kind_is_known_its_prompts_are_kept_at_once_where_that_is_trusted() -> None:
-    def after(trials: int, *, is_trusting: bool = True) -> Selection:
-        return pick(AUTO, SECOND_TURN, sighting=Sighting(trials=trials, is_trusting=is_trusting))
-
-    assert (after(0).selected, after(0).reason) == (2201, "learning")
-    assert after(9).reason == "learning"
-    assert after(10).reason == "new_system_prompt"
-    assert after(0, is_trusting=False).reason == "new_system_prompt"
-
-
-def test_a_conversation_whose_end_is_rewritten_goes_on_though_others_filled_the_window() -> None:
-    rewritten = chat(SYSTEM, ASKED, (9, 100))
-    others = [chat((7, 400), (8, 300)).token_ids] * 3
-    assert pick(AUTO, SECOND_TURN, rewritten.token_ids).reason == "continues"
-    alone = pick(AUTO, SECOND_TURN, *others, sighting=seen(5))
-    assert alone.reason == "shared_prefix"
-    assert alone.selected < 1400
-    beside = pick(AUTO, SECOND_TURN, *others, sighting=seen(5), older=rewritten.token_ids)
-    within = pick(AUTO, SECOND_TURN, *others, rewritten.token_ids, sighting=seen(5))
-    assert (beside.selected, beside.reason, beside.lost) == (within.selected, "continues", within.lost)
-    assert (beside.recent, beside.common) == (3, alone.common), "it is not in the window"
-
-
-@pytest.mark.parametrize("shared", [1, 300])
-def test_texts_that_share_little_say_nothing_of_what_is_lost_at_their_ends(shared: int) -> None:
-    assert pick(AUTO, Prompt(ids(4123)), sharing(4000, shared), sighting=LIKELY).selected == 4123
-
-
-MARKED = Prompt(ids(4123), (1, 1432, 4100), 1432, marks=(Mark(600), Mark(1432, 300.0), Mark(3000)))
-
-
-@pytest.mark.parametrize(
-    ("sighting", "selected", "reason"),
-    [(UNLIKELY, 3000, "marks"), (CONTINUES, 4100, "continues"), (LIKELY, 4100, "likely_repeat")],
-    ids=["one-off", "continues", "likely"],
-)
-def test_auto_keeps_what_is_marked_and_more_where_that_will_come_again(
-    sighting: Sighting, selected: int, reason: str
-) -> None:
-    """Claude Code marks its newest message of the user, and then sends a message of the system."""
-    selection = pick(AUTO, MARKED, sharing(4000, 90), sighting=sighting)
-    assert (selection.selected, selection.reason) == (selected, reason)
-    assert selection.keeps_reply == (reason != "marks")
-    assert not selection.keep_tail
-
-
-@pytest.mark.parametrize(
-    ("scope", "reason", "checkpoints"),
-    [
-        (AUTO, "marks", (512, 1280, 2816)),
-        (tokens(2900), "marks", (512, 1280, 2816)),
-        (tokens(3500), "tokens", (512, 1280, 2816, 3328)),
-        (FULL, "full", (512, 1280, 2816, 4096)),
+        (FULL, Prompt(ids(4096), (1, 4000)), {"interval": 2048}, (2048, 3840)),
+        (FULL, Prompt(ids(4096), (1, 4000)), {"interval": 1, "min_tokens": 3500}, (3584, 3840)),
+        (FULL, Prompt(ids(30_000), (1, 5000, 29_990)), {}, (4864, 10240, 20480, 29_952)),
+        (FULL, Prompt(ids(20_480), (1, 20_480)), {}, (10240,)),
+        (FULL, Prompt(ids(600), (1,)), {"min_tokens": 600}, ()),
+        (AUTO, CUT, {}, (1280,)),
+        (tokens(1432), CUT, {}, (1280,)),
+        # Below a far number lie checkpoints to fall back to.
+        (tokens(1432), CUT, {"interval": 600, "min_tokens": 100}, (512, 1024, 1280)),
+        (AUTO, MARKED, {}, (512, 1280, 2816)),
+        (tokens(2900), MARKED, {}, (512, 1280, 2816)),
+        (tokens(3500), MARKED, {}, (512, 1280, 2816, 3328)),
+        (FULL, MARKED, {}, (512, 1280, 2816, 4096)),
     ],
     ids=str,
 )
-def test_every_mark_has_a_checkpoint_under_every_scope(scope: Scope, reason: str, checkpoints: tuple[int, ...]) -> None:
-    selection = pick(scope, MARKED, state="checkpoints")
-    assert (selection.reason, selection.checkpoints) == (reason, checkpoints)
+def test_checkpoints_are_at_what_is_kept_and_at_marks_and_of_full_where_others_may_leave(
+    scope: Scope, prompt: Prompt, changes: dict[str, int], checkpoints: tuple[int, ...]
+) -> None:
+    assert pick(scope, prompt, sharing(4000, 1500), state="checkpoints", **changes).checkpoints == checkpoints
 
 
-def test_a_mark_at_the_end_keeps_the_whole_prompt() -> None:
-    for position in (4123, 5000):
-        selection = pick(AUTO, Prompt(ids(4123), marks=(Mark(position),)))
-        assert (selection.selected, selection.aligned, selection.keep_tail) == (4123, 4096, True)
+CHAT, SHORT_END = parted(3000, 1, 900, 2000, 2800, system_end=900), parted(3000, 1, 2000, 2150)
+FINE = parted(3000, 1, 910, 2017, 2803, system_end=910)
+RAW = Prompt(ids(3000))
+NEVER_CUT = parted(3000, 900, 2000, system_end=900)
+AT_TOKENS = {"state": "token_checkpoints", "sighting": CONTINUES}
+LARGE = {"state": "token_checkpoints", "state_bytes": 600 * (256 << 10)}
+CUT_AT_900 = Prompt(ids(3000), boundaries=(900,))
+
+CHECKPOINTS_OF_AUTO: dict[str, tuple[Prompt, list[TokenIds], dict[str, Any], tuple[dict[int, int], Reason]]] = {
+    "a vote for each": (RAW, [leaving(RAW, n) for n in (650, 650, 1720)], {}, ({600: 3, 1700: 1}, "best_checkpoints")),
+    "below a boundary": (CHAT, [leaving(CHAT, 1999)], {}, ({900: 1}, "best_checkpoints")),
+    "at a boundary": (CHAT, [leaving(CHAT, 2000)], {}, ({2000: 1}, "best_checkpoints")),
+    "all is stored": (RAW, [leaving(RAW, 1350)], {"restored": 1300}, ({}, "already_saved")),
+    "it grew": (
+        CHAT, [CHAT.token_ids[:1995], CHAT.token_ids[:905]], {"sighting": CONTINUES}, ({2800: 1}, "continues")
+    ),
+    "another left it": (
+        CHAT,
+        [CHAT.token_ids[:1995], CHAT.token_ids[:905], leaving(CHAT, 950)],
+        {"sighting": CONTINUES},
+        ({900: 2, 2800: 1}, "continues"),
+    ),
+    "a new system message": (CHAT, [], {}, ({900: 1}, "new_system_prompt")),
+    "a known system message": (CHAT, [leaving(CHAT, 950)], {}, ({900: 1}, "best_checkpoints")),
+    "others have their own": (CHAT, OTHERS, {}, ({}, "no_match")),
+    # Else the next prompt with it, which asks another thing, restores nothing.
+    "a new one beside its end": (CHAT, [], {"sighting": LIKELY}, ({900: 2, 2800: 1}, "likely_repeat")),
+    "the last one's reason": (
+        CHAT, [leaving(CHAT, 950)], {"sighting": seen(10, CONTINUES)}, ({900: 3, 2800: 1}, "continues")
+    ),
+    "seen before the window": (
+        CHAT, [leaving(CHAT, 2050)], {"sighting": seen(10), "min_tokens": 2000}, ({2000: 1}, "best_checkpoints")
+    ),
+    "two at one place of the grid": (
+        parted(2090, 1, 900, 2000, 2050), [], {"sighting": seen(20, LIKELY)}, ({2000: 2}, "likely_repeat")
+    ),
+    "shared to no boundary": (NEVER_CUT, [leaving(NEVER_CUT, 850)], {}, ({900: 1}, "new_system_prompt")),
+    "a reminder moves": (CHAT, [leaving(CHAT, 2000, (), 200)], {}, ({2000: 2, 2800: 1}, "continues")),
+    "250 tokens were lost, 200 grew": (CHAT, [leaving(CHAT, 2000, (), 250)], {}, ({2000: 2}, "continues")),
+    "a short prompt": (Prompt(ids(190)), [], {"sighting": LIKELY}, ({}, "short_prompt")),
+    "a short end": (
+        SHORT_END, [SHORT_END.token_ids[:2000]], {"restored": 2000, "sighting": CONTINUES}, ({2100: 1}, "continues")
+    ),
+    "a shorter end": (
+        SHORT_END, [SHORT_END.token_ids[:2000]], {"restored": 2100, "sighting": CONTINUES}, ({}, "already_saved")
+    ),
+    "at tokens": (FINE, [], {**AT_TOKENS, "sighting": LIKELY}, ({910: 2, 2803: 1}, "likely_repeat")),
+    "an end of 13 tokens": (FINE, [], {**AT_TOKENS, "restored": 2790}, ({}, "already_saved")),
+    "an end of 16 tokens": (FINE, [], {**AT_TOKENS, "restored": 2787}, ({2803: 1}, "continues")),
+    "raw text": (Prompt(FINE.token_ids), [], AT_TOKENS, ({3000: 1}, "continues")),
+    "small states": (
+        RAW,
+        [leaving(RAW, n) for n in (600, 1100)],
+        {"state": "token_checkpoints", "state_bytes": 100 << 10},
+        ({600: 2, 1100: 1}, "best_checkpoints"),
+    ),
+    "large states": (RAW, [leaving(RAW, n) for n in (600, 1100)], LARGE, ({600: 2}, "best_checkpoints")),
+    # It replaces an earlier end, and costs nothing in the long run.
+    "the end with large states": (
+        RAW, [], {**LARGE, "restored": 2900, "sighting": CONTINUES}, ({3000: 1}, "continues")
+    ),
+    "no history": (CUT_AT_900, [], {"min_tokens": 1000}, ({}, "no_history")),
+    "no match": (CUT_AT_900, [leaving(CUT_AT_900, 0)], {"min_tokens": 1000}, ({}, "no_match")),
+    "no boundary": (CUT_AT_900, [leaving(CUT_AT_900, 850)], {"min_tokens": 1000}, ({}, "no_safe_boundary")),
+    "none before the window": (CUT_AT_900, [], {"min_tokens": 1000, "sighting": seen(8)}, ({}, "no_safe_boundary")),
+    "too little": (CUT_AT_900, [leaving(CUT_AT_900, 950)], {"min_tokens": 1000}, ({}, "short_prefix")),
+    "too little is likely": (CUT_AT_900, [], {"min_tokens": 1000, "sighting": LIKELY}, ({}, "short_prefix")),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("state", ["sliceable", "checkpoints"])
-def test_marks_that_too_little_stands_before_do_not_count(state: StateKind) -> None:
-    near = (Mark(300), Mark(500))
-    for scope in (AUTO, tokens(2000), FULL):
-        marked = pick(scope, Prompt(ids(4123), (1, 1432), 1432, marks=near), state=state)
-        assert marked == pick(scope, Prompt(ids(4123), (1, 1432), 1432), state=state)
-    both = pick(AUTO, Prompt(ids(4123), marks=(*near, Mark(1000))), state=state)
-    assert (both.selected, both.reason) == (1000, "marks")
+@pytest.mark.parametrize("case", CHECKPOINTS_OF_AUTO)
+def test_auto_has_checkpoints_where_boundaries_are_shared_and_at_an_end_that_grows(case: str) -> None:
+    prompt, recent, changes, expected = CHECKPOINTS_OF_AUTO[case]
+    selection = pick_checkpoints(prompt, *recent, **changes)
+    assert (chosen(selection), selection.reason) == expected
+    assert selection.selected == selection.aligned == selection.kept == max(expected[0], default=0)
+    # Also where all before the reply is stored: the reply may be long.
+    sighting: Sighting = changes.get("sighting", UNLIKELY)
+    goes_on = sighting.continues or sighting.is_likely_repeat
+    assert selection.keeps_reply == (goes_on and not selection.reason.startswith("short_"))
 
 
-@pytest.mark.parametrize("reason", ["read_only", "faster_to_compute"])
-def test_what_is_not_to_be_kept_says_why_and_what_was_seen(reason: Reason) -> None:
-    selection = pick(FULL, Prompt(ids(4123)), sharing(4000, 1500), state="checkpoints")
-    nothing = selection.keeping_nothing(reason)
+def test_a_checkpoint_must_save_its_price() -> None:
+    assert pick_checkpoints(RAW, min_tokens=0).price == 100
+    assert pick_checkpoints(RAW, **LARGE).price == 600
+
+
+def test_an_exact_repeat_of_whole_blocks_can_be_restored() -> None:
+    selection = pick_checkpoints(Prompt(ids(1000)), ids(1000), sighting=CONTINUES)
+    assert selection.keep_tail or any(position < 1000 for position in selection.checkpoints)
+
+
+DOCUMENT = parted(3000, 1, 910, 2517, 2803, system_end=910)
+QUESTIONS = [as_token_ids([*DOCUMENT.token_ids[:2517], *range(n, n + 90), MARKER]) for n in (10**6, 2 * 10**6)]
+ENDS = parted(3000, 1, 910, 2510, 2550, 2590, 2803, system_end=910)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "recent", "state", "anchors"),
+    [
+        (FINE, [leaving(FINE, 2100, num_others=100)], "token_checkpoints", (910,)),
+        (FINE, [leaving(FINE, 2100, num_others=100), leaving(FINE, 2100)], "token_checkpoints", (910, 2017)),
+        (replace(FINE, marks=(Mark(1500),)), [leaving(FINE, 2100, num_others=100)], "token_checkpoints", (910, 1500)),
+        (FINE, [leaving(FINE, 2100)], "token", ()),
+        # The end of a document, once two short questions leave there.
+        (DOCUMENT, QUESTIONS[:1], "token_checkpoints", (910,)),
+        (DOCUMENT, QUESTIONS, "token_checkpoints", (910, 2517)),
+        (DOCUMENT, QUESTIONS, "checkpoints", (900, 2500)),
+        # Turns that each rewrite their end leave in one block, but not at one place.
+        (ENDS, [leaving(ENDS, end, (), 90) for end in (2590, 2550, 2510)], "checkpoints", (900,)),
+    ],
+    ids=str,
+)
+def test_what_other_prompts_share_is_an_anchor_and_the_own_earlier_turns_are_not(
+    prompt: Prompt, recent: list[TokenIds], state: str, anchors: tuple[int, ...]
+) -> None:
+    found = pick_checkpoints(prompt, *recent, state=state, sighting=CONTINUES, restored=2803)
+    assert found.anchors == anchors
+
+
+def test_all_checkpoints_of_full_are_anchors() -> None:
+    full = select(FULL, FINE, [], **COARSE, state="token_checkpoints")
+    assert set() < set(full.checkpoints) <= set(full.anchors)
+
+
+def test_what_is_not_to_be_kept_says_why_and_what_was_seen() -> None:
+    nothing = pick(FULL, LONG, sharing(4000, 1500), state="checkpoints").keeping_nothing("read_only")
     assert (nothing.selected, nothing.aligned, nothing.kept, nothing.keep_tail) == (0, 0, 0, False)
-    assert (nothing.checkpoints, nothing.votes, nothing.reason) == ((), (), reason)
+    assert (nothing.checkpoints, nothing.votes, nothing.reason) == ((), (), "read_only")
     assert (nothing.common, nothing.prompt_tokens, nothing.scope) == (1500, 4123, FULL)
+
+
+def test_what_is_left_for_others_is_everything_nothing_or_what_came_before() -> None:
+    selection = Selection(scope=FULL, prompt_tokens=100, reason="full", common=20, seen=30)
+    assert [selection.shared(rule, 80, 10) for rule in ("all", "off", "seen-twice")] == [80, 0, 30]
+    assert [selection.shared("seen-twice", 80, had) for had in (50, 90)] == [50, 80]
 
 
 # Two letters only, so that random prompts share prefixes of every length.
@@ -522,7 +503,7 @@ KNOBS = st.fixed_dictionaries(
 
 
 @given(SCOPES, prompts(), RECENT, KNOBS)
-def test_whatever_is_selected_lies_in_the_prompt_and_on_the_grid(
+def test_whatever_is_selected_lies_in_the_prompt_and_on_the_grid_and_has_a_reason(
     scope: Scope, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
 ) -> None:
     selection = select(scope, prompt, recent, **knobs)
@@ -541,6 +522,8 @@ def test_whatever_is_selected_lies_in_the_prompt_and_on_the_grid(
         assert selection.checkpoints[-1] == selection.aligned, "nothing could be restored there"
     assert len(selection.votes) in (0, len(selection.checkpoints))
     assert list(selection.checkpoints) == sorted(set(selection.checkpoints))
+    assert selection.reason in get_args(Reason)
+    assert (selection.kept == 0) == (selection.reason in NOTHING_KEPT) or not length
 
 
 @given(SCOPES, prompts(), RECENT, KNOBS)
@@ -554,21 +537,12 @@ def test_marks_add_to_what_is_kept(scope: Scope, prompt: Prompt, recent: list[To
     assert marked.keeps_reply >= plain.keeps_reply
 
 
-@given(SCOPES, prompts(), RECENT, KNOBS)
-def test_what_is_kept_and_only_that_has_a_reason_to_be_kept(
-    scope: Scope, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
-) -> None:
-    selection = select(scope, prompt, recent, **knobs)
-    assert selection.reason in get_args(Reason)
-    assert (selection.kept == 0) == (selection.reason in NOTHING_KEPT) or not len(prompt.token_ids)
-
-
-@given(st.integers(6, 9), prompts(), RECENT, KNOBS, st.randoms(use_true_random=False))
+@given(prompts(), RECENT, KNOBS, st.randoms(use_true_random=False))
 def test_the_order_of_the_window_is_of_no_importance(
-    n: int, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any], random: Any
+    prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any], random: Any
 ) -> None:
     shuffled = random.sample(recent, len(recent))
-    assert select(Scope("auto", n), prompt, recent, **knobs) == select(Scope("auto", n), prompt, shuffled, **knobs)
+    assert select(AUTO, prompt, recent, **knobs) == select(AUTO, prompt, shuffled, **knobs)
 
 
 @given(prompts(), RECENT, KNOBS, st.integers(2, 4))
@@ -580,14 +554,14 @@ def test_where_state_can_be_cut_a_prompt_in_the_window_counts_once(
     assert (once.selected, once.kept, once.reason) == (often.selected, often.kept, often.reason)
 
 
-@given(st.integers(1, 8), prompts(), RECENT, KNOBS)
+@given(prompts(), RECENT, KNOBS)
 def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_system_message(
-    n: int, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
+    prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
 ) -> None:
-    prompt = Prompt(prompt.token_ids, prompt.boundaries, prompt.system_end)
-    selection = select(Scope("auto", n), prompt, recent, **(knobs | {"state": "sliceable"}))
+    prompt = replace(prompt, marks=())
+    selection = select(AUTO, prompt, recent, **(knobs | {"state": "sliceable"}))
     known = max(selection.common, selection.seen)
-    assert selection.common == max((common_prefix_length(prompt.token_ids, other) for other in recent[:n]), default=0)
+    assert selection.common == max((common_prefix_length(prompt.token_ids, other) for other in recent), default=0)
     assert selection.seen == min(knobs["sighting"].num_blocks * knobs["block_size"], len(prompt.token_ids))
     safe = sorted(prompt.boundaries or range(len(prompt.token_ids) + 1))
     last_known = max((p for p in safe if p <= known), default=0)
@@ -606,19 +580,57 @@ def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_s
 
 @given(prompts(), PROMPT_IDS, RECENT)
 def test_appending_tokens_never_shortens_the_match(prompt: Prompt, more: TokenIds, recent: list[TokenIds]) -> None:
-    longer = Prompt(as_token_ids([*prompt.token_ids, *more]), prompt.boundaries, prompt.system_end, marks=prompt.marks)
+    longer = replace(prompt, token_ids=as_token_ids([*prompt.token_ids, *more]))
     before, after = select(AUTO, prompt, recent, **SMALL), select(AUTO, longer, recent, **SMALL)
     assert before.common <= after.common
     assert before.selected <= after.selected
 
 
-@given(prompts(), st.lists(EARLIER, min_size=1, max_size=6))
-def test_the_first_token_that_diverged_is_new_to_every_prompt(prompt: Prompt, recent: list[TokenIds]) -> None:
-    token_ids = prompt.token_ids
-    diverged_at = select(FULL, prompt, recent, **SMALL).diverged_at
-    seen_whole = any(common_prefix_length(token_ids, other) == len(token_ids) for other in recent)
-    assert (diverged_at is None) == seen_whole
-    if diverged_at is not None:
-        new, old = token_ids[: diverged_at + 1].tolist(), token_ids[:diverged_at].tolist()
-        assert not any(other[: diverged_at + 1].tolist() == new for other in recent)
-        assert any(other[:diverged_at].tolist() == old for other in recent)
+@given(st.sampled_from([FULL, AUTO, tokens(9)]), prompts(), RECENT)
+def test_every_scope_but_off_says_which_first_token_is_new_to_all_prompts(
+    scope: Scope, prompt: Prompt, recent: list[TokenIds]
+) -> None:
+    commons = [common_prefix_length(prompt.token_ids, other) for other in recent]
+    is_new = bool(commons) and max(commons) < len(prompt.token_ids)
+    assert select(scope, prompt, recent, **SMALL).diverged_at == (max(commons) if is_new else None)
+
+
+POSITIONS = st.lists(st.integers(0, 60), max_size=8)
+
+
+@given(POSITIONS, st.integers(0, 70), st.integers(0, 70), st.booleans(), st.integers(1, 6), st.integers(0, 20))
+def test_no_other_set_of_checkpoints_saves_more(
+    shared: list[int], restored: int, num_seen: int, is_likely: bool, block_size: int, min_tokens: int
+) -> None:
+    """Counted vote by vote: each saves up to the last checkpoint at or below it, beyond what is restored anyway. Nor
+    does one more checkpoint that pays its price and no more."""
+    selection = select(
+        AUTO,
+        Prompt(ids(70)),
+        [sharing(1000, n) for n in shared],
+        block_size=block_size,
+        min_tokens=min_tokens,
+        cold_max=100,
+        interval=100,
+        state="checkpoints",
+        restored=restored,
+        sighting=seen(num_seen // block_size, LIKELY if is_likely else UNLIKELY),
+    )
+    price = max(min_tokens, 1, block_size)
+    num_seen -= num_seen % block_size
+    # The prompt's own end is cheaper, if it is expected to come again.
+    end, end_price = (70 - 70 % block_size if is_likely else -1), min(price, max(LEAST_TOKENS, block_size))
+    of_older = [num_seen] * (num_seen > max(shared, default=0))
+    votes = [n - n % block_size for n in [*shared, *of_older, *[70] * is_likely]]
+    votes = [vote for vote in votes if vote > restored and vote >= min_tokens]
+
+    def gain(checkpoints: tuple[int, ...]) -> int:
+        saved = (max((at for at in checkpoints if at <= vote), default=restored) - restored for vote in votes)
+        return sum(saved) - sum(end_price if at == end else price for at in checkpoints)
+
+    places = sorted(set(votes))
+    sets = [some for size in range(len(places) + 1) for some in combinations(places, size)]
+    best = max(map(gain, sets))
+    assert gain(selection.checkpoints) == best
+    assert not [some for some in sets if set(some) > set(selection.checkpoints) and gain(some) == best]
+    assert selection.votes == tuple(sum(vote >= at for vote in votes) for at in selection.checkpoints)
