@@ -1,14 +1,18 @@
+"""What is known of earlier prompts: whether a new one will come again, and what broke its prefix."""
+
 from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.cache.policy import seen as rules
+from diskprefix.cache.policy.breaks import find_break, same_behind
 from diskprefix.cache.policy.seen import SeenPrompts, Sighting
 from diskprefix.tokens import TokenIds, as_token_ids, block_hash, common_prefix_length, root_hash
 
@@ -45,26 +49,10 @@ def joined(*parts: TokenIds | Sequence[int]) -> TokenIds:
     return as_token_ids([int(token) for part in parts for token in part])
 
 
-def test_of_what_was_never_seen_nothing_is_known() -> None:
-    assert look(nothing_seen(), blocks(1, 3)) == Sighting()
-    assert not Sighting().is_likely_repeat
-
-
-def test_looking_changes_nothing() -> None:
-    seen = nothing_seen()
-    add(seen, blocks(1, 3))
-    answers = [look(seen, blocks(1, 4)) for _ in range(20)]
-    assert set(answers) == {Sighting(num_blocks=3, continues=True)}
-    assert [look(seen, blocks(2, 4)) for _ in range(2)] == [Sighting()] * 2
-    assert len(seen) == 1
-
-
-def trials(seen: SeenPrompts, count: int, again: int, num_blocks: int = 3, first: int = 1) -> None:
-    """So many prompts of so many blocks, some of which come again, one of them several times."""
-    for number in range(first, first + count):
-        add(seen, blocks(number, num_blocks))
-    for number in [*range(first, first + again), *[first] * (again > 0)]:
-        add(seen, blocks(number, num_blocks))
+def trials(seen: SeenPrompts, count: int, again: int) -> None:
+    """So many prompts of three blocks, some of which come again, one of them several times."""
+    for number in [*range(1, 1 + count), *range(1, 1 + again), *[1] * (again > 0)]:
+        add(seen, blocks(number, 3))
 
 
 def of_kind(seen: SeenPrompts, num_blocks: int = 3) -> tuple[int, int]:
@@ -74,22 +62,17 @@ def of_kind(seen: SeenPrompts, num_blocks: int = 3) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("count", "again", "likely"),
-    [(9, 9, False), (10, 0, False), (10, 4, False), (10, 5, True), (15, 6, False), (15, 7, True), (30, 12, False)],
+    [(0, 0, False), (9, 9, False), (10, 0, False), (10, 4, False), (10, 5, True), (15, 6, False), (15, 7, True)],
 )
-def test_what_comes_again_more_than_two_times_in_five_is_likely_to(count: int, again: int, likely: bool) -> None:
-    seen = nothing_seen()
-    trials(seen, count, again)
-    assert of_kind(seen) == (count, again)
-    assert look(seen, blocks(900, 3)).is_likely_repeat == likely
-
-
-@pytest.mark.parametrize(("count", "is_trusting", "untried"), [(0, True, True), (9, True, True), (10, True, False)])
-def test_a_kind_is_learning_until_ten_of_it_came_where_that_is_trusted(
-    count: int, is_trusting: bool, untried: bool
+def test_what_comes_again_more_than_two_times_in_five_is_likely_to_once_ten_of_its_kind_came(
+    count: int, again: int, likely: bool
 ) -> None:
-    seen, wary = nothing_seen(is_trusting=is_trusting), nothing_seen()
-    trials(seen, count, 0)
-    assert look(seen, blocks(900, 3)).is_learning == untried
+    trusting, wary = nothing_seen(is_trusting=True), nothing_seen()
+    for seen in (trusting, wary):
+        trials(seen, count, again)
+        assert of_kind(seen) == (count, again)
+        assert look(seen, blocks(900, 3)).is_likely_repeat == likely
+    assert look(trusting, blocks(900, 3)).is_learning == (count < 10)
     assert not look(wary, blocks(900, 3)).is_learning
 
 
@@ -109,23 +92,16 @@ def test_only_the_new_blocks_of_a_prompt_make_its_kind() -> None:
     assert (sighting.num_blocks, sighting.trials) == (8, 1)
 
 
-@pytest.mark.parametrize(("num_blocks", "again"), [(5, 0), (6, 0), (7, 1), (8, 1)])
-def test_most_of_what_was_new_must_come_again(num_blocks: int, again: int) -> None:
-    """Of eight blocks the seventh tells."""
-    seen = nothing_seen()
-    add(seen, blocks(1, 8))
-    add(seen, joined(blocks(1, 8)[: num_blocks * BLOCK], blocks(2, 1)))
-    assert of_kind(seen, 8) == (1, again)
-
-
-@pytest.mark.parametrize(("num_blocks", "again"), [(8, 0), (10, 0), (12, 1)])
-def test_what_was_seen_before_says_nothing_about_what_was_new(num_blocks: int, again: int) -> None:
-    seen = nothing_seen()
-    add(seen, blocks(1, 8))
-    longer = joined(blocks(1, 8), blocks(2, 4))
-    add(seen, longer)
-    add(seen, longer[: num_blocks * BLOCK])
-    assert of_kind(seen, 4) == (1, again)
+@pytest.mark.parametrize(
+    ("known", "new", "shared", "again"),
+    [(0, 8, 5, 0), (0, 8, 6, 0), (0, 8, 7, 1), (0, 8, 8, 1), (8, 4, 8, 0), (8, 4, 10, 0), (8, 4, 12, 1)],
+)
+def test_a_prompt_came_again_when_most_of_what_was_new_did(known: int, new: int, shared: int, again: int) -> None:
+    """Of eight new blocks the seventh tells. What was known before says nothing about them."""
+    seen, whole = nothing_seen(), joined(blocks(1, known), blocks(2, new))
+    for prompt in (blocks(1, known), whole, joined(whole[: shared * BLOCK], blocks(3, 1))):
+        add(seen, prompt)
+    assert of_kind(seen, new) == (1, again)
 
 
 def test_a_request_beside_a_conversation_does_not_take_the_place_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,13 +121,6 @@ def test_what_is_remembered_does_not_follow_the_callers_array() -> None:
     add(seen, token_ids)
     token_ids[-1] = 8
     assert look(seen, joined(blocks(1, 2), [7, 9])).continues
-
-
-def test_a_prompt_of_less_than_a_block_is_in_the_window_only() -> None:
-    seen = nothing_seen()
-    add(seen, as_token_ids([1, 2, 3]))
-    assert look(seen, as_token_ids([1, 2, 3, 4])) == Sighting()
-    assert [one.common for one in seen.look(as_token_ids([1, 2, 9, 4]), [], 1).recent] == [2]
 
 
 def test_prompts_that_share_a_beginning_share_its_ghosts() -> None:
@@ -193,6 +162,7 @@ def test_what_is_known_is_what_the_last_prompts_say(
     told = [(one, its_group) for one, its_group in prompts if len(one)]
     held = told[len(told) - len(seen) :]
     sighting = seen.look(token_ids, names(token_ids, block_size), window, group)
+    assert seen.look(token_ids, names(token_ids, block_size), window, group) == sighting, "looking changes nothing"
     of_group = [one for one, its_group in reversed(held) if its_group == group]
     commons = [common_prefix_length(token_ids, one) for one in of_group]
     assert [one.common for one in sighting.recent] == commons[:window]
@@ -235,3 +205,78 @@ def test_of_what_is_forgotten_the_ends_go_before_their_beginnings() -> None:
     add(seen, blocks(1, 4))
     add(seen, blocks(2, 3))
     assert [look(seen, blocks(number, 4)).num_blocks for number in (1, 2)] == [2, 3]
+
+
+RANDOM = np.random.default_rng(7)
+
+
+def text(num_tokens: int) -> TokenIds:
+    return RANDOM.integers(0, 50_000, num_tokens, dtype=np.int32)
+
+
+HEAD, REST, OTHER, FIRST, SECOND, REPEATING = text(20), text(2000), text(2000), text(800), text(800), [*text(32)] * 30
+BEFORE = joined(HEAD, text(10), REST)
+OWN = joined(HEAD, text(10), REST, text(50))
+
+
+@pytest.mark.parametrize(
+    ("now", "recent", "known", "at", "least"),
+    [
+        (joined(HEAD, text(13), REST, text(100)), [BEFORE], 20, 20, 1900),
+        (joined(HEAD, SECOND, FIRST), [joined(HEAD, FIRST, SECOND)], 20, 20, 1500),
+        # Of several earlier prompts the one that shows the greatest loss.
+        (BEFORE, [text(500), joined(HEAD, text(10), REST[:600]), joined(HEAD[:15], text(10), REST)], 20, 15, 1900),
+        (joined(OWN, text(300)), [BEFORE], 20, 20, 1900),
+    ],
+    ids=["a line changed", "texts moved", "several", "another agent"],
+)
+def test_a_change_before_text_that_is_the_same_is_a_break(
+    now: TokenIds, recent: list[TokenIds], known: int, at: int, least: int
+) -> None:
+    found = find_break(now, recent, known)
+    assert found is not None
+    assert found.at == at
+    assert least <= found.num_tokens <= 2000
+
+
+@pytest.mark.parametrize(
+    ("now", "recent", "known"),
+    [
+        (joined(HEAD, REST, OTHER), [joined(HEAD, REST)], 20),
+        (joined(HEAD, OTHER), [joined(HEAD, REST)], 20),
+        (joined(HEAD, text(5), REST[:100]), [joined(HEAD, REST[:100])], 20),
+        (joined(REST, text(20), OTHER[:400], text(1600)), [joined(REST, HEAD, OTHER)], 20),
+        (joined(HEAD, REST), [joined(HEAD, REST)], 20),
+        (joined(HEAD, text(10), REPEATING, text(500)), [joined(HEAD, text(10), REPEATING)], 20),
+        # A sub-agent's prompt that shares the tools with another agent's breaks once, not in each of its turns.
+        (joined(OWN, text(300)), [OWN, BEFORE], len(OWN)),
+        (joined(OWN, text(300)), [BEFORE], len(OWN)),
+        (joined(OWN, text(300)), [joined(BEFORE, text(1000))], len(OWN)),
+        (text(1000), [], 0),
+        (text(0), [text(0), text(1000)], 0),
+    ],
+    ids=[
+        *("it continues", "another text", "a short text", "a smaller part is the same", "the same prompt"),
+        *("a text that repeats itself", "its own turn", "found anyway", "found anyway of a longer one"),
+        *("no earlier prompt", "no token"),
+    ],
+)
+def test_other_prompts_show_no_break(now: TokenIds, recent: list[TokenIds], known: int) -> None:
+    assert find_break(now, recent, known) is None
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (joined(text(1), HEAD[1:], REST[:60]), 79),
+        (joined(text(20), HEAD, REST[:60]), 80),
+        (joined(text(20), HEAD[1:], REST[:30]), 0),
+        (joined(HEAD, text(60)), 0),
+        (joined(HEAD, REST[:60]), 0),
+        (text(0), 0),
+    ],
+    ids=["the first word", "text before it", "two places", "another text", "the same", "nothing"],
+)
+def test_what_is_the_same_behind_one_small_difference(now: TokenIds, expected: int) -> None:
+    earlier = joined(HEAD, REST[:60])
+    assert same_behind(now, earlier) == same_behind(earlier, now) == expected
