@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import SettingsError
@@ -221,22 +220,6 @@ def test_an_address_that_cannot_be_used_is_one_line(url: str, make: MakeRunner) 
     with pytest.raises(SettingsError, match=r"--remote-tier: '.*' cannot be used: ") as caught:
         make(remote_tier=url)
     assert "\n" not in caught.value.message
-
-
-def test_fetching_pays_where_the_measured_network_is_faster_than_the_model() -> None:
-    worth = CostModel("auto", lambda num_tokens: 1000 * num_tokens)
-    assert worth.pays_remote(100, 100_000), "while nothing is known"
-    for num_tokens in (200, 400, 800, 1600):
-        worth.record_prefill(num_tokens, 0.001 * num_tokens)
-        # 50 ms, and 1 MB a second.
-        worth.record_prefetch(Prefetched(num_bytes=1000 * num_tokens, seconds=0.05 + 0.0005 * num_tokens))
-    assert worth.pays_remote(1000, 1_000_000)
-    assert not worth.pays_remote(50, 50_000)
-    figures = worth.as_dict()
-    assert figures["remote_fixed_s"] == pytest.approx(0.05)
-    assert figures["remote_s_per_byte"] == pytest.approx(5e-7)
-    assert sum(worth.pays_remote(50, 50_000) for _ in range(31)) == 2, "measured again now and then"
-    assert worth.as_dict()["skipped_fetches"] == 30
 
 
 def test_nothing_is_fetched_that_the_write_budget_has_no_room_for(make: MakeRunner) -> None:
