@@ -1,9 +1,9 @@
-"""A prompt of a model that is exact at every token restores all that it shares with a stored block or tail."""
+"""Of a model that is exact at every token, all that a prompt shares with a stored block or tail is restored, and what
+ends within a block is kept once. The logits at a prompt's end outlive the tail that its reply takes the place of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,28 +11,23 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
-from diskprefix.nouns import SHARED, CacheOptions, Prompt
-from diskprefix.store.schema import Kind, node_name
-from diskprefix.store.verify import verify_index
+from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope
+from diskprefix.store.note_record import NoteKind, StoredNote
+from diskprefix.store.schema import Kind, decode_node, node_name
+from diskprefix.store.tree import list_entries
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
-from tests.cache.opening import gated
-from tests.exactness.architectures import tiny_model
-from tests.runner import VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.cache.opening import AUTO, FULL, OFF, Opened, gated, is_sound
+from tests.runner import VOCAB, Answer, Runner, random_prompt, same
 from tests.store.building import damage
 
 BLOCK = 32
-FULL = CacheOptions(scope=parse_scope("full", param="scope"))
-READ_ONLY = CacheOptions(scope=FULL.scope, save=False)
+READ_ONLY = replace(FULL, save=False)
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Iterator[Runner]:
-    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="token")
-    yield runner
-    runner.close()
+def runner(opened: Opened) -> Runner:
+    return opened("token", block_size=BLOCK)
 
 
 def leaving(stored: TokenIds, position: int, num_more: int = 20) -> TokenIds:
@@ -43,58 +38,73 @@ def leaving(stored: TokenIds, position: int, num_more: int = 20) -> TokenIds:
     return np.concatenate([stored[:position], more])
 
 
+def longer(token_ids: TokenIds, num_more: int, seed: int = 2) -> TokenIds:
+    return np.concatenate([token_ids, random_prompt(seed, num_more)])
+
+
 def state_of(runner: Runner, num_tokens: int) -> npt.NDArray[np.uint8]:
     """The state of the first tokens in the arena, shape [rows, num_tokens, bytes]."""
     (group,) = runner.layout.groups
     payload = np.frombuffer(runner.arena.read_tokens(0, num_tokens), np.uint8)
-    return payload.reshape(len(group.specs) * group.heads, num_tokens, -1 if num_tokens else 0)
+    return payload.reshape(len(group.specs) * group.heads, num_tokens, -1 if num_tokens else 0).copy()
 
 
-def ask(runner: Runner, token_ids: TokenIds, options: CacheOptions = READ_ONLY, reply: int = 0) -> Answer:
-    answer = runner.run_prompt(Prompt(token_ids), options, reply=reply)
+def ask(runner: Runner, token_ids: TokenIds, options: CacheOptions = FULL, reply: int = 0, **changes: Any) -> Answer:
+    answer = runner.run_prompt(Prompt(token_ids, **changes), options, reply=reply)
     runner.flush()
+    assert is_sound(runner)
     return answer
 
 
-def restored(runner: Runner, token_ids: TokenIds, options: CacheOptions = READ_ONLY) -> int:
-    return ask(runner, token_ids, options).report.restored
+def read(runner: Runner, token_ids: TokenIds) -> Answer:
+    return runner.run_prompt(Prompt(token_ids), READ_ONLY)
 
 
-def name_of(runner: Runner, token_ids: TokenIds, kind: Kind) -> bytes:
-    """The name of a node that begins a prompt."""
-    return node_name(runner.cache.store.secret, runner.cache.root, token_ids, kind)
+def restored(runner: Runner, token_ids: TokenIds) -> int:
+    return read(runner, token_ids).report.restored
+
+
+def nodes(runner: Runner) -> list[tuple[int, int]]:
+    """The positions at which the stored nodes begin and end."""
+    with runner.cache.store.snapshot() as snapshot:
+        found = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
+    return sorted((node.position, node.end) for node in found)
+
+
+def entries(runner: Runner) -> list[int]:
+    with runner.cache.store.snapshot() as snapshot:
+        return sorted(entry.num_tokens for entry in list_entries(snapshot))
+
+
+def first_block(runner: Runner, token_ids: TokenIds) -> bytes:
+    """The name of the block that begins a prompt."""
+    return node_name(runner.cache.store.secret, runner.cache.root, token_ids[:BLOCK], Kind.BLOCK)
 
 
 def test_a_prompt_restores_to_where_it_leaves_what_is_stored(runner: Runner) -> None:
-    """At every position: in the first block, between blocks, in the tail and at its end."""
+    """At every position: in the first block, between blocks, in the tail and at its end. A few tokens that all prompts
+    begin with are no hit."""
     stored = random_prompt(1, 3 * BLOCK + 5)
-    ask(runner, stored, FULL)
-    cold = state_of(runner, len(stored)).copy()
+    ask(runner, stored)
+    cold = state_of(runner, len(stored))
     runner.reopen()
-    for position in range(LEAST_TOKENS, len(stored) + 1):
-        report = ask(runner, leaving(stored, position)).report
-        assert (report.restored, report.matched, report.refused) == (position, position, None)
-        assert report.source == "disk"
-        assert state_of(runner, position).tobytes() == cold[:, :position].tobytes()
-
-
-def test_a_few_tokens_that_all_prompts_begin_with_are_no_hit(runner: Runner) -> None:
-    stored = random_prompt(1, 3 * BLOCK + 5)
-    ask(runner, stored, FULL)
-    for position in range(LEAST_TOKENS):
-        report = ask(runner, leaving(stored, position, 2 * BLOCK)).report
-        assert (report.restored, report.matched, report.miss_reason) == (0, 0, "new")
+    for position in range(len(stored) + 1):
+        report = read(runner, leaving(stored, position, 2 * BLOCK)).report
+        expected = position if position >= LEAST_TOKENS else 0
+        assert (report.restored, report.matched, report.refused) == (expected, expected, None)
+        assert (report.source, report.miss_reason) == (("disk", None) if expected else ("none", "new"))
+        assert state_of(runner, expected).tobytes() == cold[:, :expected].tobytes()
 
 
 def test_a_prompt_that_a_stored_one_begins_with_leaves_one_token_to_compute(runner: Runner) -> None:
     stored = random_prompt(1, 3 * BLOCK + 5)
-    ask(runner, stored, FULL)
+    ask(runner, stored)
     runner.reopen()
     for end in range(LEAST_TOKENS + 1, len(stored)):
-        report = ask(runner, stored[:end].copy()).report
+        report = read(runner, stored[:end].copy()).report
         assert report.restored == end - 1
         assert report.refused == ("no_logits" if end % BLOCK == 0 else None)
-    whole = ask(runner, stored)
+    whole = read(runner, stored)
     assert (whole.report.restored, whole.num_forwards) == (len(stored), 0)
 
 
@@ -102,7 +112,7 @@ def test_the_prefill_goes_on_to_the_grid_and_then_in_whole_steps(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = random_prompt(1, 2 * BLOCK + 5)
-    ask(runner, stored, FULL)
+    ask(runner, stored)
     steps: list[tuple[int, int]] = []
     forward = KVArena.forward
 
@@ -111,143 +121,80 @@ def test_the_prefill_goes_on_to_the_grid_and_then_in_whole_steps(
         return forward(arena, model, ids)
 
     monkeypatch.setattr(KVArena, "forward", noted)
-    ask(runner, leaving(stored, BLOCK + 3, 2 * BLOCK))
+    read(runner, leaving(stored, BLOCK + 3, 2 * BLOCK))
     assert steps == [(BLOCK + 3, 2 * BLOCK), (2 * BLOCK, 3 * BLOCK), (3 * BLOCK, 3 * BLOCK + 3)]
-
-
-def test_a_model_that_is_exact_on_the_grid_stays_on_it(tmp_path: Path) -> None:
-    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="grid")
-    stored = random_prompt(1, 2 * BLOCK + 5)
-    ask(runner, stored, FULL)
-    assert restored(runner, leaving(stored, BLOCK + 3)) == BLOCK
-    with pytest.raises(AssertionError, match="grid points only"):
-        prefill(
-            runner.model,
-            runner.arena,
-            stored,
-            start=3,
-            block_size=BLOCK,
-            after_step=lambda _: None,
-        )
-    runner.close()
 
 
 def test_the_child_that_shares_most_is_used(runner: Runner) -> None:
     """Of many that continue the same block, some of which are shorter than a block."""
-    beginning = random_prompt(1, BLOCK)
-    ends = np.random.default_rng(3).integers(0, 3, (40, BLOCK)).astype(np.int32)
-    for number, end in enumerate(ends):
-        ask(runner, np.concatenate([beginning, end[: 4 + number % 14]]), FULL)
+    beginning, random = random_prompt(1, BLOCK), np.random.default_rng(3)
+    ends = [end[: 4 + number % 14] for number, end in enumerate(random.integers(0, 3, (40, BLOCK)).astype(np.int32))]
+    for end in ends:
+        runner.run_prompt(Prompt(np.concatenate([beginning, end])), FULL)
     runner.reopen()
-    wanted = np.random.default_rng(4).integers(0, 3, (15, BLOCK)).astype(np.int32)
-    for rest in wanted:
-        stored = [end[: 4 + number % 14] for number, end in enumerate(ends)]
-        most = max(int((np.cumprod(end == rest[: len(end)])).sum()) for end in stored)
+    for rest in random.integers(0, 3, (15, BLOCK)).astype(np.int32):
+        most = max(int((np.cumprod(end == rest[: len(end)])).sum()) for end in ends)
         assert restored(runner, np.concatenate([beginning, rest, [390]]).astype(np.int32)) == BLOCK + most
-
-
-def test_blocks_that_were_completed_from_a_part_are_stored(runner: Runner) -> None:
-    stored = random_prompt(1, 2 * BLOCK + 5)
-    ask(runner, stored, FULL)
-    other = leaving(stored, BLOCK + 3, 2 * BLOCK)
-    first = ask(runner, other, FULL)
-    state = state_of(runner, len(other)).copy()
-    assert (first.report.restored, first.report.saved) == (BLOCK + 3, "queued")
-    runner.reopen()
-    again = ask(runner, other)
-    assert (again.report.restored, again.num_forwards) == (len(other), 0)
-    assert torch.equal(again.logits, first.logits)
-    assert np.array_equal(state_of(runner, len(other)), state)
-    assert verify_index(runner.cache.store).problems == ()
 
 
 def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> None:
     first, second = leaving(random_prompt(1, BLOCK), 28, 4), leaving(random_prompt(1, BLOCK), 21, 11)
-    ask(runner, first, FULL)
-    ask(runner, second, FULL)
+    ask(runner, first)
+    ask(runner, second)
     wanted = leaving(first, 26)
     runner.reopen()
-    damage(runner.cache.store, name_of(runner, first, Kind.BLOCK))
-    report = ask(runner, wanted).report
+    damage(runner.cache.store, first_block(runner, first))
+    report = read(runner, wanted).report
     assert (report.restored, report.refused) == (21, "damaged")
     runner.wait_for(lambda: runner.cache.writer.quarantined == 2)
-    assert verify_index(runner.cache.store).problems == ()
-    damage(runner.cache.store, name_of(runner, second, Kind.BLOCK))
-    report = ask(runner, wanted).report
+    assert is_sound(runner)
+    # A record, this time.
+    with runner.cache.store.changes() as changes:
+        record = bytearray(changes.record("nodes", first_block(runner, second)))
+        record[-1] ^= 1
+        changes._put("nodes", first_block(runner, second), bytes(record))
+    report = read(runner, wanted).report
     assert (report.restored, report.miss_reason) == (0, "damaged")
-    assert restored(runner, wanted) == 0
+    runner.wait_for(lambda: runner.cache.writer.quarantined > 2)
+    assert is_sound(runner)
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_behind_a_damaged_block_a_part_of_another_may_follow(runner: Runner, victim: int) -> None:
     stored = random_prompt(1, 3 * BLOCK)
-    other = leaving(stored, victim * BLOCK + 19)
-    ask(runner, stored, FULL)
-    ask(runner, other, FULL)
+    ask(runner, stored)
+    ask(runner, leaving(stored, victim * BLOCK + 19))
     runner.reopen()
-    parent = runner.cache.root
+    name = runner.cache.root
     for index in range(victim + 1):
-        parent = node_name(runner.cache.store.secret, parent, stored[index * BLOCK : (index + 1) * BLOCK], Kind.BLOCK)
-    damage(runner.cache.store, parent)
-    report = ask(runner, np.concatenate([stored, random_prompt(7, 5)])).report
+        name = node_name(runner.cache.store.secret, name, stored[index * BLOCK : (index + 1) * BLOCK], Kind.BLOCK)
+    damage(runner.cache.store, name)
+    report = read(runner, longer(stored, 5)).report
     assert (report.restored, report.refused) == (victim * BLOCK + 19, "damaged")
-
-
-def test_a_damaged_record_is_no_match(runner: Runner) -> None:
-    stored = random_prompt(1, BLOCK)
-    ask(runner, stored, FULL)
-    name = name_of(runner, stored, Kind.BLOCK)
-    with runner.cache.store.changes() as changes:
-        record = bytearray(changes.record("nodes", name))
-        record[-1] ^= 1
-        changes._put("nodes", name, bytes(record))
-    report = ask(runner, leaving(stored, 20)).report
-    assert (report.restored, report.miss_reason) == (0, "damaged")
-    runner.wait_for(lambda: runner.cache.writer.quarantined > 0)
-    assert verify_index(runner.cache.store).problems == ()
 
 
 def test_a_node_that_waits_to_be_written_is_used(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = random_prompt(1, 2 * BLOCK + 5)
-    ask(runner, leaving(stored, BLOCK + 4), FULL)
+    ask(runner, leaving(stored, BLOCK + 4))
     with gated(runner, monkeypatch):
         runner.run_prompt(Prompt(stored), FULL)
-        cold = state_of(runner, len(stored)).copy()
-        report = runner.run_prompt(Prompt(leaving(stored, BLOCK + 9)), READ_ONLY).report
+        cold = state_of(runner, len(stored))
+        report = read(runner, leaving(stored, BLOCK + 9)).report
         assert (report.restored, report.source) == (BLOCK + 9, "disk")
         assert np.array_equal(state_of(runner, BLOCK + 9), cold[:, : BLOCK + 9])
-        report = runner.run_prompt(Prompt(leaving(stored, 2 * BLOCK + 2)), READ_ONLY).report
-        assert report.restored == 2 * BLOCK + 2
+        assert restored(runner, leaving(stored, 2 * BLOCK + 2)) == 2 * BLOCK + 2
         # What is stored shares more than what is queued.
-        report = runner.run_prompt(Prompt(leaving(leaving(stored, BLOCK + 4), BLOCK + 6)), READ_ONLY).report
-        assert report.restored == BLOCK + 6
-
-
-def test_tenants_share_no_part_of_a_block(runner: Runner) -> None:
-    stored = random_prompt(1, BLOCK + 9)
-    ask(runner, stored, FULL)
-    other = CacheOptions(scope=FULL.scope, tenant=SHARED.with_salt("somebody"))
-    assert restored(runner, leaving(stored, 20), other) == 0
-    assert restored(runner, leaving(stored, 20)) == 20
-
-
-def test_a_part_of_a_reply_is_used(runner: Runner) -> None:
-    prompt = random_prompt(1, BLOCK + 4)
-    first = ask(runner, prompt, FULL, reply=2 * BLOCK)
-    reply = np.array(first.greedy, np.int32)
-    turn = leaving(np.concatenate([prompt, reply]), len(prompt) + 7)
-    assert ask(runner, turn).report.restored == len(prompt) + 7
+        assert restored(runner, leaving(leaving(stored, BLOCK + 4), BLOCK + 6)) == BLOCK + 6
 
 
 def test_a_node_that_is_used_in_part_counts_as_used(runner: Runner) -> None:
     stored = random_prompt(1, BLOCK)
-    ask(runner, stored, FULL)
-    name = name_of(runner, stored, Kind.BLOCK)
-    ask(runner, leaving(stored, 20), CacheOptions(scope=FULL.scope, save=False, ttl_s=1000.0))
+    ask(runner, stored)
+    runner.run_prompt(Prompt(leaving(stored, 20)), replace(READ_ONLY, ttl_s=1000.0))
 
     def is_touched() -> bool:
         with runner.cache.store.snapshot() as snapshot:
-            usage = snapshot.usage(name)
+            usage = snapshot.usage(first_block(runner, stored))
         assert usage is not None
         return (usage.restores, abs(usage.ttl_s)) == (1, 1000)
 
@@ -258,7 +205,7 @@ def test_a_part_that_takes_longer_to_load_than_to_compute_is_computed(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = random_prompt(1, 2 * BLOCK + 5)
-    ask(runner, stored, FULL)
+    ask(runner, stored)
     asked: list[tuple[int, int]] = []
 
     def pays(num_tokens: int, num_bytes: int) -> bool:
@@ -270,30 +217,230 @@ def test_a_part_that_takes_longer_to_load_than_to_compute_is_computed(
     assert restored(runner, leaving(stored, BLOCK + 6)) == BLOCK + 6
     assert asked == [(num_tokens, BLOCK * runner.layout.bytes_per_token) for num_tokens in (5, 6)]
     assert restored(runner, leaving(stored, 20)) == 20
-    miss = ask(runner, leaving(stored, LEAST_TOKENS, BLOCK)).report
+    miss = read(runner, leaving(stored, LEAST_TOKENS, BLOCK)).report
     assert (miss.restored, miss.refused, miss.miss_reason) == (0, None, "diverged")
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
-def test_of_layers_with_windows_what_lies_under_the_window_is_restored(name: str, tmp_path: Path) -> None:
-    runner = Runner(tiny_model(name, torch.float32), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="token")
+def test_of_layers_with_windows_what_lies_under_the_window_is_restored_and_stored(name: str, opened: Opened) -> None:
+    runner = opened(name, block_size=BLOCK, exact_at="token")
     stored = random_prompt(1, 4 * BLOCK + 5)
-    ask(runner, stored, FULL)
+    ask(runner, stored)
     runner.reopen()
     for position in (BLOCK - 1, 2 * BLOCK + 3, 3 * BLOCK + 1, 4 * BLOCK + 3):
         prompt = leaving(stored, position, 2 * BLOCK)
-        cold = ask(runner, prompt, CacheOptions(scope=parse_scope("off", param="scope")), reply=3)
+        cold = ask(runner, prompt, OFF, reply=3)
         # What an earlier sequence left in the memory is never looked at.
         for memory in runner.arena.memory:
             memory.tensor.fill_(float("nan"))
-        warm = ask(runner, prompt, FULL, reply=3)
+        warm = ask(runner, prompt, reply=3)
         assert warm.report.restored == position
-        assert torch.equal(warm.logits, cold.logits)
-        assert warm.greedy == cold.greedy
+        assert same(warm, cold)
     runner.reopen()
     # Nor is it stored.
-    assert all(restored(runner, prompt[:end].copy()) == end - 1 for end in range(20, len(prompt)))
-    again = ask(runner, leaving(prompt, len(prompt) - 2), reply=3)
-    cold = ask(runner, leaving(prompt, len(prompt) - 2), CacheOptions(scope=parse_scope("off", param="scope")), reply=3)
-    assert torch.equal(again.logits, cold.logits)
-    runner.close()
+    prompt = leaving(prompt, len(prompt) - 2)
+    assert same(ask(runner, prompt, reply=3), ask(runner, prompt, OFF, reply=3))
+
+
+# What ends within a block.
+
+
+def test_a_mark_is_kept_to_the_token(runner: Runner) -> None:
+    scope = CacheOptions(scope=Scope("tokens", BLOCK))
+    report = ask(runner, random_prompt(1, 3 * BLOCK), scope, marks=(Mark(2 * BLOCK + 3, 600.0),)).report
+    assert report.selection.kept == 2 * BLOCK + 3
+    assert nodes(runner) == [(0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, 2 * BLOCK + 3)]
+
+
+@pytest.mark.parametrize("options", [FULL, AUTO], ids=["full", "auto"])
+def test_the_turns_of_a_conversation_leave_no_trail(runner: Runner, options: CacheOptions) -> None:
+    turn = random_prompt(1, BLOCK + 5)
+    for seed in range(12):
+        report = ask(runner, turn, options).report
+        assert (report.saved, report.restored) == ("queued", len(turn) - 11 if seed else 0)
+        last, turn = len(turn), longer(turn, 11, seed)
+        assert nodes(runner) == [(start, min(start + BLOCK, last)) for start in range(0, last, BLOCK)]
+        assert entries(runner)[-1] == last
+
+
+def test_a_beginning_that_comes_later_is_there_already(runner: Runner) -> None:
+    long = random_prompt(1, 2 * BLOCK + 20)
+    ask(runner, long)
+    written, stored = runner.cache.writer.written_tokens, nodes(runner)
+    for end in (BLOCK + 3, 2 * BLOCK + 3):
+        short = ask(runner, long[:end].copy()).report
+        assert (short.restored, short.saved) == (end - 1, "stored")
+        boundary = CacheOptions(scope=Scope("tokens", end))
+        assert ask(runner, longer(long[:end], 5), boundary).report.saved == "stored"
+    assert (runner.cache.writer.written_tokens, nodes(runner)) == (written, stored)
+    assert entries(runner) == [len(long)]
+
+
+def test_the_end_of_a_prompt_is_kept_with_its_logits_where_a_boundary_was_until_it_is_replaced(runner: Runner) -> None:
+    prompt = random_prompt(1, 2 * BLOCK + 3)
+    ask(runner, prompt, CacheOptions(scope=Scope("tokens", len(prompt) - 1)))
+    ask(runner, longer(prompt, 9), CacheOptions(scope=Scope("tokens", len(prompt))))
+    first = ask(runner, prompt)
+    assert first.report.saved == "queued"
+    assert is_whole_hit(ask(runner, prompt), len(prompt))
+    assert nodes(runner) == [(0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, 2 * BLOCK + 3)]
+    ask(runner, longer(prompt, 4))
+    runner.reopen()
+    again = ask(runner, prompt)
+    assert (again.report.restored, again.num_forwards) == (len(prompt) - 1, 1)
+    assert same(again, first)
+
+
+def test_of_a_model_that_is_exact_on_the_grid_only_no_reply_is_kept(opened: Opened) -> None:
+    runner = opened("grid", block_size=BLOCK)
+    ask(runner, random_prompt(1, BLOCK + 5), reply=2 * BLOCK)
+    assert nodes(runner) == [(0, BLOCK), (BLOCK, BLOCK + 5)]
+
+
+def test_uses_count_where_what_was_used_is_replaced_at_once(runner: Runner) -> None:
+    """They are written after a second; what replaces it is written before that."""
+    turn = random_prompt(1, BLOCK + 5)
+    ask(runner, turn)
+    for seed in range(6):
+        turn = longer(turn, 3, seed)
+        ask(runner, turn)
+
+    def restores() -> list[int]:
+        with runner.cache.store.snapshot() as snapshot:
+            return [int(number) for number in snapshot.usages().records["restores"]]
+
+    runner.wait_for(lambda: restores() == [6, 6])
+
+
+def test_the_end_of_a_conversation_restores_while_it_waits_to_be_written(runner: Runner) -> None:
+    turn = random_prompt(1, BLOCK + 5)
+    for seed in range(4):
+        report = runner.run_prompt(Prompt(turn), FULL).report
+        assert report.restored == (len(turn) - 7 if seed else 0)
+        turn = longer(turn, 7, seed)
+    runner.flush()
+    assert len(nodes(runner)) == -(-(len(turn) - 7) // BLOCK)
+
+
+# The logits at a prompt's end.
+
+GRID = 2 * BLOCK
+
+
+def kept(runner: Runner) -> list[StoredNote]:
+    with runner.cache.store.snapshot() as snapshot:
+        return [note for note in snapshot.notes() if note.kind == NoteKind.LOGITS]
+
+
+def num_tails(runner: Runner) -> int:
+    with runner.cache.store.snapshot() as snapshot:
+        return sum(decode_node(name, value).kind == Kind.TAIL for name, value in snapshot.records("nodes"))
+
+
+def is_whole_hit(answer: Answer, num_tokens: int) -> bool:
+    return (answer.num_forwards, answer.report.restored) == (0, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [GRID, GRID + 1, GRID + BLOCK - 1])
+@pytest.mark.parametrize("reply", [2, BLOCK + 2])
+def test_a_repeat_runs_no_forward_though_the_reply_and_the_next_turns_replaced_the_tail(
+    runner: Runner, num_tokens: int, reply: int
+) -> None:
+    prompt, turns = random_prompt(1, num_tokens), []
+    for number in range(3):
+        turns.append((prompt, ask(runner, prompt, reply=reply)))
+        assert (num_tails(runner), len(kept(runner))) == (0, number + 1)
+        prompt = longer(np.concatenate([prompt, np.array(turns[-1][1].greedy, np.int32)]), 7)
+    runner.reopen()
+    for prompt, cold in turns:
+        warm = ask(runner, prompt, reply=reply)
+        assert same(warm, cold)
+        assert is_whole_hit(warm, len(prompt))
+    assert len(kept(runner)) == 3
+
+
+@pytest.mark.parametrize("num_tokens", [GRID, GRID + 5])
+def test_where_a_longer_prompt_is_stored_the_first_run_computes_a_token_and_the_next_one_none(
+    runner: Runner, num_tokens: int
+) -> None:
+    stored = random_prompt(3, 3 * BLOCK + 2)
+    ask(runner, stored)
+    shorter = stored[:num_tokens].copy()
+    cold, first = ask(runner, shorter, OFF, reply=4), ask(runner, shorter, reply=4)
+    assert same(first, cold)
+    assert (first.num_forwards, first.report.restored) == (1, num_tokens - 1)
+    runner.reopen()
+    again = ask(runner, shorter, reply=4)
+    assert same(again, cold)
+    assert is_whole_hit(again, num_tokens)
+
+
+def test_logits_that_a_tail_still_has_are_not_kept_twice(runner: Runner) -> None:
+    prompt = random_prompt(4, GRID + 5)
+    cold = ask(runner, prompt)
+    assert (kept(runner), num_tails(runner)) == ([], 1)
+    runner.reopen()
+    # Now the reply is kept, and the tail goes.
+    assert is_whole_hit(ask(runner, prompt, reply=6), len(prompt))
+    assert (len(kept(runner)), num_tails(runner)) == (1, 0)
+    runner.reopen()
+    warm = ask(runner, prompt)
+    assert same(warm, cold)
+    assert is_whole_hit(warm, len(prompt))
+
+
+@pytest.mark.parametrize("damaged", ["a bit", "length", "gone"])
+def test_logits_that_are_damaged_or_gone_cost_one_token_and_are_kept_again(runner: Runner, damaged: str) -> None:
+    prompt = random_prompt(5, GRID + 5)
+    cold = ask(runner, prompt, reply=6)
+    (note,) = kept(runner)
+    if damaged == "length":
+        cached = runner.cache.begin(Prompt(prompt), FULL)
+        runner.cache.notes(SHARED).put(NoteKind.LOGITS, cached.nodes.end_id, b"short")
+        cached.close()
+        runner.flush()
+    else:
+        with runner.cache.store.changes() as changes:
+            value = bytearray(changes.record("notes", note.key))
+            value[-1] ^= 64
+            changes.put_note(note.key, bytes(value) if damaged == "a bit" else None)
+    runner.reopen()
+    for num_forwards in (1, 0):
+        warm = ask(runner, prompt, reply=6)
+        assert same(warm, cold)
+        assert (warm.num_forwards, warm.report.restored) == (num_forwards, len(prompt) - num_forwards)
+        assert len(kept(runner)) == 1
+        runner.reopen()
+
+
+@pytest.mark.parametrize("position", [BLOCK, GRID])
+def test_logits_whose_tokens_are_no_longer_stored_are_not_used(runner: Runner, position: int) -> None:
+    prompt = random_prompt(6, GRID + 5)
+    cold = ask(runner, prompt, reply=6)
+    with runner.cache.store.snapshot() as snapshot:
+        found = {name: decode_node(name, value) for name, value in snapshot.records("nodes")}
+    for name, node in found.items():
+        if node.position == position:
+            runner.cache.store.quarantine(name, node.parent)
+    assert len(kept(runner)) == 1
+    warm = ask(runner, prompt, reply=6)
+    assert same(warm, cold)
+    assert (warm.num_forwards > 0, warm.report.restored) == (True, position)
+
+
+def test_a_prompt_that_differs_in_its_last_token_gets_its_own_logits(runner: Runner) -> None:
+    prompt = random_prompt(7, GRID + 5)
+    ask(runner, prompt, reply=6)
+    other = prompt.copy()
+    other[-1] += 1 if other[-1] == 0 else -1
+    cold = ask(runner, other, OFF, reply=4)
+    for _ in range(2):
+        assert same(ask(runner, other, reply=4), cold)
+        runner.reopen()
+    assert len(kept(runner)) == 2
+
+
+def test_what_is_not_to_be_saved_leaves_no_logits(runner: Runner) -> None:
+    for options in (OFF, READ_ONLY, CacheOptions(scope=Scope("tokens", BLOCK))):
+        ask(runner, random_prompt(8, GRID + 5), options, reply=6)
+    assert kept(runner) == []
