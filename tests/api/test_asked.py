@@ -1,4 +1,4 @@
-"""The requests that constrain their replies, the beginnings of the constraints, and their errors."""
+"""Tool choices and formats of the text, as each API says them, and the constraints that follow from them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import json
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from diskprefix.api.anthropic import MessagesRequest
 from diskprefix.api.asked import Asked, TextFormat, ToolChoice, constraint_of
+from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.api.responses import ResponseRequest
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.errors import InvalidRequest
+from diskprefix.server.body import parse_json
 from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+USER = {"role": "user", "content": "hello"}
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}, "required": ["a"]}
 JSON = TextFormat("json_schema", json.dumps(SCHEMA), "response_format.json_schema.schema")
 REQUIRED = ToolChoice("required")
 
@@ -81,34 +86,47 @@ def found(
     return constraint_of(asked, Thinking(), prompt_end, compiler.check)
 
 
-def accepts(compiler: ConstraintCompiler, constraint: Constraint | None, text: str) -> bool:
-    """Says whether `text` is all that the constraint allows."""
+READ, WRITE = frozenset({"read"}), frozenset({"write"})
+CHOICE = TextFormat("choice", '["a"]', "structured_outputs.choice")
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "refused"),
+    [
+        ({"text_format": JSON}, ['{"a": 5}'], ['{"b": 5}']),
+        ({"tools": TOOLS, "text_format": JSON}, ['{"a": 5}', 'read{"a": 1}'], ["hello"]),
+        (
+            {"tools": TOOLS, "text_format": TextFormat("json_object", "", "response_format")},
+            ['{"a": 5}', 'read{"a": 1}'],
+            ["hello"],
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": REQUIRED},
+            ['read{"a": 1}', "write{}", 'write{}read{"a": 1}'],
+            ["", "hello", '{"a": 1}', "read{}"],
+        ),
+        ({"tools": TOOLS, "tool_choice": ToolChoice("required", many=False)}, ["write{}"], ["write{}write{}"]),
+        ({"tools": TOOLS, "tool_choice": ToolChoice("required", WRITE)}, ["write{}"], ['read{"a": 1}']),
+        ({"tools": TOOLS, "tool_choice": ToolChoice(strict=READ)}, ["12", '12read{"a": 1}'], ['12read{"b": 1}']),
+    ],
+)
+def test_a_reply_is_what_the_request_asks_for(
+    compiler: ConstraintCompiler, fields: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    constraint = found(compiler, **fields)
     assert constraint is not None
-    matcher = compiler.matcher(constraint)
-    tokens = compiler.tokenizer.tokenize_str(text)
-    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+    for text in (*allowed, *refused):
+        tokens, matcher = compiler.tokenizer.tokenize_str(text), compiler.matcher(constraint)
+        fits = matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens)
+        assert (fits and matcher.is_accepting()) == (text in allowed), text
 
 
-def test_a_strict_tool_constrains_a_reply_that_may_call_it_and_no_other_does(compiler: ConstraintCompiler) -> None:
-    strict = ToolChoice(strict=frozenset({"read"}))
-    constraint = found(compiler, tools=TOOLS, tool_choice=strict)
-    assert accepts(compiler, constraint, "12")
-    assert accepts(compiler, constraint, '12read{"a": 1}')
-    assert not accepts(compiler, constraint, '12read{"b": 1}')
-    for choice in (ToolChoice(), replace(strict, mode="none"), replace(strict, names=frozenset({"write"}))):
-        assert found(compiler, tools=TOOLS, tool_choice=choice) is None
-
-
-def test_a_reply_is_free_unless_somebody_asks(compiler: ConstraintCompiler) -> None:
-    assert found(compiler) is None
-    assert found(compiler, tools=TOOLS) is None
-    assert found(compiler, tools=TOOLS, tool_choice=ToolChoice("auto", frozenset({"read"}))) is None
-
-
-def test_a_text_format_is_the_constraint(compiler: ConstraintCompiler) -> None:
-    constraint = found(compiler, text_format=JSON)
-    assert accepts(compiler, constraint, '{"a": 5}')
-    assert not accepts(compiler, constraint, '{"b": 5}')
+@pytest.mark.parametrize(
+    "choice",
+    [ToolChoice(), ToolChoice("auto", READ), ToolChoice("none", strict=READ), ToolChoice("auto", WRITE, strict=READ)],
+)
+def test_a_reply_is_free_unless_somebody_asks(compiler: ConstraintCompiler, choice: ToolChoice) -> None:
+    assert found(compiler, tools=TOOLS, tool_choice=choice) is None
 
 
 @pytest.mark.parametrize(
@@ -123,41 +141,18 @@ def test_a_text_format_is_the_constraint(compiler: ConstraintCompiler) -> None:
 def test_a_constraint_begins_behind_the_thought_that_may_come(
     compiler: ConstraintCompiler, prompt_end: str, thought: FreeText | None
 ) -> None:
-    text = found(compiler, prompt_end, text_format=JSON)
-    calls = found(compiler, prompt_end, tools=TOOLS, tool_choice=REQUIRED)
-    either = found(compiler, prompt_end, tools=TOOLS, text_format=JSON)
-    assert text is not None
-    assert calls is not None
-    assert either is not None
-    assert text.before == calls.before == either.before == thought
-
-
-@pytest.mark.parametrize(
-    ("choice", "allowed", "refused"),
-    [
-        (REQUIRED, ['read{"a": 1}', "write{}", 'write{}read{"a": 1}'], ["", "hello", '{"a": 1}', "read{}"]),
-        (ToolChoice("required", many=False), ["write{}"], ["write{}write{}"]),
-        (ToolChoice("required", frozenset({"write"})), ["write{}"], ['read{"a": 1}']),
-    ],
-)
-def test_a_forced_call_is_one_of_the_allowed_tools(
-    compiler: ConstraintCompiler, choice: ToolChoice, allowed: list[str], refused: list[str]
-) -> None:
-    constraint = found(compiler, tools=TOOLS, tool_choice=choice)
-    assert [accepts(compiler, constraint, text) for text in allowed] == [True] * len(allowed)
-    assert [accepts(compiler, constraint, text) for text in refused] == [False] * len(refused)
-
-
-@pytest.mark.parametrize("text_format", [JSON, TextFormat("json_object", "", "response_format")])
-def test_a_reply_of_json_may_still_be_a_call(compiler: ConstraintCompiler, text_format: TextFormat) -> None:
-    constraint = found(compiler, tools=TOOLS, text_format=text_format)
-    assert accepts(compiler, constraint, '{"a": 5}')
-    assert accepts(compiler, constraint, 'read{"a": 1}')
-    assert not accepts(compiler, constraint, "hello")
+    for fields in (
+        {"text_format": JSON},
+        {"tool_choice": REQUIRED, "tools": TOOLS},
+        {"text_format": JSON, "tools": TOOLS},
+    ):
+        constraint = found(compiler, prompt_end, **cast("Any", fields))
+        assert constraint is not None
+        assert constraint.before == thought
 
 
 def test_a_text_that_is_continued_can_be_constrained_and_has_no_thoughts(compiler: ConstraintCompiler) -> None:
-    asked = Asked(prompt="a", sampling=SamplingParams(), text_format=TextFormat("choice", '["a"]', "x"))
+    asked = Asked(prompt="a", sampling=SamplingParams(), text_format=CHOICE)
     constraint = constraint_of(asked, Thinking(), "<think>", compiler.check)
     assert constraint == Constraint(kind="choice", source='["a"]')
 
@@ -183,3 +178,130 @@ def test_what_cannot_be_compiled_is_named_by_its_path(
     with pytest.raises(InvalidRequest) as caught:
         found(compiler, **fields)
     assert str(caught.value.param).startswith(path)
+
+
+NAMES = ("read", "write")
+APIS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "chat": (ChatRequest, {"messages": [USER]}),
+    "messages": (MessagesRequest, {"max_tokens": 8, "messages": [USER]}),
+    "responses": (ResponseRequest, {"input": "hello"}),
+}
+
+
+def body(api: str, **fields: Any) -> Any:
+    model, base = APIS[api]
+    return parse_json(json.dumps(base | fields).encode(), model)
+
+
+def tools(api: str, **fields: Any) -> list[dict[str, Any]]:
+    """Two tools, the first of which has these fields."""
+    described: list[dict[str, Any]] = [{"name": name} for name in NAMES]
+    described[0] |= fields
+    if api == "chat":
+        return [{"type": "function", "function": one} for one in described]
+    more: dict[str, Any] = {"input_schema": SCHEMA} if api == "messages" else {"type": "function"}
+    return [one | more for one in described]
+
+
+def function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def some_of_chat(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [function(name) for name in names]}}
+
+
+def some(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+
+
+AUTO, NONE = ToolChoice("auto"), ToolChoice("none")
+CHOICES: list[tuple[str, dict[str, Any], ToolChoice]] = [
+    ("chat", {}, AUTO),
+    ("chat", {"tool_choice": "auto", "parallel_tool_calls": True}, AUTO),
+    ("chat", {"parallel_tool_calls": False}, replace(AUTO, many=False)),
+    ("chat", {"tool_choice": "none"}, NONE),
+    ("chat", {"tool_choice": "required"}, REQUIRED),
+    ("chat", {"tool_choice": function("write")}, replace(REQUIRED, names=WRITE, many=False)),
+    ("chat", {"tool_choice": some_of_chat("auto", "read")}, replace(AUTO, names=READ)),
+    ("chat", {"tool_choice": some_of_chat("required", "write", "read")}, replace(REQUIRED, names=READ | WRITE)),
+    ("messages", {}, AUTO),
+    ("messages", {"tool_choice": {"type": "auto"}}, AUTO),
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, replace(AUTO, many=False)),
+    ("messages", {"tool_choice": {"type": "any"}}, REQUIRED),
+    ("messages", {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}, replace(REQUIRED, many=False)),
+    ("messages", {"tool_choice": {"type": "tool", "name": "write"}}, replace(REQUIRED, names=WRITE, many=False)),
+    ("messages", {"tool_choice": {"type": "none"}}, NONE),
+    ("responses", {}, AUTO),
+    ("responses", {"parallel_tool_calls": False}, replace(AUTO, many=False)),
+    ("responses", {"tool_choice": "none"}, NONE),
+    ("responses", {"tool_choice": "required"}, REQUIRED),
+    ("responses", {"tool_choice": {"type": "function", "name": "read"}}, replace(REQUIRED, names=READ, many=False)),
+    ("responses", {"tool_choice": some("auto", "read")}, replace(AUTO, names=READ)),
+    ("responses", {"tool_choice": some("required", "read")}, replace(REQUIRED, names=READ)),
+]
+
+
+@pytest.mark.parametrize(("api", "fields", "choice"), CHOICES)
+def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(
+    api: str, fields: dict[str, Any], choice: ToolChoice
+) -> None:
+    assert body(api, tools=tools(api), **fields).choice == choice
+    strict = body(api, tools=tools(api, strict=True), **fields).choice.strict
+    # The responses API leaves the tools out first.
+    assert strict == (frozenset() if api == "responses" and choice.mode == "none" else READ)
+    allowed = [tool["function"]["name"] for tool in choice.allowed(tools("chat"))]
+    assert allowed == [name for name in NAMES if choice.mode != "none" and name in (choice.names or NAMES)]
+
+
+@pytest.mark.parametrize(
+    ("api", "choice"), [("chat", some_of_chat("auto", "read")), ("messages", {"type": "any"})], ids=["chat", "messages"]
+)
+def test_tools_that_may_not_be_called_stay_in_the_prompt_unless_none_may(api: str, choice: Any) -> None:
+    offered = body(api, tools=tools(api)).conversation
+    assert body(api, tools=tools(api), tool_choice=choice).conversation == offered
+    none: Any = "none" if api == "chat" else {"type": "none"}
+    without: list[dict[str, Any]] = [{"tools": tools(api), "tool_choice": none}, {"tools": []}, {"tools": None}]
+    for fields in without:
+        assert body(api, **fields).conversation == replace(offered, tools=None, tool_paths=[])
+
+
+def follows(path: str, schema: str = json.dumps(SCHEMA)) -> TextFormat:
+    return TextFormat("json_schema", schema, path)
+
+
+OPEN = {"schema": {name: value for name, value in SCHEMA.items() if name != "type"}}
+"""That it is an object need not be said."""
+CHAT_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+OWN_FORMAT = {"type": "json_schema", "schema": SCHEMA}
+TEXT_FORMAT = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+FORMATS: list[tuple[str, dict[str, Any], TextFormat | None]] = [
+    ("chat", {}, None),
+    ("chat", {"response_format": None, "structured_outputs": None}, None),
+    ("chat", {"response_format": {"type": "text"}}, None),
+    ("chat", {"response_format": {"type": "json_object"}}, TextFormat("json_object", "", "response_format")),
+    ("chat", {"response_format": {"type": "json_object"} | OPEN}, follows("response_format.schema")),
+    ("chat", {"response_format": CHAT_FORMAT}, follows("response_format.json_schema.schema")),
+    ("chat", {"structured_outputs": {"json": SCHEMA, "choice": None}}, follows("structured_outputs.json")),
+    ("chat", {"structured_outputs": {"json": "{}"}}, follows("structured_outputs.json", "{}")),
+    ("chat", {"structured_outputs": {"choice": ["a"]}}, CHOICE),
+    (
+        "chat",
+        {"structured_outputs": {"json_object": True}},
+        TextFormat("json_object", "", "structured_outputs.json_object"),
+    ),
+    ("messages", {}, None),
+    ("messages", {"output_config": {"format": OWN_FORMAT}}, follows("output_config.format.schema")),
+    ("messages", {"output_format": OWN_FORMAT}, follows("output_format.schema")),
+    ("messages", {"structured_outputs": {"choice": ["a"]}}, CHOICE),
+    ("responses", {"text": None}, None),
+    ("responses", {"text": {"verbosity": "low"}}, None),
+    ("responses", {"text": {"format": {"type": "text"}}}, None),
+    ("responses", {"text": {"format": {"type": "json_object"}}}, TextFormat("json_object", "", "text.format")),
+    ("responses", {"text": {"format": TEXT_FORMAT}}, follows("text.format.schema")),
+]
+
+
+@pytest.mark.parametrize(("api", "fields", "text_format"), FORMATS)
+def test_what_the_text_must_be(api: str, fields: dict[str, Any], text_format: TextFormat | None) -> None:
+    assert body(api, **fields).text_format == text_format

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from copy import deepcopy
+from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from diskprefix.api.anthropic import Messages
 from diskprefix.api.dialect import BodyReader
+from diskprefix.api.fields import cache_options
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.responses import Responses
 from diskprefix.errors import InvalidRequest
+from diskprefix.nouns import SHARED, Scope
 from diskprefix.server.body import parse_json
+from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 
 GONE = object()
@@ -50,7 +57,7 @@ MESSAGES: dict[str, Any] = {
     "max_tokens": 8,
     "messages": [USER, {"role": "user", "content": [{"type": "text", "text": "x"} | MARKED]}],
     "system": [{"type": "text", "text": "x"}],
-    "tools": [{"name": name, "input_schema": SCHEMA} for name in ("read", "write")],
+    "tools": [{"name": name, "input_schema": SCHEMA} for name in ("read", "w" * 128)],
     "tool_choice": {"type": "auto"},
     "thinking": {"type": "enabled"},
     "stop_sequences": ["a"],
@@ -118,7 +125,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("presence_penalty", "", 2.1),
         ("frequency_penalty", "", -2.1),
         ("logit_bias.5", "", 101),
-        ("logit_bias", "", {str(token): 1 for token in range(1025)}, [1]),
+        ("logit_bias", "", {str(token): 1 for token in range(1025)}, [1], {"1000": 1}, {"one": 1}, {"-1": 1}),
         ("stop", "", 5, "", "x" * 1025, ["a"] * 17),
         ("stop.1", "", "", "x" * 1025),
         ("n", "", 0, 17),
@@ -131,6 +138,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("tools", "", {"type": "function"}),
         ("tools.0.type", "", "retrieval"),
         ("tools.0.function.name", "", GONE),
+        ("tools.0.function.name", "at most 128", "f" * 129),
         ("tool_choice", "", "sometimes", 5, {"type": "function"}, {"type": "allowed_tools"}),
         ("tool_choice", "names 'delete', which is not among", {"type": "function", "function": {"name": "delete"}}),
         ("tool_choice.type", "", "custom"),
@@ -140,6 +148,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("parallel_tool_calls", "", "no"),
         ("response_format", "", {"type": "json_schema"}),
         ("response_format.type", "", "xml"),
+        ("response_format.schema", "", {}, 123),
         ("response_format.json_schema.schema", "", GONE, 5),
         ("structured_outputs", "needs exactly one", {}, {"json_object": True, "choice": ["b"]}),
         ("structured_outputs", "not allowed beside response_format", {"choice": ["a"]}),
@@ -158,7 +167,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("function_call", "", "auto"),
         ("chat_template_kwargs", "", "x"),
         ("prefix_cache", "", "full"),
-        ("prefix_cache.scope", "", "sometimes", ["auto"], True, 1.5, 0, None),
+        ("prefix_cache.scope", "", "sometimes", "auto:0", ["auto"], True, 1.5, 0, None),
         ("prefix_cache.window", "", "8", 0, 10**4000, None),
         ("prefix_cache.widow", "", 8),
         ("prefix_cache.save", "", "false", None),
@@ -166,13 +175,13 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("prefix_cache.ttl", "", 0, 10**400, True, ["5m"]),
         ("prompt_cache_key", "", "", "x" * 513, 5),
         ("prompt_cache_retention", "", "", "48h"),
-        ("prefix_cache.salt", "", "", ["a"], "x" * 257),
-        ("cache_salt", "", "", {"salt": "a"}, "x" * 257),
+        ("prefix_cache.salt", "", "", ["swordfish"], "swordfish" * 40),
+        ("cache_salt", "", "", {"swordfish": 1}, "swordfish" * 40),
         *((f"{place}.cache_control{end}", "", *values) for place in MARKED_PLACES for end, *values in BAD_MARKS),
     ],
     "completions": [
         ("cache_control", NO_MARK, MARK),
-        ("prompt", "", "", [], 5, None),
+        ("prompt", "", "", [], 5, None, ["a"] * 257),
         ("echo", "", True),
         ("suffix", "", 5),
         ("logprobs", "", 21),
@@ -196,6 +205,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("system", "a string or a list of text blocks", 5),
         ("system.0.type", "must be 'text'", "image"),
         ("tools.0", "must be a tool", "read"),
+        ("tools.0.name", "at most 128", "f" * 129),
         ("tools.0.input_schema", "is required", GONE),
         ("tool_choice", "must be an object", "any"),
         ("tool_choice", "needs the field name", {"type": "tool"}),
@@ -238,6 +248,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("tools.0", "", "x"),
         ("tools.0.type", "", GONE, 5),
         ("tools.0.name", "", GONE),
+        ("tools.0.name", "at most 128", "f" * 129),
         ("tools.0.parameters", "", "x"),
         ("tools.0.cache_control.ttl", "", "2h"),
         ("tool_choice", "", "sometimes", {"type": "function"}, {"type": "allowed_tools", "mode": "auto"}),
@@ -288,6 +299,12 @@ BODIES: list[tuple[str, dict[str, Any], str, str]] = [
         "text alone",
     ),
     ("chat", GO_ON | {"add_generation_prompt": True, "messages": BEGUN}, "continue_final_message", "is not allowed"),
+    ("chat", {"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "needs the type"),
+    ("chat", {"prefix_cache": {"scope": "full", "window": 8}}, "prefix_cache.window", ""),
+    ("chat", {"prefix_cache": {"salt": "swordfish"}, "cache_salt": "swordfisch"}, "cache_salt", ""),
+    *(("completions", {"prompt": [wrong]}, "prompt.0", "") for wrong in (1.5, True, "", list[Any]())),
+    *(("completions", {"prompt": list(wrong)}, "prompt.1", "") for wrong in ((1, "a"), ("a", 1), ("a", ""))),
+    ("completions", {"prompt": [[1], [True]]}, "prompt.1.0", ""),
     ("messages", block(USE), "messages.0.content.0.type", "'tool_use' is not supported in a message of role user"),
     ("messages", block(RESULT, "assistant"), "messages.0.content.0.type", "a message of role assistant"),
     ("messages", block(USE | {"input": "{}"}, "assistant"), "messages.0.content.0.input", "must be an object"),
@@ -323,14 +340,20 @@ def with_value(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return changed
 
 
+class NoNotes:
+    """Nothing is stored."""
+
+    def get(self, _kind: NoteKind, _id: str) -> None:
+        return None
+
+
 def read(api: str, body: dict[str, Any]) -> None:
     """Reads all that is checked before a request is submitted."""
     dialect, _ = APIS[api]
-    asked = dialect.read(parse_json(json.dumps(body).encode(), dialect.body), 1000, lambda: notes)
+    parsed = parse_json(json.dumps(body).encode(), dialect.body)
+    asked = dialect.read(parsed, 1000, lambda: cast("TenantNotes", NoNotes()))
     asked.tool_choice.check(getattr(asked.prompt, "tools", None) or ())
-
-
-notes: TenantNotes = None  # type: ignore[assignment]  # nothing is read of them
+    cache_options(parsed, scope=Scope("full"), caller=SHARED)
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -359,3 +382,71 @@ def test_a_wrong_field_is_named_by_its_path(api: str, body: dict[str, Any], path
     assert words in error.message
     assert len(error.message.splitlines()) == 1
     assert len(error.message) < 300
+    assert "sword" not in error.message, "a salt is not repeated"
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["function", "id"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "id", "x"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Each container within a value, with each of its keys."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+@pytest.mark.parametrize("api", APIS)
+@given(st.data())
+@settings(max_examples=100)
+def test_whatever_is_wrong_in_a_body_is_refused_with_a_param_or_says_what_it_asks_for(
+    api: str, data: st.DataObject
+) -> None:
+    dialect, body = APIS[api]
+    changed = deepcopy(body)
+    for _ in range(data.draw(st.integers(1, 2))):
+        fields = [(changed, name) for name in dialect.body.model_fields]
+        container, key = data.draw(st.sampled_from(places(changed) + fields))
+        if data.draw(st.booleans()) and isinstance(container, dict):
+            container.pop(key, None)
+        else:
+            container[key] = data.draw(_JSON)
+    error = refusal(api, changed)
+    assert error is None or (error.param and "\n" not in error.message)
+
+
+def refusal(api: str, body: dict[str, Any]) -> InvalidRequest | None:
+    try:
+        read(api, body)
+    except InvalidRequest as error:
+        return error
+    return None
+
+
+WRONG_PARTS = [{"role": "user", "content": [{"type": "text", "text": 1}] * 3}] * 3
+WRONG_NUMBERS = [1.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [
+        ("completions", {"prompt": WRONG_NUMBERS}),
+        ("chat", {"messages": WRONG_PARTS}),
+        ("chat", {"messages": [USER], "modalities": WRONG_NUMBERS}),
+        ("chat", {"messages": [USER], "structured_outputs": {"choice": WRONG_NUMBERS}}),
+        ("chat", {"messages": [USER], "logit_bias": {"1": "a", "2": "b"}}),
+        ("chat", {"messages": [USER], "tools": [{"type": "function", "function": {"name": 1}}] * 3}),
+        ("messages", {"max_tokens": 1, "messages": WRONG_PARTS}),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": 1}] * 3}] * 3}),
+        ("responses", {"input": "hello", "include": WRONG_NUMBERS}),
+    ],
+)
+def test_a_list_is_read_up_to_its_first_error(api: str, fields: dict[str, Any]) -> None:
+    """Each takes two kilobytes, and a body may have two million values."""
+    with pytest.raises(ValidationError) as caught:
+        APIS[api][0].body.model_validate_json(json.dumps(fields))
+    assert caught.value.error_count() == 1

@@ -1,0 +1,407 @@
+"""OpenAI's responses: bodies in neutral words, and replies as a response and as the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response as SDKResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from diskprefix.api import asked
+from diskprefix.api.anthropic import CountTokensRequest
+from diskprefix.api.dialect import Head, Json, ServerSentEvent
+from diskprefix.api.reply import (
+    CallBegin,
+    DeltaEvent,
+    EndEvent,
+    ReplyDelta,
+    ReplyEvent,
+    whole_reply,
+)
+from diskprefix.api.responses import ResponseRequest
+from diskprefix.api.responses_items import ReferenceItem, messages_of, stored_form
+from diskprefix.api.responses_writer import ResponseWriter
+from diskprefix.chat.messages import (
+    AudioPart,
+    CacheMark,
+    ImagePart,
+    Message,
+    OtherPart,
+    TextPart,
+    ToolCall,
+)
+from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
+from diskprefix.engine.request import TokenLogprob
+from diskprefix.server.body import parse_json
+from tests.server.scripted import done
+
+USER = {"role": "user", "content": "hello"}
+CALLED = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"a": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+READ = {"type": "function", "name": "read", "parameters": SCHEMA, "description": "Reads.", "strict": True}
+
+
+def body(**fields: Any) -> ResponseRequest:
+    return parse_json(json.dumps({"input": "hi"} | fields).encode(), ResponseRequest)
+
+
+def items_of(*items: Any) -> list[Any]:
+    parsed = body(input=list(items)).input
+    assert isinstance(parsed, list)
+    return parsed
+
+
+def messages(*items: Any) -> list[Message]:
+    return messages_of((item, f"input.{index}") for index, item in enumerate(items_of(*items)))
+
+
+def said(*items: Any) -> list[tuple[str, str]]:
+    """Role and text of each message."""
+    found = messages(*items)
+    return [(one.role, "|".join(part.text for part in one.content if isinstance(part, TextPart))) for one in found]
+
+
+def test_messages_of_every_role_become_messages_in_their_order() -> None:
+    roles = ["developer", "system", "user", "assistant", "user"]
+    assert said(*({"role": role, "content": role} for role in roles)) == [(role, role) for role in roles]
+
+
+def test_parts_keep_their_paths_and_marks() -> None:
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    [message] = messages(
+        {
+            "type": "message",
+            "role": "user",
+            "cache_control": {"type": "ephemeral"},
+            "content": [
+                {"type": "input_text", "text": "a", "cache_control": mark},
+                {"type": "input_image", "image_url": "data:x", "detail": "auto"},
+                {"type": "input_audio", "input_audio": {"data": "d", "format": "wav"}},
+                {"type": "input_file", "file_data": "x"},
+                {"type": "refusal", "refusal": "no"},
+            ],
+        }
+    )
+    path = "input.0.content"
+    assert message.content == (
+        TextPart("a", f"{path}.0.text", CacheMark(3600.0)),
+        ImagePart("data:x", f"{path}.1", f"{path}.1.image_url"),
+        AudioPart("d", f"{path}.2", f"{path}.2.input_audio.data"),
+        OtherPart("file", f"{path}.3"),
+        TextPart("no", f"{path}.4.refusal"),
+    )
+    assert (message.mark, message.path) == (CacheMark(), "input.0")
+
+
+def test_what_the_assistant_did_in_one_turn_is_one_message() -> None:
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So:"}]}
+    second = CALLED | {"call_id": "c2", "name": "write"}
+    found = messages(USER, reasoning, text, CALLED, second, OUTPUT, OUTPUT | {"call_id": "c2"}, text)
+    assert [message.role for message in found] == ["user", "assistant", "tool", "tool", "assistant"]
+    turn = found[1]
+    assert turn.reasoning == "hm"
+    assert turn.content == (TextPart("So:", "input.2.content.0.text"),)
+    assert turn.tool_calls == (ToolCall("c1", "read", '{"a": 1}'), ToolCall("c2", "write", '{"a": 1}'))
+    assert turn.path == "input.1"
+    assert [(one.tool_call_id, one.name) for one in found[2:4]] == [("c1", "read"), ("c2", "write")]
+
+
+def test_what_comes_out_of_the_order_of_a_turn_begins_another_message() -> None:
+    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    text = {"role": "assistant", "content": "So:"}
+    assert [bool(one.tool_calls) for one in messages(CALLED, text)] == [True, False]
+    assert [one.reasoning for one in messages(text, reasoning)] == [None, "hm"]
+    assert [len(one.tool_calls) for one in messages(CALLED, reasoning, CALLED)] == [1, 1]
+    assert said(text, text) == [("assistant", "So:"), ("assistant", "So:")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"summary": [{"type": "summary_text", "text": "s"}], "content": None}, "s"),
+        ({"summary": [{"type": "summary_text", "text": "s"}], "content": []}, "s"),
+        ({"summary": [{"type": "summary_text", "text": "s"}], "content": [{"type": "text", "text": "c"}]}, "c"),
+        ({"summary": [], "encrypted_content": "gAAA"}, None),
+    ],
+)
+def test_the_content_of_a_reasoning_wins_over_its_summary(fields: dict[str, Any], text: str | None) -> None:
+    [message] = messages({"type": "reasoning", "id": "rs_1"} | fields)
+    assert message.reasoning == text
+
+
+def test_an_object_with_an_id_and_no_role_is_a_reference() -> None:
+    assert items_of({"id": "msg_1"}) == [ReferenceItem(id="msg_1")]
+    assert items_of({"type": "item_reference", "id": "msg_1"}) == [ReferenceItem(id="msg_1")]
+
+
+def test_the_stored_form_of_an_item_is_an_input_again_that_says_the_same() -> None:
+    items = [
+        USER,
+        {"role": "assistant", "content": "So:", "id": "msg_1"},
+        CALLED,
+        OUTPUT,
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]},
+    ]
+    stored = [stored_form(item) for item in items_of(*items)]
+    assert stored[0] == {
+        "type": "message",
+        "role": "user",
+        "status": "completed",
+        "content": [{"type": "input_text", "text": "hello"}],
+    }
+    assert stored[1]["id"] == "msg_1"
+    assert stored[1]["content"] == [{"type": "output_text", "text": "So:", "annotations": []}]
+    assert said(*stored) == said(*items)
+    assert [one.tool_calls for one in messages(*stored)] == [one.tool_calls for one in messages(*items)]
+
+
+def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> None:
+    mark = {"type": "ephemeral"}
+    offered = body(
+        tools=[{"type": "web_search"}, READ, {"type": "function", "name": "write", "cache_control": mark}]
+    ).offered
+    function = {"name": "read", "parameters": SCHEMA, "description": "Reads."}
+    assert offered.functions == [
+        {"type": "function", "function": function},
+        {"type": "function", "function": {"name": "write"}},
+    ]
+    assert list(offered.functions[0]["function"]) == ["name", "parameters", "description"]
+    assert list(offered.functions[0]["function"]["parameters"]["properties"]) == ["b", "a"]
+    assert offered.paths == ["tools.1.parameters", "tools.2.parameters"]
+    assert offered.marks == [(1, CacheMark())]
+
+
+def test_tools_that_others_would_run_are_left_out_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
+    asked._told.clear()
+    of_openai = [{"type": "namespace", "name": "n", "tools": [READ]}, READ, *[{"type": "web_search"}] * 2]
+    of_anthropic = [{"name": "read", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
+    other = CountTokensRequest.model_validate({"messages": [USER], "tools": of_anthropic})
+    with caplog.at_level(logging.INFO, logger="diskprefix"):
+        for _ in range(3):
+            assert len(body(tools=of_openai).offered.functions) == len(other.conversation.tools or ()) == 1
+    said = "[server] tools of these types are left out,"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{said} OpenAI's servers run them: namespace, web_search",
+        f"{said} Anthropic's servers run them: web_search_20250305",
+    ]
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({}, None),
+        ({"top_logprobs": 3}, None),
+        ({"include": ["reasoning.encrypted_content"]}, None),
+        ({"include": [LOGPROBS]}, 0),
+        ({"include": [LOGPROBS], "top_logprobs": 3}, 3),
+    ],
+)
+def test_log_probabilities_are_given_where_they_are_included(fields: dict[str, Any], logprobs: int | None) -> None:
+    assert body(**fields).logprobs == logprobs
+
+
+HEX = "0123456789abcdef0123456789abcdef"
+HEAD = Head(id=f"resp_{HEX}", created=5, model="m", fingerprint="fp", prompt_tokens=10, request_id="req")
+SDK_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def writer(**fields: Any) -> ResponseWriter:
+    request = body(**fields)
+    echo = {name: json.loads(bytes(value)) for name, value in request.echo.items()}
+    return ResponseWriter(HEAD, echo, reasoning_is_summary=request.summary is not None, keep=None)
+
+
+def events_of(parts: Iterable[Sequence[ReplyDelta]], reason: Any = "stop", tokens: int = 0) -> list[ReplyEvent]:
+    return [*(DeltaEvent(0, tuple(part)) for part in parts), EndEvent(0, reason, None, tokens), done()]
+
+
+def streamed(events: Iterable[ReplyEvent], **fields: Any) -> list[Json]:
+    """The data of the events of a stream. Each is named as its type says, and of the official client's own type."""
+    one = writer(**fields)
+    sent: list[ServerSentEvent] = [*one.begin(), *(found for event in events for found in one.events(event))]
+    data = [event.data for event in sent if not isinstance(event.data, str)]
+    assert [event.name for event in sent] == [SDK_EVENT.validate_python(event).type for event in data]
+    return data
+
+
+def whole(events: Iterable[ReplyEvent], **fields: Any) -> Json:
+    return writer(**fields).whole(whole_reply([*events]))
+
+
+HELLO: list[list[ReplyDelta]] = [[ContentDelta("stream")], [ContentDelta("ed")]]
+_PIECES: list[list[ReplyDelta]] = [[ToolCallDelta(0, "x")] for _ in range(12)]
+CALL: list[list[ReplyDelta]] = [[CallBegin(0, "call_1", "get_weather")], *_PIECES]
+THOUGHT: list[list[ReplyDelta]] = [[ReasoningDelta("hm")] for _ in range(26)]
+
+ADDED, DONE = "output_item.added", "output_item.done"
+PART_ADDED, PART_DONE = "content_part.added", "content_part.done"
+TEXT = [ADDED, PART_ADDED, *["output_text.delta"] * 2, "output_text.done", PART_DONE, DONE]
+CALLED_EVENTS = [ADDED, *["function_call_arguments.delta"] * 12, "function_call_arguments.done", DONE]
+THOUGHT_OF = [ADDED, PART_ADDED, *["reasoning_text.delta"] * 26, "reasoning_text.done", PART_DONE, DONE]
+
+
+SUMMARY_PART = "reasoning_summary_part"
+SUMMED_UP = [ADDED, f"{SUMMARY_PART}.added", *["reasoning_summary_text.delta"] * 26, "reasoning_summary_text.done"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "summary", "said"),
+    [
+        (HELLO, None, TEXT),
+        (CALL, None, CALLED_EVENTS),
+        ([*THOUGHT, *HELLO], None, [*THOUGHT_OF, *TEXT]),
+        ([*THOUGHT, *HELLO], "auto", [*SUMMED_UP, f"{SUMMARY_PART}.done", DONE, *TEXT]),
+    ],
+    ids=["text", "a call", "reasoning and text", "a summary and text"],
+)
+def test_the_events_of_a_stream_come_in_the_order_of_openai_s(parts: Any, summary: str | None, said: list[str]) -> None:
+    """Recorded of gpt-4.1, gpt-5 and OpenRouter's gpt-oss-20b. `test_specifications.py` reads their fields."""
+    events = streamed(events_of(parts), reasoning={"summary": summary})
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds == ["created", "in_progress", *said, "completed"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["response"]["status"] == "in_progress"
+    assert not events[2]["item"].get("content")
+    item = events[-1]["response"]["output"][0]
+    if summary is not None:
+        assert (item["summary"], "content" in item) == ([{"type": "summary_text", "text": "hm" * 26}], False)
+
+
+ORDER = ["reasoning", "message", "function_call"]
+"""The order of a whole response; a stream has the items as they come."""
+deltas = st.one_of(
+    st.builds(ContentDelta, st.sampled_from(["", "a", "b\n"])),
+    st.builds(ReasoningDelta, st.sampled_from(["r", "s"])),
+    st.tuples(st.just("call"), st.sampled_from(["", "{", "{}"])),
+)
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(st.lists(deltas, max_size=4), max_size=6),
+    st.sampled_from(["stop", "length", "tool_calls"]),
+    st.sampled_from([None, "auto"]),
+)
+def test_items_open_and_close_one_after_the_other_and_the_last_event_holds_them_all_and_is_the_whole_response(
+    parts: list[list[Any]], reason: str, summary: str | None
+) -> None:
+    num_calls, sent = 0, []
+    for part in parts:
+        mapped: list[ReplyDelta] = []
+        for delta in part:
+            if isinstance(delta, tuple):
+                mapped += [CallBegin(num_calls, f"call_{num_calls}", "f"), ToolCallDelta(num_calls, delta[1])]
+                num_calls += 1
+            else:
+                mapped.append(delta)
+        sent.append(mapped)
+    open_item: Any = None
+    finished: list[Any] = []
+    *events, end = streamed(events_of(sent, reason, tokens=4), reasoning={"summary": summary})
+    for event in events:
+        kind = event["type"]
+        if kind == "response.output_item.added":
+            assert open_item is None
+            open_item = event["item"]["id"]
+        elif kind == "response.output_item.done":
+            assert event["item"]["id"] == open_item == f"{open_item.partition('_')[0]}_{HEX}_{len(finished)}"
+            finished.append(event["item"])
+            open_item = None
+        elif "item_id" in event:
+            assert event["item_id"] == open_item
+    assert open_item is None
+    last = end["response"]
+    assert last["output"] == finished
+    assert last["status"] == ("incomplete" if reason == "length" else "completed")
+    assert [item["status"] for item in finished] == ["completed"] * (len(finished) - 1) + [last["status"]]
+    response = whole(events_of(sent, reason, tokens=4), reasoning={"summary": summary})
+    kinds = [kind for kind, _ in groupby(item["type"] for item in finished)]
+    if kinds == [kind for kind in ORDER if kind in kinds]:
+        assert response["output"] == finished
+    changing = {"completed_at": None, "output": None}
+    assert response | changing == last | changing
+    assert SDKResponse.model_validate(response).usage is not None
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
+
+
+def test_a_keepalive_is_an_event_that_clients_count_and_ignore() -> None:
+    """Codex does not count comments."""
+    one = writer()
+    [*_, before] = one.begin()
+    name, _, data = one.keepalive().decode().removesuffix("\n\n").partition("\ndata: ")
+    sent = json.loads(data)
+    SDK_EVENT.validate_python(sent)
+    assert isinstance(before.data, dict)
+    assert (name, sent["type"]) == ("event: response.in_progress", "response.in_progress")
+    assert sent["sequence_number"] == before.data["sequence_number"] + 1
+
+
+def test_white_space_between_calls_is_no_message_and_before_a_text_it_belongs_to_it() -> None:
+    blank: list[ReplyDelta] = [ContentDelta("\n\n")]
+    calls: list[list[ReplyDelta]] = [[CallBegin(n, f"call_{n}", "f"), ToolCallDelta(n, "{}")] for n in range(2)]
+    output = whole(events_of([blank, calls[0], blank, calls[1], blank]))["output"]
+    assert [item["type"] for item in output] == ["function_call", "function_call"]
+    [message] = whole(events_of([blank, *HELLO, blank]))["output"]
+    assert message["content"][0]["text"] == "\n\nstreamed\n\n"
+    [message] = whole(events_of([blank]))["output"]
+    assert message["content"][0]["text"] == "\n\n"
+
+
+def test_log_probabilities_come_with_the_text_whose_tokens_they_are() -> None:
+    token = TokenLogprob(5, "x", -1.0, (TokenLogprob(6, "�", -2.0),))
+    events: list[ReplyEvent] = [
+        DeltaEvent(0, (ReasoningDelta("hm"),), (token,)),
+        DeltaEvent(0, (), (token,)),
+        DeltaEvent(0, (ContentDelta("x"),), (token,)),
+        *events_of([])[-2:],
+    ]
+    data = streamed(events)
+    [delta] = [event for event in data if event["type"] == "response.output_text.delta"]
+    wanted = {"token": "x", "logprob": -1.0, "bytes": [120]}
+    wanted["top_logprobs"] = [{"token": "�", "logprob": -2.0, "bytes": []}]
+    assert delta["logprobs"] == [wanted, wanted]
+    assert data[-1]["response"]["output"][1]["content"][0]["logprobs"] == delta["logprobs"]
+
+
+def test_a_response_repeats_what_was_asked_for() -> None:
+    schema = {"type": "json_schema", "name": "n", "description": "d", "schema": SCHEMA, "strict": True}
+    text = {"format": schema, "verbosity": "low"}
+    tool = {"type": "function", "name": "f", "description": "g", "parameters": SCHEMA, "strict": True}
+    fields: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "max_output_tokens": 7,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "previous_response_id": "resp_1",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "temperature": 0.5,
+        "text": text,
+        "tool_choice": {"type": "function", "name": "f"},
+        "tools": [tool],
+        "top_p": 0.9,
+        "prompt_cache_key": "k",
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "max_tool_calls": 3,
+        "safety_identifier": "s",
+    }
+    response = whole(events_of(HELLO), **fields)
+    assert {name: response[name] for name in fields} == fields
+    assert response["store"] is False
+    plain = whole(events_of(HELLO))
+    assert plain["text"] == {"format": {"type": "text"}, "verbosity": "medium"}
+    assert (plain["tool_choice"], plain["tools"], plain["temperature"]) == ("auto", [], 1.0)
