@@ -5,6 +5,8 @@ What a real engine does too fast, too rarely or not at all: standing still in th
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -136,7 +138,6 @@ class ScriptedEngine:
         self.closed = threading.Event()
         self.stats = dict(STATS)
         self.requests: list[GenerateRequest] = []
-        """The tenants whose recent prompts were asked for, in this order."""
         self.model = SimpleNamespace(
             config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=2)),
             device="cpu",
@@ -286,6 +287,37 @@ class AppServer:
         self._server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()
+
+
+def open_raw(
+    server: AppServer, body: dict[str, Any] | None, *, announced_bytes: int | None = None, header: str = "X: y"
+) -> socket.socket:
+    """A chat request on a bare socket that the test can close when it likes. With `announced_bytes` the body never
+    ends. The system takes little that is not read from the socket."""
+    payload = b"" if body is None else json.dumps(body).encode()
+    connection = socket.socket()
+    connection.settimeout(30)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {announced_bytes or len(payload)}\r\n{header}\r\n\r\n"
+    )
+    connection.sendall(head.encode() + payload)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What is received until the server closes the connection."""
+    received = b""
+    while part := connection.recv(1 << 20):
+        received += part
+    return received
+
+
+def events_of(text: str) -> list[Any]:
+    """The events of a stream, without comments and `[DONE]`."""
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
 @contextmanager

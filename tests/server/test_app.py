@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +17,10 @@ import httpx
 import pytest
 
 from diskprefix import hooks
+from diskprefix.api.figures import figures_reply
 from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.gauges import Activity
-from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
+from diskprefix.engine.request import Constraint, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import ModelError
 from diskprefix.server import limits as reading
 from diskprefix.server import streaming
@@ -34,15 +34,18 @@ from tests.server.scripted import (
     Emit,
     ScriptedEngine,
     done,
+    events_of,
+    open_raw,
+    read_all,
     say_hello,
     scripted_app,
     started_app,
     until_cancelled,
 )
+from tests.server.test_auth import ADMIN, ALICE
 
 CHAT = "/v1/chat/completions"
-HELLO = {"messages": [{"role": "user", "content": "hello"}]}
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 @pytest.fixture
@@ -56,38 +59,19 @@ def server(chat_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
         yield running
 
 
-def open_raw(
-    server: AppServer, body: dict[str, Any], *, announced_bytes: int | None = None, expect: bool = False
-) -> socket.socket:
-    """A chat request on a bare socket that the test can close when it likes.
-
-    With `announced_bytes` the body never ends; with `expect` none of it is sent before the server asks for it.
-    """
-    payload = b"" if expect else json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    head = (
-        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {announced_bytes or len(payload)}\r\n{'Expect: 100-continue' if expect else 'X: y'}\r\n\r\n"
-    )
-    connection.sendall(head.encode() + payload)
-    return connection
-
-
-def events_of(text: str) -> list[str]:
-    """The data of the events, without comments."""
-    return [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
-
-
 class SlowLoad:
-    """A load that goes on when it is told to."""
+    """A load that goes on when it is told to, and may then fail."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
+    def __init__(self, engine: ScriptedEngine, error: Exception | None = None) -> None:
         self.go_on = threading.Event()
         self._engine = engine
+        self._error = error
 
     def __call__(self, settings: Any, progress: Callable[[str], None]) -> Any:
         progress("fetching the model")
         assert self.go_on.wait(30)
+        if self._error is not None:
+            raise self._error
         return self._engine.load(settings, progress)
 
 
@@ -118,71 +102,41 @@ def test_no_more_requests_wait_for_the_model_than_the_queue_takes(chat_model: Pa
         assert {request.result().status_code for request in waiting} <= {200, 503}
 
 
-@pytest.mark.parametrize(("path", "sign"), [(CHAT, ": keepalive"), ("/v1/messages", "event: ping")])
-def test_a_stream_that_waits_for_the_model_gets_signs_of_life(
-    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, path: str, sign: str
+@pytest.mark.parametrize("error", [None, ModelError("no such model")], ids=["loads", "fails"])
+@pytest.mark.parametrize(
+    ("path", "stream", "sign"),
+    [(CHAT, True, b": keepalive"), ("/v1/messages", True, b"event: ping"), (CHAT, False, b"\n\n\n")],
+)
+def test_a_request_that_waits_for_the_model_gets_signs_of_life_and_then_its_reply_or_the_error(
+    chat_model: Path,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    stream: bool,
+    sign: bytes,
+    error: Exception | None,
 ) -> None:
     monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
-    engine.script = say_hello
-    load = SlowLoad(engine)
-    body = HELLO | {"stream": True, "max_tokens": 5}
+    load = SlowLoad(engine, error)
+    body = HELLO | {"stream": stream, "max_tokens": 5}
     with (
         started_app(chat_model, load) as server,
         server.client() as client,
         client.stream("POST", path, json=body) as answer,
     ):
-        assert answer.status_code == 200
-        lines = answer.iter_lines()
-        signs = [next(line for line in lines if line) for _ in range(3)]
-        load.go_on.set()
-        rest = list(lines)
-    assert sign in signs
-    assert any("Hello" in line for line in rest)
-
-
-def test_a_reply_that_waits_for_the_model_is_whole_json_in_the_end(
-    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
-    engine.script = say_hello
-    load = SlowLoad(engine)
-    with (
-        started_app(chat_model, load) as server,
-        server.client() as client,
-        client.stream("POST", CHAT, json=HELLO) as answer,
-    ):
         parts = answer.iter_raw()
-        beginning = next(parts)
+        signs = b"".join(next(parts) for _ in range(3))
         load.go_on.set()
-        whole = b"".join([beginning, *parts])
-    assert beginning.startswith(b"\n")
-    assert json.loads(whole)["choices"][0]["message"]["content"]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_waited_for_a_load_that_fails_is_told(
-    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, stream: bool
-) -> None:
-    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
-    load = SlowLoad(engine)
-
-    def fail(*arguments: Any) -> Any:
-        load(*arguments)
-        raise ModelError("no such model")
-
-    with (
-        started_app(chat_model, fail) as server,
-        server.client() as client,
-        client.stream("POST", CHAT, json=HELLO | {"stream": stream}) as answer,
-    ):
-        parts = answer.iter_raw()
-        next(parts)
-        load.go_on.set()
-        if stream:
-            assert b'"code":"not_ready"' in b"".join(parts)
-        else:
+        if error is not None and not stream:
             with pytest.raises(httpx.RemoteProtocolError):
                 list(parts)
+            return
+        whole = b"".join([signs, *parts])
+    assert answer.status_code == 200
+    assert sign in signs
+    assert (b"Hello" if error is None else b'code":"not_ready"') in whole
+    if not stream:
+        assert json.loads(whole)["choices"][0]["message"]["content"] == "Hello world"
 
 
 def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
@@ -200,32 +154,18 @@ def test_a_client_that_leaves_while_the_model_loads_gives_its_place_back(
         load.go_on.set()
 
 
-@pytest.mark.parametrize("error", [ModelError("no such model"), RuntimeError("secret detail")])
-def test_a_failed_load_is_kept_for_the_exit_and_requests_are_refused(chat_model: Path, error: Exception) -> None:
+@pytest.mark.parametrize("kind", [ModelError, RuntimeError])
+def test_a_failed_load_is_kept_for_the_exit_and_where_files_are_is_told_to_the_admin_alone(
+    chat_model: Path, keys_file: Path, kind: type[Exception]
+) -> None:
     def fail(_settings: Any, _progress: Any) -> Any:
-        raise error
+        raise kind("cannot read /srv/models/one")
 
-    with started_app(chat_model, fail) as server, server.client() as client:
+    with started_app(chat_model, fail, api_keys=keys_file) as server, server.client() as client:
         wait_until(lambda: server.daemon.failure, "the load failed")
-        assert str(error) in str(server.daemon.failure)
-        answer = client.post(CHAT, json=HELLO)
-        assert answer.status_code == 503
-        assert "secret" not in answer.text
+        assert "cannot read /srv/models/one" in str(server.daemon.failure)
         assert client.get("/health").json()["status"] == "failed"
-
-
-def test_where_files_are_is_told_to_the_admin_alone_when_a_load_has_failed(chat_model: Path, tmp_path: Path) -> None:
-    admin, other = "a" * 24, "o" * 24
-    keys = tmp_path / "keys"
-    keys.write_text(f"admin {admin}\nother {other}\n")
-    keys.chmod(0o600)
-
-    def fail(_settings: Any, _progress: Any) -> Any:
-        raise ModelError("cannot read /srv/models/one")
-
-    with started_app(chat_model, fail, api_keys=keys) as server, server.client() as client:
-        wait_until(lambda: server.daemon.failure, "the load failed")
-        for key, sees_all in ((admin, True), (other, False)):
+        for key, sees_all in ((ADMIN, kind is ModelError), (ALICE, False)):
             said = client.post(CHAT, json=HELLO, headers={"authorization": f"Bearer {key}"})
             assert (said.status_code, "/srv/models" in said.text) == (503, sees_all)
             assert "the model could not be loaded: " in said.json()["error"]["message"]
@@ -284,14 +224,8 @@ def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: Scripted
         waiting = open_raw(server, HELLO)
         wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
         answer = client.post(CHAT, json=HELLO)
-        assert answer.status_code == 503
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
-        assert answer.json()["error"] | {"message": ""} == {
-            "message": "",
-            "type": "server_error",
-            "param": None,
-            "code": "queue_full",
-        }
         with open_raw(server, HELLO, announced_bytes=20_000_000) as refused:
             assert refused.recv(1000).startswith(b"HTTP/1.1 503 "), "before the body is sent"
         running.close()
@@ -301,11 +235,9 @@ def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: Scripted
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def read_to_the_end(connection: socket.socket) -> bytes:
-    received = b""
-    while part := connection.recv(4096):
-        received += part
-    return received
+def test_a_client_that_waits_for_100_continue_is_refused_before_it_sends_anything(server: AppServer) -> None:
+    with open_raw(server, None, announced_bytes=99_000_000, header="Expect: 100-continue") as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
@@ -315,7 +247,7 @@ def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
     with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
         silent = [open_raw(server, HELLO, announced_bytes=1000) for _ in range(2)]
         for connection in silent:
-            head, _, answer = read_to_the_end(connection).partition(b"\r\n\r\n")
+            head, _, answer = read_all(connection).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 408 ")
             error = json.loads(answer)["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", "request_timeout")
@@ -363,23 +295,7 @@ def test_a_client_that_leaves_during_prefill_cancels_its_request(
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_its_request(
-    server: AppServer, engine: ScriptedEngine
-) -> None:
-    def endless(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
-        emit(TextEvent(0, "first", (1,)))
-        until_cancelled(request, emit, is_cancelled)
-
-    engine.script = endless
-    with server.client() as client:
-        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
-            assert any("first" in line for line in answer.iter_lines())
-        assert engine.cancelled.wait(30)
-        counted = 'diskprefix_http_requests_total{route="/v1/chat/completions",status="499"} 1.0'
-        wait_until(lambda: counted in client.get("/metrics").text, "the request is counted as left")
-
-
-def test_the_log_line_of_a_cancelled_request_says_how_far_it_came(
+def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_its_request_and_the_log_says_how_far_it_came(
     server: AppServer, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def endless(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
@@ -399,6 +315,9 @@ def test_the_log_line_of_a_cancelled_request_says_how_far_it_came(
     with caplog.at_level(logging.INFO), server.client() as client:
         with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
             assert any("first" in line for line in answer.iter_lines())
+        assert engine.cancelled.wait(30)
+        counted = 'diskprefix_http_requests_total{route="/v1/chat/completions",status="499"} 1.0'
+        wait_until(lambda: counted in client.get("/metrics").text, "the request is counted as left")
         wait_until(lambda: "prompt 8 of 10 · restored 4 · reply 0" in caplog.text, "the request is logged")
         [ended] = client.get("/dashboard/state").json()["ended"]
         assert (ended["status"], ended["prompt_tokens"]) == (499, 10)
@@ -440,9 +359,8 @@ def test_an_unexpected_exception_in_the_engine_is_told_without_its_inside(
     with caplog.at_level(logging.ERROR), server.client() as client:
         answer = client.post(CHAT, json=HELLO | {"stream": stream})
         assert client.get("/health").status_code == 200
-    assert answer.status_code == (200 if stream else 500)
-    error = json.loads(events_of(answer.text)[-1]) if stream else answer.json()
-    assert error["error"]["type"] == "server_error"
+    error = events_of(answer.text)[-1] if stream else answer.json()
+    assert (answer.status_code, error["error"]["type"]) == (200 if stream else 500, "server_error")
     assert "secret" not in answer.text
     assert "Traceback" not in answer.text
     assert "secret detail" in caplog.text
@@ -461,11 +379,11 @@ def test_an_unexpected_exception_in_the_server_is_500_without_its_inside(
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 
-def test_the_last_chunk_carries_cache_and_timings(server: AppServer) -> None:
+def test_a_stream_has_the_choices_in_order_and_our_figures_in_its_last_chunk(server: AppServer) -> None:
     with server.client() as client:
-        events = events_of(client.post(CHAT, json=HELLO | {"stream": True, "n": 2}).text)
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
+        text = client.post(CHAT, json=HELLO | {"stream": True, "n": 2}).text
+    assert text.endswith("data: [DONE]\n\n")
+    chunks = events_of(text)
     choices = [chunk["choices"][0] for chunk in chunks]
     # The text of a choice comes in one chunk or in two: what waits is joined.
     order = [key for key, _ in groupby((choice["index"], choice["finish_reason"]) for choice in choices)]
@@ -474,8 +392,7 @@ def test_the_last_chunk_carries_cache_and_timings(server: AppServer) -> None:
     assert [choice for choice in choices if "role" in choice["delta"]] == firsts
     assert all(choice["delta"] == {"role": "assistant", "content": ""} for choice in firsts), "the role comes alone"
     assert [chunk for chunk in chunks if "prefix_cache" in chunk] == chunks[-1:]
-    assert chunks[-1]["timings"]["restore_ms"] == 3.14
-    assert "usage" not in chunks[-1]
+    assert (chunks[-1]["timings"]["restore_ms"], "usage" in chunks[-1]) == (3.14, False)
 
 
 KEEPS = {"boundary": 8, "boundary_reason": "continues", "saved": "queued"}
@@ -499,25 +416,20 @@ KEEPS = {"boundary": 8, "boundary_reason": "continues", "saved": "queued"}
     ],
     ids=["hit", "miss", "diverged"],
 )
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_response_says_what_the_cache_did_on_one_line(
-    report: dict[str, Any], said: dict[str, Any], stream: bool, server: AppServer, engine: ScriptedEngine
-) -> None:
+def test_a_response_says_what_the_cache_did_in_this_order(report: dict[str, Any], said: dict[str, Any]) -> None:
     selection = replace(CHOSEN, reason="continues", selected=9, aligned=8)
+    found = figures_reply(done(**{"selection": selection, **report}), None)["prefix_cache"]
+    assert list(found.items()) == list(said.items())
 
-    def script(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
-        emit(FinishEvent(0, "length"))
-        emit(done(**{"selection": selection, **report}))
 
-    engine.script = script
-    with server.client() as client:
-        text = client.post(CHAT, json=HELLO | {"stream": stream}).text
-    answer = json.loads(events_of(text)[-2]) if stream else json.loads(text)
-    assert list(answer["prefix_cache"].items()) == list(said.items()), "in this order"
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+ASKED = {"prompt_cache_key": "agent", "prompt_cache_retention": "24h", "prefix_cache": {"save": False}}
 
 
 def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServer, engine: ScriptedEngine) -> None:
-    body = HELLO | {
+    marked = HELLO["messages"][0] | {"cache_control": {"type": "ephemeral", "ttl": "5m"}}
+    body = ASKED | {
+        "messages": [marked],
         "max_tokens": 5,
         "max_completion_tokens": 7,
         "temperature": 0.5,
@@ -531,63 +443,36 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
         "top_logprobs": 3,
         "presence_penalty": 1,
         "n": 2,
-        "prefix_cache": {"scope": "AUTO", "window": 8},
         "user": "me",
         "some_other_field": {"ignored": True},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        "return_progress": True,
     }
     with server.client() as client:
         assert client.post(CHAT, json=body).status_code == 200
-    request = engine.requests[0]
-    sampling = request.sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.9, 0)
-    assert (sampling.min_p, sampling.seed, sampling.stop, sampling.n) == (0.1, 11, ("END",), 2)
-    assert (sampling.logit_bias, sampling.logprobs, sampling.presence_penalty) == ({5: -100.0}, 3, 1.0)
-    assert str(request.cache.scope) == "auto:8"
-
-
-def test_what_the_reply_must_be_reaches_the_engine(server: AppServer, engine: ScriptedEngine) -> None:
-    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
-    fields = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}, "return_progress": True}
-    with server.client() as client:
-        assert client.post(CHAT, json=HELLO | fields | {"stream": True}).status_code == 200
-        assert client.post(CHAT, json=HELLO | fields).status_code == 200
-        assert client.post("/v1/completions", json={"prompt": "x", "structured_outputs": {"choice": ["a"]}}).is_success
-    constraints = [request.constraint for request in engine.requests]
-    of_schema = Constraint(kind="json_schema", source=json.dumps(schema))
-    assert constraints == [of_schema, of_schema, Constraint(kind="choice", source='["a"]')]
-    assert [request.reports_progress for request in engine.requests] == [True, False, False], "in streams only"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "weird"}}}},
-            "response_format.json_schema.schema",
-        ),
-        ({"response_format": {"type": "json_object", "schema": {"type": "weird"}}}, "response_format.schema"),
-        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
-        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}},
-            "response_format.schema",
-        ),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
-        ({"continue_final_message": True}, "continue_final_message"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_the_model_cannot_do_is_a_400_before_anything_is_queued(
-    server: AppServer, engine: ScriptedEngine, fields: dict[str, Any], param: str, stream: bool
-) -> None:
-    with server.client() as client:
-        answer = client.post(CHAT, json=HELLO | fields | {"stream": stream})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    assert engine.requests == []
+        assert client.post(CHAT, json=HELLO | {"return_progress": True, "stream": True}).status_code == 200
+        text = {"prompt": "x", "structured_outputs": {"choice": ["a"]}}
+        assert client.post("/v1/completions", json=text | ASKED).status_code == 200
+    chat, streamed, continued = engine.requests
+    assert chat.sampling == SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=0,
+        min_p=0.1,
+        seed=11,
+        stop=("END",),
+        logit_bias={5: -100.0},
+        logprobs=3,
+        presence_penalty=1.0,
+        n=2,
+    )
+    assert chat.constraint == Constraint(kind="json_schema", source=json.dumps(SCHEMA))
+    assert (streamed.constraint, continued.constraint) == (None, Constraint(kind="choice", source='["a"]'))
+    assert [request.reports_progress for request in engine.requests] == [False, True, False], "in streams only"
+    for cache in (chat.cache, continued.cache):
+        assert (cache.group, cache.ttl_s, cache.save) == (group_of("agent"), 86400.0, False)
+    assert [[mark.ttl_s for mark in request.prompt.marks] for request in engine.requests] == [[300.0], [], []]
 
 
 @pytest.mark.parametrize(
@@ -631,33 +516,13 @@ def test_every_response_has_the_id_of_its_request(server: AppServer) -> None:
     assert ids == [answer.headers["request-id"] for answer in answers]
 
 
-def test_what_a_request_asks_of_the_cache_reaches_the_engine(server: AppServer, engine: ScriptedEngine) -> None:
-    message = {"role": "user", "content": "hello", "cache_control": {"type": "ephemeral", "ttl": "5m"}}
-    asked = {"prompt_cache_key": "agent", "prompt_cache_retention": "24h", "prefix_cache": {"save": False}}
-    with server.client() as client:
-        assert client.post(CHAT, json={"messages": [message]} | asked).status_code == 200
-        assert client.post("/v1/completions", json={"prompt": "hello"} | asked).status_code == 200
-        refused = client.post(CHAT, json={"messages": [message | {"cache_control": {"type": "eternal"}}]})
-    for request in engine.requests:
-        cache = request.cache
-        assert (cache.group, cache.ttl_s, cache.save) == (group_of("agent"), 86400.0, False)
-    marks = [request.prompt.marks for request in engine.requests]
-    assert [mark.ttl_s for mark in marks[0]] == [300.0]
-    assert marks[1] == ()
-    assert refused.status_code == 400
-    assert refused.json()["error"]["param"] == "messages.0.cache_control.type"
-
-
 def test_without_extras_every_client_gets_the_daemons_own_welcome(
     chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hooks, "extras", lambda: ())
     with scripted_app(chat_model, engine) as server, server.client() as client:
         answer = client.get("/", headers={"Accept": "text/html"})
-        assert (answer.status_code, answer.json()) == (
-            200,
-            WELCOME,
-        )
+        assert (answer.status_code, answer.json()) == (200, WELCOME)
         assert client.head("/").status_code == 200
 
 

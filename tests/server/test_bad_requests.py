@@ -1,4 +1,5 @@
-"""Whatever is sent to a route that takes a body, the answer is an error of the API that was called, and never a 500."""
+"""Whatever is sent to a route that takes a body, the answer is an error of the API that was called, and never a 500.
+And the routes of llama.cpp's server for tokens and templates."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ import httpx
 import pytest
 
 from diskprefix.api import asked
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.server import limits
+from tests.server.chat_model import VOCAB_SIZE
 from tests.server.daemon_process import wait_until
-from tests.server.scripted import scripted_app
+from tests.server.scripted import ScriptedEngine, scripted_app
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -39,8 +42,8 @@ MAX_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")
-def client(agent_model: Path) -> Iterator[httpx.Client]:
-    with pytest.MonkeyPatch.context() as patch, scripted_app(agent_model) as server, server.client() as client:
+def client(agent_model: Path, engine: ScriptedEngine) -> Iterator[httpx.Client]:
+    with pytest.MonkeyPatch.context() as patch, scripted_app(agent_model, engine) as server, server.client() as client:
         patch.setattr(limits, "MAX_BODY_BYTES", MAX_BYTES)
         yield client
 
@@ -84,30 +87,40 @@ def in_objects(path: str, value: str) -> bytes:
 )
 def test_what_is_no_json_object_is_refused(client: httpx.Client, path: str, content: str) -> None:
     answer = client.post(path, content=content.encode(), headers=JSON)
-    assert answer.status_code == 400
-    assert error_of(path, answer)["code"] == "invalid_json"
+    assert (answer.status_code, error_of(path, answer)["code"]) == (400, "invalid_json")
+
+
+NOT_FINITE = ["NaN", "-Infinity", "Infinity", "1e400", "-1E+999", "9" * 400 + ".5"]
 
 
 @pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize("value", ["NaN", "-Infinity", "Infinity", "1e400", "-1E+999", "9" * 400 + ".5"])
-def test_a_number_that_is_not_finite_is_refused_wherever_it_stands(client: httpx.Client, path: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "status", "param"),
+    [
+        *((value, 400, "unknown.a.0") for value in NOT_FINITE),
+        *((value, 400, None) for value in ("9" * 5000, '{"a":' * 250 + "1" + "}" * 250)),
+        *((value, 200, None) for value in ("1e30", "123456789" * 30, '"NaN is e999"', '{"a":' * 100 + "1" + "}" * 100)),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_number_that_is_not_finite_or_what_is_too_long_or_deep_is_refused_wherever_it_stands(
+    client: httpx.Client, path: str, value: str, status: int, param: str | None
+) -> None:
     answer = client.post(path, content=in_objects(path, value), headers=JSON)
-    assert answer.status_code == 400
-    assert error_of(path, answer)["param"] == "unknown.a.0"
+    assert answer.status_code == status
+    if status == 400:
+        error = error_of(path, answer)
+        assert (error["param"], error["code"]) == (param, "invalid_value" if param else "invalid_json")
 
 
-@pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize("value", ["9" * 5000, '{"a":' * 250 + "1" + "}" * 250], ids=["long", "deep"])
-def test_what_is_too_long_or_too_deep_to_read_is_refused(client: httpx.Client, path: str, value: str) -> None:
-    answer = client.post(path, content=in_objects(path, value), headers=JSON)
-    assert answer.status_code == 400
-    assert error_of(path, answer)["code"] == "invalid_json"
-
-
-@pytest.mark.parametrize("path", DIALECTS)
-@pytest.mark.parametrize("value", ["1e30", "123456789" * 30, '"NaN is e999"', '{"a":' * 100 + "1" + "}" * 100])
-def test_what_only_looks_like_it_is_taken(client: httpx.Client, path: str, value: str) -> None:
-    assert client.post(path, content=in_objects(path, value), headers=JSON).status_code == 200
+@pytest.mark.parametrize("content_type", [None, "application/json; charset=utf-8", "application/x-www-form-urlencoded"])
+def test_a_body_of_json_is_read_as_curl_sends_it_and_behind_a_byte_order_mark(
+    client: httpx.Client, content_type: str | None
+) -> None:
+    headers = {"content-type": content_type} if content_type else {}
+    for mark in ("", "\ufeff"):
+        content = mark + json.dumps(ROUTES["/v1/messages"])
+        assert client.post("/v1/messages", content=content.encode(), headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -128,8 +141,7 @@ def test_a_body_that_cannot_be_read_is_refused(
     client: httpx.Client, path: str, content: bytes, headers: dict[str, str], status: int, code: str
 ) -> None:
     answer = client.post(path, content=content, headers=headers)
-    assert answer.status_code == status
-    assert error_of(path, answer)["code"] == code
+    assert (answer.status_code, error_of(path, answer)["code"]) == (status, code)
 
 
 def test_a_body_in_chunks_of_unknown_length_has_the_same_bound(client: httpx.Client) -> None:
@@ -145,6 +157,57 @@ def test_a_wrong_method_is_told_in_the_form_of_the_api(client: httpx.Client, pat
     is_id = path.endswith(("/input_tokens", "/compact"))
     assert answer.status_code == (404 if is_id and method != "PUT" else 405)
     error_of(path, answer)
+
+
+SCHEMA = {"type": "weird"}
+MEDIA = [{"type": "input_file", "file_data": "x"}, {"type": "input_image", "image_url": "http://x"}]
+TRIGGER = {"type": "compaction_trigger"}
+SEALED = {"type": "compaction", "encrypted_content": "gAAAA"}
+LATE: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        "response_format.json_schema.schema",
+    ),
+    (
+        "/v1/chat/completions",
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        "response_format.schema",
+    ),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "river " * 3000}]}, "messages"),
+    ("/v1/completions", {"prompt": [5] * 2048}, "prompt"),
+    ("/v1/responses", {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format.schema"),
+    *(("/v1/responses", {"input": [{"role": "user", "content": [part]}]}, "input.0.content.0") for part in MEDIA),
+    ("/v1/responses", {"input": [TRIGGER, USER]}, "input.0"),
+    ("/v1/responses", {"input": [USER, SEALED]}, "input.1.encrypted_content"),
+    ("/v1/responses/compact", {"stream": True}, "stream"),
+    ("/v1/responses/compact", {"input": []}, "input"),
+    ("/v1/responses/input_tokens", {"input": []}, "input"),
+    ("/tokenize", {"content": None}, "content"),
+    ("/tokenize", {"content": 5}, "content"),
+    ("/tokenize", {"parse_special": False}, "parse_special"),
+    ("/detokenize", {"tokens": None}, "tokens"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens.0"),
+    ("/detokenize", {"tokens": [5, VOCAB_SIZE]}, "tokens.1"),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+    ("/apply-template", {"messages": []}, "messages"),
+]
+"""What is found out when the prompt is rendered and the constraint compiled."""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "fields", "param"), LATE)
+def test_what_the_model_cannot_do_is_a_400_that_names_the_field_before_anything_is_queued(
+    client: httpx.Client, engine: ScriptedEngine, path: str, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    before = len(engine.requests)
+    is_stream = {"stream": True} if stream and path in BODIES else {}
+    answer = client.post(path, json=ROUTES[path] | is_stream | fields)
+    assert (answer.status_code, error_of(path, answer)["param"]) == (400, param)
+    assert len(answer.text) < 500
+    assert len(engine.requests) == before
 
 
 WRONG: list[Any] = [-1, 1.5, True, "\0", "9" * 50, [], [{}], {"a": {}}, 2**64]
@@ -199,22 +262,6 @@ def test_the_log_does_not_repeat_wrong_values(client: httpx.Client, caplog: pyte
     assert "secret" not in caplog.text
 
 
-@pytest.mark.parametrize("route", DIALECTS)
-def test_names_of_tools_have_a_largest_length(client: httpx.Client, route: str) -> None:
-    for length, status in ((128, 200), (129, 400)):
-        name = "f" * length
-        tool: dict[str, Any] = {"type": "function", "function": {"name": name}}
-        if route == "/v1/responses":
-            tool = {"type": "function", "name": name}
-        elif route == "/v1/messages":
-            tool = {"name": name, "input_schema": {"type": "object"}}
-        answer = client.post(route, json=ROUTES[route] | {"tools": [tool]})
-        assert answer.status_code == status, answer.text
-    error = error_of(route, answer)
-    assert error["param"] == ("tools.0.function.name" if route == DIALECTS[0] else "tools.0.name")
-    assert "128" in error["message"]
-
-
 def test_the_log_names_few_of_the_tools_that_are_left_out(
     client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,3 +271,44 @@ def test_the_log_names_few_of_the_tools_that_are_left_out(
         with caplog.at_level(logging.INFO, "diskprefix"):
             assert client.post("/v1/responses", json={"input": "hello", "tools": tools}).status_code == 200
     assert caplog.text.count("made_up_") == 32
+
+
+TEXT = "<|im_start|>user\nName three rivers 🦀<|im_end|>"
+
+
+def tokens_of(client: httpx.Client, content: str, **fields: Any) -> Any:
+    return client.post("/tokenize", json={"content": content} | fields).json()["tokens"]
+
+
+def test_a_text_comes_back_from_its_tokens(client: httpx.Client) -> None:
+    tokens = tokens_of(client, TEXT)
+    assert (tokens[0], tokens[-1]) == (1, 2)
+    assert client.post("/detokenize", json={"tokens": tokens}).json() == {"content": TEXT}
+    assert tokens_of(client, "") == []
+
+
+def test_pieces_are_the_texts_of_the_tokens_and_each_is_made_once(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[int]] = []
+    detokenize = PromptRenderer.detokenize
+
+    def counted(self: PromptRenderer, token_ids: list[int]) -> str:
+        made.append(token_ids)
+        return detokenize(self, token_ids)
+
+    monkeypatch.setattr(PromptRenderer, "detokenize", counted)
+    tokens = tokens_of(client, "hello " * 50, with_pieces=True)
+    assert "".join(token["piece"] for token in tokens) == "hello " * 50
+    assert [token["id"] for token in tokens] == tokens_of(client, "hello " * 50)
+    assert len(made) == len({token["id"] for token in tokens}) < len(tokens)
+
+
+@pytest.mark.parametrize("said", [[], [{"role": "assistant", "content": "The answer is "}]])
+def test_a_template_is_applied_as_for_a_reply(client: httpx.Client, engine: ScriptedEngine, said: list[Any]) -> None:
+    body = {"messages": [{"role": "system", "content": "Be brief."}, USER, *said]}
+    prompt = client.post("/apply-template", json=body).json()["prompt"]
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert prompt.endswith("<|im_start|>assistant\n" + "".join(one["content"] for one in said))
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
+    assert engine.requests[-1].prompt.token_ids.tolist() == tokens_of(client, prompt)

@@ -48,31 +48,6 @@ def metrics_of(client: httpx.Client) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prefix_cache": {"scope": "auto:0"}}, "prefix_cache.scope"),
-        ({"logit_bias": {"512": 1}}, "logit_bias"),
-        ({"logit_bias": {"one": 1}}, "logit_bias"),
-        ({"logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ],
-)
-def test_a_wrong_field_is_a_400_that_names_it(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
-    for stream in (False, True):
-        extra = {"stream": True} if stream and param != "stream_options" else {}
-        answer = client.post(CHAT, json=HELLO | fields | extra)
-        assert answer.status_code == 400
-        assert (error_of(answer)["param"], error_of(answer)["type"]) == (param, "invalid_request_error")
-
-
-@pytest.mark.parametrize("content_type", [None, "application/json; charset=utf-8", "application/x-www-form-urlencoded"])
-def test_a_body_of_json_is_read_as_curl_sends_it(client: httpx.Client, content_type: str | None) -> None:
-    headers = {"content-type": content_type} if content_type else {}
-    assert client.post(CHAT, content=json.dumps(HELLO), headers=headers).status_code == 200
-
-
 def test_a_client_that_waits_for_100_continue_is_refused_before_it_sends_anything(daemon: DaemonProcess) -> None:
     port = int(daemon.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:

@@ -1,9 +1,8 @@
-"""Replies that clients send back are restored to their last token, over HTTP, with sampled tokens of a real engine."""
+"""Replies that clients send back are restored to their last token, with sampled tokens of a real engine."""
 
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix.api.reply import CallBegin, DeltaEvent
 from diskprefix.chat.encoder import Encoder, Encoding
+from diskprefix.chat.messages import Message, TextPart
+from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
+from diskprefix.engine.request import Event, FinishEvent, TextEvent
+from diskprefix.server.remembering import RememberingReader
+from tests.chat.turns import Turns
 from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import DaemonProcess, reply_to, serve_flags
+from tests.server.daemon_process import reply_to
 from tests.server.scripted import AppServer, real_app
 
 CHAT = "/v1/chat/completions"
@@ -60,6 +66,9 @@ def computed(reply: dict[str, Any]) -> int:
 def test_the_next_turn_restores_up_to_the_end_of_the_reply(talk: Talk) -> None:
     first = talk.say()
     talk.hear(content_of(first))
+    without = talk.say(options={"replay": False, "save": False})
+    assert "replayed" not in without["prefix_cache"]
+    assert without["prefix_cache"]["restored"] < computed(first), "the template writes every reply"
     second = talk.say()
     assert second["prefix_cache"]["restored"] == computed(first)
     assert second["prefix_cache"]["replayed"] == 1
@@ -82,27 +91,14 @@ def test_a_reply_to_another_tenant_is_not_replayed(talk: Talk) -> None:
     talk.hear(content_of(talk.say(options={"salt": "alice"})))
     assert "replayed" not in talk.say(options={"salt": "bob"})["prefix_cache"]
     assert "replayed" not in talk.say()["prefix_cache"]
-    assert talk.say(options={"salt": "alice"})["prefix_cache"]["replayed"] == 1
-
-
-def test_without_replay_the_template_writes_every_reply_and_less_is_restored(talk: Talk) -> None:
-    first = talk.say()
-    talk.hear(content_of(first))
-    second = talk.say(options={"replay": False})
-    assert "replayed" not in second["prefix_cache"]
-    assert second["prefix_cache"]["restored"] < computed(first)
+    assert talk.say(options={"salt": "alice", "save": False})["prefix_cache"]["replayed"] == 1
+    assert "replayed" not in talk.say(options={"salt": "alice", "scope": "off"})["prefix_cache"]
 
 
 @pytest.mark.parametrize("options", [{"replay": False}, {"save": False}, {"scope": "off"}], ids=str)
 def test_a_request_that_keeps_nothing_leaves_no_reply_to_be_replayed(talk: Talk, options: dict[str, Any]) -> None:
     talk.hear(content_of(talk.say(options=options)))
     assert "replayed" not in talk.say()["prefix_cache"]
-
-
-def test_a_request_that_only_restores_replays_what_others_left(talk: Talk) -> None:
-    talk.hear(content_of(talk.say()))
-    assert talk.say(options={"save": False})["prefix_cache"]["replayed"] == 1
-    assert "replayed" not in talk.say(options={"scope": "off"})["prefix_cache"]
 
 
 TOOL_TEMPLATE = """\
@@ -136,80 +132,64 @@ def no_blanks(server: AppServer) -> dict[str, int]:
     return {str(token): -100 for token in range(len(tokenizer)) if not tokenizer.decode([token]).strip()}
 
 
-def test_a_call_is_restored_in_another_formatting_and_lost_without_replay(calling: AppServer) -> None:
+FUNCTION = {"type": "function", "function": WEATHER}
+APIS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        {"tools": [FUNCTION], "max_tokens": 200},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+    ),
+    "/v1/messages": (
+        {"tools": [{"name": "get_weather", "input_schema": WEATHER["parameters"]}], "max_tokens": 200},
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+    ),
+    "/v1/responses": (
+        {"tools": [{"type": "function", **WEATHER}], "max_output_tokens": 200},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+    ),
+}
+"""For each API the fields of a request that offers a tool, and those by which it must be called."""
+
+
+def rewritten(arguments: str) -> str:
+    """The same arguments in another order and formatting."""
+    return json.dumps(dict(reversed(json.loads(arguments).items())), indent=4)
+
+
+def answered(path: str, reply: dict[str, Any]) -> list[Any]:
+    """The call of a reply, as a client sends it back in another formatting, and its result."""
+    if path == "/v1/responses":
+        [call] = [item for item in reply["output"] if item["type"] == "function_call"]
+        sent = {name: call[name] for name in ("type", "call_id", "name")} | {"arguments": rewritten(call["arguments"])}
+        return [sent, {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}]
+    if path == "/v1/messages":
+        [use] = [block for block in reply["content"] if block["type"] == "tool_use"]
+        result = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}
+        sent = use | {"input": json.loads(rewritten(json.dumps(use["input"])))}
+        return [{"role": "assistant", "content": [sent]}, {"role": "user", "content": [result]}]
+    message = reply["choices"][0]["message"]
+    [call] = message["tool_calls"]
+    sent = call | {"function": call["function"] | {"arguments": rewritten(call["function"]["arguments"])}}
+    said = {"role": "assistant", "content": message["content"], "tool_calls": [sent]}
+    return [said, {"role": "tool", "tool_call_id": call["id"], "content": "rain"}]
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_a_call_is_restored_in_another_formatting_and_lost_without_replay(calling: AppServer, path: str) -> None:
+    fields, forced = APIS[path]
+    said: list[Any] = [{"role": "user", "content": f"How is the weather by {path}?"}]
+    name = "input" if path == "/v1/responses" else "messages"
     with calling.client() as client:
-        talk = Talk(client, "rain")
-        tools: dict[str, Any] = {"tools": [{"type": "function", "function": WEATHER}], "max_tokens": 200}
         # JSON may have blanks without end between its parts, and random weights like them.
-        first = talk.say(tool_choice="required", parallel_tool_calls=False, logit_bias=no_blanks(calling), **tools)
-        message = first["choices"][0]["message"]
-        assert first["choices"][0]["finish_reason"] == "tool_calls"
-        [call] = message["tool_calls"]
-        arguments = dict(reversed(json.loads(call["function"]["arguments"]).items()))
-        sent = call | {"function": call["function"] | {"arguments": json.dumps(arguments, indent=4)}}
-        talk.messages += [
-            {"role": "assistant", "content": message["content"], "tool_calls": [sent]},
-            {"role": "tool", "tool_call_id": call["id"], "content": "rain"},
-        ]
-        without = talk.say(options={"replay": False, "save": False}, **tools)
-        assert without["prefix_cache"]["restored"] < computed(first)
-        second = talk.say(**tools)
-        assert second["prefix_cache"]["replayed"] == 1
-        assert second["prefix_cache"]["restored"] == computed(first)
-
-
-def test_a_call_is_restored_in_anthropics_api_too(calling: AppServer) -> None:
-    schema = WEATHER["parameters"]
-    body = {"tools": [{"name": "get_weather", "input_schema": schema}], "prefix_cache": {"scope": "full"}}
-    messages: list[Any] = [{"role": "user", "content": "How is the weather in Rome?"}]
-    forced = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "logit_bias": no_blanks(calling)}
-    with calling.client() as client:
-        first = client.post("/v1/messages", json=body | forced | {"messages": messages, "max_tokens": 200}).json()
-        [use] = [block for block in first["content"] if block["type"] == "tool_use"]
-        sent = use | {"input": dict(reversed(use["input"].items()))}
-        messages += [
-            {"role": "assistant", "content": [sent]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}]},
-        ]
-        second = client.post("/v1/messages", json=body | {"messages": messages, "max_tokens": 8}).json()
+        body = fields | forced | {"logit_bias": no_blanks(calling)}
+        first = reply_to(client, body | {name: said}, path, scope="full")
+        said += answered(path, first)
+        without = reply_to(client, fields | {name: said}, path, scope="full", replay=False, save=False)
+        second = reply_to(client, fields | {name: said}, path, scope="full")
     usage = first["usage"]
-    read = sum(usage[name] for name in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"))
-    assert second["prefix_cache"]["replayed"] == 1
-    assert second["usage"]["cache_read_input_tokens"] == read + usage["output_tokens"] - 1
-
-
-def test_a_call_is_restored_in_the_responses_api_too(calling: AppServer) -> None:
-    bias, cache = no_blanks(calling), {"scope": "full"}
-    with calling.client() as client:
-        body = {"tools": [{"type": "function", **WEATHER}], "logit_bias": bias, "prefix_cache": cache}
-        items: list[Any] = [{"type": "message", "role": "user", "content": "How is the weather in Oslo?"}]
-        forced = {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200}
-        first = client.post("/v1/responses", json=body | forced | {"input": items}).json()
-        [call] = [item for item in first["output"] if item["type"] == "function_call"]
-        arguments = json.dumps(json.loads(call["arguments"]), indent=2)
-        items += [
-            {"type": "function_call", "call_id": call["call_id"], "name": call["name"], "arguments": arguments},
-            {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"},
-        ]
-        second = client.post("/v1/responses", json=body | {"input": items, "max_output_tokens": 8}).json()
-        assert second["prefix_cache"]["replayed"] == 1
-        assert second["prefix_cache"]["restored"] == first["usage"]["total_tokens"] - 1
-
-
-def test_replies_are_replayed_after_the_daemon_was_killed(chat_model: Path, tmp_path: Path) -> None:
-    flags = serve_flags(chat_model, tmp_path / "kv", block_size=16, kv_cache_min_tokens=16)
-    with DaemonProcess(*flags).wait_ready() as daemon, daemon.client() as client:
-        talk = Talk(client, "rivers")
-        first = talk.say()
-        daemon.wait_saved()
-        daemon.stop(signal.SIGKILL)
-    talk.hear(content_of(first))
-    with DaemonProcess(*flags).wait_ready() as daemon, daemon.client() as client:
-        after = Talk(client, "")
-        after.messages = talk.messages
-        second = after.say()
-    assert second["prefix_cache"]["replayed"] == 1
-    assert second["prefix_cache"]["restored"] == computed(first)
+    computed = sum(usage[name] for name in usage if name.endswith("input_tokens") or name == "prompt_tokens")
+    computed += usage.get("output_tokens") or usage["completion_tokens"]
+    assert without["prefix_cache"]["restored"] < computed - 1
+    assert (second["prefix_cache"]["replayed"], second["prefix_cache"]["restored"]) == (1, computed - 1)
 
 
 def test_long_texts_of_earlier_prompts_are_not_encoded_again(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,3 +223,79 @@ def test_long_texts_of_earlier_prompts_are_not_encoded_again(talk: Talk, monkeyp
         encoded.clear()
         reply_to(talk.client, body, "/v1/completions", scope="full")
         assert (body["prompt"] not in encoded) == known
+
+
+END = 9
+PARTS: dict[str, list[OutputDelta]] = {
+    "think": [ReasoningDelta("Hm")],
+    "say": [ContentDelta("So ")],
+    "read": [ToolCallBegin(0, "read"), ToolCallDelta(0, '{"a": '), ToolCallDelta(0, "1}")],
+    "write": [ToolCallBegin(1, "write"), ToolCallDelta(1, "{}")],
+}
+
+
+class Prepared:
+    """A parser that makes of each text what a test has prepared for it."""
+
+    def feed(self, text: str) -> list[OutputDelta]:
+        return PARTS.get(text, [])
+
+    def finish(self) -> list[OutputDelta]:
+        return []
+
+
+def asked() -> ConversationHash:
+    conversation = ConversationHash()
+    conversation.add_message(Message(role="user", content=(TextPart("Go.", ""),), path=""))
+    return conversation
+
+
+def read(events: Sequence[Event], *, many_calls: bool = True) -> tuple[list[SampledTurn], list[str], Turns]:
+    """Returns what is remembered, the ids of the calls that the client is told, and the store."""
+    turns = Turns()
+    memory = ReplyMemory(turns, Origin.of(asked(), "Go."), frozenset({END}))
+    reader = RememberingReader(Prepared, "call_", memory, many_calls=many_calls)
+    told = [found for event in events for found in reader.read(event) if isinstance(found, DeltaEvent)]
+    ids = [delta.id for event in told for delta in event.deltas if isinstance(delta, CallBegin)]
+    return [SampledTurn.decode(record) for record in turns.values()], ids, turns
+
+
+def reply(*texts: str, choice: int = 0, reason: Any = "stop", stop: str | None = None) -> list[Event]:
+    """Each text is a token, and the reply ends with `END`."""
+    sampled = [TextEvent(choice, text, (number,)) for number, text in enumerate(texts, 1)]
+    return [*sampled, TextEvent(choice, "", (END,)), FinishEvent(choice, reason, stop)]
+
+
+def test_a_reply_is_remembered_with_its_tokens_under_the_ids_that_the_client_gets() -> None:
+    [sampled, again], ids, turns = read(reply("think", "say", "read", "write"))
+    assert sampled.turn == Turn("So ", "Hm", (("read", '{"a": 1}'), ("write", "{}")))
+    assert sampled.token_ids == (1, 2, 3, 4)
+    assert again == sampled
+    conversation = asked()
+    conversation.add_reply(sampled.turn)
+    assert list(turns) == conversation.ids(ids)
+
+
+def test_each_choice_is_remembered_apart() -> None:
+    one, other = reply("say", choice=0), reply("think", "say", "read", choice=1)
+    mixed = [one[0], *other[:2], *one[1:], *other[2:]]
+    remembered, _, _ = read(mixed)
+    assert {sampled.token_ids for sampled in remembered} == {(1,), (1, 2, 3)}
+
+
+def test_a_reply_is_remembered_before_its_end_is_told() -> None:
+    remembered, _, _ = read(reply("say")[:-1])
+    assert remembered == []
+    assert len(read(reply("say", reason="length"))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("events", "many_calls"),
+    [(reply("say", "read", "write"), False), (reply("say", stop="!"), True)],
+    ids=["a call that is not passed on", "a stop string"],
+)
+def test_a_reply_whose_tokens_say_more_than_the_client_is_told_is_not_remembered(
+    events: list[Event], many_calls: bool
+) -> None:
+    assert read(events, many_calls=many_calls)[0] == []
+    assert read(reply("say", "read"), many_calls=many_calls)[0] != []

@@ -311,42 +311,6 @@ def test_the_tokens_of_an_input_are_counted_as_the_request_then_has_them(
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({}, "input"),
-        ({"input": ""}, None),
-        ({"input": []}, "input"),
-        ({"input": "x", "stream_options": {"include_obfuscation": False}}, "stream_options"),
-        ({"input": "x", "tool_choice": "required"}, "tool_choice"),
-        (
-            {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
-            "text.format.schema",
-        ),
-        (
-            {"input": "x", "text": {"format": {"type": "json_object"}}, "structured_outputs": {"choice": ["a"]}},
-            "structured_outputs",
-        ),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "x"}]}]}, "input.0.content.0"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
-            "input.0.content.0",
-        ),
-        ({"input": "x", "model": "other"}, "model"),
-    ],
-)
-def test_what_is_found_out_late_is_refused_with_its_path_too(
-    http: httpx.Client, fields: dict[str, Any], param: str | None
-) -> None:
-    answer = http.post(ROUTE, json=fields)
-    if param is None:
-        assert answer.status_code == 200
-        return
-    assert answer.status_code in (400, 404), answer.text
-    assert answer.json()["error"]["param"] == param
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
     ("query", "param"), [({"limit": 0}, "limit"), ({"limit": "x"}, "limit"), ({"order": "up"}, "order")]
 )
 def test_a_query_that_cannot_be_served_is_refused_in_the_form_of_the_api(
@@ -403,20 +367,6 @@ def test_a_trigger_at_the_end_of_the_input_has_the_conversation_compacted(
     completed: Any = events[-1]
     assert [item.type for item in completed.response.output] == ["compaction"]
     assert completed.response.store is False
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("", {"input": [{"type": "compaction_trigger"}, TURNS[1]]}, "input.0"),
-        ("", {"input": [TURNS[1], {"type": "compaction", "encrypted_content": "gAAAA"}]}, "input.1.encrypted_content"),
-        ("/compact", {"input": TURNS, "stream": True}, "stream"),
-        ("/compact", {"input": []}, "input"),
-    ],
-)
-def test_what_cannot_be_compacted_is_refused(http: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:
-    answer = http.post(ROUTE + path, json=fields)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_a_model_that_sums_up_nothing_is_an_error(http: httpx.Client, engine: ScriptedEngine) -> None:

@@ -1,12 +1,18 @@
-"""The sending of a reply: at once, while nothing comes, and when it fails. The clock is made up."""
+"""The sending of a reply: at once, while nothing comes, and when it fails; and events that wait for a client: what is
+bounded, what is joined, and who else is served meanwhile. The clock is made up."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import pytest
 from starlette.requests import ClientDisconnect
@@ -16,12 +22,26 @@ from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
 from diskprefix.api.reply import ReplyReader
 from diskprefix.chat.output.format import PlainText
-from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent
+from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, TextEvent, TokenLogprob
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, QueueFull
-from diskprefix.server.generation import Generation
+from diskprefix.server import generation
+from diskprefix.server.generation import EventBuffer, Generation
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.streaming import EventStream, HeldResponse, PatientResponse
-from tests.server.scripted import done
+from tests.engine.driving import Cancelled
+from tests.server.daemon_process import wait_until
+from tests.server.scripted import (
+    AppServer,
+    Emit,
+    Script,
+    ScriptedEngine,
+    done,
+    events_of,
+    open_raw,
+    read_all,
+    say_hello,
+    scripted_app,
+)
 
 HEAD = Head(id="chatcmpl-1", created=1, model="m", fingerprint="fp", prompt_tokens=10, request_id="req_1")
 HELLO: list[Event] = [TextEvent(0, "Hello", (1,)), FinishEvent(0, "stop"), done()]
@@ -29,7 +49,7 @@ MOST_PATIENT_S = 10
 """So long a client waits for a byte."""
 
 
-class Script:
+class Prepared:
     """Stands in for a `Generation`: events, errors that are raised, and None where nothing comes in time.
 
     Each event takes `pace_s` seconds.
@@ -58,7 +78,7 @@ class Script:
 class Sent:
     """The messages that a response sends, with the times of the made-up clock."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Prepared) -> None:
         self._script = script
         self.messages: list[dict[str, Any]] = []
         self.times: list[float] = []
@@ -89,15 +109,15 @@ def reader() -> ReplyReader:
     return ReplyReader(lambda: PlainText().parser((), ""), "call_")
 
 
-def streamed(script: Script) -> Sent:
+def streamed(script: Prepared) -> Sent:
     return sent_by(script, lambda generation: EventStream(generation, reader(), writer(), script.clock))
 
 
-def whole(script: Script) -> Sent:
+def whole(script: Prepared) -> Sent:
     return sent_by(script, lambda generation: PatientResponse(generation, reader(), writer(), script.clock))
 
 
-def sent_by(script: Script, response: Callable[[Generation], Any]) -> Sent:
+def sent_by(script: Prepared, response: Callable[[Generation], Any]) -> Sent:
     sent = Sent(script)
     scope = {"type": "http", "path": "/v1/chat/completions", "headers": [], "state": {"record": sent.context}}
     asyncio.run(response(cast("Generation", script))(scope, None, sent.send))
@@ -106,7 +126,7 @@ def sent_by(script: Script, response: Callable[[Generation], Any]) -> Sent:
 
 
 def test_the_headers_and_a_comment_of_a_stream_go_out_before_anything_is_there() -> None:
-    sent = streamed(Script(ClientDisconnect()))
+    sent = streamed(Prepared(ClientDisconnect()))
     assert sent.status == 200
     assert sent.body.startswith(b": ")
     assert sent.body.endswith(b"\n\n")
@@ -119,10 +139,10 @@ SILENT: list[Event] = [TextEvent(0, "", (token,)) for token in range(300)]
 @pytest.mark.parametrize("respond", [streamed, whole])
 @pytest.mark.parametrize(
     "script",
-    [Script(*[None] * 30, *HELLO), Script(*SILENT, *HELLO, pace_s=1)],
+    [Prepared(*[None] * 30, *HELLO), Prepared(*SILENT, *HELLO, pace_s=1)],
     ids=["nothing comes", "all is held back"],
 )
-def test_a_byte_is_sent_while_there_is_nothing_to_say(script: Script, respond: Callable[[Script], Sent]) -> None:
+def test_a_byte_is_sent_while_there_is_nothing_to_say(script: Prepared, respond: Callable[[Prepared], Sent]) -> None:
     sent = respond(deepcopy(script))
     waits = [later - earlier for earlier, later in zip([0.0, *sent.times], sent.times, strict=False)]
     assert sum(waits) > 20 * MOST_PATIENT_S / 2
@@ -130,7 +150,7 @@ def test_a_byte_is_sent_while_there_is_nothing_to_say(script: Script, respond: C
 
 
 def test_a_keepalive_of_a_stream_is_a_comment_between_events() -> None:
-    sent = streamed(Script(None, HELLO[0], None, *HELLO[1:]))
+    sent = streamed(Prepared(None, HELLO[0], None, *HELLO[1:]))
     blocks = sent.body.split(b"\n\n")[1:]
     kinds = [b"comment" if block.startswith(b":") else block[:6] for block in blocks if block]
     assert kinds == [b"comment", b"data: ", b"data: ", b"comment", b"data: ", b"data: "]
@@ -140,7 +160,7 @@ def test_a_keepalive_of_a_stream_is_a_comment_between_events() -> None:
 
 @pytest.mark.parametrize("before", [[], [None], [HELLO[0]]])
 def test_an_error_of_a_stream_is_an_event_without_done(before: list[Any]) -> None:
-    sent = streamed(Script(*before, InvalidRequest("no", param="messages", code="bad")))
+    sent = streamed(Prepared(*before, InvalidRequest("no", param="messages", code="bad")))
     last = json.loads(sent.body.split(b"\n\n")[-2].removeprefix(b"data: "))
     assert last == {"error": {"message": "no", "type": "invalid_request_error", "param": "messages", "code": "bad"}}
     assert b"[DONE]" not in sent.body
@@ -148,30 +168,25 @@ def test_an_error_of_a_stream_is_an_event_without_done(before: list[Any]) -> Non
     assert sent.context.error == "no"
 
 
-def test_a_quick_reply_is_an_ordinary_response() -> None:
-    sent = whole(Script(*HELLO))
-    assert json.loads(sent.body)["choices"][0]["message"]["content"] == "Hello"
-    assert dict(sent.messages[0]["headers"])[b"content-length"] == str(len(sent.body)).encode()
-
-
-def test_an_early_error_has_its_status() -> None:
-    sent = whole(Script(InvalidRequest("no", param="messages")))
-    assert sent.status == 400
-    assert json.loads(sent.body)["error"]["param"] == "messages"
-
-
-def test_a_slow_reply_is_json_behind_blanks() -> None:
-    sent = whole(Script(None, None, *HELLO))
-    assert b"content-length" not in dict(sent.messages[0]["headers"])
-    assert dict(sent.messages[0]["headers"])[b"content-type"] == b"application/json"
-    assert sent.body.startswith(b"\n\n{")
+@pytest.mark.parametrize("num_waits", [0, 2])
+def test_a_quick_reply_is_an_ordinary_response_and_a_slow_one_is_json_behind_blanks(num_waits: int) -> None:
+    sent = whole(Prepared(*[None] * num_waits, *HELLO))
+    headers = dict(sent.messages[0]["headers"])
+    assert headers.get(b"content-length") == (None if num_waits else str(len(sent.body)).encode())
+    assert headers[b"content-type"] == b"application/json"
+    assert sent.body.startswith(b"\n" * num_waits + b"{")
     assert json.loads(sent.body)["choices"][0]["message"]["content"] == "Hello"
     assert sent.is_whole
 
 
+def test_an_early_error_has_its_status() -> None:
+    sent = whole(Prepared(InvalidRequest("no", param="messages")))
+    assert (sent.status, json.loads(sent.body)["error"]["param"]) == (400, "messages")
+
+
 def test_a_late_error_of_a_whole_reply_breaks_the_body_off() -> None:
     """A client takes that for a failure of the connection, and never for a reply."""
-    sent = whole(Script(None, HELLO[0], DiskPrefixError("the daemon is stopping")))
+    sent = whole(Prepared(None, HELLO[0], DiskPrefixError("the daemon is stopping")))
     assert sent.status == 200
     assert sent.body.strip() == b""
     assert not sent.is_whole
@@ -180,8 +195,8 @@ def test_a_late_error_of_a_whole_reply_breaks_the_body_off() -> None:
 
 @pytest.mark.parametrize("respond", [streamed, whole])
 @pytest.mark.parametrize("before", [[], [None], [HELLO[0]]])
-def test_a_client_that_left_is_noted(respond: Callable[[Script], Sent], before: list[Any]) -> None:
-    assert respond(Script(*before, ClientDisconnect())).context.status == 499
+def test_a_client_that_left_is_noted(respond: Callable[[Prepared], Sent], before: list[Any]) -> None:
+    assert respond(Prepared(*before, ClientDisconnect())).context.status == 499
 
 
 @pytest.mark.parametrize("respond", [streamed, whole])
@@ -196,9 +211,9 @@ def test_a_client_that_left_is_noted(respond: Callable[[Script], Sent], before: 
     ],
 )
 def test_an_error_counts_as_what_it_is_also_behind_a_status_of_200(
-    error: DiskPrefixError, outcome: str, respond: Callable[[Script], Sent], before: list[Any]
+    error: DiskPrefixError, outcome: str, respond: Callable[[Prepared], Sent], before: list[Any]
 ) -> None:
-    context = respond(Script(*before, error)).context
+    context = respond(Prepared(*before, error)).context
     context.wants_reply = True
     assert (context.outcome, context.status) == (outcome, error.http_status)
 
@@ -226,9 +241,166 @@ def test_a_request_that_cannot_be_served_after_a_long_wait_counts_as_refused() -
     asyncio.run(test())
 
 
-def test_progress_is_told_in_chunks_without_choices() -> None:
-    sent = streamed(Script(ProgressEvent(100, 20, 60, 90, 12.345), *HELLO))
-    first = json.loads(sent.body.split(b"\n\n")[1].removeprefix(b"data: "))
-    assert first["choices"] == []
-    assert first["object"] == "chat.completion.chunk"
-    assert first["prompt_progress"] == {"total": 100, "cache": 20, "processed": 60, "time_ms": 12.35}
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "hello"}]}
+NUM_EVENTS = 1000
+NUM_PUTS = 100_000
+TEXT = "0123456789" * 100
+
+
+def taken(events: list[Event | None], num_puts: int | None = None) -> list[Event | None]:
+    """Returns the events of a buffer that all of `events` were put into before."""
+
+    async def run() -> list[Event | None]:
+        buffer = EventBuffer(asyncio.get_running_loop())
+        fitted = [buffer.put(event) for event in events]
+        if num_puts is not None:
+            assert fitted == [True] * num_puts + [False] * (len(events) - num_puts)
+        result = []
+        while buffer._waiting:
+            result.append(await buffer.get())
+        return result
+
+    return asyncio.run(run())
+
+
+def test_waiting_texts_of_one_choice_are_joined_and_keep_their_order_among_the_others() -> None:
+    a, b = TokenLogprob(1, "a", -1.0), TokenLogprob(2, "b", -2.0)
+    events: list[Event | None] = [
+        TextEvent(0, "a", (1,), (a,)),
+        TextEvent(0, "b", (2,), (b,)),
+        FinishEvent(0, "stop"),
+        TextEvent(1, "c", (3,)),
+        TextEvent(2, "d", (4,)),
+        TextEvent(2, "", (5,)),
+        None,
+    ]
+    assert taken(events) == [
+        TextEvent(0, "ab", (1, 2), (a, b)),
+        FinishEvent(0, "stop"),
+        TextEvent(1, "c", (3,)),
+        TextEvent(2, "d", (4, 5)),
+        None,
+    ]
+
+
+def test_what_does_not_fit_becomes_an_error_and_nothing_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_WAITING_BYTES", 10_000)
+    text = "x" * (1000 - sys.getsizeof("") - generation._BYTES_PER_EVENT)
+    *texts, last = taken([TextEvent(0, text, ())] * 12 + [done()], num_puts=10)
+    assert texts == [TextEvent(0, text * 10, ())]
+    assert isinstance(last, ErrorEvent)
+    assert last.error.code == "client_too_slow"
+    wide = "\N{GRINNING FACE}" * 2500
+    assert sys.getsizeof(wide) > generation.MAX_WAITING_BYTES > len(wide)
+    taken([TextEvent(0, wide, ())], num_puts=0)
+
+
+class CountedText(str):
+    """A text, or what is joined from it, that counts the characters that `+` copies."""
+
+    num_copied: ClassVar[int]
+
+    def __add__(self, other: str) -> CountedText:
+        CountedText.num_copied += len(self) + len(other)
+        assert CountedText.num_copied < 10 * NUM_PUTS, "the work grows faster than the number of texts"
+        return CountedText(str(self) + str(other))
+
+
+def test_putting_copies_nothing_of_what_waits_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_WAITING_BYTES", 1 << 40)
+    CountedText.num_copied = 0
+    events: list[Event | None] = [TextEvent(0, CountedText("x"), (token,)) for token in range(NUM_PUTS)]
+    assert taken(events, num_puts=NUM_PUTS) == [TextEvent(0, "x" * NUM_PUTS, tuple(range(NUM_PUTS)))]
+
+
+def test_what_was_taken_makes_room() -> None:
+    async def run() -> None:
+        buffer = EventBuffer(asyncio.get_running_loop())
+        text = TextEvent(0, "x" * (generation.MAX_WAITING_BYTES // 2 + 1), ())
+        for _ in range(5):
+            assert buffer.put(text)
+            assert await buffer.get() == text
+        assert buffer.put(text)
+        assert not buffer.put(text)
+
+    asyncio.run(run())
+
+
+@contextmanager
+def small_buffers(model: Path, script: Script) -> Iterator[tuple[AppServer, ScriptedEngine]]:
+    """A server whose connections hold little of what the client has not read."""
+    engine = ScriptedEngine(script)
+    with scripted_app(model, engine) as server:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        yield server, engine
+
+
+def stream_without_reading(server: AppServer, **fields: Any) -> socket.socket:
+    return open_raw(server, BODY | {"stream": True} | fields, header="Connection: close")
+
+
+def read_events(connection: socket.socket) -> list[Any]:
+    return events_of(read_all(connection).decode())
+
+
+def many_texts(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+    for token in range(NUM_EVENTS):
+        emit(TextEvent(0, TEXT, (token,)))
+    emit(FinishEvent(0, "stop"))
+    emit(done())
+
+
+def test_a_client_that_reads_late_gets_the_whole_text_in_fewer_chunks_and_nobody_waits_for_it(chat_model: Path) -> None:
+    emitted = threading.Event()
+
+    def talk(*request: Any) -> None:
+        many_texts(*request)
+        emitted.set()
+
+    with (
+        small_buffers(chat_model, talk) as (server, engine),
+        server.client() as client,
+        stream_without_reading(server) as connection,
+    ):
+        assert emitted.wait(30)
+        engine.script = say_hello
+        assert client.post(CHAT, json=BODY).status_code == 200
+        chunks = read_events(connection)
+    deltas = [choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(deltas) == TEXT * NUM_EVENTS
+    assert len(chunks) < NUM_EVENTS / 2
+    assert chunks[-1]["prefix_cache"]["scope"] == "auto:30"
+
+
+def test_a_client_that_lets_too_much_wait_is_cancelled_and_told_so(chat_model: Path) -> None:
+    alternatives = tuple(TokenLogprob(token, "x", -1.0) for token in range(20))
+
+    def talk(_request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
+        for token in range(100_000):
+            if is_cancelled():
+                raise Cancelled
+            emit(TextEvent(0, "x", (token,), (TokenLogprob(0, "x", -1.0, alternatives),)))
+
+    with (
+        small_buffers(chat_model, talk) as (server, engine),
+        server.client() as client,
+        stream_without_reading(server, logprobs=True, top_logprobs=20) as connection,
+    ):
+        assert engine.cancelled.wait(30)
+        engine.script = say_hello
+        assert client.post(CHAT, json=BODY).status_code == 200
+        *_, last = read_events(connection)
+    assert last["error"]["code"] == "client_too_slow"
+
+
+def test_a_client_that_never_reads_is_given_up(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diskprefix.server.process.listener.STALLED_S", 1)
+    with (
+        small_buffers(chat_model, many_texts) as (server, engine),
+        server.client() as client,
+        stream_without_reading(server),
+    ):
+        assert engine.entered.wait(30)
+        ended = f'diskprefix_http_requests_total{{route="{CHAT}"'
+        wait_until(lambda: ended in client.get("/metrics").text, "the client is taken for gone")
