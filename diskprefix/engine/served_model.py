@@ -28,7 +28,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.load.memory import KV_AHEAD_BYTES, kv_bytes, tokens_ahead, use_gpu
+from diskprefix.model.load.memory import kv_bytes, use_gpu
 from diskprefix.nouns import CacheReport
 from diskprefix.printable import first_line
 from diskprefix.units import format_size
@@ -40,6 +40,11 @@ log = logging.getLogger("diskprefix")
 
 _UNLIMITED_POSITIONS = 1 << 20
 """The limit of models whose config has none (recurrent ones)."""
+_AHEAD_BYTES = 1 << 30
+"""The most KV memory that is taken and made before the first request: fresh pages would slow down its restore. More
+would slow it down too: a large page then holds few tokens of a head, and a restore touches more pages than it fills."""
+_TURN_TOKENS = 2048
+"""Memory is taken for the longest saved prompt (of 1 000, of any model) and a turn after it."""
 _FLUSH_TIMEOUT_S = 30.0
 _HIBERNATION_S = 20.0
 
@@ -293,8 +298,8 @@ class ServedModel:
 
     def _touch_memory(self) -> None:
         try:
-            num_tokens = tokens_ahead(self.cache.store.longest_prompt())
-            self.pool.touch(KV_AHEAD_BYTES, min(num_tokens, self.max_positions))
+            num_tokens = self.cache.store.longest_prompt() + _TURN_TOKENS
+            self.pool.touch(_AHEAD_BYTES, min(num_tokens, self.max_positions))
         except ContextTooLong as error:
             # It would only be a head start. A request allocates what it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)

@@ -65,9 +65,7 @@ class Listing:
             self._known_needs.clear()
 
     async def learn(self, known: KnownModel) -> None:
-        """Reads what a model needs, unless that is known: from the disk, maybe in a process that has transformers.
-
-        `sized` and `cards` do not wait for it."""
+        """Reads what a model needs from the disk, unless that is known. `sized` and `cards` do not wait for it."""
         async with self._learning:
             if self._catalogue is not None and not isinstance(self._known_needs.get(known.name), ModelNeeds):
                 try:

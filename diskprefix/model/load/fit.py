@@ -3,7 +3,9 @@ constant, from headers alone. The start refuses by it, and `doctor`, `list`, `sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,8 +13,8 @@ from typing import Any, TypeAlias
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
 from diskprefix.model.load.gguf_file import part_paths, read_tensors
-from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
-from diskprefix.model.load.published import read_config, require_plain_weights, text_config, understood_config
+from diskprefix.model.load.gguf_header import FileTensor
+from diskprefix.model.load.published import read_config, require_plain_weights, text_config
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
 from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
 from diskprefix.printable import first_line
@@ -29,9 +31,26 @@ _BUFFER_SHARE = 0.5
 _LEAST_BUFFER_BYTES = 64 * 1024**2
 _LEAST_CONTEXT = 2048
 _BLOCK_SIZE = 256
-_UNLIMITED_POSITIONS = 1 << 20
+_UNNAMED_POSITIONS = 1 << 17
+"""The longest sequence of a model whose configuration names none."""
 _WINDOWED = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6}
-"""Architectures of `.gguf` files with windows: each of so many layers sees all tokens."""
+"""Architectures with windows whose files do not say in which layers: each of so many layers sees all tokens."""
+_LAYER = re.compile(r"(.*?)\b(?:blk|layers|h)\.(\d+)\.(.*)")
+_OF_STATE = re.compile(r"((?:\w+\.)*)(?:attn_)?(k|v|kv_a)(?:_proj|_mqa|_proj_with_mqa)?\.weight")
+_OF_RECURRENT = re.compile(r"((?:\w+\.)*?)(?:(?:\w+\.)?A_log|ssm_a|conv\.weight)")
+_NO_TEXT = re.compile("vision|visual|audio|talker|mtp")
+_IN_FILE = {
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "hidden_size": "embedding_length",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "mamba_n_heads": "ssm.inner_size",
+    "mamba_d_state": "ssm.state_size",
+}
+"""How a `.gguf` file calls what is in a `config.json`."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +62,7 @@ class TokenState:
     windowed: int = 0
     window: int = 0
     fixed: int = 0
-    positions: int = _UNLIMITED_POSITIONS
+    positions: int = _UNNAMED_POSITIONS
 
     def num_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of the memory of a sequence, as `kv.arena` allocates it."""
@@ -130,17 +149,14 @@ class Fit:
 
     def advice(self, others: Iterable[tuple[str, ModelNeeds]] = ()) -> list[str]:
         """Returns what would fit. For `others` see `refusal`."""
-        return list(self._fitting(others)) or ["free some, or choose a smaller model or one with fewer bits"]
-
-    def _fitting(self, others: Iterable[tuple[str, ModelNeeds]]) -> Iterator[str]:
-        left = self.free_bytes - (self.needed_bytes - self.kv_bytes)
+        found, left = list[str](), self.free_bytes - (self.needed_bytes - self.kv_bytes)
         context = self.needs.state.tokens_in(left)
         if self.needs.making_bytes <= self.free_bytes and 0 < context < self.context:
-            yield f"a context of {context:,} tokens would fit: --kv-memory {whole_size(left)}"
+            found.append(f"a context of {context:,} tokens would fit: --kv-memory {whole_size(left)}")
         for how, needs in others:
-            found = fitted(needs, self.free_bytes)
-            if found.is_enough:
-                yield f"{how} would fit: {format_size(found.needed_bytes)}"
+            if (other := fitted(needs, self.free_bytes)).is_enough:
+                found.append(f"{how} would fit: {format_size(other.needed_bytes)}")
+        return found or ["free some, or choose a smaller model or one with fewer bits"]
 
 
 def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> Fit:
@@ -161,52 +177,16 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
         header, tensors = read_tensors(part_paths(gguf))
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
-    return needs_of_tensors(gguf.name, header, tensors, weights, dtype_bytes)
-
-
-def needs_of_tensors(
-    name: str, header: GgufHeader, tensors: Sequence[FileTensor], weights: str, dtype_bytes: int = 2
-) -> ModelNeeds:
-    """Returns what a `.gguf` file with this header needs that is not converted yet."""
     served, written, working = of_gguf(tensors, weights, dtype_bytes)
+    kind = str(header.values.get("general.architecture"))
+    config = {name: header.values.get(f"{kind}.{key}") for name, key in _IN_FILE.items()}
     return ModelNeeds(
-        name=name,
+        name=gguf.name,
         weights=served,
-        state=_state_of_gguf(header, tensors, dtype_bytes),
+        state=state_of(tensors, config | {"model_type": kind}, dtype_bytes),
         making_bytes=working + _MAKING_BYTES,
         disk_bytes=written + _MAKING_BYTES,
     )
-
-
-def _state_of_gguf(header: GgufHeader, tensors: Sequence[FileTensor], dtype_bytes: int) -> TokenState:
-    """Returns the state of a sequence, from the sizes of the matrices that make keys and values."""
-    values, kind = header.values, str(header.values.get("general.architecture", ""))
-    shapes = {tensor.name.removesuffix(".weight"): tensor.shape for tensor in tensors}
-    blocks = sorted({name.split(".")[1] for name in shapes if name.startswith("blk.")}, key=int)
-    each = [_rows_of_block(f"blk.{block}.", shapes) for block in blocks]
-    window = int(values.get(f"{kind}.attention.sliding_window") or 0)
-    full_every = _WINDOWED.get(kind, 1) if window else 1
-    windowed = sum(rows for number, rows in enumerate(each) if (number + 1) % full_every)
-    num_recurrent = sum(any(name.startswith(f"blk.{block}.ssm_") for name in shapes) for block in blocks)
-    sizes = [int(values.get(f"{kind}.ssm.{name}") or 0) for name in ("inner_size", "state_size")]
-    return TokenState(
-        per_token=(sum(each) - windowed) * dtype_bytes,
-        windowed=windowed * dtype_bytes,
-        window=window,
-        fixed=4 * sizes[0] * sizes[1] * num_recurrent,
-        positions=int(values.get(f"{kind}.context_length") or _UNLIMITED_POSITIONS),
-    )
-
-
-def _rows_of_block(block: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Returns how many numbers a token has in the state of a block: keys and values, or what they are made of."""
-    if f"{block}attn_kv_a_mqa" in shapes:
-        return shapes[f"{block}attn_kv_a_mqa"][0]
-    if f"{block}attn_k" in shapes:
-        return shapes[f"{block}attn_k"][0] + shapes.get(f"{block}attn_v", shapes[f"{block}attn_k"])[0]
-    if f"{block}attn_qkv" in shapes and f"{block}attn_output" in shapes:
-        return max(0, shapes[f"{block}attn_qkv"][0] - shapes[f"{block}attn_output"][1])
-    return 0
 
 
 def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:
@@ -224,7 +204,7 @@ def needs_of_checkpoint(
     require_plain_weights(name, config)
     dtype_bytes = _dtype_bytes(dtype, config, weights)
     served, working = of_checkpoint(stored, weights, dtype_bytes)
-    needs = ModelNeeds(name=name, weights=served, state=state_of_config(config, dtype_bytes))
+    needs = ModelNeeds(name=name, weights=served, state=state_of(stored, config, dtype_bytes))
     if weights not in QUANTISED:
         return needs
     return replace(needs, making_bytes=working + _MAKING_BYTES, disk_bytes=needs.weights_bytes + _MAKING_BYTES)
@@ -239,31 +219,66 @@ def _dtype_bytes(dtype: str, config: Mapping[str, Any], weights: str) -> int:
     return 4 if (named if dtype == "auto" else dtype) == "float32" else 2
 
 
-def state_of_config(config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
-    """Returns the state of a sequence of a model with this `config.json`, as far as that tells it."""
-    text = understood_config(config)
+def state_of(tensors: Sequence[StoredShape | FileTensor], config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
+    """Returns the state of a sequence, from the matrices that make keys and values, or else from the `config.json`. A
+    layer counts as one that sees all tokens, unless the configuration or `_WINDOWED` says that it has a window."""
+    text = text_config(config)
 
     def size(*names: str) -> int:
         return int(next((text[name] for name in names if isinstance(text.get(name), int)), 0))
 
-    layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    width = size("hidden_size", "n_embd", "d_model")
-    heads = size("num_attention_heads", "n_head", "n_heads")
-    row = 2 * (size("num_key_value_heads") or heads) * (size("head_dim") or (width // heads if heads else 0))
+    rows, recurrent = _rows_of(tensors)
+    heads, window = size("num_attention_heads", "n_head", "n_heads"), size("sliding_window")
+    head_dim = size("head_dim") or size("hidden_size", "n_embd", "d_model") // max(heads, 1)
+    row = 2 * (size("num_key_value_heads") or heads) * head_dim
     if size("kv_lora_rank"):
         row = size("kv_lora_rank") + size("qk_rope_head_dim")
-    kinds = text.get("layer_types") or ["full_attention"] * layers
-    window, num_windowed = size("sliding_window"), kinds.count("sliding_attention")
-    num_recurrent = sum("attention" not in kind or kind == "linear_attention" for kind in kinds)
+    num_layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers") or max(rows, default=-1) + 1
+    full_every = _WINDOWED.get(str(text.get("model_type")).removesuffix("_text").replace("_", "-"), 1)
+    kinds = text.get("layer_types") or [
+        "linear_attention"
+        if layer in recurrent and layer not in rows
+        else "full_attention"
+        if (layer + 1) % full_every == 0
+        else "sliding_attention"
+        for layer in range(num_layers)
+    ]
+    windowed = full = 0
+    for layer, kind in enumerate(kinds):
+        has_keys = kind != "linear_attention" and ("attention" in kind or "hybrid" in kind)
+        num_rows = rows.get(layer, row) if has_keys else 0
+        if window and kind == "sliding_attention":
+            windowed += num_rows
+        else:
+            full += num_rows
     inner = size("linear_num_value_heads") * size("linear_value_head_dim") * size("linear_key_head_dim")
-    inner = inner or size("mamba_n_heads", "mamba_num_heads") * size("mamba_d_head", "mamba_head_dim") * (
+    inner = inner or size("mamba_n_heads", "mamba_num_heads") * (size("mamba_d_head", "mamba_head_dim") or 1) * (
         size("mamba_d_state", "ssm_state_size") or 1
     )
-    num_full = len(kinds) - num_recurrent - (num_windowed if window else 0)
     return TokenState(
-        per_token=row * num_full * dtype_bytes,
-        windowed=row * num_windowed * dtype_bytes if window else 0,
-        window=window,
-        fixed=4 * inner * num_recurrent,
-        positions=size("max_position_embeddings", "n_positions", "max_seq_len") or _UNLIMITED_POSITIONS,
+        per_token=full * dtype_bytes,
+        windowed=windowed * dtype_bytes,
+        window=window if windowed else 0,
+        fixed=4 * inner * len(recurrent),
+        positions=size("max_position_embeddings", "n_positions", "max_seq_len") or _UNNAMED_POSITIONS,
     )
+
+
+def _rows_of(tensors: Sequence[StoredShape | FileTensor]) -> tuple[dict[int, int], set[int]]:
+    """Returns how many numbers a token has in the keys and values of a layer, by the layer, as far as these have
+    matrices of their own; and the layers with a state that does not grow."""
+    found, recurrent = defaultdict[tuple[int, str], dict[str, int]](dict), set[tuple[int, str]]()
+    for tensor in tensors:
+        if (match := _LAYER.match(tensor.name)) is None or _NO_TEXT.search(match[1]):
+            continue
+        if part := _OF_STATE.fullmatch(match[3]):
+            found[int(match[2]), part[1]][part[2]] = tensor.shape[0]
+        elif part := _OF_RECURRENT.fullmatch(match[3]):
+            recurrent.add((int(match[2]), part[1]))
+    # The keys of recurrent layers are not kept. Values without a matrix are the keys.
+    rows = {
+        layer: one.get("kv_a") or 2 * sum(one.values()) // len(one)
+        for (layer, module), one in found.items()
+        if not module or (layer, module) not in recurrent
+    }
+    return rows, {layer for layer, _ in recurrent}

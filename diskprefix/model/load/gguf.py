@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.fingerprint import remembered_digest, weights_digest
-from diskprefix.model.load.fit import Check, ModelNeeds, fitted, needs_of_tensors
+from diskprefix.model.load.fit import Check, ModelNeeds, fitted, needs_of_gguf
 from diskprefix.model.load.gguf_file import (
     file_stamp,
     model_stem,
@@ -269,7 +269,7 @@ def _convert(
     parts = part_paths(gguf)
     header, tensors = read_tensors(parts)
     _require_causal(gguf, header)
-    needs = needs_of_tensors(gguf.name, header, tensors, weights)
+    needs = needs_of_gguf(gguf, weights)
     check(needs)
     require_disk(made.parent, needs.disk_bytes)
     # In a folder of its own: the folder of the original may hold files of other models.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of_config
+from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
 from diskprefix.model.load.gguf import require_disk
 from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
 from diskprefix.model.load.memory import available_ram_bytes
@@ -69,7 +69,7 @@ class HubListing:
         for form in ("int8", "int4"):
             if form != weights and not self.quant:
                 yield f"--weights {form}", self.needs(form, "auto")
-        state = state_of_config(self.config, 2)
+        state = state_of(self.stored, self.config, 2)
         for quant, size in sorted(_sizes(self.gguf).items(), key=lambda found: -found[1]):
             yield f"--model {self.repo}:{quant}", ModelNeeds(name=quant, weights={quant: size}, state=state)
 

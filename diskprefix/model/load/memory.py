@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
-KV_AHEAD_BYTES = 1 << 30
-"""The most KV memory that is taken and made before the first request: fresh pages would slow down its restore."""
-_TURN_TOKENS = 2048
 _LARGE_PAGE = 1 << 21
 LINE_BYTES = 64
 
@@ -74,13 +71,6 @@ def trim_heap() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
-
-
-def tokens_ahead(longest_prompt: int) -> int:
-    """Returns the tokens that get memory ahead: those of the longest saved prompt (of 1 000, of any model) and of a
-    turn after it. With more, a large page holds few tokens of a head, and a restore touches more pages than it
-    fills."""
-    return longest_prompt + _TURN_TOKENS
 
 
 def use_gpu(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from diskprefix.model.load.fit import (
     needs_of_checkpoint,
     needs_of_folder,
     needs_of_gguf,
-    state_of_config,
+    state_of,
 )
 from diskprefix.model.load.hub import listing_of
 from diskprefix.model.load.published import require_plain_weights
-from diskprefix.model.load.safetensors_header import stored_shapes
+from diskprefix.model.load.safetensors_header import StoredShape, stored_shapes
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
@@ -90,14 +91,47 @@ def test_weights_that_are_cut_or_whose_header_means_nothing_are_refused_by_name(
         stored_shapes(file)
 
 
-def test_the_state_of_linear_attention_does_not_grow_with_the_sequence() -> None:
+def layers_of(names: Mapping[str, tuple[int, int]], num_layers: int, before: str = "model.") -> list[StoredShape]:
+    """Returns the tensors of layers, each with rows and columns."""
+    return [
+        StoredShape(f"{before}layers.{layer}.{name}", "BF16", shape, 0, 2 * shape[0] * shape[1])
+        for layer in range(num_layers)
+        for name, shape in names.items()
+    ]
+
+
+KEYS = {f"self_attn.{name}_proj.weight": (128, 256) for name in "kv"}
+WIDE = {"self_attn.k_proj.weight": (4096, 4096)}
+HYBRID = {"linear_num_value_heads": 4, "linear_value_head_dim": 16, "linear_key_head_dim": 8}
+RECURRENT = {"linear_attn.A_log": (4, 1)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "tensors", "state"),
+    [
+        ({}, [], TokenState(2 * 2 * 64 * 4 * 2, positions=2048)),
+        ({"head_dim": 32}, layers_of(KEYS, 4), TokenState(2 * 128 * 4 * 2, positions=2048)),
+        ({}, layers_of(KEYS, 3) + layers_of(WIDE, 4, "vision."), TokenState(2 * 128 * 4 * 2, positions=2048)),
+        (
+            {"kv_lora_rank": 1, "qk_rope_head_dim": 1},
+            layers_of({"self_attn.kv_a_proj_with_mqa.weight": (576, 256)}, 4),
+            TokenState(576 * 4 * 2, positions=2048),
+        ),
+        (
+            HYBRID,
+            layers_of(RECURRENT, 3) + layers_of(KEYS, 4)[-2:],
+            TokenState(2 * 128 * 2, fixed=3 * 4 * 4 * 16 * 8, positions=2048),
+        ),
+        ({"max_position_embeddings": None}, [], TokenState(2 * 2 * 64 * 4 * 2, positions=131_072)),
+    ],
+)
+def test_the_state_of_a_token_follows_from_matrices_and_configuration(
+    changed: dict[str, Any], tensors: list[StoredShape], state: TokenState
+) -> None:
     config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
-    config |= {"max_position_embeddings": 2048, "linear_num_value_heads": 4}
-    kinds: dict[str, Any] = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
-    kinds |= {"linear_value_head_dim": 16, "linear_key_head_dim": 8}
-    state = TokenState(per_token=2 * 2 * 64 * 2, fixed=3 * 4 * 4 * 16 * 8, positions=2048)
-    assert state_of_config(config | kinds, 2) == state
-    assert state_of_config({"text_config": config | kinds}, 2) == state
+    config |= {"max_position_embeddings": 2048, **changed}
+    assert state_of(tensors, config, 2) == state
+    assert state_of(tensors, {"text_config": config}, 2) == state
 
 
 GEMMA3_1B = {
@@ -131,13 +165,17 @@ GEMMA3_4B = {
     ("config", "row", "full", "windowed", "window", "positions"),
     [(GEMMA3_1B, 2 * 256, 4, 22, 512, 32768), (GEMMA3_4B, 2 * 4 * 256, 5, 29, 1024, 131072)],
 )
-def test_what_a_published_configuration_leaves_out_is_that_of_its_class(
+def test_what_a_published_configuration_leaves_out_is_in_the_matrices(
     config: dict[str, Any], row: int, full: int, windowed: int, window: int, positions: int
 ) -> None:
+    keys = {f"self_attn.{name}_proj.weight": (row // 2, 64) for name in "kv"}
+    tensors = layers_of(keys, full + windowed, "language_model.model.")
     state = TokenState(2 * row * full, 2 * row * windowed, window, positions=positions)
-    assert state_of_config(config, 2) == state
-    assert needs_of_checkpoint("x", [], config, "auto", "auto").state == state
-    assert state_of_config({**config, "model_type": "unknown"}, 2) != state
+    assert needs_of_checkpoint("x", tensors, config, "auto", "auto").state == state
+    # Windows that are not known count as none.
+    unknown = TokenState(2 * row * (full + windowed), positions=positions)
+    text = {**config.get("text_config", config), "model_type": "unknown"}
+    assert state_of(tensors, text, 2) == unknown
 
 
 def test_the_state_of_a_file_is_that_of_its_folder(cache: Path, tmp_path: Path) -> None:
@@ -145,7 +183,7 @@ def test_the_state_of_a_file_is_that_of_its_folder(cache: Path, tmp_path: Path) 
     load(file)
     (made,) = cache.glob("tiny-*")
     config = json.loads((made / "config.json").read_text())
-    assert needs_of_gguf(file, "auto").state == state_of_config(config, 2)
+    assert needs_of_gguf(file, "auto").state == state_of([], config, 2)
 
 
 @pytest.mark.parametrize("state", [TokenState(10), TokenState(10, 5, 100), TokenState(0, 5, 100), TokenState(0)])
@@ -160,7 +198,7 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name, dtype)
-    layout, state = rehearse(model), state_of_config(model.config.to_dict(), dtype.itemsize)
+    layout, state = rehearse(model), state_of([], model.config.to_dict(), dtype.itemsize)
     for num_tokens in (500, 1024, 1025, 5000, 20_000):
         num_bytes = state.num_bytes(num_tokens)
         assert num_bytes == bytes_for(layout, num_tokens, 256)
