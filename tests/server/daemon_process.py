@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -181,6 +182,24 @@ def reply_to(client: httpx.Client, body: dict[str, Any], path: str = CHAT, **cac
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
     return reply
+
+
+def open_request(
+    port: int,
+    body: bytes = b"",
+    *,
+    num_bytes: int | None = None,
+    headers: dict[str, str] | None = None,
+    path: str = CHAT,
+) -> socket.socket:
+    """A connection with a POST that announces `num_bytes`. If its body is shorter, it waits for a 100."""
+    announced = len(body) if num_bytes is None else num_bytes
+    sent = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(announced)}
+    sent |= {"Expect": "100-continue"} if announced > len(body) else {}
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (sent | (headers or {})).items())]
+    connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+    return connection
 
 
 def wait_until(condition: Any, what: str, timeout_s: float = 30) -> Any:

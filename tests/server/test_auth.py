@@ -1,7 +1,9 @@
-"""The requests that need a key, the answers to those without one, and the tenant of a request."""
+"""Who may ask: the file of `--api-keys`, the requests that need a key, and those that a web page could have sent."""
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,26 +12,21 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
+from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED, Tenant
+from diskprefix.server.guards import BrowserGuard, is_loopback
+from diskprefix.server.keys import ApiKeys, Caller
 from diskprefix.server.status import WELCOME
-from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags, wait_until
+from tests.server.daemon_process import DaemonProcess, open_request, running_daemon, serve_flags, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 ALICE, BOB, ADMIN = "alice-0123456789abcdef", "bob-0123456789abcdef", "admin-0123456789abcdef"
-NAMELESS = "nameless-0123456789abcdef"
-PROTECTED = (
-    *("/props", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny-chat", "/v1/nothing"),
-    *(
-        "/health/",
-        "/HEALTH",
-        "/health/../props",
-        "/docs/oauth2-redirect",
-        "/static-offline-docs/favicon.png",
-    ),
-)
+NAMELESS = "nameless-0123456789abcdef#+/="
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -42,30 +39,169 @@ def write_keys(path: Path, *lines: str) -> Path:
     return path
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_keys(tmp_path / "keys", f"alice {ALICE}")
+
+
+def caller_of(keys: ApiKeys, key: str) -> Caller:
+    found = keys.caller(f"Bearer {key}")
+    assert found is not None
+    return found
+
+
+def test_a_line_is_a_key_or_a_name_and_a_key_and_only_the_name_admin_sees_all(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.write_text(
+        f"\ufeff# ours\r\n\n  alice-at-school\t{ALICE}  \r\n   # {'x' * 20}\n{NAMELESS}\nAdmin {BOB}\nadmin {ADMIN}\n"
+    )
+    with caplog.at_level(logging.DEBUG):
+        keys = ApiKeys(file)
+    for key, name, sees_all in (
+        (ALICE, "alice-at-school", False),
+        # What a key without a name is called is no part of it.
+        (NAMELESS, str(Tenant.of_key(NAMELESS))[:8], False),
+        (BOB, "Admin", False),
+        (ADMIN, "admin", True),
+    ):
+        caller = caller_of(keys, key)
+        assert (caller.name, caller.tenant, caller.sees_all) == (name, Tenant.of_key(key), sees_all)
+        assert key not in repr(vars(keys)) + caplog.text
+
+
+@pytest.mark.parametrize(
+    ("header", "is_taken"),
+    [
+        *((header, True) for header in (f"Bearer {ALICE}", f"bearer {ALICE}", f"BEARER   {ALICE} ")),
+        *((header, False) for header in (None, "", "Bearer", "Bearer ", ALICE, f"Basic {ALICE}", f"Bearer{ALICE}")),
+        *((f"Bearer {ALICE}{more}", False) for more in ("x", f" {ALICE}", ", x", "\n")),
+        *((f"Bearer {key}", False) for key in (ALICE[:-1], ALICE.upper(), "alice", "\xff\xfe")),
+        (f"Bearer\n{ALICE}", False),
+    ],
+)
+def test_a_header_is_taken_whole_and_its_scheme_in_any_case(file: Path, header: str | None, is_taken: bool) -> None:
+    assert (ApiKeys(file).caller(header) is not None) == is_taken
+
+
+def refusal_of_file(file: Path) -> str:
+    with pytest.raises(SettingsError) as caught:
+        ApiKeys(file)
+    message = caught.value.message
+    assert caught.value.exit_code == 2
+    assert message.startswith("--api-keys: ")
+    assert str(file) in message
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("swordfish", "at least 16 characters"),
+        ("alice swordfish", "at least 16 characters"),
+        ("swordfish-swordfish alice", "fewer than 16 characters"),
+        (f"swordfish-123456 {ALICE}", "fewer than 16 characters"),
+        (f"alice {ALICE} # swordfish", "a comment takes a line of its own"),
+        ("swordfishswordfisch\xe4", "printable ASCII"),
+        ("swordfish\x00swordfish", "printable ASCII"),
+        (f"sword\x1bfish {ALICE}", "printable"),
+        (f"again {BOB}", "in the file already"),
+    ],
+)
+def test_a_wrong_line_is_named_by_its_number_and_never_shown(file: Path, line: str, reason: str) -> None:
+    write_keys(file, "# comment", f"bob {BOB}", "", line, "carol carol-0123456789abcdef")
+    message = refusal_of_file(file)
+    assert f"{file}:4: " in message
+    assert reason in message
+    assert not any(secret in message for secret in ("sword", ALICE, BOB))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "holds no key"), (b"# nothing\n\n", "holds no key"), (b"\xff\xfek", "UTF-8"), (b"#" * 1048577, "larger")],
+    ids=["empty", "comment", "binary", "large"],
+)
+def test_what_is_no_file_of_keys_is_refused(file: Path, content: bytes, reason: str) -> None:
+    file.write_bytes(content)
+    assert reason in refusal_of_file(file)
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_credential", "is_taken"),
+    [
+        *((mode, False, False) for mode in (0o640, 0o604, 0o620, 0o602, 0o610)),
+        *((mode, False, True) for mode in (0o600, 0o400)),
+        *((mode, True, mode == 0o440) for mode in (0o440, 0o460, 0o444, 0o442)),
+    ],
+)
+def test_a_file_is_its_users_alone_though_a_credential_of_systemd_may_look_readable_by_the_group(
+    file: Path, mode: int, is_credential: bool, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(file.parent) if is_credential else str(file.parent)[:-1])
+    file.chmod(mode)
+    if is_taken:
+        assert caller_of(ApiKeys(file), ALICE)
+    else:
+        message = refusal_of_file(file)
+        assert f"mode {mode:04o}" in message
+        assert "chmod 600" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_a_file_of_another_user_is_refused(file: Path) -> None:
+    os.chown(file, 12345, -1)
+    assert "uid 12345" in refusal_of_file(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nothing", "No such file"), ("", "Is a directory"), ("pipe", "is not a file")]
+)
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert reason in refusal_of_file(tmp_path / name)
+
+
+PROTECTED = (
+    *("/props", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny-chat", "/v1/nothing"),
+    *("/health/", "/HEALTH", "/health/../props", "/docs/oauth2-redirect", "/static-offline-docs/favicon.png"),
+)
+UNAUTHORIZED = {"type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+
+
 @pytest.fixture(scope="module")
-def server(chat_model: Path, keys_file: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+def keyed(chat_model: Path, keys_file: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
     with scripted_app(chat_model, engine, api_keys=keys_file) as running:
         yield running
 
 
+@pytest.fixture
+def client(keyed: AppServer) -> Iterator[httpx.Client]:
+    with keyed.client() as client:
+        yield client
+
+
 def assert_unauthorized(answer: httpx.Response) -> None:
-    assert answer.status_code == 401
-    assert answer.headers["www-authenticate"] == "Bearer"
+    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     error = answer.json()["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_api_key")
+    assert error == UNAUTHORIZED | {"message": error["message"]}
 
 
 @pytest.mark.parametrize(
-    "headers", [{}, bearer("alice-0123456789abcdeF"), {"Authorization": ALICE}, {"X-API-Key": f"Bearer {ALICE}"}]
+    "headers",
+    [
+        *({}, bearer(f"{ALICE[:-1]}F"), {"Authorization": ALICE}, {"X-API-Key": f"Bearer {ALICE}"}),
+        bearer("x") | {"X-API-Key": ALICE},
+    ],
 )
-def test_every_route_but_health_needs_a_key(client: httpx.Client, headers: dict[str, str]) -> None:
+def test_every_route_but_health_and_the_pages_needs_a_key(client: httpx.Client, headers: dict[str, str]) -> None:
     for path in PROTECTED:
         assert_unauthorized(client.get(path, headers=headers))
     for path in (CHAT, "/v1/completions"):
         assert_unauthorized(client.post(path, json=HELLO, headers=headers))
         assert_unauthorized(client.request("OPTIONS", path, headers=headers))
-    assert client.get("/health", headers=headers).status_code == 200
+    health = client.get("/health", headers=headers).raise_for_status().json()
+    assert {name: value for name, value in health.items() if value is not None} == {"status": "ok"}
     assert client.get("/", headers=headers).json() == WELCOME
     assert client.head("/", headers=headers).status_code == 200
     answers = [client.get(path, headers=headers) for path in ("/dashboard", "/favicon.ico")]
@@ -73,86 +209,65 @@ def test_every_route_but_health_needs_a_key(client: httpx.Client, headers: dict[
     assert answers[0].headers["location"] == "./"
 
 
-def test_a_key_comes_in_the_header_of_openai_or_of_anthropic(client: httpx.Client) -> None:
-    for headers in (bearer(ALICE), {"X-API-Key": ALICE}, bearer(ALICE) | {"X-API-Key": "x"}):
-        assert client.get("/v1/models", headers=headers).status_code == 200
-    assert_unauthorized(client.get("/v1/models", headers=bearer("x") | {"X-API-Key": ALICE}))
+@pytest.mark.parametrize(
+    ("headers", "sees_all"),
+    [
+        *((headers, False) for headers in (bearer(ALICE), bearer(NAMELESS), {"X-API-Key": ALICE})),
+        *((bearer(key) | {"X-API-Key": "x"}, key == ADMIN) for key in (BOB, ADMIN)),
+    ],
+)
+def test_a_key_of_the_file_opens_all_but_what_is_counted_of_everybody_which_is_for_admin(
+    client: httpx.Client, headers: dict[str, str], sees_all: bool
+) -> None:
+    assert client.post(CHAT, json=HELLO, headers=headers).status_code == 200
+    for path in ("/v1/models", "/docs", "/openapi.json"):
+        assert client.get(path, headers=headers).status_code == 200
+    assert client.get("/health", headers=headers).json()["queue_depth"] == (0 if sees_all else None)
+    for path in ("/props", "/metrics"):
+        answer = client.get(path, headers=headers)
+        assert answer.status_code == (200 if sees_all else 403)
+        assert sees_all or answer.json()["error"]["code"] == "forbidden"
 
 
-def test_each_key_of_the_file_is_taken(client: httpx.Client) -> None:
-    for key in (ALICE, BOB, ADMIN, NAMELESS):
-        assert client.post(CHAT, json=HELLO, headers=bearer(key)).status_code == 200
-        for path in ("/v1/models", "/docs", "/openapi.json"):
-            assert client.get(path, headers=bearer(key)).status_code == 200
-
-
-@pytest.mark.parametrize("path", ["/props", "/metrics"])
-def test_what_is_counted_of_everybody_is_for_the_key_named_admin(client: httpx.Client, path: str) -> None:
-    for key in (ALICE, NAMELESS):
-        answer = client.get(path, headers=bearer(key))
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
-    assert client.get(path, headers=bearer(ADMIN)).status_code == 200
-
-
-@pytest.mark.parametrize("headers", [{}, bearer("wrong-0123456789abcdef"), bearer(ALICE)])
-def test_health_tells_others_only_whether_requests_are_served(client: httpx.Client, headers: dict[str, str]) -> None:
-    health = client.get("/health", headers=headers)
-    assert {name: value for name, value in health.json().items() if value is not None} == {"status": "ok"}
-    assert client.get("/health", headers=bearer(ADMIN)).json()["queue_depth"] == 0
-
-
-def test_a_key_is_asked_for_before_the_body_is_read(server: AppServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        connection.sendall(
-            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-            "Content-Length: 1000000\r\nExpect: 100-continue\r\n\r\n".encode()
-        )
+def test_a_key_is_asked_for_before_the_body_is_read_and_who_sends_it_at_once_reads_the_refusal(
+    keyed: AppServer, client: httpx.Client
+) -> None:
+    with open_request(keyed.port, num_bytes=1_000_000) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
+    assert_unauthorized(client.post(CHAT, content=b"x" * 20_000_000))
 
 
 def arriving(server: AppServer, key: str) -> socket.socket:
     """A request with this key whose body is waited for."""
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    connection.sendall(
-        f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
-        "Content-Length: 1000\r\nExpect: 100-continue\r\n\r\n".encode()
-    )
+    connection = open_request(server.port, num_bytes=1000, headers=bearer(key))
     assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
     return connection
 
 
 def test_one_key_cannot_take_the_whole_queue(chat_model: Path, keys_file: Path) -> None:
     with scripted_app(chat_model, api_keys=keys_file, max_queue=4) as server, server.client() as client:
+
+        def status(key: str) -> int:
+            return client.post(CHAT, json=HELLO, headers=bearer(key)).status_code
+
         # One that would run, and half of those that could wait.
         held = [arriving(server, ALICE) for _ in range(3)]
         refused = client.post(CHAT, json=HELLO, headers=bearer(ALICE))
-        assert refused.status_code == 429
-        assert int(refused.headers["retry-after"]) >= 1
+        assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (429, True)
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("invalid_request_error", "too_many_requests")
         assert error["message"].startswith("3 requests with this API key are not answered yet")
-        assert client.post(CHAT, json=HELLO, headers=bearer(BOB)).status_code == 200
+        assert status(BOB) == 200
         held += [arriving(server, BOB) for _ in range(2)]
-        assert client.post(CHAT, json=HELLO, headers=bearer(BOB)).status_code == 503, "the queue is full for all"
+        assert status(BOB) == 503, "the queue is full for all"
+        assert status(NAMELESS) == 200, "but who has none in flight"
         for connection in held:
             connection.close()
-        wait_until(
-            lambda: client.post(CHAT, json=HELLO, headers=bearer(ALICE)).status_code == 200, "the places are free again"
-        )
-
-
-def test_a_client_that_sends_its_body_at_once_reads_the_refusal(client: httpx.Client) -> None:
-    assert_unauthorized(client.post(CHAT, content=b"x" * 20_000_000))
-
-
-def test_another_sites_page_is_refused_before_a_key_is_looked_at(client: httpx.Client) -> None:
-    headers = bearer(ALICE) | {"Origin": "https://evil.example"}
-    assert client.post(CHAT, json=HELLO, headers=headers).status_code == 403
+        wait_until(lambda: status(ALICE) == 200, "the places are free again")
 
 
 def tenant_of(client: httpx.Client, engine: ScriptedEngine, key: str | None, **fields: Any) -> Tenant:
-    answer = client.post(CHAT, json=HELLO | fields, headers=bearer(key) if key else {})
-    assert answer.status_code == 200, answer.text
+    client.post(CHAT, json=HELLO | fields, headers=bearer(key) if key else {}).raise_for_status()
     return engine.requests[-1].cache.tenant
 
 
@@ -165,14 +280,11 @@ def test_the_tenant_is_the_keys_and_a_salt_is_added_to_it(client: httpx.Client, 
         assert tenant_of(client, engine, ALICE, prefix_cache={"salt": salt}) == alice.with_salt(salt)
 
 
-def test_without_a_file_of_keys_the_salt_alone_is_the_tenant(chat_model: Path) -> None:
-    engine = ScriptedEngine()
-    with scripted_app(chat_model, engine) as server, server.client() as client:
+def test_without_a_file_of_keys_the_salt_alone_is_the_tenant(server: AppServer, engine: ScriptedEngine) -> None:
+    with server.client() as client:
         for key in (None, ALICE):
             assert tenant_of(client, engine, key) == SHARED
             assert tenant_of(client, engine, key, cache_salt="x") == SHARED.with_salt("x")
-        for path in ("/props", "/metrics", "/docs"):
-            assert client.get(path).status_code == 200
         assert client.get("/health").json()["queue_depth"] == 0
         assert "securitySchemes" not in client.get("/openapi.json").json()["components"]
 
@@ -182,24 +294,21 @@ def test_openapi_says_that_a_key_is_needed(client: httpx.Client) -> None:
     assert schema["components"]["securitySchemes"] == {"key": {"type": "http", "scheme": "bearer"}}
     assert schema["security"] == [{"key": []}]
     assert {} in schema["paths"]["/health"]["get"]["security"]
-    asks = {
-        path for path, methods in schema["paths"].items() if all("401" in one["responses"] for one in methods.values())
-    }
-    assert asks == schema["paths"].keys() - {"/", "/health"}
+    paths = schema["paths"]
+    asks = {path for path, methods in paths.items() if all("401" in one["responses"] for one in methods.values())}
+    assert asks == paths.keys() - {"/", "/health"}
 
 
-def test_a_daemon_does_not_start_over_a_file_that_others_may_read(chat_model: Path, tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "keys", ALICE)
-    keys.chmod(0o644)
-    with DaemonProcess(*serve_flags(chat_model, tmp_path / "kv", api_keys=keys)) as daemon:
+def test_a_daemon_does_not_start_over_a_file_that_others_may_read(chat_model: Path, file: Path) -> None:
+    file.chmod(0o644)
+    with DaemonProcess(*serve_flags(chat_model, file.parent / "kv", api_keys=file)) as daemon:
         assert daemon.process.wait(120) == 2
         daemon.stop()
-    assert daemon.lines == [f"error: --api-keys: others may read or write {keys} (mode 0644); run `chmod 600` on it"]
+    assert daemon.lines == [f"error: --api-keys: others may read or write {file} (mode 0644); run `chmod 600` on it"]
 
 
-def test_a_hangup_reads_the_keys_again_and_the_log_shows_their_names_only(chat_model: Path, tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "keys", f"alice {ALICE}")
-    with running_daemon(chat_model, tmp_path / "kv", api_keys=keys) as daemon:
+def test_a_hangup_reads_the_keys_again_and_the_log_shows_their_names_only(chat_model: Path, file: Path) -> None:
+    with running_daemon(chat_model, file.parent / "kv", api_keys=file) as daemon:
 
         def status(key: str, **fields: Any) -> int:
             with daemon.client() as client:
@@ -207,20 +316,141 @@ def test_a_hangup_reads_the_keys_again_and_the_log_shows_their_names_only(chat_m
 
         assert (status(ALICE, cache_salt="swordfish"), status(BOB)) == (200, 401)
         assert status(ALICE, prefix_cache={"salt": ["swordfish"]}) == 400
-        write_keys(keys, f"bob {BOB}", f"admin {ADMIN}")
+        write_keys(file, f"bob {BOB}", f"admin {ADMIN}")
+        assert status(BOB) == 401, "not before it is asked for"
         daemon.process.send_signal(signal.SIGHUP)
         daemon.wait_for_line("2 API keys read again")
         assert (status(ALICE), status(BOB)) == (401, 200)
-        write_keys(keys, "short")
+        write_keys(file, "short")
         daemon.process.send_signal(signal.SIGHUP)
-        daemon.wait_for_line("stay in force")
+        daemon.wait_for_line("at least 16 characters, .* stay in force")
         assert status(BOB) == 200
         with daemon.client() as client:
             settings = client.get("/props", headers=bearer(ADMIN)).json()["settings"]
-        assert settings["api_keys"] == str(keys)
+        assert settings["api_keys"] == str(file)
         daemon.wait_for_line(rf"POST {CHAT} 200 · key alice · prompt ")
         daemon.wait_for_line(rf"POST {CHAT} 401 · the API key is not one of this daemon's")
         wait_until(lambda: sum("key bob" in line for line in daemon.lines) == 2, "both requests are logged")
         assert daemon.stop() == 0
     for secret in (ALICE, BOB, ADMIN, "swordfish"):
         assert secret not in daemon.log
+
+
+async def nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
+    raise AssertionError("not called")
+
+
+def refusal(
+    bound: str, method: str, /, *, path: str = "/v1/models", has_keys: bool = False, **headers: str
+) -> str | None:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return BrowserGuard(nothing, bound, has_keys=has_keys).refusal({"method": method, "path": path}, Headers(named))
+
+
+LOOPBACK, EXPOSED, KEYED = ("127.0.0.1", "localhost", "127.0.0.2"), ("0.0.0.0", "::", "192.0.2.1"), ("keys",)
+HOSTS = [
+    (LOOPBACK, True, ["localhost", "LocalHost:8642", "localhost.", "127.0.0.1:1", "127.8.9.1", "[::1]", "[::1]:8642"]),
+    (LOOPBACK, False, ["evil.example", "evil.example:8642", "localhost.evil.example", "127.0.0.1.nip.io"]),
+    (LOOPBACK, False, ["192.168.0.1", "2130706433", "[::2]", "[::1", "::1", "localhost@x.example", "localhost:80:80"]),
+    (LOOPBACK, False, ["localhost/x", "a b", ""]),
+    (EXPOSED, True, ["192.0.2.7:8642", "[2001:db8::1]", "diskprefix:8642", "localhost", "127.0.0.1"]),
+    (EXPOSED, False, ["evil.example", "127.0.0.1.nip.io", "192.0.2.1.evil.example:8642", "", "a b"]),
+    (KEYED, True, ["models.example", "models.example:8642"]),
+]
+
+
+@pytest.mark.parametrize(("bounds", "is_ours", "hosts"), HOSTS)
+def test_a_daemon_answers_to_names_of_its_address_only_and_with_keys_to_any(
+    bounds: tuple[str, ...], is_ours: bool, hosts: list[str]
+) -> None:
+    """On all addresses it answers to addresses, and to names without a dot, which no page of a stranger has."""
+    for bound in (*LOOPBACK, *EXPOSED) if bounds == KEYED else bounds:
+        for host in hosts:
+            has_keys = bounds == KEYED
+            sent = [("GET", {}), ("POST", {}), ("POST", {"origin": f"http://{host}"})]
+            for method, more in sent:
+                message = refusal(bound, method, has_keys=has_keys, host=host, **more)
+                assert (message is None) == is_ours, (bound, host, more)
+                assert message is None or (f"'{host}'" in message and "--api-keys" in message)
+            assert refusal(bound, "POST", has_keys=has_keys, host=host, origin="http://evil.example") is not None
+
+
+def test_a_daemon_answers_to_the_name_that_it_was_given_and_to_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
+    monkeypatch.setattr(socket, "gethostname", lambda: "Box.example")
+    for bound, host, is_taken in (
+        ("MyBox", "mybox:8642", True),
+        ("MyBox", "yourbox:8642", False),
+        ("MyBox", "box.example", False),
+    ):
+        assert (refusal(bound, "GET", host=host) is None) == is_taken
+    monkeypatch.undo()
+    monkeypatch.setattr(socket, "gethostname", lambda: "Box.example")
+    for host, is_taken in (("box.example", True), ("box.example.local", True), ("other.example", False)):
+        assert (refusal("0.0.0.0", "POST", host=host) is None) == is_taken
+
+
+def test_a_name_that_leads_nowhere_is_treated_as_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert is_loopback("nowhere.invalid")
+
+
+READING = ("/v1/models", "/props", "/metrics", "/v1/responses/resp_1", "/dashboard/events", "/dashboard/entries")
+PAGES = ("/", "/chat", "/dashboard", "/docs", "/health")
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_ours"),
+    [
+        *(({"origin": origin}, False) for origin in ("https://evil.example", "null", "http://localhost.evil.example")),
+        *(({"origin": origin}, False) for origin in ("http://localhost@evil.example", "", "file://", "localhost")),
+        *(({"origin": origin}, False) for origin in ("chrome-extension://localhost", "http://")),
+        *(({"sec_fetch_site": site}, False) for site in ("cross-site", "same-site")),
+        *(({"sec_fetch_site": site}, True) for site in ("same-origin", "none")),
+        ({}, True),
+    ],
+)
+def test_another_sites_page_may_have_links_to_pages_but_neither_post_nor_read(
+    mark: dict[str, str], is_ours: bool
+) -> None:
+    for method, path in (
+        *((method, "/") for method in ("POST", "PUT", "DELETE", "PATCH")),
+        *(("GET", p) for p in READING),
+    ):
+        assert (refusal("127.0.0.1", method, path=path, host="localhost:8642", **mark) is None) == is_ours
+    for path in PAGES:
+        assert refusal("127.0.0.1", "GET", path=path, host="localhost:8642", **mark) is None
+
+
+def test_http_1_0_without_a_host_is_served() -> None:
+    assert refusal("127.0.0.1", "POST") is None
+
+
+@pytest.mark.parametrize("field", ["host", "origin", "sec_fetch_site"])
+def test_a_name_in_a_refusal_is_cut_and_escaped(field: str) -> None:
+    message = refusal("127.0.0.1", "POST", **{"host": "localhost"} | {field: "\x9b31m" + "x" * 5000})
+    assert message is not None
+    assert message.isprintable()
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("content_type", [None, "application/json", "text/plain", "application/x-www-form-urlencoded"])
+def test_a_forged_post_is_refused_whatever_its_content_type_before_a_key_is_looked_at(
+    client: httpx.Client, keyed: AppServer, content_type: str | None
+) -> None:
+    kind = {"content-type": content_type} if content_type else {}
+    for mark in ({"origin": "https://evil.example"}, {"sec-fetch-site": "cross-site"}):
+        for key in ({}, bearer(ALICE)):
+            answer = client.post(CHAT, content=b'{"messages": []}', headers=kind | mark | key)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+    own = {"origin": keyed.url, "sec-fetch-site": "same-origin"}
+    assert client.post(CHAT, json=HELLO, headers=own | bearer(ALICE)).status_code == 200, "the daemon's own page"
+
+
+def test_a_refusal_is_logged_with_its_reason(daemon: DaemonProcess) -> None:
+    assert httpx.get(f"{daemon.url}/health", headers={"host": "logged.example"}).status_code == 403
+    daemon.wait_for_line(r"GET /health 403 · the Host 'logged\.example' is not a name of this daemon")
