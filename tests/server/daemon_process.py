@@ -191,12 +191,20 @@ def open_request(
     num_bytes: int | None = None,
     headers: dict[str, str] | None = None,
     path: str = CHAT,
+    receive_bytes: int | None = None,
 ) -> socket.socket:
-    """A connection with a POST that announces `num_bytes`. If its body is shorter, it waits for a 100."""
+    """A connection with a POST that announces `num_bytes`. If its body is shorter, it waits for a 100.
+
+    `receive_bytes` is the size of the kernel's buffer.
+    """
     announced = len(body) if num_bytes is None else num_bytes
     sent = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(announced)}
     sent |= {"Expect": "100-continue"} if announced > len(body) else {}
-    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection = socket.socket()
+    connection.settimeout(60)
+    if receive_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.connect(("127.0.0.1", port))
     lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (sent | (headers or {})).items())]
     connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
     return connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -340,55 +341,57 @@ async def nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
     raise AssertionError("not called")
 
 
-def refusal(
-    bound: str, method: str, /, *, path: str = "/v1/models", has_keys: bool = False, **headers: str
-) -> str | None:
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return BrowserGuard(nothing, bound, has_keys=has_keys).refusal({"method": method, "path": path}, Headers(named))
+def refusal(bound: str, method: str, *, path: str = "/v1/models", has_keys: bool = False, **sent: str) -> str | None:
+    headers = Headers({name.replace("_", "-"): value for name, value in sent.items()})
+    return BrowserGuard(nothing, bound, has_keys=has_keys).refusal({"method": method, "path": path}, headers)
 
 
-LOOPBACK, EXPOSED, KEYED = ("127.0.0.1", "localhost", "127.0.0.2"), ("0.0.0.0", "::", "192.0.2.1"), ("keys",)
-HOSTS = [
-    (LOOPBACK, True, ["localhost", "LocalHost:8642", "localhost.", "127.0.0.1:1", "127.8.9.1", "[::1]", "[::1]:8642"]),
-    (LOOPBACK, False, ["evil.example", "evil.example:8642", "localhost.evil.example", "127.0.0.1.nip.io"]),
-    (LOOPBACK, False, ["192.168.0.1", "2130706433", "[::2]", "[::1", "::1", "localhost@x.example", "localhost:80:80"]),
-    (LOOPBACK, False, ["localhost/x", "a b", ""]),
-    (EXPOSED, True, ["192.0.2.7:8642", "[2001:db8::1]", "diskprefix:8642", "localhost", "127.0.0.1"]),
-    (EXPOSED, False, ["evil.example", "127.0.0.1.nip.io", "192.0.2.1.evil.example:8642", "", "a b"]),
-    (KEYED, True, ["models.example", "models.example:8642"]),
-]
+LOOPBACK, EXPOSED = ["127.0.0.1", "localhost", "127.0.0.2"], ["0.0.0.0", "::", "192.0.2.1"]
+OURS = ["localhost", "LocalHost:8642", "localhost.", "127.0.0.1:1", "127.8.9.1", "[::1]", "[::1]:8642"]
+FOREIGN = ["evil.example", "evil.example:8642", "localhost.evil.example", "127.0.0.1.nip.io", "a b", ""]
+MALFORMED = ["2130706433", "[::1", "::1", "localhost@x.example", "localhost:80:80", "localhost/x"]
 
 
-@pytest.mark.parametrize(("bounds", "is_ours", "hosts"), HOSTS)
+@pytest.mark.parametrize(
+    ("bounds", "has_keys", "is_ours", "hosts"),
+    [
+        (LOOPBACK, False, True, OURS),
+        (LOOPBACK, False, False, [*FOREIGN, *MALFORMED, "192.168.0.1", "[::2]"]),
+        (EXPOSED, False, True, ["192.0.2.7:8642", "[2001:db8::1]", "diskprefix:8642", "localhost", "127.0.0.1"]),
+        (EXPOSED, False, False, [*FOREIGN, "192.0.2.1.evil.example:8642"]),
+        (LOOPBACK + EXPOSED, True, True, ["models.example", "models.example:8642"]),
+    ],
+    ids=["loopback", "loopback, foreign", "exposed", "exposed, foreign", "keys"],
+)
 def test_a_daemon_answers_to_names_of_its_address_only_and_with_keys_to_any(
-    bounds: tuple[str, ...], is_ours: bool, hosts: list[str]
+    bounds: list[str], has_keys: bool, is_ours: bool, hosts: list[str]
 ) -> None:
-    """On all addresses it answers to addresses, and to names without a dot, which no page of a stranger has."""
-    for bound in (*LOOPBACK, *EXPOSED) if bounds == KEYED else bounds:
-        for host in hosts:
-            has_keys = bounds == KEYED
-            sent = [("GET", {}), ("POST", {}), ("POST", {"origin": f"http://{host}"})]
-            for method, more in sent:
-                message = refusal(bound, method, has_keys=has_keys, host=host, **more)
-                assert (message is None) == is_ours, (bound, host, more)
-                assert message is None or (f"'{host}'" in message and "--api-keys" in message)
-            assert refusal(bound, "POST", has_keys=has_keys, host=host, origin="http://evil.example") is not None
+    """An exposed one answers to all addresses, and to names without a dot, which no page of a stranger has."""
+    for bound, host in itertools.product(bounds, hosts):
+        for method, more in (("GET", {}), ("POST", {}), ("POST", {"origin": f"http://{host}"})):
+            message = refusal(bound, method, has_keys=has_keys, host=host, **more)
+            assert (message is None) == is_ours, (bound, host, more)
+            assert message is None or (f"'{host}'" in message and "--api-keys" in message)
+        assert refusal(bound, "POST", has_keys=has_keys, host=host, origin="http://evil.example") is not None
 
 
-def test_a_daemon_answers_to_the_name_that_it_was_given_and_to_the_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+@pytest.mark.parametrize(
+    ("bound", "address", "host", "is_ours"),
+    [
+        ("MyBox", "127.0.1.1", "mybox:8642", True),
+        ("MyBox", "127.0.1.1", "yourbox:8642", False),
+        ("0.0.0.0", "0.0.0.0", "box.example", True),
+        ("0.0.0.0", "0.0.0.0", "box.example.local", True),
+        ("0.0.0.0", "0.0.0.0", "other.example", False),
+    ],
+)
+def test_a_daemon_answers_to_the_name_that_it_was_given_and_to_the_machines(
+    bound: str, address: str, host: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer)
     monkeypatch.setattr(socket, "gethostname", lambda: "Box.example")
-    for bound, host, is_taken in (
-        ("MyBox", "mybox:8642", True),
-        ("MyBox", "yourbox:8642", False),
-        ("MyBox", "box.example", False),
-    ):
-        assert (refusal(bound, "GET", host=host) is None) == is_taken
-    monkeypatch.undo()
-    monkeypatch.setattr(socket, "gethostname", lambda: "Box.example")
-    for host, is_taken in (("box.example", True), ("box.example.local", True), ("other.example", False)):
-        assert (refusal("0.0.0.0", "POST", host=host) is None) == is_taken
+    assert (refusal(bound, "POST", host=host) is None) == is_ours
 
 
 def test_a_name_that_leads_nowhere_is_treated_as_local(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,13 +417,9 @@ PAGES = ("/", "/chat", "/dashboard", "/docs", "/health")
         ({}, True),
     ],
 )
-def test_another_sites_page_may_have_links_to_pages_but_neither_post_nor_read(
-    mark: dict[str, str], is_ours: bool
-) -> None:
-    for method, path in (
-        *((method, "/") for method in ("POST", "PUT", "DELETE", "PATCH")),
-        *(("GET", p) for p in READING),
-    ):
+def test_another_sites_page_may_have_links_to_pages_but_neither_post_nor_read(mark: Any, is_ours: bool) -> None:
+    changing = [(method, "/") for method in ("POST", "PUT", "DELETE", "PATCH")]
+    for method, path in [*changing, *(("GET", path) for path in READING)]:
         assert (refusal("127.0.0.1", method, path=path, host="localhost:8642", **mark) is None) == is_ours
     for path in PAGES:
         assert refusal("127.0.0.1", "GET", path=path, host="localhost:8642", **mark) is None
@@ -432,7 +431,8 @@ def test_http_1_0_without_a_host_is_served() -> None:
 
 @pytest.mark.parametrize("field", ["host", "origin", "sec_fetch_site"])
 def test_a_name_in_a_refusal_is_cut_and_escaped(field: str) -> None:
-    message = refusal("127.0.0.1", "POST", **{"host": "localhost"} | {field: "\x9b31m" + "x" * 5000})
+    sent: Any = {"host": "localhost"} | {field: "\x9b31m" + "x" * 5000}
+    message = refusal("127.0.0.1", "POST", **sent)
     assert message is not None
     assert message.isprintable()
     assert len(message) < 300

@@ -1,11 +1,15 @@
-"""The three limits: bytes of a body, requests in flight, and turns."""
+"""What bounds a caller: bytes and parts of a body, requests in flight, turns, threads and open connections."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +18,7 @@ from starlette.requests import Request
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body
+from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import InvalidRequest, QueueFull
 from diskprefix.json_values import MOST_PARTS, MOST_VALUES
 from diskprefix.nouns import SHARED, Tenant
@@ -23,11 +28,14 @@ from diskprefix.server.body import LARGE_BYTES, Bodies
 from diskprefix.server.keys import Caller
 from diskprefix.server.limits import InFlight, Turns, whole_body
 from diskprefix.server.log_context import LogContext
+from diskprefix.server.process import connection as connections
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
-from tests.server.scripted import AppServer
+from tests.server.daemon_process import open_request, wait_until
+from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
 
 MIB = 1 << 20
+WAIT_S = 60
 ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")
 POST = {"method": "POST", "path": "/v1/chat/completions"}
 
@@ -51,37 +59,15 @@ def test_a_body_above_the_limit_is_a_413_and_a_declared_one_is_not_read(
     assert (refused.value.http_status, len(taken)) == (413, 0 if declared else 3)
 
 
-def test_a_key_has_half_of_the_places_that_wait_and_all_that_run() -> None:
+def test_a_place_is_given_back_and_without_keys_the_queue_is_for_all() -> None:
+    """`test_auth` has the shares of keys."""
     in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
-    held = [in_flight.counted(POST, ALICE) for _ in range(4)]
-    with pytest.raises(QueueFull, match=r"^4 requests with this API key") as refused:
-        in_flight.counted(POST, ALICE)
-    assert (refused.value.http_status, refused.value.code, refused.value.retry_after_s > 0) == (
-        429,
-        "too_many_requests",
-        True,
-    )
-    others = [in_flight.counted(POST, BOB) for _ in range(2)]
-    with pytest.raises(QueueFull, match=r"^6 requests are not answered yet") as full:
+    held = [in_flight.counted(POST, SHARED) for _ in range(6)]
+    with pytest.raises(QueueFull, match=r"^6 requests are not answered yet"):
         in_flight.counted(POST, SHARED)
-    assert (full.value.http_status, full.value.code) == (503, "queue_full")
-    for one in (held.pop(), others.pop()):
-        with one:
-            pass
-    with in_flight.counted(POST, ALICE):
-        assert in_flight.num == 5
-    assert in_flight.num == 4
-
-
-def test_a_key_without_a_request_in_flight_has_a_place_whatever_others_do() -> None:
-    in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
-    for bad in ("a", "b"):
-        for _ in range(3):
-            in_flight.counted(POST, Tenant.of_key(bad))
-    with in_flight.counted(POST, BOB):
-        assert in_flight.num == 7
-        with pytest.raises(QueueFull, match=r"^6 requests are not answered yet"):
-            in_flight.counted(POST, BOB)
+    with held.pop():
+        assert in_flight.num == 6
+    assert in_flight.num == 5
 
 
 @pytest.mark.parametrize(
@@ -100,77 +86,118 @@ def test_what_takes_memory_is_counted(method: str, path: str, is_counted: bool) 
         assert in_flight.num == is_counted
 
 
-def test_without_keys_the_queue_is_for_all() -> None:
-    in_flight = InFlight(Settings(max_queue=4, max_sequences=2))
-    for _ in range(6):
-        in_flight.counted(POST, SHARED)
-    with pytest.raises(QueueFull):
-        in_flight.counted(POST, SHARED)
-
-
 async def settle() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-def taking(turns: Turns, began: list[str], go_on: asyncio.Event) -> Callable[[str], asyncio.Task[None]]:
-    async def work(name: str) -> None:
-        async with turns.of(name[0]):
-            began.append(name)
-            await go_on.wait()
-
-    return lambda name: asyncio.create_task(work(name))
-
-
-def test_a_caller_has_one_turn_at_a_time_and_who_had_none_for_longest_is_next() -> None:
-    async def scenario() -> list[str]:
-        began, go_on = list[str](), asyncio.Event()
-        take = taking(Turns(1), began, go_on)
-        tasks = [take(name) for name in ("a1", "a2", "a3", "b1", "b2", "c1")]
-        await settle()
-        assert began == ["a1"]
-        go_on.set()
-        await asyncio.gather(*tasks)
-        return began
-
-    assert asyncio.run(scenario()) == ["a1", "b1", "c1", "a2", "b2", "a3"]
-
-
-def test_several_callers_work_together_each_on_one_thing() -> None:
+@pytest.mark.parametrize(
+    ("most", "names", "at_once", "all_of_them"),
+    [
+        (1, "a1 a2 a3 b1 b2 c1", "a1", "a1 b1 c1 a2 b2 a3"),
+        (2, "a1 a2 b1 c1", "a1 b1", "a1 b1 a2 c1"),
+    ],
+)
+def test_a_caller_has_one_turn_at_a_time_and_who_had_none_for_longest_is_next(
+    most: int, names: str, at_once: str, all_of_them: str
+) -> None:
     async def scenario() -> None:
-        began, go_on = list[str](), asyncio.Event()
-        take = taking(Turns(2), began, go_on)
-        tasks = [take(name) for name in ("a1", "a2", "b1", "c1")]
+        turns, began, go_on = Turns(most), list[str](), asyncio.Event()
+
+        async def work(name: str) -> None:
+            async with turns.of(name[0]):
+                began.append(name)
+                await go_on.wait()
+
+        tasks = [asyncio.create_task(work(name)) for name in names.split()]
         await settle()
-        assert began == ["a1", "b1"]
+        assert began == at_once.split()
         go_on.set()
         await asyncio.gather(*tasks)
+        assert sorted(began) == sorted(all_of_them.split())
+        assert most > 1 or began == all_of_them.split()
 
     asyncio.run(scenario())
 
 
-def test_who_leaves_while_waiting_or_working_leaves_the_turn_to_others() -> None:
+def test_who_leaves_while_waiting_or_as_a_turn_is_given_leaves_it_to_others() -> None:
     async def scenario() -> None:
-        began, go_on = list[str](), asyncio.Event()
-        take = taking(Turns(1), began, go_on)
-        first, second, third = (take(name) for name in ("a1", "b1", "c1"))
-        await settle()
-        second.cancel()
-        first.cancel()
-        await settle()
-        assert began == ["a1", "c1"]
-        go_on.set()
-        await third
-        # One that is given a turn and cancelled at the same moment gives it back.
         turns = Turns(1)
         await turns.take("a")
-        waiting, last = (asyncio.create_task(turns.take(name)) for name in "bc")
+        waiting, given, last = (asyncio.create_task(turns.take(name)) for name in "bcd")
+        await settle()
+        waiting.cancel()
         await settle()
         turns.give_back("a")
-        waiting.cancel()
+        given.cancel()
         await last
 
     asyncio.run(scenario())
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    threads = Threads()
+    yield threads
+    threads.close()
+
+
+async def nobody_left() -> bool:
+    return False
+
+
+def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
+    go_on = threading.Event()
+
+    async def fill() -> None:
+        async with asyncio.timeout(WAIT_S):
+            stuck = [
+                asyncio.create_task(threads.compile(caller, nobody_left, lambda: go_on.wait(WAIT_S)))
+                for caller in range(100)
+            ]
+            stuck += [asyncio.create_task(threads.run("parsing", go_on.wait, WAIT_S)) for _ in range(100)]
+            assert await threads.run("rendering", lambda: 1) == 1
+            assert await threads.run("stopping", lambda: 2) == 2
+            assert threads.are_busy
+            go_on.set()
+            await asyncio.gather(*stuck)
+            assert not threads.are_busy
+
+    asyncio.run(fill())
+
+
+def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn(threads: Threads) -> None:
+    began: list[str] = []
+    go_on = threading.Event()
+
+    def work(name: str) -> None:
+        began.append(name)
+        assert go_on.wait(WAIT_S)
+
+    async def left() -> bool:
+        return True
+
+    async def leave() -> None:
+        async with asyncio.timeout(WAIT_S):
+            tasks = [
+                asyncio.create_task(threads.compile("caller", nobody_left, partial(work, name)))
+                for name in ("first", "second")
+            ]
+            tasks += [asyncio.create_task(threads.run("media", work, name)) for name in ("running", "waiting")]
+            while len(began) < 2:
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            third = asyncio.create_task(threads.compile("caller", nobody_left, partial(work, "third")))
+            assert await threads.compile("other", left, lambda: 1) is None
+            assert await threads.compile("other", nobody_left, lambda: 1) == 1
+            assert sorted(began) == ["first", "running"]
+            go_on.set()
+            await third
+            assert await threads.run("media", lambda: 2) == 2
+
+    asyncio.run(leave())
+    assert sorted(began) == ["first", "running", "third"]
 
 
 class Anything(Body):
@@ -204,37 +231,37 @@ def test_a_large_body_waits_until_the_one_before_is_rendered_and_others_do_not()
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("is_computing", "large_s", "pause_s"), [(False, 8 / 64, 10.0), (True, 1.0, 70.0)])
 def test_beside_the_engine_large_bodies_are_read_slowly_and_a_pause_follows_each(
-    monkeypatch: pytest.MonkeyPatch,
+    is_computing: bool, large_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def seconds(is_computing: bool) -> tuple[float, float, float]:
+    clock, later = [0.0], list[float]()
+    parse = body_module._parse
+
+    async def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    def parse_slowly(body: bytes, model: type[Anything]) -> Anything:
+        clock[0] += 10 if len(body) > LARGE_BYTES else 0
+        return parse(body, model)
+
+    async def read_two() -> None:
         loop, bodies = asyncio.get_running_loop(), Bodies(Threads(), lambda: is_computing)
-        clock, later = [0.0], list[float]()
-        parse = body_module._parse
+        with monkeypatch.context() as changed:
+            changed.setattr(body_module, "_parse", parse_slowly)
+            changed.setattr(asyncio, "sleep", sleep)
+            changed.setattr(loop, "time", lambda: clock[0])
+            changed.setattr(loop, "call_later", lambda delay_s, *_: later.append(delay_s))
+            await bodies.read_json(request_of(body_of(LARGE_BYTES)), Anything, AsyncExitStack())
+            assert clock[0] == 0, "a small one"
+            async with AsyncExitStack() as held:
+                await bodies.read_json(request_of(body_of(8 * MIB)), Anything, held)
+                assert clock[0] == 10 + large_s
+                # The request waits for the model.
+                clock[0] += 100
 
-        async def sleep(seconds: float) -> None:
-            clock[0] += seconds
-
-        def parse_slowly(body: bytes, model: type[Anything]) -> Anything:
-            clock[0] += 10 if len(body) > LARGE_BYTES else 0
-            return parse(body, model)
-
-        monkeypatch.setattr(body_module, "_parse", parse_slowly)
-        monkeypatch.setattr(asyncio, "sleep", sleep)
-        monkeypatch.setattr(loop, "time", lambda: clock[0])
-        monkeypatch.setattr(loop, "call_later", lambda delay_s, *_: later.append(delay_s))
-        await bodies.read_json(request_of(body_of(LARGE_BYTES)), Anything, AsyncExitStack())
-        small_s = clock[0]
-        async with AsyncExitStack() as held:
-            await bodies.read_json(request_of(body_of(8 * MIB)), Anything, held)
-            large_s = clock[0] - 10
-            # The request waits for the model.
-            clock[0] += 100
-        monkeypatch.undo()
-        return small_s, large_s, later[-1]
-
-    assert asyncio.run(seconds(False)) == (0.0, 8 / 64, 10.0)
-    assert asyncio.run(seconds(True)) == (0.0, 1.0, 70.0)
+    asyncio.run(read_two())
+    assert later[-1] == pause_s
 
 
 def read(body: bytes) -> Anything:
@@ -245,22 +272,24 @@ def read(body: bytes) -> Anything:
     return asyncio.run(once())
 
 
-@pytest.mark.parametrize("value", ["[]", "{}", '""', '{"x":0}', "[[]]"])
-def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(value: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"at most {MOST_PARTS} are read"):
-        read(f'{{"a": [{",".join([value] * MOST_PARTS)}]}}'.encode())
-
-
-def test_a_body_of_too_many_numbers_is_refused_and_one_of_many_tokens_is_not() -> None:
-    with pytest.raises(InvalidRequest, match=f"at most {MOST_VALUES} are read"):
-        read(json.dumps({"a": [1] * (MOST_VALUES + 1)}).encode())
-    assert len(read(json.dumps({"a": [1] * MIB}).encode()).a) == MIB
+@pytest.mark.parametrize(
+    ("value", "num_values", "most"),
+    [
+        *((value, MOST_PARTS, MOST_PARTS) for value in ("[]", "{}", '""', '{"x":0}')),
+        ("1", MOST_VALUES + 1, MOST_VALUES),
+    ],
+)
+def test_a_body_of_too_many_parts_or_numbers_is_refused_before_it_is_parsed(
+    value: str, num_values: int, most: int
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {most} are read"):
+        read(f'{{"a": [{",".join([value] * num_values)}]}}'.encode())
 
 
 @pytest.mark.parametrize("text", ["[],{}", '"[', "\\", '\\"', 'a\\\\"b,c: ["d"]'])
-def test_what_stands_in_a_text_is_no_value(text: str) -> None:
-    value = text * MOST_PARTS
-    assert read(json.dumps({"a": [value, [value[:100]]]}).encode()).a == [value, [value[:100]]]
+def test_what_stands_in_a_text_is_no_value_and_many_tokens_are_taken(text: str) -> None:
+    values = [text * MOST_PARTS, [text * 100], [1] * MIB]
+    assert read(json.dumps({"a": values}).encode()).a == values
 
 
 USER = {"role": "user", "content": "x"}
@@ -279,9 +308,147 @@ TOO_MANY = [
 
 @pytest.mark.parametrize(("path", "field", "body"), TOO_MANY, ids=lambda value: value if isinstance(value, str) else "")
 def test_too_many_messages_parts_and_tools_are_refused_by_name(
-    server: AppServer, path: str, field: str, body: dict[str, Any]
+    client: httpx.Client, path: str, field: str, body: dict[str, Any]
 ) -> None:
-    with server.client() as client:
-        answer: httpx.Response = client.post(path, json=body)
+    answer = client.post(path, json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(f"{field}: must have at most ")
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+SERVED = b"HTTP/1.1 200 OK"
+
+
+def say_much(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+    emit(TextEvent(0, "x" * 1_000_000, (1,)))
+    emit(FinishEvent(0, "stop"))
+    emit(done())
+
+
+@pytest.fixture
+def three(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppServer]:
+    """A server that has at most three connections."""
+    monkeypatch.setattr(connections, "OTHER_CONNECTIONS", 3 - InFlight(Settings(max_sequences=1)).most)
+    with scripted_app(chat_model, ScriptedEngine(say_much)) as running:
+        yield running
+
+
+def connect(server: AppServer, data: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    connection.sendall(data)
+    return connection
+
+
+def connect_busy(server: AppServer) -> socket.socket:
+    """A connection with a request whose body the server waits for."""
+    connection = open_request(server.port, num_bytes=10)
+    assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    return connection
+
+
+def connect_used(server: AppServer) -> socket.socket:
+    """A connection that is idle after a request."""
+    connection = connect(server, GET + b"\r\n")
+    received = b""
+    while not received.endswith(b"}"):
+        part = connection.recv(65536)
+        assert part, "the connection is closed"
+        received += part
+    assert received.startswith(SERVED)
+    return connection
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Says whether a request is served on an idle connection."""
+    connection.sendall(GET + b"\r\n")
+    try:
+        return connection.recv(len(SERVED)) == SERVED
+    except ConnectionResetError:
+        return False
+
+
+def is_refused(server: AppServer) -> bool:
+    """Says whether a new connection is closed without an answer."""
+    try:
+        with connect(server, GET + b"\r\n") as refused:
+            return refused.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.mark.parametrize("first", [b"", GET], ids=["nothing sent", "half a head sent"])
+def test_at_the_limit_the_connection_that_is_idle_longest_is_closed_for_a_new_one(
+    three: AppServer, first: bytes
+) -> None:
+    with ExitStack() as stack:
+        longest = stack.enter_context(connect(three, first))
+        second, third = (stack.enter_context(connect_used(three)) for _ in range(2))
+        new = stack.enter_context(connect_used(three))
+        assert longest.recv(1) == b""
+        assert is_open(second), "from now on it is third that was idle for longest"
+        stack.enter_context(connect_used(three))
+        assert third.recv(1) == b""
+        assert is_open(new)
+
+
+def test_a_connection_with_a_request_is_not_closed_for_a_new_one(three: AppServer) -> None:
+    with ExitStack() as stack:
+        busy = [stack.enter_context(connect_busy(three)) for _ in range(2)]
+        for _ in range(5):
+            stack.enter_context(connect_used(three))
+        for connection in busy:
+            connection.sendall(b"0123456789")
+            assert connection.recv(24) == b"HTTP/1.1 400 Bad Request"
+
+
+def test_a_connection_whose_client_has_not_taken_the_whole_response_is_not_idle(three: AppServer) -> None:
+    three.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    with ExitStack() as stack:
+        for _ in range(3):
+            # Small buffers in the kernel: it soon takes no more.
+            connection = stack.enter_context(open_request(three.port, body, receive_bytes=4096))
+            received = b""
+            while b"xxx" not in received:
+                received += connection.recv(1024)
+        assert is_refused(three)
+
+
+def test_if_all_connections_are_in_requests_a_new_one_is_closed(three: AppServer) -> None:
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(connect_busy(three))
+        for _ in range(10):
+            assert is_refused(three)
+    with three.client() as client:
+        wait_until(lambda: client.get("/health").status_code == 200, "a connection is taken when others are closed")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET", GET])
+def test_a_connection_without_a_whole_head_is_closed(
+    server: AppServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEADERS_S", 0.2)
+    with connect(server, sent) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_head_that_arrives_byte_by_byte_is_cut_off_on_a_used_connection_too(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect_used(server) as connection:
+        monkeypatch.setattr(connections, "HEADERS_S", 0.2)
+
+        def is_closed() -> bool:
+            try:
+                connection.sendall(b"G")
+            except OSError:
+                return True
+            return False
+
+        wait_until(is_closed, "the connection is closed")
+
+
+def test_a_head_that_never_ends_is_refused(server: AppServer) -> None:
+    with connect(server, GET + b"X: " + b"x" * 100_000) as connection:
+        assert connection.recv(24) == b"HTTP/1.1 400 Bad Request"
