@@ -9,8 +9,7 @@ import pytest
 
 from diskprefix.nouns import SHARED
 from tests.cli.conftest import Run
-from tests.server.daemon_process import DaemonProcess, running_daemon
-from tests.server.test_several_processes import ask, text_of
+from tests.server.daemon_process import DaemonProcess, ask, running_daemon, text_of
 from tests.waiting import wait_for
 
 QUESTION = "What do the birds in the harbor do when the tide goes out, and when does it come back? "

@@ -184,6 +184,24 @@ def reply_to(client: httpx.Client, body: dict[str, Any], path: str = CHAT, **cac
     return reply
 
 
+def ask(
+    daemon: DaemonProcess, question: str, scope: str = "full", *, salt: str | None = None, key: str | None = None
+) -> dict[str, Any]:
+    """The reply of a few tokens to a question of many blocks."""
+    body = {"messages": [{"role": "user", "content": question * 6}], "max_tokens": 6, "temperature": 0}
+    with daemon.client(key) as client:
+        return reply_to(client, body, scope=scope, salt=salt)
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["message"]["content"]
+    return text
+
+
+def props(client: httpx.Client) -> Any:
+    return client.get("/props").json()
+
+
 def open_request(
     port: int,
     body: bytes = b"",
