@@ -1,4 +1,4 @@
-"""A prompt that was not found, and the changes of normalisers: in the reply, the log and `/props`."""
+"""What a reply, the log and `/props` say of a prompt that was not found, changed by normalisers, or shortened."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from diskprefix.app import load_engine
+from diskprefix.cache.resources import open_store
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import Break, CacheReport, Rewriting, Scope, Selection
 from diskprefix.server.recent import PrefixBreaks
+from diskprefix.settings import Settings
 from tests.agent_bodies import billing_header, words
 from tests.server.daemon_process import reply_to, wait_until
 from tests.server.scripted import AppServer, real_app, started_app
@@ -23,7 +25,7 @@ SYSTEM = words(1, 300)
 @pytest.fixture
 def server(chat_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[AppServer]:
     """The real engine; the parameter is `--normalise`."""
-    with real_app(chat_model, tmp_path / "kv", normalise=request.param) as server:
+    with real_app(chat_model, tmp_path / "kv", normalise=request.param, prefill_compression="auto") as server:
         yield server
 
 
@@ -58,14 +60,6 @@ def test_the_reply_the_log_and_props_name_the_line_that_broke_the_prefix(
 
 
 @pytest.mark.parametrize("server", ["billing-header=on"], indirect=True)
-def test_a_normaliser_that_is_on_says_what_it_changed_and_the_prompt_is_found(server: AppServer) -> None:
-    first, second = (say(server, number) for number in (1, 2))
-    assert first["changed"] == second["changed"] == [{"normaliser": "billing-header", "path": "messages.0.content"}]
-    assert second["restored"] > 400
-    assert "broken_by" not in second
-
-
-@pytest.mark.parametrize("server", ["billing-header=on"], indirect=True)
 def test_claude_codes_own_messages_are_found_again_and_counted_as_they_are_sent_to_the_model(server: AppServer) -> None:
     replies, counts = [], []
     with server.client() as client:
@@ -78,16 +72,42 @@ def test_claude_codes_own_messages_are_found_again_and_counted_as_they_are_sent_
     changed = second["prefix_cache"]["changed"]
     assert [change["normaliser"] for change in changed] == ["billing-header"]
     assert changed[0]["path"].startswith("system.0")
+    assert first["prefix_cache"]["changed"] == changed
+    assert "broken_by" not in second["prefix_cache"]
     usage = second["usage"]
     assert usage["cache_read_input_tokens"] > 400
     assert counts[1] == sum(usage[name] for name in usage if name.endswith("input_tokens"))
     assert first["usage"]["cache_read_input_tokens"] == 0
 
 
-def test_an_unknown_normaliser_ends_the_start_with_an_error(chat_model: Path) -> None:
-    with started_app(chat_model, load_engine, normalise="clocks=on") as server:
+@pytest.mark.parametrize("server", ["off"], indirect=True)
+def test_a_session_goes_on_beyond_the_models_positions_and_its_turns_hit(server: AppServer) -> None:
+    messages = [{"role": "system", "content": words(0, 20)}]
+    for turn in range(12):
+        messages += [{"role": "user", "content": words(turn, 40)}, {"role": "assistant", "content": words(turn, 30)}]
+    with server.client() as client:
+        bodies = [{"messages": messages[:length], "max_tokens": 2, "temperature": 0} for length in (22, 24)]
+        replies = [reply_to(client, body) for body in bodies]
+    first, second = (reply["prefix_cache"] for reply in replies)
+    assert first["left_out"] == second["left_out"]
+    assert first["left_out"]["messages"] > 4
+    assert first["left_out"]["first"] == "messages.2"
+    assert (first["boundary"], first["boundary_reason"], first["saved"]) == (0, "left_out", "none")
+    assert second["restored"] >= replies[0]["usage"]["prompt_tokens"] - 8
+    assert second["source"] == "memory"
+
+
+@pytest.mark.parametrize(
+    "setting", [{"normalise": "clocks=on"}, {"prefill_compression": "2048"}, {"prefill_compression": "5000"}]
+)
+def test_a_wrong_normaliser_or_threshold_ends_the_start_with_an_error_and_closes_the_store(
+    chat_model: Path, tmp_path: Path, setting: dict[str, str]
+) -> None:
+    folder = tmp_path / "kv"
+    with started_app(chat_model, load_engine, kv_cache_dir=folder, **setting) as server:
         wait_until(lambda: server.daemon.failure, "the start failed")
         assert isinstance(server.daemon.failure, SettingsError)
+    open_store(Settings(kv_cache_dir=folder)).close()
 
 
 def report(line: str) -> CacheReport:
