@@ -184,6 +184,14 @@ def reply_to(client: httpx.Client, body: dict[str, Any], path: str = CHAT, **cac
     return reply
 
 
+def family(pid: int) -> Iterator[int]:
+    """Yields a process and those that it started, and so on."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            yield from family(int(child))
+
+
 def ask(
     daemon: DaemonProcess, question: str, scope: str = "full", *, salt: str | None = None, key: str | None = None
 ) -> dict[str, Any]:

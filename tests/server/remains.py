@@ -49,14 +49,6 @@ def left_in(folder: Path, wanted: set[bytes]) -> list[bytes]:
     return [trace for trace in wanted if trace in content]
 
 
-def family(pid: int) -> Iterator[int]:
-    """Yields a process and those that it started, and so on."""
-    yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in children.read_text().split():
-            yield from family(int(child))
-
-
 def is_in_memory(pid: int, wanted: bytes) -> bool:
     """Says whether the memory of a process has these bytes."""
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:

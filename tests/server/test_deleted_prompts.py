@@ -11,8 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
-from tests.server.remains import family, is_in_memory, left_in, records, traces
+from tests.server.daemon_process import (
+    DaemonProcess,
+    clean_environment,
+    family,
+    props,
+    running_daemon,
+    serve_flags,
+    wait_until,
+)
+from tests.server.remains import is_in_memory, left_in, records, traces
 
 FIELDS: dict[str, Any] = {"model": "tiny-chat", "max_output_tokens": 24, "temperature": 0}
 WORDS = "The vixen {0} sleeps under elder {1}, where the miller's {2} lantern hangs. "
@@ -67,10 +75,6 @@ def wait_shared(daemon: DaemonProcess, client: httpx.Client) -> None:
 def kv_memory(client: httpx.Client) -> dict[str, Any]:
     memory: dict[str, Any] = props(client)["kv_memory"]
     return memory
-
-
-def props(client: httpx.Client) -> Any:
-    return client.get("/props").json()
 
 
 def entries_with(client: httpx.Client, text: str) -> list[dict[str, Any]]:

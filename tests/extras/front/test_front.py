@@ -1,4 +1,4 @@
-"""The front in this process, with workers that are only told things."""
+"""The front in this process, with workers that are only told things; and one request on its way to a worker."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +16,19 @@ from typing import Any, ParamSpec
 
 import pytest
 
-from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
+from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel
 from diskprefix.extras.front import front, own_routes, passing
 from diskprefix.extras.front.front import Front
-from diskprefix.extras.front.front_messages import read_named
-from diskprefix.extras.front.listing import Listing
+from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
-from diskprefix.extras.front.passing import Incoming
+from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.settings import Settings
+from tests.server.test_auth import write_keys
 
 LIMIT = 1 << 30
 P = ParamSpec("P")
@@ -55,24 +55,32 @@ class Models(Catalogue):
 @dataclass(eq=False)
 class ToldWorker(ModelWorker):
     told: list[bytes | int] = field(default_factory=list)
+    obey: Callable[[ToldWorker, bytes], None] | None = None
 
     def tell(self, message: bytes) -> None:
         self.told.append(message)
+        if self.obey is not None:
+            asyncio.get_running_loop().call_soon(self.obey, self, message)
 
     def kill(self, number: int) -> None:
         self.told.append(number)
 
 
 class ToldWorkers:
-    def __init__(self) -> None:
+    """Workers that do what a test says, or at once what they are told if `obey`."""
+
+    def __init__(self, *, obey: bool = False) -> None:
         self.all: dict[int, ToldWorker] = {}
+        self.loads: list[str] = []
         self.on_change: Callable[[ModelWorker], None]
+        self._obey = self._act if obey else None
 
     def attach(self) -> None: ...
 
     def start(self, _settings: Settings, place: Place) -> ToldWorker:
         number = len(self.all) + 1
-        self.all[number] = worker = ToldWorker(number, None, place=place, path="/nowhere")  # type: ignore[arg-type]
+        worker = ToldWorker(number, None, place=place, path=str(number), obey=self._obey)  # type: ignore[arg-type]
+        self.all[number] = worker
         return worker
 
     def make_ready(self, worker: ToldWorker) -> None:
@@ -83,6 +91,13 @@ class ToldWorkers:
         worker.code = code
         worker.ended.set()
         self.on_change(worker)
+
+    def _act(self, worker: ToldWorker, message: bytes) -> None:
+        if message == LOAD:
+            self.loads.append(worker.place.model)
+            self.make_ready(worker)
+        elif message == UNLOAD:
+            self.end(worker)
 
 
 TOKEN = OwnerToken("token", "cookie")
@@ -121,17 +136,15 @@ class Told:
         method: str = "POST",
         query: bytes = b"",
         key: str = TOKEN.text,
-        client: str = "::1",
-        is_whole: bool = True,
     ) -> asyncio.Task[tuple[int, Any]]:
         headers = [(b"host", b"localhost"), (b"authorization", b"Bearer " + key.encode())]
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": query}
-        scope |= {"headers": headers, "client": (client, 1)}
-        return asyncio.create_task(self._ask({"model": model}, scope, is_whole))
+        scope |= {"headers": headers, "client": ("::1", 1)}
+        return asyncio.create_task(self._ask({"model": model}, scope))
 
-    async def _ask(self, body: Any, scope: dict[str, Any], is_whole: bool) -> tuple[int, Any]:
+    async def _ask(self, body: Any, scope: dict[str, Any]) -> tuple[int, Any]:
         sent: list[Any] = []
-        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": not is_whole}]
+        messages = [chunk(json.dumps(body).encode())]
 
         async def receive() -> Any:
             if not messages:
@@ -145,35 +158,12 @@ class Told:
         return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
 
 
-@dataclass(eq=False)
-class ObedientWorker(ToldWorker):
-    """One that does at once what it is told."""
-
-    workers: ObedientWorkers = field(kw_only=True)
-
-    def tell(self, message: bytes) -> None:
-        super().tell(message)
-        if message == LOAD:
-            self.workers.loads.append(self.place.model)
-        act = {LOAD: self.workers.make_ready, UNLOAD: self.workers.end}.get(message)
-        if act is not None:
-            asyncio.get_running_loop().call_soon(act, self)
-
-
-class ObedientWorkers(ToldWorkers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads: list[str] = []
-
-    def start(self, _settings: Settings, place: Place) -> ToldWorker:
-        number = len(self.all) + 1
-        worker = ObedientWorker(number, None, place=place, path=str(number), workers=self)  # type: ignore[arg-type]
-        self.all[number] = worker
-        return worker
-
-
 def needs(_settings: Settings) -> ModelNeeds | None:
     return ModelNeeds(name="one", state=TokenState(per_token=1024, positions=1024))
+
+
+def chunk(body: bytes, *, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
 
 
 def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
@@ -307,13 +297,12 @@ async def test_a_request_counts_until_its_end_and_a_look_neither_uses_nor_keeps_
 @in_a_loop
 async def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
     admin, other = "a" * 24, "o" * 24
-    (tmp_path / "keys").write_text(f"admin {admin}\nother {other}\n")
-    (tmp_path / "keys").chmod(0o600)
+    keys = ApiKeys(write_keys(tmp_path / "keys", f"admin {admin}", f"other {other}"))
 
     def unreadable(_settings: Settings) -> ModelNeeds:
         raise ModelError("cannot read /srv/models/one")
 
-    told = Told(Listing(Settings(), Models(named("one")), unreadable), who=ApiKeys(tmp_path / "keys"))
+    told = Told(Listing(Settings(), Models(named("one")), unreadable), who=keys)
     async with told.running():
         for key, sees_all in ((admin, True), (other, False)):
             for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/one")):
@@ -369,9 +358,8 @@ async def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     greedy, other = "g" * 24, "o" * 24
-    (tmp_path / "keys").write_text(f"greedy {greedy}\nother {other}\n")
-    (tmp_path / "keys").chmod(0o600)
-    workers = ObedientWorkers()
+    keys = ApiKeys(write_keys(tmp_path / "keys", f"greedy {greedy}", f"other {other}"))
+    workers = ToldWorkers(obey=True)
 
     async def passes(path: str, _scope: Any, _incoming: Incoming, send: Any) -> int:
         worker = workers.all[int(path)]
@@ -383,7 +371,7 @@ async def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap
     monkeypatch.setattr(passing, "pass_on", passes)
     names = [f"m{number}" for number in range(10)]
     listing = Listing(Settings(), Models(*map(named, [*names, "mine", "mine too"])))
-    told = Told(listing, workers, ApiKeys(tmp_path / "keys"))
+    told = Told(listing, workers, keys)
     async with told.running():
 
         async def ask_in_turns(start: int) -> None:
@@ -422,12 +410,6 @@ def test_a_worker_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_json_that_is_too_deep_is_a_400() -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        read_named(b'{"x": ' + b"[" * 100_000)
-    assert refused.value.code == "invalid_json"
-
-
 @in_a_loop
 async def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_there() -> None:
     answers: list[ModelNeeds | DiskPrefixError | None] = [None, ModelError("cannot read one"), needs(Settings())]
@@ -449,3 +431,114 @@ async def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_ther
     for _ in range(2):
         await listing.learn(one)
         assert 0 < listing.sized(one, one.settings, LIMIT)[0] < LIMIT
+
+
+def test_merged_metrics_have_each_family_once() -> None:
+    one = '# HELP a_total Help.\n# TYPE a_total counter\na_total{b="x y"} 1.0\na_total 2.0\n'
+    merged = merged_metrics({"m": one, 'n"': one}, {"m": True, "o": False})
+    assert merged.splitlines() == [
+        "# HELP a_total Help.",
+        "# TYPE a_total counter",
+        'a_total{model="m",b="x y"} 1.0',
+        'a_total{model="m"} 2.0',
+        'a_total{model="n\\"",b="x y"} 1.0',
+        'a_total{model="n\\""} 2.0',
+        "# HELP diskprefix_model_loaded Whether a model is in memory.",
+        "# TYPE diskprefix_model_loaded gauge",
+        'diskprefix_model_loaded{model="m"} 1',
+        'diskprefix_model_loaded{model="o"} 0',
+    ]
+
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def passed(worker: Serve, tmp_path: Path, *messages: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+    """Returns the status and the messages that the client got. Behind its `messages`, the client waits."""
+    raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    scope = {"type": "http", "method": "POST", "raw_path": b"/a%20b", "query_string": b"c=d", "headers": raw}
+    left = list(messages)
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not left:
+            await asyncio.Event().wait()
+        return left.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> int:
+        server = await asyncio.start_unix_server(worker, tmp_path / "s")
+        async with server:
+            return await asyncio.wait_for(pass_on(str(tmp_path / "s"), scope, Incoming(receive), send), 30)
+
+    return asyncio.run(run()), sent
+
+
+def test_the_request_comes_whole(tmp_path: Path) -> None:
+    got = bytearray()
+
+    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        got.extend(await reader.readuntil(b"body"))
+        writer.write(b"HTTP/1.1 201 Created\r\nContent-Length: 5\r\nX-Own: 1\r\nConnection: close\r\n\r\nreply")
+        await writer.drain()
+        writer.close()
+
+    headers = {"host": "h", "content-length": "9", "connection": "te"}
+    status, sent = passed(worker, tmp_path, chunk(b"whole", more=True), chunk(b"body"), headers=headers)
+    lines = bytes(got).decode().split("\r\n")
+    assert lines[0] == "POST /a%20b?c=d HTTP/1.1"
+    assert lines[-1] == "wholebody"
+    assert status == 201
+    assert (b"x-own", b"1") in sent[0]["headers"]
+    assert b"connection" not in dict(sent[0]["headers"])
+    assert b"".join(message.get("body", b"") for message in sent) == b"reply"
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "has_begun"),
+    [
+        (b"", NotTaken, False),
+        (b"HTTP/1.1 100 Continue\r\n\r\n", WorkerGone, False),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n", WorkerGone, True),
+    ],
+    ids=["took nothing", "took it", "began"],
+)
+def test_a_worker_that_dies_fails_its_request_and_leaves_what_it_did_not_take_to_another(
+    tmp_path: Path, said: bytes, error: type[Exception], has_begun: bool
+) -> None:
+    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if said:
+            await reader.readuntil(b"body")
+            writer.write(said)
+            await writer.drain()
+        writer.close()
+
+    with pytest.raises(error) as gone:
+        passed(worker, tmp_path, chunk(b"body"), headers={"content-length": "4"})
+    assert getattr(gone.value, "has_begun", False) == has_begun
+
+
+def test_a_client_that_hangs_up_closes_the_connection_to_the_worker(tmp_path: Path) -> None:
+    rests: list[bytes] = []
+
+    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"body")
+        rests.append(await reader.read())
+        writer.close()
+
+    status, sent = passed(
+        worker, tmp_path, chunk(b"body"), {"type": "http.disconnect"}, headers={"content-length": "4"}
+    )
+    assert (status, sent, rests) == (499, [], [b""])
+
+
+def test_a_worker_may_answer_although_the_body_never_comes(tmp_path: Path) -> None:
+    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    assert passed(worker, tmp_path, headers={"content-length": "4"})[0] == 408
