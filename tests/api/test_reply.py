@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
+from diskprefix.api.dialect import json_text
 from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyEvent, ReplyReader, WholeChoice, whole_reply
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
@@ -119,3 +121,8 @@ def test_choices_are_parsed_apart_and_listed_in_order() -> None:
 def test_progress_passes_through() -> None:
     event = ProgressEvent(3, 1, 2, 3, 0.5)
     assert ReplyReader(lambda: Prepared({}), "call_").read(event) == [event]
+
+
+@pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, {"a": 10**400}, {"a": -(2**64)}, {}])
+def test_json_text_holds_what_it_was_made_from(value: Any) -> None:
+    assert json.loads(json_text(value)) == value

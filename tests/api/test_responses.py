@@ -326,7 +326,8 @@ def test_items_open_and_close_one_after_the_other_and_the_last_event_holds_them_
     assert open_item is None
     last = end["response"]
     assert last["output"] == finished
-    assert last["status"] == ("incomplete" if reason == "length" else "completed")
+    assert last["status"] == ("incomplete" if reason == "length" else "completed") == end["type"].partition(".")[2]
+    assert last["incomplete_details"] == ({"reason": "max_output_tokens"} if reason == "length" else None)
     assert [item["status"] for item in finished] == ["completed"] * (len(finished) - 1) + [last["status"]]
     response = whole(events_of(sent, reason, tokens=4), reasoning={"summary": summary})
     kinds = [kind for kind, _ in groupby(item["type"] for item in finished)]

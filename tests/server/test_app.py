@@ -17,13 +17,19 @@ import httpx
 import pytest
 
 from diskprefix import hooks
+from diskprefix.api.anthropic import Messages
 from diskprefix.api.figures import figures_reply
+from diskprefix.api.openai_chat import Chat, ChatWriter
+from diskprefix.api.responses import Responses
+from diskprefix.api.responses_items import ResponseStore
+from diskprefix.api.responses_writer import ResponseWriter
 from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import Constraint, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import ModelError
 from diskprefix.server import limits as reading
 from diskprefix.server import streaming
+from diskprefix.server.answer import MAX_LOGPROBS
 from diskprefix.server.process import process
 from diskprefix.server.status import WELCOME
 from diskprefix.tenant_ids import group_of
@@ -514,6 +520,83 @@ def test_every_response_has_the_id_of_its_request(server: AppServer) -> None:
     ids = [answer.headers["x-request-id"] for answer in answers]
     assert len(set(ids)) == len(ids)
     assert ids == [answer.headers["request-id"] for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "path", "body"),
+    [
+        (ChatWriter, "whole", CHAT, HELLO),
+        (ResponseWriter, "whole", "/v1/responses", {"input": "hello"}),
+        (ResponseWriter, "_complete", "/v1/responses", {"input": "hello", "stream": True}),
+        (Chat, "read", CHAT, HELLO),
+        (Messages, "read", "/v1/messages", HELLO | {"max_tokens": 8}),
+        (Responses, "read", "/v1/responses", {"input": "hello"}),
+        (Responses, "conversation", "/v1/responses/input_tokens", {"input": "hello"}),
+    ],
+)
+def test_large_bodies_and_replies_are_read_and_written_beside_the_event_loop(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, path: str, body: dict[str, Any]
+) -> None:
+    on_the_loop: list[bool] = []
+    method: Callable[..., Any] = getattr(owner, name)
+
+    def call(*values: Any, **named: Any) -> Any:
+        on_the_loop.append(asyncio._get_running_loop() is not None)
+        return method(*values, **named)
+
+    monkeypatch.setattr(owner, name, call)
+    with server.client() as client:
+        assert client.post(path, json=body).status_code == 200
+    assert on_the_loop == [False]
+
+
+def test_a_stored_response_is_read_within_the_bounds_of_the_queue(
+    server: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arriving: list[int] = []
+    get = ResponseStore.get
+
+    def counted(store: ResponseStore, id_: str) -> Any:
+        arriving.append(server.daemon.in_flight.num)
+        return get(store, id_)
+
+    with server.client() as client:
+        made = client.post("/v1/responses", json={"input": "hello"}).json()
+        monkeypatch.setattr(ResponseStore, "get", counted)
+        assert client.get(f"/v1/responses/{made['id']}").json() == made
+        assert len(client.get(f"/v1/responses/{made['id']}/input_items").json()["data"]) == 1
+    assert arriving == [1, 1]
+
+
+OF_RESPONSES = {"input": "hello", "include": ["message.output_text.logprobs"], "top_logprobs": 20}
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "body"),
+    [
+        (CHAT, "max_tokens", HELLO | {"logprobs": True, "top_logprobs": 20}),
+        (CHAT, "max_completion_tokens", HELLO | {"logprobs": True, "top_logprobs": 20}),
+        ("/v1/completions", "max_tokens", {"prompt": "hello", "logprobs": 20}),
+        ("/v1/responses", "max_output_tokens", OF_RESPONSES),
+    ],
+)
+def test_a_reply_has_a_largest_number_of_log_probabilities(
+    chat_model: Path, engine: ScriptedEngine, route: str, field: str, body: dict[str, Any]
+) -> None:
+    engine.max_positions, most = 131_072, MAX_LOGPROBS // 21
+    with scripted_app(chat_model, engine) as server, server.client() as client:
+        refused = client.post(route, json=body | {field: most + 1})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, field)
+        assert f"{most} tokens" in refused.json()["error"]["message"]
+        for fields, limit in (({field: most}, most), ({}, 16 if route == "/v1/completions" else most)):
+            assert client.post(route, json=body | fields).status_code == 200
+            assert engine.requests[-1].sampling.max_tokens == limit
+
+
+def test_what_does_not_fit_the_model_is_not_counted_as_log_probabilities(server: AppServer) -> None:
+    body = HELLO | {"logprobs": True, "top_logprobs": 20, "max_tokens": 2**30}
+    with server.client() as client:
+        assert client.post(CHAT, json=body).status_code == 200
 
 
 def test_without_extras_every_client_gets_the_daemons_own_welcome(

@@ -1,26 +1,36 @@
-"""The real daemon over HTTP: nonsense gets a clear answer, it keeps serving, and what it says of itself holds."""
+"""The real daemon over HTTP: nonsense and extreme values get a clear answer, it keeps serving, and what it says of
+itself, its model and its last requests holds."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from diskprefix.api.fields import SamplingFields, sampling_params, with_sampling
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.engine.request import Timings
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.keys import Caller
+from diskprefix.server.log_context import LogContext
+from diskprefix.server.recent import MOST_FAILURES, MOST_REPLIES, RecentRequests
+from diskprefix.settings import _SAMPLING, Settings
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import DaemonProcess, wait_until
+from tests.server.scripted import ScriptedEngine, done, scripted_app
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0}
-JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
@@ -48,24 +58,11 @@ def metrics_of(client: httpx.Client) -> dict[str, float]:
     }
 
 
-def test_a_client_that_waits_for_100_continue_is_refused_before_it_sends_anything(daemon: DaemonProcess) -> None:
-    port = int(daemon.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Length: 99000000\r\nExpect: 100-continue\r\n\r\n"
-        )
-        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
-
-
 def test_a_context_that_is_too_long_is_a_400_with_both_figures(client: httpx.Client) -> None:
     answer = client.post(CHAT, json=HELLO | {"messages": [{"role": "user", "content": "rivers " * POSITIONS}]})
-    assert answer.status_code == 400
     error = error_of(answer)
-    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
     assert re.search(rf"prompt is too long: \d+ tokens > {POSITIONS}, the positions", error["message"])
-    answer = client.post(COMPLETIONS, json={"prompt": [5] * POSITIONS})
-    assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
 
 
 def test_a_reply_that_does_not_fit_ends_where_the_positions_end(client: httpx.Client) -> None:
@@ -75,6 +72,10 @@ def test_a_reply_that_does_not_fit_ends_where_the_positions_end(client: httpx.Cl
         assert answer["usage"]["total_tokens"] == POSITIONS
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["timings"].get("max_tokens_clamped") == clamped
+    for field in ("max_tokens", "max_completion_tokens"):
+        chat = {"messages": HELLO["messages"], field: POSITIONS, "stop": ["a", "e", " "]}
+        answer = client.post(CHAT, json=chat).json()
+        assert answer["timings"]["max_tokens_clamped"] == POSITIONS - answer["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -105,9 +106,7 @@ def test_a_model_that_is_not_served_is_a_404_that_names_the_served_one(client: h
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": 0, "n": 3},
         {"seed": 2**63 - 1, "n": 16},
-        {"logit_bias": {str(i): -100 for i in range(VOCAB_SIZE)}},
         {"stop": ["a", "b", "\u0000", "🦀"]},
         {"logprobs": True, "top_logprobs": 20},
         {"messages": [{"role": "user", "content": ""}]},
@@ -120,10 +119,8 @@ def test_extremes_that_are_allowed_are_served(client: httpx.Client, fields: dict
 
 
 def test_a_response_has_exactly_the_documented_fields(client: httpx.Client) -> None:
+    """Those of its API are read by `test_specifications.py`; these are ours."""
     answer = client.post(CHAT, json=HELLO).json()
-    assert answer.keys() == {
-        "id", "object", "created", "model", "system_fingerprint", "choices", "usage", "prefix_cache", "timings"
-    }  # fmt: skip
     assert answer["prefix_cache"].keys() == {"scope", "restored", "miss_reason", "boundary", "boundary_reason", "saved"}
     assert answer["timings"].keys() == {
         "queue_ms", "lookup_ms", "restore_ms", "prefill_ms", "others_ms", "ttft_ms", "decode_ms",
@@ -137,20 +134,11 @@ def test_what_a_first_token_waited_for_others_is_told() -> None:
     assert (late.others_ms, replace(late, ttft_ms=5).others_ms) == (7, 0)
 
 
-def test_a_scope_of_the_request_is_the_scope_of_the_reply(client: httpx.Client) -> None:
-    for scope, canonical in (("off", "off"), ("AUTO:8", "auto:8"), (100, "100"), ("auto", "auto:30")):
-        answer = client.post(CHAT, json=HELLO | {"prefix_cache": {"scope": scope}}).json()
-        assert answer["prefix_cache"]["scope"] == canonical
-    assert client.post(CHAT, json=HELLO).json()["prefix_cache"]["scope"] == "full"
-
-
-def test_logprobs_of_completions_add_up_to_the_text(client: httpx.Client) -> None:
+def test_logprobs_of_completions_have_the_place_of_each_token_in_the_text(client: httpx.Client) -> None:
     body = {"prompt": "Name three rivers", "max_tokens": 12, "temperature": 0, "logprobs": 2, "logit_bias": {"2": -100}}
-    choice = client.post(COMPLETIONS, json=body).json()["choices"][0]
-    logprobs = choice["logprobs"]
-    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["text_offset"]) == 12
-    assert all(value <= 0 for value in logprobs["token_logprobs"])
-    assert all(len(top) <= 2 for top in logprobs["top_logprobs"])
+    logprobs = client.post(COMPLETIONS, json=body).json()["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 12
+    assert logprobs["text_offset"] == [0, *accumulate(map(len, logprobs["tokens"][:-1]))]
 
 
 def test_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) -> None:
@@ -168,6 +156,7 @@ def test_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) ->
 
 
 def test_metrics_count_what_happened(client: httpx.Client) -> None:
+    """`test_metrics.py` has what follows from the figures of a response."""
     body = HELLO | {"messages": [{"role": "user", "content": "metrics are counted " * 90}]}
     assert client.post(CHAT, json=body).is_success
     before = metrics_of(client)
@@ -179,18 +168,12 @@ def test_metrics_count_what_happened(client: httpx.Client) -> None:
 
     usage, restored, source = answer["usage"], answer["prefix_cache"]["restored"], answer["prefix_cache"]["source"]
     assert grown("diskprefix_http_requests_total|/v1/chat/completions|200") == 1
-    assert grown("diskprefix_requests_total|completed") == 1
     assert grown(f"diskprefix_prompt_tokens_total|{source}") == restored > 0
-    assert grown("diskprefix_prompt_tokens_total|computed") == usage["prompt_tokens"] - restored
     assert grown("diskprefix_generation_tokens_total") == usage["completion_tokens"]
-    first_token = "diskprefix_time_to_first_token_seconds"
-    assert grown(f"{first_token}_count|hit") == 1
-    assert grown(f"{first_token}_sum|hit") == pytest.approx(answer["timings"]["ttft_ms"] / 1e3, abs=1e-5)
     assert grown("diskprefix_inter_token_seconds_count") == usage["completion_tokens"] - 1
     assert grown("diskprefix_inter_token_seconds_sum") == pytest.approx(answer["timings"]["decode_ms"] / 1e3, abs=1e-5)
-    assert (
-        grown("diskprefix_step_seconds_count") == grown("diskprefix_step_rows_count") >= usage["completion_tokens"] - 1
-    )
+    steps = grown("diskprefix_step_seconds_count")
+    assert steps == grown("diskprefix_step_rows_count") >= usage["completion_tokens"] - 1
     assert grown("diskprefix_step_rows_sum") >= usage["completion_tokens"] - 1
     assert after["diskprefix_ready"] == 1
     assert after["diskprefix_store_budget_bytes"] == 64 * 1024**2
@@ -258,12 +241,6 @@ def test_what_a_client_writes_stays_on_one_line_and_short(
         assert len(line) < 700
 
 
-@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_a_chat_may_ask_for_more_than_fits_by_either_name(client: httpx.Client, field: str) -> None:
-    answer = client.post(CHAT, json={"messages": HELLO["messages"], field: POSITIONS, "stop": ["a", "e", " "]}).json()
-    assert answer["timings"]["max_tokens_clamped"] == POSITIONS - answer["usage"]["prompt_tokens"]
-
-
 def test_health_says_ok(client: httpx.Client) -> None:
     health = client.get("/health").json()
     assert (health["status"], health["model"], health["cache"]["state"]) == ("ok", "tiny-chat", "ok")
@@ -273,3 +250,176 @@ def test_each_request_is_one_log_line_with_its_figures(client: httpx.Client, dae
     body = HELLO | {"messages": [{"role": "user", "content": "log this line, please"}]}
     prompt_tokens = client.post(CHAT, json=body).json()["usage"]["prompt_tokens"]
     daemon.wait_for_line(rf"POST /v1/chat/completions 200 · prompt {prompt_tokens} · restored \d+ \(\w+\) · reply \d")
+
+
+def card_of(chat_model: Path, **changes: Any) -> dict[str, Any]:
+    engine = ScriptedEngine()
+    with scripted_app(chat_model, engine) as server, server.client() as client:
+        for name, value in changes.items():
+            setattr(engine, name, value)
+        [card] = client.get("/v1/models").json()["data"]
+        assert client.get(f"/v1/models/{card['id']}").json() == card
+        return dict(card)
+
+
+def test_the_context_length_of_a_model_has_the_names_that_clients_look_for(chat_model: Path) -> None:
+    card = card_of(chat_model, model_positions=4 * POSITIONS)
+    names = ("max_model_len", "context_length", "context_window", "max_context_length")
+    assert {card[name] for name in names} == {POSITIONS}
+    assert card["meta"] == {"n_ctx_train": 4 * POSITIONS, "n_ctx": POSITIONS, "n_vocab": VOCAB_SIZE}
+
+
+@pytest.mark.parametrize(
+    ("changes", "capabilities", "modalities"),
+    [
+        ({}, {"completion", "chat", "tool_use"}, ["text"]),
+        ({"tokenizer": SimpleNamespace(chat_template=None)}, {"completion"}, ["text"]),
+        ({"tokenizer": SimpleNamespace(chat_template="{{ messages }}")}, {"completion", "chat"}, ["text"]),
+        (
+            {"media": SimpleNamespace(kinds={"image", "audio"})},
+            {"completion", "chat", "tool_use", "vision", "audio"},
+            ["text", "image", "audio"],
+        ),
+    ],
+)
+def test_capabilities_are_those_of_the_template_and_the_processor(
+    chat_model: Path, changes: dict[str, Any], capabilities: set[str], modalities: list[str]
+) -> None:
+    card = card_of(chat_model, **changes)
+    assert set(card["capabilities"]) == capabilities
+    assert card["architecture"]["input_modalities"] == modalities
+    assert ("tools" in card["supported_parameters"]) is ("tool_use" in capabilities)
+
+
+def test_a_name_that_no_model_can_have_is_refused_and_not_repeated(chat_model: Path) -> None:
+    with scripted_app(chat_model, ScriptedEngine()) as server, server.client() as client:
+        asked = {"model": "x" * 10_000_000, "messages": [{"role": "user", "content": "Hi"}]}
+        for answer in (client.post("/v1/chat/completions", json=asked), client.get(f"/v1/models/{'x' * 201}")):
+            assert answer.status_code == 404
+            assert "characters; 200 are the most" in answer.json()["error"]["message"]
+            assert "xxx" not in answer.text
+
+
+NUMBERS = [0, -1, 1e-45, 5e-324, 1e-40, 1e-7, 2.5, 101, 1e39, 1e308, 10**400, float("nan"), float("inf")]
+FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_tokens",
+    "n",
+    "logit_bias.5",
+)
+
+
+def send(client: httpx.Client, **fields: Any) -> httpx.Response:
+    content = json.dumps({"prompt": "hello hello", "max_tokens": 2, "seed": 1} | fields)
+    return client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_request_with_an_extreme_number_is_served_or_refused_by_the_fields_name(
+    client: httpx.Client, field: str
+) -> None:
+    name, _, token = field.partition(".")
+    for number in NUMBERS:
+        answer = send(client, **{name: {token: number} if token else number})
+        assert answer.status_code in (200, 400), (number, answer.text)
+        if answer.status_code == 400:
+            assert answer.json()["error"]["param"] in (field, None), (number, answer.text)
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100])
+@pytest.mark.parametrize("temperature", [1e-5, 2])
+def test_the_ends_of_all_ranges_together_are_served(client: httpx.Client, penalty: float, temperature: float) -> None:
+    ends: dict[str, Any] = {
+        "repetition_penalty": penalty,
+        "temperature": temperature,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+        "min_p": 5e-324,
+        "top_p": 5e-324,
+        "top_k": 2**31 - 1,
+        "logit_bias": {str(token): -100 if token % 2 else 100 for token in range(512)},
+        "stop": ["x" * 1024] * 16,
+        "seed": -(2**63),
+        "n": 4,
+        "max_tokens": 2,
+    }
+    for left_out in [None, *ends]:
+        fields = {name: value for name, value in ends.items() if name != left_out}
+        answer = client.post(CHAT, json=HELLO | fields)
+        assert answer.status_code == 200, (left_out, answer.text)
+
+
+def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:
+    assert sampling_params(SamplingFields(), 8, logprobs=20).logprobs == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        (Settings(), {"temperature": 0.2, "top_p": 0.9}),
+        (Settings(model="SmolLM2-135M-Instruct", sampling="temperature=1"), {"temperature": 1.0, "top_p": 0.9}),
+        (Settings(model="org/name"), {}),
+        (Settings(model="org/name", sampling="top_k=7"), {"top_k": 7}),
+    ],
+)
+def test_the_embedded_model_is_sampled_as_its_makers_recommend_unless_the_server_says_otherwise(
+    settings: Settings, found: dict[str, float]
+) -> None:
+    assert Daemon(settings, ScriptedEngine().load).sampling == found
+
+
+def test_the_servers_sampling_is_that_of_requests_that_say_none_and_has_their_bounds() -> None:
+    defaults = Settings(sampling="temperature=0.5,top_k=7").sampling_values
+    body = with_sampling(ChatRequest.model_validate({"messages": HELLO["messages"], "temperature": 1.5}), defaults)
+    params = sampling_params(body, 10)
+    assert (params.temperature, params.top_k, params.top_p) == (1.5, 7, 1.0)
+    untouched = ChatRequest.model_validate({"messages": HELLO["messages"]})
+    assert with_sampling(untouched, {}) is untouched
+    for name, ends in _SAMPLING.items():
+        for end in ends:
+            SamplingFields.model_validate({name: Settings(sampling=f"{name}={end}").sampling_values[name]})
+
+
+def answered(id_: str = "chatcmpl-1") -> LogContext:
+    return LogContext(status=200, done=done(cached_tokens=8), generation_id=id_, caller=Caller("alice"))
+
+
+def test_a_reply_is_remembered_with_the_figures_of_its_response() -> None:
+    recent = RecentRequests()
+    recent.note(answered(), "POST", CHAT, 1.5)
+    [ended] = recent.since(0)
+    assert (ended.number, ended.id, ended.route, ended.caller, ended.elapsed_s) == (1, "chatcmpl-1", CHAT, "alice", 1.5)
+    assert (ended.status, ended.error, ended.prompt_tokens, ended.reply_tokens) == (200, None, 10, 2)
+    assert ended.prefix_cache is not None
+    assert ended.timings is not None
+    assert (ended.prefix_cache["restored"], ended.timings["ttft_ms"]) == (8, 5)
+    assert json.loads(json.dumps(asdict(ended)))["prefix_cache"]["boundary_reason"] == "no_match"
+
+
+def test_failures_are_remembered_and_questions_about_the_daemon_are_not() -> None:
+    recent = RecentRequests()
+    recent.note(LogContext(status=400, error="top_p: too large"), "POST", CHAT, 0.1)
+    recent.note(LogContext(status=404, error="no such route"), "GET", "other", 0.1)
+    recent.note(LogContext(status=200), "POST", "/tokenize", 0.1)
+    recent.note(LogContext(status=200, error="the client reads too slowly"), "POST", CHAT, 0.1)
+    assert [ended.error for ended in recent.since(0)] == ["top_p: too large", "the client reads too slowly"]
+
+
+def test_many_failures_push_no_reply_out_and_the_oldest_go_first() -> None:
+    recent = RecentRequests()
+    recent.note(answered("first"), "POST", CHAT, 0.1)
+    for _ in range(MOST_FAILURES + 5):
+        recent.note(LogContext(status=429, error="full"), "POST", CHAT, 0.1)
+    found = recent.since(0)
+    assert (len(found), found[0].id) == (MOST_FAILURES + 1, "first")
+    assert [ended.number for ended in recent.since(recent.count - 2)] == [recent.count - 1, recent.count]
+    for _ in range(MOST_REPLIES):
+        recent.note(answered("later"), "POST", CHAT, 0.1)
+    assert "first" not in {ended.id for ended in recent.since(0)}

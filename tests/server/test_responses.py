@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import repeat
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,9 +18,14 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from diskprefix.api import responses_items as stored_module
+from diskprefix.api.responses_items import MAX_CONVERSATION_BYTES, ReferenceItem, ResponseStore
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.store.store import Store
 from tests.server.agent_model import call, thought
+from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, ScriptedNotes, done, scripted_app
 from tests.server.test_auth import ALICE, BOB
 
@@ -32,11 +41,11 @@ WEATHER: Any = {
 CALL = call("get_weather", city="Oslo")
 
 
-def saying(*texts: str, reason: Any = "stop") -> Callable[..., None]:
+def saying(*texts: str) -> Callable[..., None]:
     def script(_request: GenerateRequest, emit: Emit, _is_cancelled: object) -> None:
         for text in texts:
             emit(TextEvent(0, text, (1,)))
-        emit(FinishEvent(0, reason))
+        emit(FinishEvent(0, "stop"))
         emit(done(completion_tokens=len(texts), cached_tokens=7))
 
     return script
@@ -55,7 +64,7 @@ def _afresh(engine: ScriptedEngine) -> None:
     engine.cache.noted.clear()
 
 
-def client_of(server: AppServer, key: str = ALICE) -> OpenAI:
+def client_of(server: AppServer | DaemonProcess, key: str = ALICE) -> OpenAI:
     return OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
 
 
@@ -99,26 +108,6 @@ def test_the_stream_helper_assembles_what_the_whole_response_says(client: OpenAI
     call, other = cast("Any", assembled.output[2]), cast("Any", whole.output[2])
     assert (call.name, call.arguments) == (other.name, other.arguments) == ("get_weather", '{"city": "Oslo"}')
     assert call.parsed_arguments == {"city": "Oslo"}
-
-
-def test_the_tokens_of_the_reasoning_are_counted(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = saying("<think>\nhm", " hm", reason="length")
-    usage = client.responses.create(model=MODEL, input="Weather?").usage
-    assert usage is not None
-    assert usage.output_tokens_details.reasoning_tokens == 2
-    last: Any = list(client.responses.create(model=MODEL, input="Weather?", stream=True))[-1]
-    assert last.response.usage.output_tokens_details.reasoning_tokens == 2
-
-
-def test_a_reply_that_is_cut_is_incomplete(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = saying("It ", reason="length")
-    response = client.responses.create(model=MODEL, input="Weather?", max_output_tokens=1)
-    assert response.status == "incomplete"
-    assert response.incomplete_details is not None
-    assert response.incomplete_details.reason == "max_output_tokens"
-    assert engine.requests[-1].sampling.max_tokens == 1
-    events = list(client.responses.create(model=MODEL, input="Weather?", stream=True))
-    assert events[-1].type == "response.incomplete"
 
 
 class River(BaseModel):
@@ -374,3 +363,64 @@ def test_a_model_that_sums_up_nothing_is_an_error(http: httpx.Client, engine: Sc
     answer = http.post(f"{ROUTE}/compact", json={"input": TURNS})
     assert answer.status_code == 500
     assert "wrote nothing" in answer.json()["error"]["message"]
+
+
+class Chain:
+    """Responses of a megabyte, each of which continues the one before. Counts how often one is read."""
+
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def get(self, _kind: NoteKind, id_: str) -> bytes:
+        self.num_read += 1
+        item = {"type": "message", "role": "user", "content": "x" * (1 << 20), "id": id_.replace("resp", "msg") + "_1"}
+        response = {"id": id_, "output": []}
+        return json.dumps({"response": response, "input": [item], "previous": f"{id_}x"}).encode()
+
+
+def test_a_conversation_of_stored_responses_is_read_up_to_a_bound() -> None:
+    chain = Chain()
+    with pytest.raises(InvalidRequest, match=r"^previous_response_id: .* have more than 16\.0 MiB"):
+        ResponseStore(cast(Any, chain)).items_of("resp_1")
+    assert chain.num_read <= (MAX_CONVERSATION_BYTES >> 20) + 2
+
+
+def test_a_response_is_read_once_for_all_references_to_it_and_each_reference_counts() -> None:
+    chain = Chain()
+    store, reference = ResponseStore(cast(Any, chain)), ReferenceItem(type="item_reference", id="msg_1_1")
+    with pytest.raises(InvalidRequest, match=r"^input\.0\.id: .* have more than 16\.0 MiB"):
+        list(map(store.referred, repeat(reference, MAX_CONVERSATION_BYTES >> 20), repeat("input.0")))
+    assert chain.num_read == 1
+
+
+TINY: dict[str, Any] = {"model": "tiny-chat", "max_output_tokens": 8, "temperature": 0}
+INPUT = "Name three rivers and tell me where each of them begins. " * 3
+
+
+def test_a_conversation_goes_on_after_a_kill_and_ends_with_a_purge(chat_model: Path, tmp_path: Path) -> None:
+    """A real daemon, whose store another process purges in the end."""
+    cache = tmp_path / "kv"
+    with running_daemon(chat_model, cache) as daemon, client_of(daemon, "none") as client:
+        first = client.responses.create(input=INPUT, **TINY)
+        second = client.responses.create(input="And lakes?", previous_response_id=first.id, **TINY)
+        deleted = client.responses.create(input="x", **TINY)
+        daemon.wait_saved()
+        client.responses.delete(deleted.id)
+        daemon.stop(signal.SIGKILL)
+    with running_daemon(chat_model, cache) as daemon, client_of(daemon, "none") as client:
+        again = client.responses.retrieve(second.id)
+        assert again.to_dict() == second.to_dict()
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(deleted.id)
+        third = client.responses.create(input="And seas?", previous_response_id=second.id, **TINY)
+        items = list(client.responses.input_items.list(third.id, order="asc"))
+        assert [getattr(item, "role", None) for item in items] == ["user", "assistant"] * 2 + ["user"]
+        assert third.usage is not None
+        assert second.usage is not None
+        # What was stored is said again word for word, so the turns before are restored, with their replies.
+        assert third.usage.input_tokens_details.cached_tokens > second.usage.input_tokens
+        daemon.wait_saved()
+        with closing(Store(cache)) as store:
+            assert purge(store, PurgeFilter(model="tiny-chat"), time.time(), lambda _: None).notes >= 3
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(third.id)
