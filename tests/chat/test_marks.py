@@ -12,6 +12,9 @@ import pytest
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
+from tests.chat.families.conversations import SYSTEM as OF_WEATHER
+from tests.chat.families.conversations import Message, call, prompt_of, result, text_of, user
+from tests.chat.families.families import FAMILIES, Family
 from tests.chat.rendering import rendered, renderer_of, tokenizer_with
 from tests.server.chat_model import CHAT_TEMPLATE
 
@@ -46,22 +49,13 @@ def part(text: str, control: Any = None) -> dict[str, Any]:
     return {"type": "text", "text": text} | ({} if control is None else {"cache_control": control})
 
 
-@pytest.mark.parametrize(
-    ("index", "end"),
-    [
-        (0, "<|im_start|>system\nBe brief.<|im_end|>\n"),
-        (1, "Name three rivers.<|im_end|>\n"),
-        (2, "Rhine, Po and Elbe.<|im_end|>\n"),
-        (3, "And a lake?<|im_end|>\n"),
-    ],
-)
-def test_a_marked_message_is_kept_with_the_end_of_its_turn(tokenizer: Any, index: int, end: str) -> None:
-    plain, prompt = render(tokenizer, TURNS), render(tokenizer, marked(TURNS, index))
-    assert prompt.token_ids.tolist() == plain.token_ids.tolist()
-    (text,) = texts_before(tokenizer, prompt)
-    assert text.endswith(end)
-    assert str(tokenizer.decode(plain.token_ids.tolist())).startswith(text)
+def test_a_marked_message_is_kept_with_the_end_of_its_turn(tokenizer: Any) -> None:
+    plain = render(tokenizer, TURNS)
     assert not plain.marks
+    for index, message in enumerate(TURNS):
+        prompt = render(tokenizer, marked(TURNS, index))
+        assert prompt.token_ids.tolist() == plain.token_ids.tolist()
+        assert texts_before(tokenizer, prompt)[0].endswith(f"{message['content']}<|im_end|>\n")
 
 
 @pytest.mark.parametrize(
@@ -134,17 +128,13 @@ def test_an_end_of_the_conversation_that_a_message_imitates_is_not_taken_for_it(
 def test_a_marked_tool_is_kept_without_the_tools_behind_it(tokenizer: Any) -> None:
     tools = [tool("first", cache_control=MARK), tool("second"), tool("third", cache_control=HOUR)]
     prompt = render(tokenizer, TURNS, tools=tools)
+    plain = render(tokenizer, TURNS, tools=[tool("first"), tool("second"), tool("third")])
+    assert prompt.token_ids.tolist() == plain.token_ids.tolist()
     first, last = texts_before(tokenizer, prompt)
     assert '"first"' in first
     assert '"second"' not in first
     assert last.endswith("<|im_end|>\n<|im_start|>system\nBe brief.<|im_end|>\n")
     assert [mark.ttl_s for mark in prompt.marks] == [None, 3600.0]
-
-
-def test_a_mark_on_a_tool_is_no_part_of_the_prompt(tokenizer: Any) -> None:
-    plain = render(tokenizer, TURNS, tools=[tool("first"), tool("second")])
-    prompt = render(tokenizer, TURNS, tools=[tool("first", cache_control=MARK), tool("second", cache_control=HOUR)])
-    assert prompt.token_ids.tolist() == plain.token_ids.tolist()
 
 
 def test_a_mark_on_the_function_of_a_tool_is_one_on_the_tool(tokenizer: Any) -> None:
@@ -193,36 +183,37 @@ def test_a_tool_that_the_first_user_message_carries_is_found_there(tmp_path: Pat
     assert [mark.ttl_s for mark in prompt.marks] == [3600.0, None]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
-        "{{ raise_exception('no user') }}{% endif %}" + CHAT_TEMPLATE,
-        "<|endoftext|>{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
-        "{% if loop.first and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
-        "{{ m.content }}<|im_end|>\n{% endfor %}",
-    ],
-    ids=["refuses a lone system message", "writes it in the first turn"],
+WITHOUT_A_USER = (
+    "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('') }}"
 )
-def test_a_system_message_is_found_where_the_template_writes_none_alone(tmp_path: Path, template: str) -> None:
-    (text,) = texts_before(
-        tokenizer_with(tmp_path / "t", template), render(tokenizer_with(tmp_path, template), marked(TURNS, 0))
-    )
-    assert "Be brief." in text
-    assert "Name" not in text
+IN_THE_FIRST_TURN = (
+    "<|endoftext|>{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n"
+    "{% if loop.first and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+LAST_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last %}{{ m.reasoning_content }}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+)
 
 
-def test_a_reply_is_found_whose_thoughts_are_written_while_it_is_the_last(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if m.reasoning_content and loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}<|im_end|>\n"
-        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    messages = [SYSTEM, USER, REPLY | {"reasoning_content": "Hm."}, MORE]
+@pytest.mark.parametrize(
+    ("template", "index", "text", "next_text"),
+    [
+        (f"{WITHOUT_A_USER}{{% endif %}}{CHAT_TEMPLATE}", 0, "Be brief.", "Name"),
+        (IN_THE_FIRST_TURN, 0, "Be brief.", "Name"),
+        (LAST_THOUGHTS, 2, "Rhine, Po and Elbe.<|im_end|>\n", "And"),
+    ],
+    ids=["refuses a lone system message", "writes it in the first turn", "writes the thoughts of the last reply"],
+)
+def test_a_message_is_found_that_the_template_writes_otherwise_at_the_end(
+    tmp_path: Path, template: str, index: int, text: str, next_text: str
+) -> None:
     tokenizer = tokenizer_with(tmp_path, template)
-    (text,) = texts_before(tokenizer, render(tokenizer, marked(messages, 2)))
-    assert "Rhine, Po and Elbe.<|im_end|>\n" in text
-    assert "And" not in text
+    messages = [SYSTEM, USER, REPLY | {"reasoning_content": "Hm."}, MORE]
+    (before,) = texts_before(tokenizer, render(tokenizer, marked(messages, index)))
+    assert text in before
+    assert next_text not in before
 
 
 def test_a_mark_without_a_place_is_left_out_with_a_debug_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -282,3 +273,54 @@ def test_raw_text_and_developer_messages(tokenizer: Any) -> None:
     assert renderer.completion("Name three<|im_end|> rivers").marks == ()
     (text,) = texts_before(tokenizer, render(tokenizer, marked([SYSTEM | {"role": "developer"}, USER], 0)))
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n"
+
+
+# The real chat templates of twelve model families.
+
+CHAT = [
+    OF_WEATHER | {"content": "Answer in ALPHA words."},
+    user("Ask BRAVO now."),
+    {"role": "assistant", "content": "Say CHARLIE.", "reasoning_content": "Hm."},
+    user("Ask DELTA now."),
+    {"role": "assistant", "content": "Say ECHO.", "reasoning_content": "Hm again."},
+    user("Ask FOXTROT now."),
+]
+LOOP = [
+    *CHAT[:4],
+    call("ECHO", "abcdefgh1") | {"reasoning_content": "I look."},
+    result("FOXTROT", "abcdefgh1"),
+    call("GOLF", "abcdefgh2") | {"reasoning_content": "Once more."},
+    result("HOTEL", "abcdefgh2"),
+]
+WORDS = ("ALPHA", "BRAVO", "CHARLIE", "DELTA", "ECHO", "FOXTROT", "GOLF", "HOTEL")
+
+MOVES_THE_SYSTEM_MESSAGE = ("mistral-nemo",)
+"""It writes system message and tools before the last message of the user."""
+
+
+def before_the_mark(family: Family, messages: list[Message], index: int, **options: Any) -> str | None:
+    marked = [m | {"cache_control": {"type": "ephemeral"}} if i == index else m for i, m in enumerate(messages)]
+    prompt, plain = (prompt_of(family, listed, **options) for listed in (marked, messages))
+    assert prompt.token_ids.tolist() == plain.token_ids.tolist()
+    return text_of(family, prompt, prompt.marks[0].position) if prompt.marks else None
+
+
+CASES = [
+    pytest.param(family, with_tools, index, id=f"{family.name} {'loop' if with_tools else 'chat'} {index}")
+    for family in FAMILIES
+    for with_tools in (False, True)[: 1 + family.takes_tools]
+    for index in range(0 if family.takes_system else 1, len(LOOP if with_tools else CHAT))
+]
+
+
+@pytest.mark.parametrize(("family", "with_tools", "index"), CASES)
+def test_a_mark_ends_behind_its_message_and_before_the_next(family: Family, with_tools: bool, index: int) -> None:
+    messages = LOOP if with_tools else CHAT
+    text = before_the_mark(family, messages, index, tools=with_tools)
+    if family.name in MOVES_THE_SYSTEM_MESSAGE:
+        # Of what moves, the prompt up to the mark has nothing, and later turns have the rest of it elsewhere.
+        assert text is None or not any(word in text for word in WORDS[index + 1 :])
+        return
+    assert text is not None
+    assert WORDS[index] in text
+    assert not any(word in text for word in WORDS[index + 1 :])
