@@ -1,15 +1,18 @@
-"""What holds for the project as a whole: its files, its tools, and that its pages say what the code does."""
+"""What holds for the project as a whole: its files, its tools, its words, and that its pages say what the code does."""
 
 from __future__ import annotations
 
+import ast
 import fnmatch
 import os
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -18,6 +21,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import diskprefix
+from diskprefix.nouns import ACCEPTED, SCOPE_WORDS
+from diskprefix.server.threads import Kind
 from tools.releasing.release import released_version
 
 ROOT = Path(__file__).parent.parent
@@ -108,39 +113,6 @@ PAGES = [
     for path in sorted([*ROOT.rglob("README.md"), ROOT / "tests/RELIABILITY.md"])
     if not any(map(is_ignored, path.relative_to(ROOT).parts))
 ]
-EXPECTED_PAGES = {
-    "tests/RELIABILITY.md",
-    "diskprefix/extras/README.md",
-    "diskprefix/api/README.md",
-    *("README.md", "systemd/README.md", "tools/README.md", "tests/README.md", "policies/README.md"),
-    *("diskprefix/README.md", "diskprefix/cli/README.md", "diskprefix/server/README.md", "diskprefix/chat/README.md"),
-    *(
-        "diskprefix/engine/README.md",
-        "diskprefix/model/README.md",
-        "diskprefix/model/quants/README.md",
-        "diskprefix/kv/README.md",
-        "diskprefix/native/README.md",
-        "diskprefix/extras/vllm/README.md",
-    ),
-    *("diskprefix/store/README.md", "diskprefix/store/codec/README.md", "diskprefix/cache/README.md"),
-    *(
-        "diskprefix/extras/clients/README.md",
-        "diskprefix/extras/compression/README.md",
-        "diskprefix/extras/embedding/README.md",
-        "diskprefix/extras/exchange/README.md",
-        "diskprefix/extras/front/README.md",
-        "diskprefix/extras/remote/README.md",
-        "diskprefix/extras/watch/dashboard/README.md",
-    ),
-    *(
-        "diskprefix/extras/simulate/README.md",
-        "diskprefix/chat/output/README.md",
-    ),
-}
-
-
-def test_each_package_has_its_page() -> None:
-    assert {str(path.relative_to(ROOT)) for path in PAGES} == EXPECTED_PAGES
 
 
 def test_no_page_installs_from_an_index_before_one_has_the_package() -> None:
@@ -149,10 +121,6 @@ def test_no_page_installs_from_an_index_before_one_has_the_package() -> None:
         # With a version, it is what a test of a release types, from a folder.
         installs = re.compile(r"pipx? install diskprefix(?!==|\w)")
         assert [page for page, text in texts.items() if installs.search(text)] == []
-
-
-def test_the_first_page_is_short() -> None:
-    assert (ROOT / "README.md").stat().st_size <= 12 * 1024
 
 
 @pytest.mark.parametrize(
@@ -197,8 +165,151 @@ def test_nothing_is_left_for_later() -> None:
     assert unfinished == []
 
 
-def test_the_license_is_the_one_that_the_project_declares() -> None:
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert pyproject()["license"] == "Apache-2.0"
-    assert "Apache License" in text
-    assert "Version 2.0, January 2004" in text
+# The names of files, of what is in them, and of threads that the pages mention: they exist.
+
+CODE = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w./-]*\w\.(py|md|cpp|h|js|service|socket|timer)")
+NAME = re.compile(r"([A-Za-z_]\w*\.)*(?P<last>[A-Z]\w*[a-z]\w*|[A-Z][A-Z0-9_]{3,})(\(\))?")
+"""A class, perhaps with its module, or a constant."""
+IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?: and `([A-Za-z_]\w*)`)? in\s+`([\w./-]+\.py)`")
+THREAD_IN_SOURCE = re.compile(r"""(?:Thread\(.*name=f?|thread_name_prefix=)"([a-z-]+?)-?["{]""")
+COMMAND_THREADS = {"verify", "kv-loader", "kv-saver", "remote-prefetch"}
+"""Threads of commands and of vLLM's processes, which the daemon has not."""
+
+
+@cache
+def sources() -> dict[str, str]:
+    """Returns the text of each file but the pages, by its path from the project's root."""
+    return {
+        str(file.relative_to(ROOT)): file.read_text(encoding="utf-8", errors="replace")
+        for file in text_files()
+        if file.suffix != ".md" and file.stat().st_size < 1 << 20
+    }
+
+
+@cache
+def words() -> frozenset[str]:
+    return frozenset(word for text in sources().values() for word in re.findall(r"\w+", text))
+
+
+def files_named(name: str, page: Path) -> list[Path]:
+    """Returns the files that a page may mean by `name`: a path from the page's folder, or the end of any path."""
+    beside = (page.parent / name).resolve()
+    paths = [*map(ROOT.joinpath, sources()), *PAGES]
+    return [path for path in paths if path == beside or f"/{path}".endswith(f"/{name.removeprefix('../')}")]
+
+
+def wrong_names(page: Path) -> Iterator[str]:
+    """Yields the names on a page that nothing has."""
+    text = page.read_text(encoding="utf-8")
+    for code in CODE.findall(text):
+        if FILE.fullmatch(code):
+            if not files_named(code, page):
+                yield code
+        elif (name := NAME.fullmatch(code)) and name["last"] not in words():
+            yield code
+    for first, second, file in IN_FILE.findall(text):
+        held = {word for path in files_named(file, page) for word in re.findall(r"\w+", path.read_text("utf-8"))}
+        yield from (f"{name} in {file}" for name in (first, second) if name and name not in held)
+
+
+def threads() -> set[str]:
+    """Returns the names of the daemon's threads, without their numbers."""
+    found = {
+        name
+        for path, text in sources().items()
+        if path.startswith("diskprefix/")
+        for name in THREAD_IN_SOURCE.findall(text)
+    }
+    return (found | set(get_args(Kind))) - COMMAND_THREADS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_each_file_class_and_constant_that_a_page_names_exists(page: Path) -> None:
+    assert list(wrong_names(page)) == []
+
+
+def test_the_page_on_threads_lists_those_of_the_daemon() -> None:
+    page = (ROOT / "diskprefix/README.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"\| thread \| .*\n\| --- .*\n((?:\|.*\n)+)", page)
+    listed = {name for row in table.splitlines() for name in CODE.findall(row.split("|")[1])}
+    assert listed == threads()
+
+
+NAMES_SCOPES = [
+    "",
+    "README.md",
+    "policies/README.md",
+    "systemd/diskprefix.env",
+    *(
+        f"diskprefix/{name}"
+        for name in (
+            *("TOUR.md", "server/README.md", "cache/README.md", "extras/vllm/README.md", "settings.py"),
+            *("api/fields.py", "extras/warm/warm_command.py", "extras/simulate/simulate_command.py"),
+        )
+    ),
+]
+"""The places that say which scopes there are; "" is the error message."""
+
+
+@pytest.mark.parametrize("path", NAMES_SCOPES)
+def test_each_scope_word_is_named_where_users_look(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8") if path else ACCEPTED
+    # To warm a prompt with the scope off would do nothing.
+    wanted = {word.text.format("N") for word in SCOPE_WORDS.values()} - ({"off"} if "warm" in path else set())
+    quote = "`" if path.endswith(".md") else ""
+    patterns = {word: r"(?<!:)\bN\b" if word == "N" else rf"{quote}\b{word}\b{quote}" for word in wanted}
+    assert [word for word, pattern in patterns.items() if not re.search(pattern, text)] == []
+
+
+def test_the_page_on_threads_lists_those_of_the_daemon() -> None:
+    page = (ROOT / "diskprefix/README.md").read_text(encoding="utf-8")
+    [table] = re.findall(r"\| thread \| .*\n\| --- .*\n((?:\|.*\n)+)", page)
+    listed = {name for row in table.splitlines() for name in CODE.findall(row.split("|")[1])}
+    assert listed == threads()
+
+
+# One noun has one meaning, one file name is one thing, and docstrings are plain English.
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "diskprefix").rglob("*.py"))}
+QUESTIONS = {"What", "Which", "Whether", "How", "Why", "Who", "Where", "When"}
+RIDDLES = re.compile(r"\b(of which nobody|of whom nobody|so many\b[^.]*\bso long|(is|are) told|what is stored of it)\b")
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yields the docstrings of a module, its classes and functions, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                yield getattr(node, "lineno", 1), text
+
+
+def faults(text: str) -> list[str]:
+    """Returns the words of a docstring that it must not have."""
+    first = text.split()[0]
+    return [first] * (first in QUESTIONS) + [found[0] for found in RIDDLES.finditer(text)]
+
+
+def doubled(names: list[str]) -> list[str]:
+    return sorted(name for name, number in Counter(names).items() if number > 1)
+
+
+def test_no_two_classes_have_one_name() -> None:
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    assert doubled([node.name for node in nodes if isinstance(node, ast.ClassDef)]) == []
+
+
+def test_no_two_files_have_one_name() -> None:
+    assert doubled([path.stem for path in TREES if path.stem != "__init__"]) == []
+
+
+@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_say_what_something_does_or_is(path: Path) -> None:
+    assert [(line, faults(text)) for line, text in docstrings(TREES[path]) if faults(text)] == []
+
+
+def test_the_rule_finds_riddles_alone() -> None:
+    riddles = ["What a page shows.", "Whether it is so.", "The caller, who is told of it."]
+    assert all(map(faults, riddles))
+    assert not any(map(faults, ["Returns what a page shows.", "A page."]))
