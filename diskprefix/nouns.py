@@ -123,7 +123,7 @@ def require_model_name(name: str) -> None:
 
 
 class ScopeWord(NamedTuple):
-    """What the scopes of one kind have in common. `text` is the canonical one, with `{}` for a value from 1 on.
+    """A kind of scopes. `text` is the canonical one, with `{}` for a value from 1 on.
 
     `is_limit`: no more than `value` tokens of a prompt and its reply are kept. `keeps_all`: a prompt is kept even if
     messages were left out of it, and with the places that other conversations may share.

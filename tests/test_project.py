@@ -262,13 +262,6 @@ def test_each_scope_word_is_named_where_users_look(path: str) -> None:
     assert [word for word, pattern in patterns.items() if not re.search(pattern, text)] == []
 
 
-def test_the_page_on_threads_lists_those_of_the_daemon() -> None:
-    page = (ROOT / "diskprefix/README.md").read_text(encoding="utf-8")
-    [table] = re.findall(r"\| thread \| .*\n\| --- .*\n((?:\|.*\n)+)", page)
-    listed = {name for row in table.splitlines() for name in CODE.findall(row.split("|")[1])}
-    assert listed == threads()
-
-
 # One noun has one meaning, one file name is one thing, and docstrings are plain English.
 
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "diskprefix").rglob("*.py"))}
