@@ -1,10 +1,12 @@
-"""The units and the environment file, as far as they can be checked without starting them."""
+"""The units, the environment file and the container file, as far as they can be checked without starting them."""
 
 from __future__ import annotations
 
 import configparser
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,92 +14,54 @@ from pathlib import Path
 import pytest
 
 from diskprefix.engine import served_model
-from diskprefix.errors import SettingsError
+from diskprefix.errors import DeviceLost, SettingsError
 from diskprefix.extras.front import workers
 from diskprefix.server.process import process
 from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs
 
-SYSTEMD = Path(__file__).parent.parent.parent / "systemd"
-UNIT = SYSTEMD / "diskprefix.service"
+ROOT = Path(__file__).parent.parent.parent
+SYSTEMD = ROOT / "systemd"
 PROGRAM = "/opt/diskprefix/bin/diskprefix"
 
 
-def section(unit: Path, name: str) -> configparser.SectionProxy:
+def section(unit: str, name: str) -> configparser.SectionProxy:
     """A section of a unit. Of a directive that is there twice, the last one."""
     parser = configparser.ConfigParser(interpolation=None, comment_prefixes=("#",), delimiters=("=",), strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(unit, encoding="utf-8")
+    parser.read(SYSTEMD / unit, encoding="utf-8")
     return parser[name]
 
 
 @pytest.fixture(scope="module")
 def service() -> configparser.SectionProxy:
-    return section(UNIT, "Service")
+    return section("diskprefix.service", "Service")
 
 
-def example_variables() -> dict[str, str]:
-    lines = (SYSTEMD / "diskprefix.env").read_text(encoding="utf-8").splitlines()
-    assignments = [line.lstrip("#") for line in lines if line.lstrip("#").startswith("DISKPREFIX_")]
-    return dict(line.split("=", maxsplit=1) for line in assignments)
-
-
-def test_readiness_is_reported_by_the_daemon_itself(service: configparser.SectionProxy) -> None:
-    assert service["Type"] == "notify"
-    assert service["NotifyAccess"] == "main"
-    assert "AF_UNIX" in service["RestrictAddressFamilies"].split()
-
-
-def test_it_runs_serve_with_flags_that_exist(service: configparser.SectionProxy) -> None:
+def test_the_service_runs_serve_as_a_user_of_its_own_that_says_when_it_is_ready(
+    service: configparser.SectionProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, command, *arguments = service["ExecStart"].split()
     flags = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
     assert (program, command) == (PROGRAM, "serve")
     assert flags <= {flag_of(name) for name in SETTINGS} | {"--policy"}
-
-
-def test_what_people_wrote_is_private_to_the_service(service: configparser.SectionProxy) -> None:
-    assert service["CacheDirectory"] == "diskprefix"
-    assert service["CacheDirectoryMode"] == "0700"
-    assert service["UMask"] == "0077"
-    assert service["DynamicUser"] == "yes"
-
-
-def test_everything_that_is_written_lands_in_the_cache_directory(
-    service: configparser.SectionProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert service["ProtectSystem"] == "strict"
+    assert (service["Type"], service["NotifyAccess"]) == ("notify", "main")
+    assert "AF_UNIX" in service["RestrictAddressFamilies"].split()
+    assert (service["CacheDirectoryMode"], service["UMask"], service["DynamicUser"]) == ("0700", "0077", "yes")
+    assert "MemoryDenyWriteExecute" not in service, "torch generates machine code"
+    # All that is written lands in the cache directory.
+    assert (service["CacheDirectory"], service["ProtectSystem"]) == ("diskprefix", "strict")
     assert service["Environment"] == "XDG_CACHE_HOME=%C/diskprefix"
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/diskprefix")
     monkeypatch.setenv("CACHE_DIRECTORY", "/var/cache/diskprefix")
     assert default_kv_cache_dir() == Path("/var/cache/diskprefix/kv")
 
 
-def test_it_may_generate_machine_code_as_torch_does(service: configparser.SectionProxy) -> None:
-    assert "MemoryDenyWriteExecute" not in service
-
-
-def test_wrong_settings_do_not_make_it_start_again_and_again(service: configparser.SectionProxy) -> None:
+def test_a_lost_accelerator_makes_it_start_again_and_wrong_settings_do_not(service: configparser.SectionProxy) -> None:
     assert service["Restart"] == "on-failure"
     assert service["RestartPreventExitStatus"] == str(SettingsError.exit_code)
-
-
-def test_the_environment_file_names_every_setting_with_its_default() -> None:
-    variables = example_variables()
-    assert variables.keys() == {f"DISKPREFIX_{name.upper()}" for name in SETTINGS} | {"DISKPREFIX_POLICY"}
-    for setting in dataclasses.fields(Settings):
-        shown = variables[f"DISKPREFIX_{setting.name.upper()}"]
-        if isinstance(setting.default, bool):
-            assert shown == ("on" if setting.default else "off")
-        elif isinstance(setting.default, int):
-            assert parse_size(shown, param=setting.name) == setting.default
-        elif isinstance(setting.default, str) or setting.default is None:
-            assert shown == (setting.default or "")
-
-
-def test_the_environment_file_changes_nothing_until_it_is_edited() -> None:
-    lines = (SYSTEMD / "diskprefix.env").read_text(encoding="utf-8").splitlines()
-    assert all(not line or line.startswith("#") for line in lines)
+    assert DeviceLost.exit_code not in (0, SettingsError.exit_code)
 
 
 def test_a_stop_in_order_takes_less_time_than_systemd_gives_it(service: configparser.SectionProxy) -> None:
@@ -109,21 +73,8 @@ def test_a_stop_in_order_takes_less_time_than_systemd_gives_it(service: configpa
     assert grace_s + workers.MOST_UNLOAD_S + workers._REAPED_S < given_s
 
 
-def test_each_directive_of_the_service_is_explained() -> None:
-    unexplained, has_comment = [], False
-    for line in UNIT.read_text(encoding="utf-8").split("\n"):
-        if line.startswith("#"):
-            has_comment = True
-        elif "=" not in line:
-            has_comment = False
-        elif not has_comment:
-            unexplained.append(line)
-    names = ("Description=", "WantedBy=")
-    assert [line for line in unexplained if not line.startswith(names)] == []
-
-
 def test_the_check_has_the_user_and_the_folder_of_the_service(service: configparser.SectionProxy) -> None:
-    check = section(SYSTEMD / "diskprefix-verify.service", "Service")
+    check = section("diskprefix-verify.service", "Service")
     for name in ("DynamicUser", "User", "CacheDirectory", "CacheDirectoryMode", "UMask", "EnvironmentFile"):
         assert check[name] == service[name]
     assert check["ExecStart"] == f"{PROGRAM} verify"
@@ -131,9 +82,25 @@ def test_the_check_has_the_user_and_the_folder_of_the_service(service: configpar
 
 def test_the_socket_listens_where_the_daemon_would(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISKPREFIX_HOST", raising=False)
-    for unit in (SYSTEMD / "diskprefix.socket", SYSTEMD / "user" / "diskprefix.socket"):
+    for unit in ("diskprefix.socket", "user/diskprefix.socket"):
         assert section(unit, "Socket")["ListenStream"] == f"{Settings().host}:{Settings().port}"
         assert "Accept" not in section(unit, "Socket")
+
+
+def test_the_environment_file_names_every_setting_with_its_default_as_a_comment() -> None:
+    lines = (SYSTEMD / "diskprefix.env").read_text(encoding="utf-8").splitlines()
+    assert all(not line or line.startswith("#") for line in lines)
+    assignments = [line.lstrip("#") for line in lines if line.lstrip("#").startswith("DISKPREFIX_")]
+    variables = dict(line.split("=", maxsplit=1) for line in assignments)
+    assert variables.keys() == {f"DISKPREFIX_{name.upper()}" for name in SETTINGS} | {"DISKPREFIX_POLICY"}
+    for setting in dataclasses.fields(Settings):
+        shown = variables[f"DISKPREFIX_{setting.name.upper()}"]
+        if isinstance(setting.default, bool):
+            assert shown == ("on" if setting.default else "off")
+        elif isinstance(setting.default, int):
+            assert parse_size(shown, param=setting.name) == setting.default
+        elif isinstance(setting.default, str) or setting.default is None:
+            assert shown == (setting.default or "")
 
 
 NEEDS_SYSTEMD = needs("systemd-analyze")
@@ -167,3 +134,48 @@ def test_systemd_finds_little_that_a_taken_over_service_could_do(unit: str, tmp_
     answer = analyze("security", "--offline=true", "--threshold=20", SYSTEMD / unit, runtime=tmp_path)
     assert answer.returncode == 0, answer.stdout
     assert "Overall exposure level" in answer.stdout
+
+
+def steps() -> list[tuple[str, str]]:
+    """Instructions of the container file with their arguments; lines that go on are joined."""
+    text = (SYSTEMD / "Containerfile").read_text(encoding="utf-8")
+    lines = [line for line in text.split("\n") if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    found = [line.partition(" ") for line in map(str.strip, joined.split("\n")) if line]
+    return [(instruction, arguments.strip()) for instruction, _, arguments in found]
+
+
+def said(instruction: str) -> list[str]:
+    return [arguments for name, arguments in steps() if name == instruction]
+
+
+def test_a_container_has_a_user_that_is_not_root_and_writes_to_one_volume() -> None:
+    names = [name for name, _ in steps()]
+    (user,) = said("USER")
+    assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user), "a number, so that a cluster can see that it is not root"
+    assert names.index("USER") < names.index("ENTRYPOINT")
+    assert "RUN" not in names[names.index("USER") :], "nothing is installed as that user"
+    assert said("VOLUME") == ["/var/cache/diskprefix"]
+    (environment,) = said("ENV")
+    values = dict(pair.split("=", 1) for pair in environment.split())
+    # diskprefix adds its own name to XDG_CACHE_HOME.
+    assert f"{values['XDG_CACHE_HOME']}/diskprefix" == "/var/cache/diskprefix"
+    assert all(values[name].startswith("/var/cache/diskprefix/") for name in ("HF_HOME", "PIP_CACHE_DIR"))
+    assert values["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+def test_a_container_has_a_wheel_and_compiles_nothing() -> None:
+    assert said("ARG")[0].startswith("BASE=")
+    assert said("FROM") == ["${BASE}"], "the workflow gives a digest"
+    ((file, target),) = re.findall(r"source=(\S+\.txt),target=(\S+)", said("RUN")[0])
+    assert (ROOT / file).exists()
+    assert f" --constraint {target} /mnt/dist/*_" in said("RUN")[0]
+    assert not any("apt-get" in line for line in said("RUN"))
+
+
+def test_signals_reach_the_daemon_in_a_container() -> None:
+    """In the form of a shell command, the shell would get them."""
+    assert json.loads(said("ENTRYPOINT")[0]) + json.loads(said("CMD")[0]) == ["diskprefix", "serve"]
+    assert said("STOPSIGNAL") == ["SIGTERM"]
+    (health,) = said("HEALTHCHECK")
+    assert json.loads(health[health.index("[") :])[0] == "python"

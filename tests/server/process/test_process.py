@@ -23,9 +23,16 @@ from diskprefix.server.process import process
 from diskprefix.server.process.process import process_age_s
 from diskprefix.settings import Settings
 from tests.server import scripted
-from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
+from tests.server.daemon_process import (
+    CHAT,
+    DaemonProcess,
+    clean_environment,
+    open_request,
+    running_daemon,
+    serve_flags,
+    wait_until,
+)
 
-CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name three rivers and tell me where each begins. " * 3}],
     "max_tokens": 4,
@@ -41,47 +48,29 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def refused_start(*flags: str) -> tuple[int, str]:
-    """Exit code and the one error line of a daemon that must not start."""
-    with DaemonProcess(*flags) as daemon:
-        code = daemon.process.wait(120)
-        daemon.stop()
-    assert "Traceback" not in daemon.log
-    errors = [line for line in daemon.lines if line.startswith("error: ")]
-    assert len(errors) == 1, daemon.log
-    assert daemon.lines[-1] == errors[0], daemon.log
-    return code, errors[0]
+def next_data(lines: Iterator[str]) -> str:
+    """The next line of a stream that is no comment: the engine has begun."""
+    return next(line for line in lines if line.startswith("data: "))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_daemon_with_0_and_what_was_pending_is_written(
+def test_a_signal_ends_the_daemon_with_0_after_the_running_request_and_what_was_pending_is_written(
     chat_model: Path, cache: Path, number: signal.Signals
 ) -> None:
     with running_daemon(chat_model, cache) as daemon:
         first = httpx.post(daemon.url + CHAT, json=BODY, timeout=60).json()
-        assert daemon.stop(number) == 0
+        with httpx.stream("POST", daemon.url + CHAT, json=STREAM | {"max_tokens": 100}, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next_data(lines)
+            daemon.process.send_signal(number)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert daemon.process.wait(60) == daemon.stop() == 0
         assert "stopped" in daemon.lines[-1]
     with running_daemon(chat_model, cache) as daemon:
         again = httpx.post(daemon.url + CHAT, json=BODY, timeout=60).json()
     assert again["prefix_cache"]["restored"] == first["usage"]["prompt_tokens"]
     assert again["prefix_cache"]["source"] == "disk"
     assert again["choices"] == first["choices"]
-
-
-def next_data(lines: Iterator[str]) -> str:
-    """The next line of a stream that is no comment: the engine has begun."""
-    return next(line for line in lines if line.startswith("data: "))
-
-
-def test_a_running_request_is_finished_before_the_end(chat_model: Path, cache: Path) -> None:
-    with running_daemon(chat_model, cache) as daemon:
-        with httpx.stream("POST", daemon.url + CHAT, json=STREAM | {"max_tokens": 100}, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next_data(lines)
-            daemon.process.send_signal(signal.SIGTERM)
-            rest = list(lines)
-        assert rest[-2] == "data: [DONE]"
-        assert daemon.stop() == 0
 
 
 def test_a_request_that_outlasts_the_grace_gets_an_error_event(chat_model: Path, cache: Path) -> None:
@@ -102,12 +91,8 @@ def test_a_request_that_outlasts_the_grace_gets_an_error_event(chat_model: Path,
 
 def test_a_body_that_is_still_arriving_does_not_delay_the_end(chat_model: Path, cache: Path) -> None:
     with running_daemon(chat_model, cache) as daemon:
-        address, _, port = daemon.url.removeprefix("http://").rpartition(":")
-        with socket.create_connection((address, int(port)), timeout=60) as client:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\nExpect: 100-continue\r\n\r\n"
-            client.sendall(head.encode())
-            # The body is being read.
-            assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
+        with open_request(int(daemon.url.rpartition(":")[2]), num_bytes=10) as client:
+            assert client.recv(1000).startswith(b"HTTP/1.1 100 "), "the body is being read"
             client.sendall(b"{")
             assert daemon.stop() == 0
             # It is reset if the byte was not read yet.
@@ -152,69 +137,6 @@ def test_a_loading_daemon_answers_health_and_ends_with_0_when_told_to(
         assert daemon.lines[-1].endswith("stopped")
 
 
-def test_a_second_daemon_on_the_port_is_refused_and_the_first_keeps_serving(
-    daemon: DaemonProcess, chat_model: Path, cache: Path
-) -> None:
-    port = daemon.url.rpartition(":")[2]
-    code, line = refused_start(*serve_flags(chat_model, cache, port=port))
-    assert code == 2
-    assert f"--port: cannot listen on 127.0.0.1:{port}" in line
-    assert "is a daemon running already?" in line
-    assert not cache.exists(), "it is refused before anything is touched"
-    assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).status_code == 200
-
-
-@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
-def test_a_daemon_without_keys_that_others_reach_warns(chat_model: Path, cache: Path, host: str, warned: bool) -> None:
-    with DaemonProcess(*serve_flags(chat_model, cache, host=host)) as daemon:
-        daemon.wait_ready()
-        assert daemon.stop() == 0
-    lines = [line for line in daemon.lines if "no API keys (--api-keys): everybody who reaches http://0.0.0.0:" in line]
-    assert (len(lines), "no API keys" in daemon.log) == (int(warned), warned)
-
-
-def test_a_cache_folder_that_cannot_be_created_is_refused(chat_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    code, line = refused_start(*serve_flags(chat_model, tmp_path / "file" / "kv"))
-    assert code == 4
-    assert str(tmp_path / "file") in line
-
-
-@pytest.mark.parametrize("standby", [(), ("--standby",)], ids=["alone", "standby"])
-def test_a_damaged_model_is_refused(chat_model: Path, cache: Path, tmp_path: Path, standby: tuple[str, ...]) -> None:
-    model = shutil.copytree(chat_model, tmp_path / "damaged")
-    (weights,) = model.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    code, line = refused_start(*serve_flags(model, cache), *standby)
-    assert code == 3
-    assert f"{weights} is damaged or cut short" in line
-
-
-def test_a_model_that_does_not_exist_is_refused(cache: Path, tmp_path: Path) -> None:
-    code, line = refused_start(*serve_flags(tmp_path / "nothing", cache))
-    assert code == 3
-    assert "nothing" in line
-
-
-def test_a_lost_accelerator_ends_the_daemon_with_an_exit_code_for_which_systemd_starts_it_again(
-    chat_model: Path, cache: Path
-) -> None:
-    with DaemonProcess(*serve_flags(chat_model, cache), module="tests.server.lost_device") as daemon:
-        answer = httpx.post(daemon.wait_ready().url + CHAT, json=BODY, timeout=60)
-        assert answer.status_code == 500
-        assert answer.json()["error"]["code"] == "device_lost"
-        assert daemon.process.wait(60) == DeviceLost.exit_code != 0
-        daemon.wait_for_line("for its supervisor to start it again")
-    unit = (Path(__file__).parents[3] / "systemd" / "diskprefix.service").read_text(encoding="utf-8").split("\n")
-    assert "Restart=on-failure" in unit
-    never = next(line for line in unit if line.startswith("RestartPreventExitStatus="))
-    assert str(DeviceLost.exit_code) not in never.partition("=")[2].split()
-
-
-def test_the_age_of_a_process_is_counted_from_its_start() -> None:
-    assert 0 < process_age_s() < 24 * 3600
-
-
 class Notifications:
     """A socket that listens as systemd does."""
 
@@ -244,17 +166,73 @@ def notifications(tmp_path: Path) -> Iterator[tuple[str, Notifications]]:
     listener.close()
 
 
-def test_a_daemon_that_cannot_load_is_never_ready(
-    cache: Path, chat_model: Path, tmp_path: Path, notifications: tuple[str, Notifications]
+@pytest.mark.parametrize(
+    ("wrong", "code", "words"),
+    [
+        ("port", 2, "--port: cannot listen on 127.0.0.1:PORT: Address already in use; is a daemon running already?"),
+        ("folder", 4, "FOLDER/file"),
+        ("no model", 3, "FOLDER/nothing"),
+        ("damaged", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
+        ("damaged, with a spare", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
+    ],
+)
+def test_a_daemon_that_cannot_serve_ends_with_one_line_and_is_never_ready(
+    daemon: DaemonProcess,
+    chat_model: Path,
+    cache: Path,
+    tmp_path: Path,
+    notifications: tuple[str, Notifications],
+    wrong: str,
+    code: int,
+    words: str,
 ) -> None:
     address, heard = notifications
-    environment = clean_environment(NOTIFY_SOCKET=address)
+    port = daemon.url.rpartition(":")[2]
+    (tmp_path / "file").write_text("not a folder")
     damaged = shutil.copytree(chat_model, tmp_path / "damaged")
-    os.truncate(damaged / "model.safetensors", 100)
-    with DaemonProcess(*serve_flags(damaged, cache), environment=environment) as daemon:
-        assert daemon.process.wait(120) == 3
-    wait_until(lambda: heard.messages[-1:] == ["STOPPING=1\nSTATUS=stopping: 0 running requests may end"], "the end")
+    os.truncate(damaged / "model.safetensors", (damaged / "model.safetensors").stat().st_size // 2)
+    flags = {
+        "port": serve_flags(chat_model, cache, port=port),
+        "folder": serve_flags(chat_model, tmp_path / "file" / "kv"),
+        "no model": serve_flags(tmp_path / "nothing", cache),
+        "damaged": serve_flags(damaged, cache),
+        "damaged, with a spare": [*serve_flags(damaged, cache), "--standby"],
+    }[wrong]
+    with DaemonProcess(*flags, environment=clean_environment(NOTIFY_SOCKET=address)) as refused:
+        assert refused.process.wait(120) == code
+        refused.stop()
+    assert "Traceback" not in refused.log
+    assert [line for line in refused.lines if line.startswith("error: ")] == refused.lines[-1:], refused.log
+    assert words.replace("PORT", port).replace("FOLDER", str(tmp_path)) in refused.lines[-1]
+    if wrong == "damaged":
+        last = "STOPPING=1\nSTATUS=stopping: 0 running requests may end"
+        wait_until(lambda: heard.messages[-1:] == [last], "the end")
+    if wrong == "port":
+        assert not cache.exists(), "it is refused before anything is touched"
+        assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).status_code == 200, "the first keeps serving"
     assert not any("READY" in message for message in heard.messages)
+
+
+@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_a_daemon_without_keys_that_others_reach_warns(chat_model: Path, cache: Path, host: str, warned: bool) -> None:
+    with DaemonProcess(*serve_flags(chat_model, cache, host=host)) as daemon:
+        daemon.wait_ready()
+        assert daemon.stop() == 0
+    lines = [line for line in daemon.lines if "no API keys (--api-keys): everybody who reaches http://0.0.0.0:" in line]
+    assert (len(lines), "no API keys" in daemon.log) == (int(warned), warned)
+
+
+def test_a_lost_accelerator_ends_the_daemon_with_its_exit_code(chat_model: Path, cache: Path) -> None:
+    with DaemonProcess(*serve_flags(chat_model, cache), module="tests.server.lost_device") as daemon:
+        answer = httpx.post(daemon.wait_ready().url + CHAT, json=BODY, timeout=60)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "device_lost"
+        assert daemon.process.wait(60) == DeviceLost.exit_code != 0
+        daemon.wait_for_line("for its supervisor to start it again")
+
+
+def test_the_age_of_a_process_is_counted_from_its_start() -> None:
+    assert 0 < process_age_s() < 24 * 3600
 
 
 @pytest.mark.parametrize("room", [1 << 30, 4 << 30])

@@ -1,0 +1,215 @@
+"""What the daemon listens on, what it answers before the application is there, and what it tells systemd."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from diskprefix.errors import SettingsError
+from diskprefix.server.process import listener as listening
+from diskprefix.server.process.listener import LAUNCHED_FD, listen, open_listeners
+from diskprefix.server.process.process import Entrance
+from diskprefix.server.process.systemd import notify
+from diskprefix.settings import Settings
+
+
+def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
+    found = [(socket.AF_INET, 0, 0, "", address) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "no such host"])
+def test_a_host_that_cannot_be_resolved_is_refused(host: str) -> None:
+    with pytest.raises(SettingsError, match="--host"):
+        listen(host, 0)
+
+
+def test_of_two_passed_addresses_the_one_that_others_reach_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = [socket.create_server((address, 0)) for address in ("127.0.0.1", "0.0.0.0")]
+    monkeypatch.setattr(listening, "passed_sockets", lambda: passed)
+    settings, listeners = open_listeners(Settings())
+    assert (settings.host, settings.port) == passed[1].getsockname()
+    assert listeners == passed
+    for one in passed:
+        one.close()
+
+
+def test_a_launch_passes_the_socket_on_which_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as passed:
+        monkeypatch.setenv(LAUNCHED_FD, str(os.dup(passed.fileno())))
+        settings, [listener] = open_listeners(Settings())
+        with listener:
+            assert (settings.host, settings.port) == listener.getsockname() == passed.getsockname()
+        assert LAUNCHED_FD not in os.environ
+        open_listeners(Settings(port=0))[1][0].close()
+    read, write = os.pipe()
+    monkeypatch.setenv(LAUNCHED_FD, str(read))
+    with pytest.raises(SettingsError, match=f"descriptor {read} is no socket"):
+        open_listeners(Settings())
+    for one in (read, write):
+        os.close(one)
+
+
+def test_an_address_that_this_machine_lacks_is_left_out_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, ("203.0.113.7", 0), ("127.0.0.1", 0))
+    [listener] = listen("both", 0)
+    assert listener.getsockname()[0] == "127.0.0.1"
+    listener.close()
+
+
+def test_a_port_in_use_on_one_of_two_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        resolve_to(monkeypatch, ("127.0.0.2", port), ("127.0.0.1", port))
+        with pytest.raises(SettingsError, match=f"both:{port}: Address already in use"):
+            listen("both", port)
+
+
+def test_port_0_takes_one_address_small_writes_go_out_at_once_and_idle_clients_are_probed() -> None:
+    (listener,) = listen("localhost", 0)
+    with listener, socket.create_connection(listener.getsockname()[:2]):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < listening.STALLED_S
+
+
+@pytest.mark.parametrize("address", [None, "missing", "x" * 200])
+def test_a_socket_of_systemd_that_cannot_be_reached_is_logged_and_no_error_and_none_is_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, address: str | None
+) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    if address is not None:
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / address))
+    with caplog.at_level(logging.DEBUG):
+        notify(READY=1)
+    assert ["cannot notify systemd" in message for message in caplog.messages] == [True] * (address is not None)
+
+
+class Making:
+    """An application that is made when `go` is set, behind an entrance that a server has started."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.go = threading.Event()
+        self.seen: list[str] = []
+        self._failure = failure
+        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.entrance = Entrance(self._make, on_failure=lambda: self.seen.append("failed"))
+        transport = httpx.ASGITransport(app=self.entrance)
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    def _make(self) -> FastAPI:
+        assert self.go.wait(30)
+        if self._failure is not None:
+            raise self._failure
+        app = FastAPI(lifespan=self._lifespan)
+        app.get("/health")(lambda: {"status": "ok"})
+        app.get("/other")(lambda: "answered")
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, _app: FastAPI) -> AsyncIterator[None]:
+        self.seen.append("started")
+        yield
+        self.seen.append("ended")
+
+    async def __aenter__(self) -> Making:
+        sent = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            self.seen.append(message["type"])
+            sent.set()
+
+        self._events.put_nowait({"type": "lifespan.startup"})
+        self._living = asyncio.create_task(self.entrance({"type": "lifespan"}, self._events.get, send))
+        await sent.wait()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.go.set()
+        self._events.put_nowait({"type": "lifespan.shutdown"})
+        await self._living
+
+
+def run(test: Callable[[Making], Awaitable[None]], failure: Exception | None = None) -> list[str]:
+    """Returns what was seen."""
+
+    async def within() -> list[str]:
+        async with Making(failure) as making:
+            await test(making)
+        return making.seen
+
+    return asyncio.run(within())
+
+
+def test_health_is_answered_before_the_application_is_made_and_other_requests_wait_for_it() -> None:
+    async def test(making: Making) -> None:
+        assert making.seen == ["lifespan.startup.complete"]
+        asked = asyncio.create_task(making.client.get("/other"))
+        posted = asyncio.create_task(making.client.post("/health"))
+        early = await making.client.get("/health")
+        nothing = dict.fromkeys(("message", "model", "cache", "queue_depth", "running"))
+        assert (early.status_code, early.json()) == (503, {"status": "loading"} | nothing)
+        assert not asked.done()
+        assert not posted.done()
+        making.go.set()
+        assert (await asked).json() == "answered"
+        assert (await posted).status_code == 405
+        assert (await making.client.get("/health")).json() == {"status": "ok"}
+        assert making.seen[1:] == ["started"]
+
+    assert run(test)[1:] == ["started", "ended", "lifespan.shutdown.complete"]
+
+
+def test_a_request_that_gives_up_takes_nothing_from_the_others() -> None:
+    async def test(making: Making) -> None:
+        one, other = (asyncio.create_task(making.entrance.app()) for _ in range(2))
+        await asyncio.sleep(0)
+        one.cancel()
+        await asyncio.wait([one])
+        making.go.set()
+        assert (await other).title == "FastAPI"
+
+    run(test)
+
+
+def test_a_server_that_ends_before_the_application_is_made_waits_for_it() -> None:
+    async def test(_making: Making) -> None:
+        pass
+
+    assert run(test)[1:] == ["started", "ended", "lifespan.shutdown.complete"]
+
+
+def test_an_application_that_cannot_be_made_ends_the_server_with_the_reason() -> None:
+    async def test(making: Making) -> None:
+        making.go.set()
+        with pytest.raises(ImportError, match="a broken installation"):
+            await making.entrance.app()
+
+    assert run(test, ImportError("a broken installation"))[1:] == ["failed", "lifespan.shutdown.complete"]
+
+
+def test_what_listens_first_imports_neither_fastapi_nor_torch() -> None:
+    slow = {"fastapi", "starlette", "pydantic", "torch", "transformers", "prometheus_client", "jinja2"}
+    code = (
+        "import diskprefix.cli.serve_command, diskprefix.server.process.process as process, sys\n"
+        "from diskprefix.settings import Settings\n"
+        "process.uvicorn_config(None, Settings()).load()\n"
+        f"print(*sorted({slow!r} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.split() == []
