@@ -10,13 +10,20 @@ import pytest
 
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
-from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
+from tests.server.scripted import AppServer, ScriptedEngine, real_app, scripted_app
 
 
 @pytest.fixture(scope="session")
 def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the chat model, with a template that writes calls and thoughts."""
     return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def agent_daemon(agent_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    """A real engine over random weights: it writes what it must, and nothing sensible besides."""
+    with real_app(agent_model, tmp_path_factory.mktemp("kv"), kv_cache_gate="off") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from anthropic import Anthropic, beta_tool
 
 from diskprefix.engine.request import FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server import streaming
 from tests.server.agent_model import call, pieces, thought
 from tests.server.chat_model import POSITIONS
 from tests.server.daemon_process import DaemonProcess
@@ -47,19 +46,15 @@ def answering(*replies: str, stop: str | None = None) -> Callable[..., None]:
     return script
 
 
-@pytest.fixture
-def engine() -> ScriptedEngine:
-    return ScriptedEngine(answering(CALLING))
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
     with scripted_app(agent_model, engine) as running:
         yield running
 
 
 @pytest.fixture
-def client(server: AppServer) -> Iterator[Anthropic]:
+def client(server: AppServer, engine: ScriptedEngine) -> Iterator[Anthropic]:
+    engine.script = answering(CALLING)
     with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -139,43 +134,15 @@ def test_a_stop_sequence_is_named(client: Anthropic, engine: ScriptedEngine) -> 
         assert stream.get_final_message().stop_sequence == "\n\n"
 
 
-def test_sampling_and_constraints_reach_the_engine(client: Anthropic, engine: ScriptedEngine) -> None:
-    ask(client, max_tokens=7, extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 3})
-    sampling = engine.requests[-1].sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 3, 7)
-    assert engine.requests[-1].constraint is None
-
-
-def test_the_cache_has_its_own_fields(client: Anthropic, engine: ScriptedEngine) -> None:
-    ask(client, extra_body={"prefix_cache": {"scope": "full", "ttl": "1h"}, "cache_salt": "alice"})
-    cache = engine.requests[-1].cache
-    assert (str(cache.scope), cache.ttl_s) == ("full", 3600.0)
+def test_sampling_and_the_fields_of_the_cache_reach_the_engine(client: Anthropic, engine: ScriptedEngine) -> None:
+    of_cache = {"prefix_cache": {"scope": "full", "ttl": "1h"}, "cache_salt": "alice"}
+    ask(client, max_tokens=7, extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 3} | of_cache)
     ask(client)
-    assert engine.requests[-1].cache.tenant != cache.tenant
-
-
-def test_a_ping_keeps_the_stream_alive_before_the_message_begins(
-    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
-    pinged = threading.Event()
-
-    def slow(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
-        assert pinged.wait(30)
-        answering(ANSWERING)(request, emit, is_cancelled)
-
-    engine.script = slow
-    body = {"max_tokens": 8, "messages": MESSAGES, "stream": True}
-    with server.client() as http, http.stream("POST", "/v1/messages", json=body) as response:
-        lines = response.iter_lines()
-        names = [next(line for line in lines if line.startswith("event: "))]
-        pinged.set()
-        names += [line for line in lines if line.startswith("event: ")]
-    assert names[0] == "event: ping"
-    assert [name for name in names if name != "event: ping"][:2] == [
-        "event: message_start",
-        "event: content_block_start",
-    ]
+    salted, plain = engine.requests[-2:]
+    sampling = salted.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.5, 0.9, 3, 7)
+    assert (str(salted.cache.scope), salted.cache.ttl_s, salted.constraint) == ("full", 3600.0, None)
+    assert plain.cache.tenant != salted.cache.tenant
 
 
 def test_an_error_in_a_stream_is_raised_by_the_client(client: Anthropic, engine: ScriptedEngine) -> None:
@@ -192,74 +159,53 @@ def test_an_error_in_a_stream_is_raised_by_the_client(client: Anthropic, engine:
     assert (caught.value.type, caught.value.error_code) == ("api_error", "device_lost")
 
 
+FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
+ASKING: dict[str, dict[str, Any]] = {
+    "stream": {"stream": True},
+    "thinking": {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+    "tool_choice": {"tools": [TOOL], "tool_choice": {"type": "any"}},
+    "output_config.format.schema": {"output_config": {"format": FORMAT}},
+    "structured_outputs.choice": {"extra_body": {"structured_outputs": {"choice": ["a"]}}},
+}
+"""What asks for a reply, by its param."""
+
+
 @pytest.mark.parametrize(
-    ("fields", "kind", "error_type", "param", "code"),
+    ("fields", "error_type", "param", "code"),
     [
-        ({"max_tokens": -1}, anthropic.BadRequestError, "invalid_request_error", "max_tokens", None),
-        (
-            {"tool_choice": {"type": "any"}},
-            anthropic.BadRequestError,
-            "invalid_request_error",
-            "tool_choice",
-            None,
-        ),
+        ({"max_tokens": -1}, "invalid_request_error", "max_tokens", None),
+        ({"tool_choice": {"type": "any"}}, "invalid_request_error", "tool_choice", None),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},
-            anthropic.BadRequestError,
             "invalid_request_error",
             "messages.0.content.0.id",
             None,
         ),
         (
             {"messages": [{"role": "user", "content": "river " * 3000}]},
-            anthropic.BadRequestError,
             "invalid_request_error",
             "messages",
             "context_length_exceeded",
         ),
-        ({"model": "claude-opus-5"}, anthropic.NotFoundError, "not_found_error", "model", "model_not_found"),
+        ({"model": "claude-opus-5"}, "not_found_error", "model", "model_not_found"),
+        *(({"max_tokens": 0} | fields, "invalid_request_error", param, None) for param, fields in ASKING.items()),
     ],
 )
 def test_a_request_that_is_refused_raises_the_clients_own_error(
-    client: Anthropic,
-    fields: dict[str, Any],
-    kind: type[anthropic.APIStatusError],
-    error_type: str,
-    param: str,
-    code: Any,
+    client: Anthropic, fields: dict[str, Any], error_type: str, param: str, code: str | None
 ) -> None:
+    """With `max_tokens` of 0, whatever asks for a reply is refused."""
+    kind = anthropic.NotFoundError if error_type == "not_found_error" else anthropic.BadRequestError
+    is_warming = fields.get("max_tokens") == 0
     for stream in (False, True):
         with pytest.raises(kind) as caught:
-            ask(client, stream=stream, **fields)
+            ask(client, **{"stream": stream} | fields)
         body: Any = caught.value.body
-        assert (caught.value.type, body["error"]["details"]["param"]) == (error_type, param)
-        assert body["type"] == "error"
-        assert body["request_id"] == caught.value.request_id
-        if code is not None:
-            assert caught.value.error_code == code
-
-
-FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"stream": True}, "stream"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "read"}}, "tool_choice"),
-        ({"output_config": {"format": FORMAT}}, "output_config.format.schema"),
-        ({"extra_body": {"structured_outputs": {"choice": ["a"]}}}, "structured_outputs.choice"),
-    ],
-)
-def test_what_asks_for_a_reply_is_refused_where_none_may_be_written(
-    client: Anthropic, fields: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(anthropic.BadRequestError, match="asks for a reply, and max_tokens of 0 for none") as caught:
-        ask(client, max_tokens=0, **fields)
-    body: Any = caught.value.body
-    assert body["error"]["details"]["param"] == param
+        named = "stream" if stream and is_warming else param
+        assert (caught.value.type, body["error"]["details"]["param"]) == (error_type, named)
+        assert ("asks for a reply, and max_tokens of 0 for none" in str(caught.value)) == is_warming
+        assert (body["type"], body["request_id"]) == ("error", caught.value.request_id)
+        assert code in (None, caught.value.error_code)
 
 
 def test_models_have_the_form_of_the_api(client: Anthropic) -> None:
@@ -295,3 +241,59 @@ def test_tokens_are_counted_as_the_request_then_counts_them(daemon: DaemonProces
             assert (read == 0) == (created > 0)
             fewer = client.messages.count_tokens(**fields | {"tools": []}).input_tokens
             assert fewer < counted
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+SCHEMA = CITY | {"additionalProperties": False}
+CITY_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("weather", "population")]
+CITIES = ({"city": "Oslo"}, {"city": "Rome"})
+
+
+@pytest.fixture
+def random(agent_daemon: AppServer) -> Iterator[Anthropic]:
+    """A client of a model of random weights, which writes what it must."""
+    with Anthropic(base_url=agent_daemon.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def message_of(client: Anthropic, *, stream: bool, **fields: Any) -> Any:
+    fields = {"model": "agent", "messages": MESSAGES, "max_tokens": 200, "thinking": {"type": "disabled"}} | fields
+    messages: Any = client.messages
+    if not stream:
+        return messages.create(**fields)
+    with messages.stream(**fields) as events:
+        return events.get_final_message()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [({"type": "any"}, {"weather", "population"}), ({"type": "tool", "name": "population"}, {"population"})],
+    ids=["any", "tool"],
+)
+def test_the_client_gets_the_call_that_it_forces(random: Anthropic, stream: bool, choice: Any, names: set[str]) -> None:
+    choice |= {"disable_parallel_tool_use": True}
+    message = message_of(random, stream=stream, tools=CITY_TOOLS, tool_choice=choice)
+    [block] = message.content
+    assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
+    assert block.name in names
+    assert block.input in CITIES
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_gets_json_of_the_schema_that_it_sends(random: Anthropic, stream: bool) -> None:
+    message = message_of(random, stream=stream, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    [block] = message.content
+    assert (block.type, message.stop_reason) == ("text", "end_turn")
+    assert json.loads(block.text) in CITIES
+
+
+def test_a_prompt_without_a_reply_warms_the_cache(random: Anthropic) -> None:
+    system = [{"type": "text", "text": "Rivers. " * 40, "cache_control": {"type": "ephemeral"}}]
+    warm = message_of(random, stream=False, max_tokens=0, system=system)
+    assert (warm.content, warm.stop_reason, warm.usage.output_tokens) == ([], "max_tokens", 0)
+    assert warm.usage.cache_creation_input_tokens > 0
+    other = [{"role": "user", "content": "Name one."}]
+    reply = message_of(random, stream=False, max_tokens=1, system=system, messages=other)
+    # The whole system prompt, and the beginning of the message.
+    assert reply.usage.cache_read_input_tokens > 0.8 * warm.usage.cache_creation_input_tokens

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.server.daemon_process import DaemonProcess, serve_flags
+from tests.server import test_auth
+from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags
 from tests.server.hostile_requests import CHAT, REQUESTS, Hostile, chat
 from tools.faults.hostile import bad_clients
 from tools.faults.hostile.bad_clients import HUNG_UP, Caller, End
@@ -70,3 +72,26 @@ def test_a_name_of_31_mib_and_unfinished_bodies_are_refused_while_another_key_is
     assert ends[0].how == "404"
     assert ends[1].how in ("429", HUNG_UP)
     assert set(served) == {200}
+
+
+@pytest.mark.slow
+def test_a_caller_who_has_schemas_compiled_stops_neither_others_nor_the_shutdown(
+    chat_model: Path, tmp_path: Path, keys_file: Path
+) -> None:
+    """More of them than the event loop's own executor has threads. Each would take minutes."""
+    hostile = REQUESTS["allOf of 39 patterns"].make()
+    with running_daemon(chat_model, tmp_path / "cache", api_keys=keys_file) as daemon:
+
+        def attack() -> None:
+            with daemon.client(test_auth.BOB) as client, pytest.raises(httpx.HTTPError):
+                client.post(CHAT, content=hostile, timeout=0.5).raise_for_status()
+
+        attackers = [threading.Thread(target=attack) for _ in range(12)]
+        for attacker in attackers:
+            attacker.start()
+        with daemon.client(test_auth.ALICE) as client:
+            reply = client.post(CHAT, content=chat(response_format={"type": "json_object"}))
+            assert reply.status_code == 200, reply.text
+        for attacker in attackers:
+            attacker.join()
+        assert daemon.stop() == 0

@@ -1,4 +1,4 @@
-"""The figures that are counted of replies, and told with them, without a server."""
+"""The figures that are counted of replies, and told with them; those of the gate in `/props` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from diskprefix.api.figures import figures_reply
+from diskprefix.cache.cost_model import CostModel
 from diskprefix.engine.gauges import Distribution, EngineFigures
 from diskprefix.engine.request import DoneEvent, Timings, Usage
 from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.metrics import _COUNTERS, ServerMetrics
 from diskprefix.server.serving import Serving
-from tests.server.scripted import KV_MEMORY, STATS, done
+from tests.server.scripted import KV_MEMORY, STATS, ScriptedEngine, done
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -222,11 +224,12 @@ def test_counts_of_the_cache_are_told_under_the_names_of_their_metrics() -> None
     assert [scraped[f"diskprefix_{name}_total", ()] for name in names] == [17.5, 11, 10]
 
 
-def test_guessed_tokens_are_told_and_counted() -> None:
+def test_guessed_tokens_are_told_and_counted_and_a_reply_without_guesses_says_nothing_of_them() -> None:
     plain = done(completion_tokens=50)
     guessed = replace(plain, timings=replace(plain.timings, drafted_tokens=40, accepted_tokens=30))
     told = figures_reply(guessed, None)["timings"]
     assert (told["drafted_tokens"], told["accepted_tokens"]) == (40, 30)
+    assert not {"drafted_tokens", "accepted_tokens"} & figures_reply(plain, None)["timings"].keys()
     scraped = Scraped()
     for event in (guessed, guessed, plain):
         scraped.metrics.count_generation(event)
@@ -235,5 +238,42 @@ def test_guessed_tokens_are_told_and_counted() -> None:
     assert found["diskprefix_draft_tokens_total", (("result", "rejected"),)] == 20
 
 
-def test_a_reply_without_guesses_says_nothing_of_them() -> None:
-    assert not {"drafted_tokens", "accepted_tokens"} & figures_reply(done(), None)["timings"].keys()
+def gate(*, is_measured: bool) -> CostModel:
+    """Computing takes 1 ms a token; restoring 10 ms, and 2 ms a token. 20 restores and 3 savings were asked for."""
+    worth = CostModel("auto", lambda num_tokens: 1000 * num_tokens)
+    if is_measured:
+        for num_tokens in (100, 300, 900, 2700):
+            worth.record_prefill(num_tokens, 1e-3 * num_tokens)
+            worth.record_restore(1000 * num_tokens, 1e-2 + 2e-3 * num_tokens)
+        for _ in range(20):
+            worth.allows(5000)
+        for _ in range(3):
+            worth.allows(5000, use="save")
+    return worth
+
+
+@pytest.mark.parametrize(
+    ("is_measured", "state", "speeds", "skipped"),
+    [(False, "measuring", [None] * 3, (0, 0, 0)), (True, "closed", [1e-3, 2e-6, 1e-2], (0, 19, 3))],
+)
+def test_the_gates_decision_and_its_numbers_are_told_and_a_speed_that_is_not_known_yet_is_none(
+    client: httpx.Client,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    is_measured: bool,
+    state: str,
+    speeds: list[float | None],
+    skipped: tuple[int, ...],
+) -> None:
+    worth = gate(is_measured=is_measured)
+    monkeypatch.setitem(engine.stats, "gate", worth.as_dict())
+    cache = client.get("/props").json()["full_cache"]
+    assert cache["gate"] == worth.as_dict()
+    assert cache["gate"]["state"] == state
+    assert "gate" not in cache["state"]
+    found = samples_of(client.get("/metrics").text)
+    names = ("prefill_seconds_per_token", "restore_seconds_per_byte", "restore_fixed_seconds")
+    told = [found.get((f"diskprefix_gate_{name}", ())) for name in names]
+    assert told == [speed and pytest.approx(speed) for speed in speeds]
+    uses = ("fetch", "restore", "save")
+    assert tuple(found["diskprefix_gate_skipped_total", (("use", use),)] for use in uses) == skipped

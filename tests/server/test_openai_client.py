@@ -1,99 +1,86 @@
-"""The official `openai` client against the real daemon, unchanged."""
+"""The official `openai` client, unchanged: against the real daemon, and over prepared calls and thoughts."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel
 
+from diskprefix.server import generation
+from tests.server.agent_model import call, saying, thought
 from tests.server.daemon_process import DaemonProcess
+from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
 MODEL = "tiny-chat"
-MESSAGES: list[Any] = [
+RIVERS: list[Any] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Name three rivers and tell me where each of them begins."},
 ]
 NO_END = {"2": -100}
 """Keeps the end-of-reply token away, so that a random model speaks as long as it may."""
-TOOL: Any = {
-    "type": "function",
-    "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
-}
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[OpenAI]:
+def real(daemon: DaemonProcess) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-def test_chat(client: OpenAI) -> None:
-    reply = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_completion_tokens=8, temperature=0, logit_bias=NO_END
-    )
-    assert reply.choices[0].message.role == "assistant"
-    assert reply.choices[0].finish_reason == "length"
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 8
-    assert reply.usage.total_tokens == reply.usage.prompt_tokens + 8
-    assert reply.usage.prompt_tokens_details is not None
+def chat(client: OpenAI, **fields: Any) -> Any:
+    create: Any = client.chat.completions.create
+    return create(**{"model": MODEL, "messages": RIVERS, "temperature": 0, "logit_bias": NO_END} | fields)
+
+
+def test_a_chat_has_its_usage_log_probabilities_and_what_the_cache_did(real: OpenAI) -> None:
+    reply = chat(real, max_completion_tokens=8, logprobs=True, top_logprobs=2)
+    [choice] = reply.choices
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * 8
+    assert reply.usage.completion_tokens == reply.usage.total_tokens - reply.usage.prompt_tokens == 8
     assert reply.usage.prompt_tokens_details.cached_tokens is not None
-    assert reply.model_extra is not None
     assert reply.model_extra["prefix_cache"]["scope"] == "full"
 
 
-def test_a_stream_says_what_the_whole_reply_says(client: OpenAI) -> None:
-    fields: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 0, "n": 2}
-    whole = client.chat.completions.create(**fields, logit_bias=NO_END)
+def test_a_stream_says_what_the_whole_reply_says(real: OpenAI) -> None:
+    whole = chat(real, max_tokens=12, n=2)
+    chunks = list(chat(real, max_tokens=12, n=2, stream=True, stream_options={"include_usage": True}))
     texts = ["", ""]
-    chunks = list(
-        client.chat.completions.create(**fields, logit_bias=NO_END, stream=True, stream_options={"include_usage": True})
-    )
-    for chunk in chunks:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
     assert texts == [choice.message.content for choice in whole.choices]
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert chunks[-1].choices == []
     assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert chunks[-1].usage is not None
-    assert whole.usage is not None
-    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24
-    assert chunks[-1].model_extra is not None
-    assert chunks[-1].model_extra["prefix_cache"]["restored"] == chunks[-1].usage.prompt_tokens
-    assert chunks[-1].model_extra["timings"]["ttft_ms"] > 0
-
-
-def test_logprobs(client: OpenAI) -> None:
-    reply = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=4, temperature=0, logprobs=True, top_logprobs=2, logit_bias=NO_END
-    )
-    assert reply.choices[0].logprobs is not None
-    content = reply.choices[0].logprobs.content
-    assert content is not None
-    assert len(content) == 4
-    assert all(len(token.top_logprobs) == 2 for token in content)
+    last = chunks[-1]
+    assert (last.choices, last.usage.completion_tokens, whole.usage.completion_tokens) == ([], 24, 24)
+    assert last.model_extra["prefix_cache"]["restored"] == last.usage.prompt_tokens
+    assert last.model_extra["timings"]["ttft_ms"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_choices_of_several_prompts_are_those_of_each_alone(client: OpenAI, stream: bool) -> None:
+def test_the_choices_of_several_prompts_are_those_of_each_alone(real: OpenAI, stream: bool) -> None:
     fields: dict[str, Any] = {"model": MODEL, "n": 2, "seed": 3, "max_tokens": 4, "logit_bias": NO_END}
     prompts: Any = ["Name three rivers", [5, 6, 7], "And three lakes"]
-    alone = [client.completions.create(prompt=prompt, **fields) for prompt in prompts]
+    alone = [real.completions.create(prompt=prompt, **fields) for prompt in prompts]
     wanted = [choice.text for reply in alone for choice in reply.choices]
     texts = [""] * len(wanted)
     if stream:
         options: Any = {"include_usage": True}
-        chunks = list(client.completions.create(prompt=prompts, stream=True, stream_options=options, **fields))
+        chunks = list(real.completions.create(prompt=prompts, stream=True, stream_options=options, **fields))
         for choice in (choice for chunk in chunks for choice in chunk.choices):
             texts[choice.index] += choice.text
         usage = chunks[-1].usage
     else:
-        reply = client.completions.create(prompt=prompts, **fields)
+        reply = real.completions.create(prompt=prompts, **fields)
+        assert reply.object == "text_completion"
         assert [choice.index for choice in reply.choices] == list(range(6))
         texts, usage = [choice.text for choice in reply.choices], reply.usage
     assert texts == wanted
@@ -102,9 +89,9 @@ def test_the_choices_of_several_prompts_are_those_of_each_alone(client: OpenAI, 
     assert usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone if one.usage is not None)
 
 
-def test_a_completion_has_16_tokens_unless_the_client_says_another_number_or_none(client: OpenAI) -> None:
+def test_a_completion_has_16_tokens_unless_the_client_says_another_number_or_none(real: OpenAI) -> None:
     def reply(**fields: Any) -> Any:
-        return client.completions.create(model=MODEL, prompt=["a", "b"], logit_bias=NO_END, **fields)
+        return real.completions.create(model=MODEL, prompt=["a", "b"], logit_bias=NO_END, **fields)
 
     assert reply().usage.completion_tokens == 32
     none = reply(max_tokens=0, n=2)
@@ -115,86 +102,56 @@ def test_a_completion_has_16_tokens_unless_the_client_says_another_number_or_non
 
 
 @pytest.mark.parametrize("num_alternatives", [0, 2])
-def test_the_log_probabilities_of_a_completion_have_the_token_itself(client: OpenAI, num_alternatives: int) -> None:
-    reply = client.completions.create(
+def test_the_log_probabilities_of_a_completion_have_the_token_itself(real: OpenAI, num_alternatives: int) -> None:
+    reply = real.completions.create(
         model=MODEL, prompt="a", max_tokens=8, logprobs=num_alternatives, seed=1, logit_bias=NO_END
     )
-    found = reply.choices[0].logprobs
-    assert found is not None
-    assert found.tokens is not None
-    assert found.token_logprobs is not None
-    assert found.top_logprobs is not None
+    found: Any = reply.choices[0].logprobs
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[token] == logprob
         assert num_alternatives <= len(top) <= num_alternatives + 1
 
 
-@pytest.mark.parametrize("prompt", ["Name three rivers", ["Name three rivers"], [5, 6, 7]])
-def test_completions(client: OpenAI, prompt: Any) -> None:
-    reply = client.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0, logit_bias=NO_END)
-    chunks = client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=6, temperature=0, logit_bias=NO_END, stream=True
-    )
-    assert "".join(chunk.choices[0].text for chunk in chunks) == reply.choices[0].text
-    assert reply.object == "text_completion"
-    assert reply.usage is not None
-    assert reply.usage.completion_tokens == 6
-
-
-def test_progress_is_told_while_the_prompt_is_computed(client: OpenAI) -> None:
-    messages: list[Any] = [{"role": "user", "content": "Name three rivers. " * 150}]
-    stream = client.chat.completions.create(
-        model=MODEL,
-        messages=messages,
-        max_tokens=1,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"return_progress": True},
-    )
-    chunks = list(stream)
+def test_progress_is_told_while_the_prompt_is_computed(real: OpenAI) -> None:
+    messages = [{"role": "user", "content": "Name three rivers. " * 150}]
+    options = {"stream_options": {"include_usage": True}, "extra_body": {"return_progress": True}}
+    chunks = list(chat(real, messages=messages, max_tokens=1, stream=True, **options))
     extras = [chunk.model_extra or {} for chunk in chunks]
     told = [extra["prompt_progress"] for extra in extras if "prompt_progress" in extra]
-    assert chunks[-1].usage is not None
     assert {progress["total"] for progress in told} == {chunks[-1].usage.prompt_tokens}
     assert [progress["processed"] for progress in told] == sorted({progress["processed"] for progress in told})
     assert (told[0]["processed"], told[-1]["processed"]) == (told[0]["cache"], told[-1]["total"])
 
 
-def test_what_the_client_knows_of_prompt_caching_is_understood(client: OpenAI) -> None:
-    messages: list[Any] = [message | {"cache_control": {"type": "ephemeral"}} for message in MESSAGES]
-    fields: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "prompt_cache_key": "rivers"}
-    reply = client.chat.completions.create(messages=messages, prompt_cache_retention="24h", **fields)
-    plain = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=1)
-    assert reply.usage is not None
-    assert plain.usage is not None
+def test_what_the_client_knows_of_prompt_caching_is_understood(real: OpenAI) -> None:
+    marked = [message | {"cache_control": {"type": "ephemeral"}} for message in RIVERS]
+    known = {"prompt_cache_key": "rivers", "prompt_cache_retention": "24h"}
+    reply, plain = chat(real, messages=marked, max_tokens=1, **known), chat(real, max_tokens=1)
     assert reply.usage.prompt_tokens == plain.usage.prompt_tokens
-    retention: Any = "48h"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt_cache_retention": "48h"}, "prompt_cache_retention", None),
+        ({"extra_body": {"prefix_cache": {"scope": "sometimes"}}}, "prefix_cache.scope", "invalid_scope"),
+        ({"messages": RIVERS * 500, "stream": True}, "messages", "context_length_exceeded"),
+    ],
+)
+def test_a_bad_request_is_the_clients_error_with_its_param_at_once(
+    real: OpenAI, fields: dict[str, Any], param: str, code: str | None
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(messages=messages, prompt_cache_retention=retention, **fields)
-    assert caught.value.param == "prompt_cache_retention"
+        chat(real, **fields)
+    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
+    assert code in (None, caught.value.code)
 
 
-def test_a_bad_request_is_a_bad_request_error_with_its_param(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, extra_body={"prefix_cache": {"scope": "sometimes"}}
-        )
-    assert caught.value.param == "prefix_cache.scope"
-    assert caught.value.code == "invalid_scope"
-    assert caught.value.type == "invalid_request_error"
-
-
-def test_a_bad_request_for_a_stream_is_raised_at_once(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES * 500, stream=True)
-    assert caught.value.code == "context_length_exceeded"
-
-
-def test_models_are_listed_and_retrieved(client: OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).id == MODEL
+def test_models_are_listed_and_retrieved(real: OpenAI) -> None:
+    assert [model.id for model in real.models.list()] == [MODEL]
+    assert real.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("org/other")
+        real.models.retrieve("org/other")
 
 
 def test_the_async_client_streams_several_conversations_at_once(daemon: DaemonProcess) -> None:
@@ -213,3 +170,274 @@ def test_the_async_client_streams_several_conversations_at_once(daemon: DaemonPr
 
     together, one_by_one = asyncio.run(ask_all())
     assert together == one_by_one
+
+
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": name, "parameters": PARAMETERS}}
+    for name in ("read", "write")
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "What does a.py print?"}]
+REPLY = thought("I must look.") + "I look.\n" + call("read", path="a.py") + "\n" + call("write", path='b "2".py')
+CALLS = [("read", {"path": "a.py"}), ("write", {"path": 'b "2".py'})]
+
+
+@pytest.fixture(scope="module")
+def server(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(agent_model, engine) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[OpenAI]:
+    # The scripted model says all at once. What waits is not joined, as if the client kept up with it.
+    monkeypatch.setattr(generation, "_is_continued", lambda *_: False)
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**{"model": "scripted", "messages": MESSAGES, "tools": TOOLS} | fields)
+
+
+def called(message: Any) -> list[tuple[str, Any]]:
+    return [(item.function.name, json.loads(item.function.arguments)) for item in message.tool_calls or []]
+
+
+def test_a_reply_has_content_reasoning_and_calls_which_the_client_sends_back(
+    client: OpenAI, engine: ScriptedEngine
+) -> None:
+    engine.script = saying(REPLY)
+    reply = ask(client)
+    [choice] = reply.choices
+    message = choice.message
+    assert called(message) == CALLS
+    assert message.content == "I look."
+    assert message.reasoning_content == message.reasoning == "I must look."
+    assert choice.finish_reason == "tool_calls"
+    assert len({item.id for item in message.tool_calls if item.id.startswith("call_")}) == 2
+    assert 0 < reply.usage.completion_tokens_details.reasoning_tokens < reply.usage.completion_tokens
+    results = [{"role": "tool", "tool_call_id": item.id, "content": "done"} for item in message.tool_calls]
+    ask(client, messages=[*MESSAGES, message.model_dump(), *results])
+    text = engine.last_prompt
+    assert call("read", path="a.py") in text
+    assert "<think>\nI must look.\n</think>" in text
+    assert text.count("<tool_response>\ndone\n</tool_response>") == 2
+
+
+def deltas_of(chunks: list[ChatCompletionChunk]) -> list[Any]:
+    return [choice.delta for chunk in chunks for choice in chunk.choices]
+
+
+def kind_of(delta: Any) -> str:
+    if delta.role == "assistant" and not (delta.content or delta.tool_calls or hasattr(delta, "reasoning")):
+        return "begin"
+    if delta.tool_calls:
+        return "call"
+    return "reasoning" if hasattr(delta, "reasoning_content") else "content" if delta.content else "end"
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 1000])
+def test_a_stream_has_the_parts_in_order_and_never_half_a_tag(
+    client: OpenAI, engine: ScriptedEngine, piece: int
+) -> None:
+    engine.script = saying(REPLY, piece=piece)
+    chunks = list(ask(client, stream=True))
+    deltas = deltas_of(chunks)
+    content = "".join(delta.content or "" for delta in deltas)
+    reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    assert (content, reasoning) == ("I look.", "I must look.")
+    calls = [item for delta in deltas for item in delta.tool_calls or []]
+    begins = [item for item in calls if item.id is not None]
+    assert [(item.index, item.function.name, item.type) for item in begins] == [
+        (0, "read", "function"),
+        (1, "write", "function"),
+    ]
+    assert calls.index(begins[0]) == 0, "the name comes first"
+    arguments = ["".join(item.function.arguments for item in calls if item.index == index) for index in (0, 1)]
+    assert [json.loads(text) for text in arguments] == [wanted for _, wanted in CALLS]
+    assert all(item.function.name is None for item in calls if item.id is None)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert deltas[0].role == "assistant"
+    kinds = [kind_of(delta) for delta in deltas]
+    assert sorted(kinds, key=["begin", "reasoning", "content", "call", "end"].index) == kinds
+
+
+def test_arguments_are_streamed_as_they_come_and_the_stream_helper_assembles_them(
+    client: OpenAI, engine: ScriptedEngine
+) -> None:
+    engine.script = saying("I write." + call("write", path="x" * 400), piece=10)
+    calls = [item for delta in deltas_of(list(ask(client, stream=True))) for item in delta.tool_calls or []]
+    assert max(len(item.function.arguments) for item in calls) < 200
+    with client.chat.completions.stream(model="scripted", messages=MESSAGES, tools=TOOLS) as stream:
+        events = [event.type for event in stream]
+        message = stream.get_final_completion().choices[0].message
+    assert called(message) == [("write", {"path": "x" * 400})]
+    assert message.content == "I write."
+    assert "tool_calls.function.arguments.delta" in events
+
+
+NAMED = {"type": "function", "function": {"name": "write"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "has_call", "constrained_to"),
+    [
+        ({"tools": openai.NOT_GIVEN}, False, None),
+        ({"tool_choice": "none"}, False, None),
+        ({"tool_choice": "required"}, True, {"read", "write"}),
+        ({"tool_choice": NAMED}, True, {"write"}),
+    ],
+    ids=["no tools", "none", "required", "named"],
+)
+def test_a_call_that_is_asked_for_constrains_the_reply_and_where_none_is_offered_it_is_text(
+    client: OpenAI, engine: ScriptedEngine, fields: Any, has_call: bool, constrained_to: set[str] | None
+) -> None:
+    text = call("write", path="b")
+    engine.script = saying(text)
+    message = ask(client, **fields).choices[0].message
+    assert called(message) == ([("write", {"path": "b"})] if has_call else [])
+    assert message.content == (None if has_call else text)
+    constraint = engine.requests[-1].constraint
+    if constrained_to is None:
+        assert constraint is None
+    else:
+        assert constraint is not None
+        assert constraint.kind == "lark"
+        assert {name for name in ("read", "write") if name in constraint.source} == constrained_to
+
+
+def test_choices_without_parallel_calls_have_the_first_one_of_their_own(client: OpenAI, engine: ScriptedEngine) -> None:
+    engine.script = saying(REPLY, "no call", call("write", path="b"))
+    choices = ask(client, n=3, parallel_tool_calls=False).choices
+    assert [called(choice.message) for choice in choices] == [CALLS[:1], [], [("write", {"path": "b"})]]
+    assert [choice.finish_reason for choice in choices] == ["tool_calls", "stop", "tool_calls"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({"reasoning_effort": "none"}, "assistant\n<think>\n\n</think>\n\n"),
+        ({"reasoning_effort": "low"}, "assistant\n"),
+        ({"messages": [*MESSAGES, {"role": "assistant", "content": "a.py"}]}, "assistant\na.py"),
+    ],
+    ids=["no thought", "thought", "begun"],
+)
+def test_the_prompt_ends_where_the_reply_goes_on(
+    client: OpenAI, engine: ScriptedEngine, fields: dict[str, Any], end: str
+) -> None:
+    engine.script = saying(" prints 2.")
+    assert ask(client, **fields).choices[0].message.content == " prints 2."
+    assert engine.last_prompt.endswith(f"<|im_start|>{end}")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat/completions", {"messages": MESSAGES, "reasoning": {"max_tokens": 40}}),
+        ("responses", {"input": "What?", "reasoning": {"max_tokens": 40}}),
+        ("messages", {"messages": MESSAGES, "max_tokens": 99, "thinking": {"type": "enabled", "budget_tokens": 40}}),
+    ],
+)
+def test_a_budget_for_thinking_ends_the_thought(
+    server: AppServer, engine: ScriptedEngine, path: str, fields: dict[str, Any]
+) -> None:
+    engine.script = saying("hello")
+    httpx.post(f"{server.url}/v1/{path}", json={"model": "scripted"} | fields).raise_for_status()
+    budget = engine.requests[-1].thought_budget
+    assert budget is not None
+    assert (budget.max_tokens, engine.tokenizer.decode(budget.closing)) == (40, "</think>")
+    see = budget.new_watch()
+    assert [see(piece) for piece in ["", "<think>", "hm", "</think>", "a"]] == [False, False, True, False, False]
+
+
+def test_props_and_the_model_card_tell_how_the_model_writes(server: AppServer) -> None:
+    with server.client() as http:
+        assert http.get("/props").json()["model"]["output_format"] == "hermes"
+        [card] = http.get("/v1/models").json()["data"]
+    assert {"tool_use", "reasoning"} <= set(card["capabilities"])
+
+
+class City(BaseModel):
+    city: Literal["Oslo", "Rome"]
+
+
+CITIES = ({"city": "Oslo"}, {"city": "Rome"})
+CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
+CITY_TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": CITY | {"additionalProperties": False}}}
+    for name in ("weather", "population")
+]
+
+
+@pytest.fixture
+def random(agent_daemon: AppServer) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{agent_daemon.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+FORCED = {"parallel_tool_calls": False, "reasoning_effort": "none"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"weather", "population"}),
+        ({"type": "function", "function": {"name": "population"}}, {"population"}),
+    ],
+    ids=["required", "named"],
+)
+def test_a_model_of_random_weights_calls_the_tool_that_it_must_call(
+    random: OpenAI, stream: bool, choice: Any, names: set[str]
+) -> None:
+    for seed in range(3):
+        fields: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "tools": CITY_TOOLS, "seed": seed} | FORCED
+        if stream:
+            with random.chat.completions.stream(**fields, tool_choice=choice) as events:
+                reply: Any = events.get_final_completion().choices[0]
+        else:
+            reply = random.chat.completions.create(**fields, tool_choice=choice).choices[0]
+        [(name, arguments)] = called(reply.message)
+        assert name in names
+        assert arguments in CITIES
+        assert (reply.message.content or "", reply.finish_reason) == ("", "tool_calls")
+
+
+def test_a_reply_of_a_schema_or_a_call_is_one_of_both(random: OpenAI) -> None:
+    schema = CITY_TOOLS[0]["function"]["parameters"]
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+    fields: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "tools": CITY_TOOLS, "response_format": form}
+    for choice in random.chat.completions.create(**fields, n=8, seed=1, reasoning_effort="none").choices:
+        texts = [arguments for _, arguments in called(choice.message)] or [json.loads(choice.message.content or "")]
+        assert all(text in CITIES for text in texts)
+
+
+def test_the_parse_helper_gets_an_object_of_its_class(random: OpenAI) -> None:
+    fields: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "reasoning_effort": "none", "seed": 5}
+    reply = random.chat.completions.parse(**fields, response_format=City)
+    assert isinstance(reply.choices[0].message.parsed, City)
+    tool = openai.pydantic_function_tool(City, name="weather")
+    forced: Any = random.chat.completions.parse(
+        **fields, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    )
+    [item] = forced.choices[0].message.tool_calls
+    assert isinstance(item.function.parsed_arguments, City)
+
+
+def test_a_thought_of_a_real_model_has_as_many_tokens_as_it_may(random: OpenAI) -> None:
+    begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
+    reply: Any = random.chat.completions.create(
+        model="agent",
+        messages=begun,
+        max_tokens=30,
+        seed=1,
+        logprobs=True,
+        extra_body={"reasoning": {"max_tokens": 12}},
+    )
+    [choice] = reply.choices
+    written = [token.token for token in choice.logprobs.content]
+    assert "".join(written[:12]).endswith("</think>")
+    assert "</think>" not in "".join(written[:11])
+    assert choice.message.reasoning
+    assert choice.message.content
