@@ -321,7 +321,7 @@ def test_a_file_of_another_model_is_refused_with_what_differs(
     with running_daemon(other_weights, tmp_path / "kv"):
         wait_until(lambda: knows_a_model(tmp_path / "kv"), "the model is known")
         ended = run("import", file, "--kv-cache-dir", tmp_path / "kv")
-    ended.assert_refused(2, "compared with 'other-weights' here, weights_digest is ", "--force")
+    ended.assert_refused(2, "differs from 'other-weights' here in weights_digest", "--force")
 
 
 def test_variables_of_the_daemon_do_not_disturb_an_import(
