@@ -1,7 +1,9 @@
-"""The claims that hold for every tier that can be read at once, on the writer's buffer and on a store."""
+"""What holds for every tier that can be read at once, on the writer's buffer and on a store; and the search for the
+last checkpoint of a prompt asks for few names, however long the prompt is."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.loading import Loader
-from diskprefix.cache.tiers.local import BufferTier, DiskTier
+from diskprefix.cache.tiers.local import BufferTier, DiskTier, DiskView
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.tier import Tier, Write
+from diskprefix.cache.tiers.tier import Tier, View, Write, open_views
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece
@@ -51,12 +54,16 @@ def tier_of(request: pytest.FixtureRequest, store: Store) -> Callable[[Publicati
         if request.param == "disk":
             store.publish(pub)
             return DiskTier(store, store.quarantine)
-        writer = Held(store, buffer_bytes=1 << 30)
-        assert writer.reserve(pub.payload_bytes)
-        writer.submit(pub, reserved_bytes=pub.payload_bytes)
-        return BufferTier(writer)
+        return held(store, pub)
 
     return made
+
+
+def held(store: Store, pub: Publication) -> BufferTier:
+    writer = Held(store, buffer_bytes=1 << 30)
+    assert writer.reserve(pub.payload_bytes)
+    writer.submit(pub, reserved_bytes=pub.payload_bytes)
+    return BufferTier(writer)
 
 
 def node_of(node: NewNode) -> Node:
@@ -98,19 +105,6 @@ def test_nodes_that_continue_another_come_by_what_they_have_in_common(
         assert found == [pubs[index].nodes[0].name for index in (1, 2, 0)]
         second, ids = next(view.similar(pubs[2].nodes[0].name, PROMPT[BLOCK:]))
         assert (second, ids.tolist()) == (node_of(pubs[2].nodes[1]), PROMPT[BLOCK : 2 * BLOCK].tolist())
-
-
-def test_pieces_are_the_payload(store: Store, tier_of: Callable[[Publication], Tier]) -> None:
-    pub, nodes = publication(store, PROMPT), nodes_of(store)
-    with tier_of(pub).view() as view:
-        for new in pub.nodes:
-            cuts = nodes.cuts(node_of(new))
-            written = []
-            for cut, write in zip(cuts, view.pieces(node_of(new), cuts, range(len(cuts))), strict=True):
-                out = np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8)
-                write(out)
-                written.append(out.tobytes())
-            assert b"".join(written) == bytes(new.payload)
 
 
 def test_a_dropped_node_is_not_found_any_more(store: Store, tier_of: Callable[[Publication], Tier]) -> None:
@@ -175,3 +169,54 @@ def test_a_damaged_piece_names_its_node(store: Store) -> None:
         bad = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)
     assert bad is not None
     assert bad[0] == node_of(pub.nodes[1])
+
+
+NUM_BLOCKS = 200
+LAYOUT = layout_of(64, 256)
+LONG = prompt(1, NUM_BLOCKS * BLOCK + 7)
+CHECKPOINT = 30 * BLOCK + 5
+
+
+@pytest.fixture
+def long_store(store: Store) -> Store:
+    store.publish(publication(store, LONG[: NUM_BLOCKS * BLOCK], layout=LAYOUT, end_kind=Kind.BLOCK))
+    return store
+
+
+def restorable(store: Store, *tiers: Tier) -> tuple[list[Node], int]:
+    nodes = PromptNodes(store.secret, ROOT, LONG, BLOCK, PayloadLayout.parse(LAYOUT))
+    with open_views(tiers) as views:
+        matcher = Matcher[View](nodes, views, "token_checkpoints")
+        matcher.match()
+        assert len(matcher.blocks) == NUM_BLOCKS
+        return matcher.restorable()
+
+
+def test_blocks_that_only_the_next_block_continues_are_not_searched(
+    long_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 blocks with one checkpoint behind the thirtieth, and a prompt that leaves behind the hundredth."""
+    points = publication(
+        long_store, LONG[: CHECKPOINT + 5], layout=LAYOUT, checkpoints=(CHECKPOINT,), end_kind=Kind.BLOCK
+    )
+    long_store.publish(points)
+    long_store.publish(publication(long_store, np.append(LONG[: 100 * BLOCK + 2], prompt(3, 2 * BLOCK)), layout=LAYOUT))
+    asked: Counter[int] = Counter()
+    has = DiskView.has
+
+    def counted(view: DiskView, node: Node, token_ids: bytes) -> bool:
+        asked[node.kind != Kind.BLOCK] += 1
+        return has(view, node, token_ids)
+
+    monkeypatch.setattr(DiskView, "has", counted)
+    found, end = restorable(long_store, DiskTier(long_store, long_store.quarantine))
+    assert (end, found[-1].kind, len(found)) == (CHECKPOINT, Kind.CHECKPOINT, 31)
+    # Of each of two blocks at most a checkpoint and a tail for each length, and the prompt's own tail.
+    assert asked[True] <= 2 * 2 * BLOCK + 1
+
+
+def test_a_checkpoint_that_waits_to_be_written_is_found_behind_blocks_on_the_disk(long_store: Store) -> None:
+    pub = publication(long_store, LONG[:CHECKPOINT], layout=LAYOUT, end_kind=Kind.CHECKPOINT)
+    tiers = held(long_store, pub), DiskTier(long_store, long_store.quarantine)
+    assert restorable(long_store, *tiers)[1] == CHECKPOINT
+    assert restorable(long_store, *tiers[1:])[1] == 0
