@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -243,57 +242,14 @@ def test_tokens_are_counted_as_the_request_then_counts_them(daemon: DaemonProces
             assert fewer < counted
 
 
-CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
-SCHEMA = CITY | {"additionalProperties": False}
-CITY_TOOLS = [{"name": name, "input_schema": SCHEMA} for name in ("weather", "population")]
-CITIES = ({"city": "Oslo"}, {"city": "Rome"})
-
-
-@pytest.fixture
-def random(agent_daemon: AppServer) -> Iterator[Anthropic]:
-    """A client of a model of random weights, which writes what it must."""
-    with Anthropic(base_url=agent_daemon.url, api_key="none", max_retries=0) as client:
-        yield client
-
-
-def message_of(client: Anthropic, *, stream: bool, **fields: Any) -> Any:
-    fields = {"model": "agent", "messages": MESSAGES, "max_tokens": 200, "thinking": {"type": "disabled"}} | fields
-    messages: Any = client.messages
-    if not stream:
-        return messages.create(**fields)
-    with messages.stream(**fields) as events:
-        return events.get_final_message()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [({"type": "any"}, {"weather", "population"}), ({"type": "tool", "name": "population"}, {"population"})],
-    ids=["any", "tool"],
-)
-def test_the_client_gets_the_call_that_it_forces(random: Anthropic, stream: bool, choice: Any, names: set[str]) -> None:
-    choice |= {"disable_parallel_tool_use": True}
-    message = message_of(random, stream=stream, tools=CITY_TOOLS, tool_choice=choice)
-    [block] = message.content
-    assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
-    assert block.name in names
-    assert block.input in CITIES
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_client_gets_json_of_the_schema_that_it_sends(random: Anthropic, stream: bool) -> None:
-    message = message_of(random, stream=stream, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
-    [block] = message.content
-    assert (block.type, message.stop_reason) == ("text", "end_turn")
-    assert json.loads(block.text) in CITIES
-
-
-def test_a_prompt_without_a_reply_warms_the_cache(random: Anthropic) -> None:
+def test_a_prompt_without_a_reply_warms_the_cache(agent_daemon: AppServer) -> None:
     system = [{"type": "text", "text": "Rivers. " * 40, "cache_control": {"type": "ephemeral"}}]
-    warm = message_of(random, stream=False, max_tokens=0, system=system)
-    assert (warm.content, warm.stop_reason, warm.usage.output_tokens) == ([], "max_tokens", 0)
-    assert warm.usage.cache_creation_input_tokens > 0
-    other = [{"role": "user", "content": "Name one."}]
-    reply = message_of(random, stream=False, max_tokens=1, system=system, messages=other)
+    with Anthropic(base_url=agent_daemon.url, api_key="none", max_retries=0) as client:
+        warm = ask(client, model="agent", max_tokens=0, system=system)
+        assert (warm.content, warm.stop_reason, warm.usage.output_tokens) == ([], "max_tokens", 0)
+        assert warm.usage.cache_creation_input_tokens > 0
+        reply = ask(
+            client, model="agent", max_tokens=1, system=system, messages=[{"role": "user", "content": "Name one."}]
+        )
     # The whole system prompt, and the beginning of the message.
     assert reply.usage.cache_read_input_tokens > 0.8 * warm.usage.cache_creation_input_tokens

@@ -36,15 +36,6 @@ def test_a_request_that_once_was_a_failure_is_served_or_refused(daemon: DaemonPr
         assert client.get("/health", timeout=60).status_code == 200
 
 
-def test_stored_responses_are_stored_and_read(daemon: DaemonProcess) -> None:
-    behaviour = KINDS["stored responses"](Caller(int(daemon.url.rpartition(":")[2]), "a-key-0123456789abcdef"))
-
-    async def run() -> list[End]:
-        return [await behaviour() for _ in range(9)]
-
-    assert [end.how for end in asyncio.run(run())] == ["200"] * 9
-
-
 @pytest.mark.slow
 def test_a_name_of_31_mib_and_unfinished_bodies_are_refused_while_another_key_is_served(
     chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -112,24 +112,6 @@ def test_the_log_probabilities_of_a_completion_have_the_token_itself(real: OpenA
         assert num_alternatives <= len(top) <= num_alternatives + 1
 
 
-def test_progress_is_told_while_the_prompt_is_computed(real: OpenAI) -> None:
-    messages = [{"role": "user", "content": "Name three rivers. " * 150}]
-    options = {"stream_options": {"include_usage": True}, "extra_body": {"return_progress": True}}
-    chunks = list(chat(real, messages=messages, max_tokens=1, stream=True, **options))
-    extras = [chunk.model_extra or {} for chunk in chunks]
-    told = [extra["prompt_progress"] for extra in extras if "prompt_progress" in extra]
-    assert {progress["total"] for progress in told} == {chunks[-1].usage.prompt_tokens}
-    assert [progress["processed"] for progress in told] == sorted({progress["processed"] for progress in told})
-    assert (told[0]["processed"], told[-1]["processed"]) == (told[0]["cache"], told[-1]["total"])
-
-
-def test_what_the_client_knows_of_prompt_caching_is_understood(real: OpenAI) -> None:
-    marked = [message | {"cache_control": {"type": "ephemeral"}} for message in RIVERS]
-    known = {"prompt_cache_key": "rivers", "prompt_cache_retention": "24h"}
-    reply, plain = chat(real, messages=marked, max_tokens=1, **known), chat(real, max_tokens=1)
-    assert reply.usage.prompt_tokens == plain.usage.prompt_tokens
-
-
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
@@ -423,21 +405,3 @@ def test_the_parse_helper_gets_an_object_of_its_class(random: OpenAI) -> None:
     )
     [item] = forced.choices[0].message.tool_calls
     assert isinstance(item.function.parsed_arguments, City)
-
-
-def test_a_thought_of_a_real_model_has_as_many_tokens_as_it_may(random: OpenAI) -> None:
-    begun: list[Any] = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
-    reply: Any = random.chat.completions.create(
-        model="agent",
-        messages=begun,
-        max_tokens=30,
-        seed=1,
-        logprobs=True,
-        extra_body={"reasoning": {"max_tokens": 12}},
-    )
-    [choice] = reply.choices
-    written = [token.token for token in choice.logprobs.content]
-    assert "".join(written[:12]).endswith("</think>")
-    assert "</think>" not in "".join(written[:11])
-    assert choice.message.reasoning
-    assert choice.message.content

@@ -26,6 +26,7 @@ from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
+from diskprefix.nouns import Tenant
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.settings import Settings
 from tests.server.test_auth import write_keys
@@ -55,32 +56,24 @@ class Models(Catalogue):
 @dataclass(eq=False)
 class ToldWorker(ModelWorker):
     told: list[bytes | int] = field(default_factory=list)
-    obey: Callable[[ToldWorker, bytes], None] | None = None
 
     def tell(self, message: bytes) -> None:
         self.told.append(message)
-        if self.obey is not None:
-            asyncio.get_running_loop().call_soon(self.obey, self, message)
 
     def kill(self, number: int) -> None:
         self.told.append(number)
 
 
 class ToldWorkers:
-    """Workers that do what a test says, or at once what they are told if `obey`."""
-
-    def __init__(self, *, obey: bool = False) -> None:
+    def __init__(self) -> None:
         self.all: dict[int, ToldWorker] = {}
-        self.loads: list[str] = []
         self.on_change: Callable[[ModelWorker], None]
-        self._obey = self._act if obey else None
 
     def attach(self) -> None: ...
 
     def start(self, _settings: Settings, place: Place) -> ToldWorker:
         number = len(self.all) + 1
-        worker = ToldWorker(number, None, place=place, path=str(number), obey=self._obey)  # type: ignore[arg-type]
-        self.all[number] = worker
+        self.all[number] = worker = ToldWorker(number, None, place=place, path="/nowhere")  # type: ignore[arg-type]
         return worker
 
     def make_ready(self, worker: ToldWorker) -> None:
@@ -92,13 +85,6 @@ class ToldWorkers:
         worker.ended.set()
         self.on_change(worker)
 
-    def _act(self, worker: ToldWorker, message: bytes) -> None:
-        if message == LOAD:
-            self.loads.append(worker.place.model)
-            self.make_ready(worker)
-        elif message == UNLOAD:
-            self.end(worker)
-
 
 TOKEN = OwnerToken("token", "cookie")
 
@@ -106,8 +92,8 @@ TOKEN = OwnerToken("token", "cookie")
 class Told:
     """A front, and what its workers were told. `ended`: how often it wanted to end."""
 
-    def __init__(self, listing: Listing, workers: ToldWorkers | None = None, who: ApiKeys | OwnerToken = TOKEN) -> None:
-        self.workers, self.ended = workers or ToldWorkers(), 0
+    def __init__(self, listing: Listing, who: ApiKeys | OwnerToken = TOKEN) -> None:
+        self.workers, self.ended = ToldWorkers(), 0
         settings = Settings(memory_limit=LIMIT)
         self.front = Front(settings, listing, self.workers, who, self._end)  # type: ignore[arg-type]
 
@@ -261,10 +247,12 @@ async def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(mo
 
 
 @in_a_loop
-async def test_a_request_counts_until_its_end_and_a_look_neither_uses_nor_keeps_a_model(
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_uses_nor_keeps_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = Told(Listing(Settings(), Models(named("one"))))
+    admin, other = "a" * 24, "o" * 24
+    keys = ApiKeys(write_keys(tmp_path / "keys", f"admin {admin}", f"other {other}"))
+    told = Told(Listing(Settings(), Models(named("one"))), who=keys)
     in_flight, is_passed = told.front._in_flight, asyncio.Event()
     passed: list[Incoming] = []
 
@@ -275,13 +263,14 @@ async def test_a_request_counts_until_its_end_and_a_look_neither_uses_nor_keeps_
 
     monkeypatch.setattr(passing, "pass_on", passes)
     async with told.running():
-        tasks = [told.ask("one") for _ in range(2)]
+        tasks = [told.ask("one", key=key) for key in (admin, other)]
         await until(lambda: len(passed) == 2)
         assert in_flight.num == 2
+        assert told.front._swaps.places[0].callers == {Tenant.of_key(admin)}, "for turns"
         tasks[1].cancel()
         await until(lambda: in_flight.num == 1)
         place = told.front._swaps.places[0]
-        looked = told.ask("one", "/props", "GET", b"model=one")
+        looked = told.ask("one", "/props", "GET", b"model=one", key=admin)
         await until(lambda: len(passed) == 3)
         place.used_at = 5.0
         looked_up = asyncio.gather(*tasks, looked, return_exceptions=True)
@@ -351,42 +340,6 @@ async def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_a
         assert "fails_total" not in text
         assert heads == [headers[:1]] * 4, "no worker waits for the body of the client"
         assert not workers.all
-
-
-@in_a_loop
-async def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    greedy, other = "g" * 24, "o" * 24
-    keys = ApiKeys(write_keys(tmp_path / "keys", f"greedy {greedy}", f"other {other}"))
-    workers = ToldWorkers(obey=True)
-
-    async def passes(path: str, _scope: Any, _incoming: Incoming, send: Any) -> int:
-        worker = workers.all[int(path)]
-        await until(lambda: worker.ready_at or worker.code is not None)
-        await send({"type": "http.response.start", "status": 200})
-        await send({"type": "http.response.body", "body": b"{}"})
-        return 200
-
-    monkeypatch.setattr(passing, "pass_on", passes)
-    names = [f"m{number}" for number in range(10)]
-    listing = Listing(Settings(), Models(*map(named, [*names, "mine", "mine too"])))
-    told = Told(listing, workers, keys)
-    async with told.running():
-
-        async def ask_in_turns(start: int) -> None:
-            for number in itertools.count(start):
-                await told.ask(names[number % 10], key=greedy)
-
-        crowd = [asyncio.create_task(ask_in_turns(start)) for start in (0, 3, 6, 8)]
-        await until(lambda: len(workers.loads) > 20)
-        for name in ("mine", "mine too", "mine", "mine too"):
-            before = len(workers.loads)
-            assert (await told.ask(name, key=other))[0] == 200
-            # One may begin before the request is read, one be under way, and one be next.
-            assert workers.loads[before:].index(name) <= 3
-        for task in crowd:
-            task.cancel()
 
 
 @in_a_loop
