@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
+import httpx
 import pytest
 import torch
 
 import diskprefix
 from diskprefix.api.asked import Asked
 from diskprefix.api.openai_chat import Chat
+from diskprefix.app import load_engine
 from diskprefix.cache import choosing
 from diskprefix.cache.matching import Matcher, Restored
 from diskprefix.cache.restoration import Restoration
@@ -35,7 +37,8 @@ from diskprefix.settings import Settings
 from diskprefix.store.store import Publication
 from diskprefix.store.writer import Writer
 from tests.server.chat_model import write_chat_model
-from tests.server.daemon_thread import running, wait_until
+from tests.server.daemon_process import reply_to, text_of, wait_until
+from tests.server.scripted import started_app
 
 ROOT = Path(diskprefix.__file__).parent
 PAGE = ROOT / "TOUR.md"
@@ -213,20 +216,26 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
     key.touch(mode=0o600)
     key.write_text("a secret of the tour", encoding="utf-8")
     model = write_chat_model(folder / "tiny-chat", seed=14)
-    settings = Settings(model=str(model), kv_cache_dir=folder / "kv", namespace_key_file=key, fingerprint="portable")
+    flags = {"kv_cache_dir": folder / "kv", "namespace_key_file": key, "fingerprint": "portable"}
+
+    @contextmanager
+    def running() -> Iterator[httpx.Client]:
+        with started_app(model, load_engine, max_sequences=Settings().max_sequences, **flags) as server:
+            server.wait_ready()
+            with server.client() as client:
+                yield client
+
     found: Values = defaultdict(list)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Name three rivers."}]
-    with running(settings) as client:
-        reply = client.chat(messages, max_tokens=8)
-    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And three cities?"}]
+    with running() as client:
+        said = text_of(reply_to(client, {"messages": messages, "max_tokens": 8, "temperature": 0}))
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "And three cities?"}]
     body = {"messages": messages, **FIELDS}
     found["server/answer.py"] = wrapped(shortened(json.dumps(body)))
-    with ExitStack() as stack:
-        client = stack.enter_context(running(settings))
-        stack.enter_context(tapped(found))
-        response = client.http.post("/v1/chat/completions", json=body).raise_for_status()
+    with running() as client, tapped(found):
+        response = client.post("/v1/chat/completions", json=body).raise_for_status()
         # One for the prompt, one for the reply.
-        wait_until(lambda: len(found["store/writer.py"]) == 4)
+        wait_until(lambda: len(found["store/writer.py"]) == 4, "the state is written")
     found["server/streaming.py"] = events(response.text)
     return found
 
