@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -58,18 +58,19 @@ class PurgeFilter:
 @dataclass(frozen=True, eq=False)
 class GoneText:
     """A saved or a recent prompt that a purge removes under a root, which has blocks of `block_size` tokens (0: not
-    known). Its first `num_kept` tokens are those of a saved prompt that stays, too."""
+    known). Its first `num_kept` tokens are those of a saved prompt that stays, too. `key` is that of the record of a
+    recent prompt, empty for a saved one."""
 
     root: bytes
     block_size: int
     token_ids: TokenIds
     num_kept: int
-    is_saved: bool = False
+    key: bytes = b""
 
     def beginnings(self, secret: int, lengths: Iterable[int]) -> Iterator[tuple[bytes, int, bytes]]:
         """Yields root, length and digest of the beginnings of these lengths. Of a recent prompt, what a saved prompt
         begins with that stays does not count: other turns of that conversation may have come from it."""
-        least = 0 if self.is_saved else self.num_kept
+        least = self.num_kept if self.key else 0
         wanted = sorted(length for length in lengths if least < length <= len(self.token_ids))
         for length, digest in zip(wanted, prompt_digests(secret, self.root, self.token_ids, wanted), strict=True):
             yield self.root, length, digest
@@ -78,25 +79,21 @@ class GoneText:
 @dataclass(frozen=True, kw_only=True)
 class PurgePlan:
     """The records that a purge removes. `nodes` are in the order children first. `prompts`, `notes` and `models` are
-    keys of records. `roots` are those that become empty. `stored_bytes` is the size of the nodes in the file.
+    keys of records. `roots` are those that may have nothing left then. `stored_bytes` is the size of the nodes in the
+    file. `kept_blocks` of the chosen entries stay, because other blocks or saved prompts need them.
 
     `texts` are those of the chosen entries and of the recent prompts removed with them; none if all under a root is
     removed.
-
-    The blocks of the chosen entries that stay: `shared_blocks`, because other saved prompts need them, and
-    `continued_blocks`, because blocks of no saved prompt continue them; `kept_bytes` is the size of both in the file.
     """
 
-    entries: tuple[bytes, ...]
+    entries: frozenset[bytes]
     nodes: tuple[bytes, ...]
     prompts: tuple[bytes, ...]
     notes: tuple[bytes, ...]
     roots: frozenset[bytes]
     models: tuple[bytes, ...]
     stored_bytes: int
-    shared_blocks: int
-    continued_blocks: int
-    kept_bytes: int
+    kept_blocks: int
     texts: tuple[GoneText, ...] = ()
 
     def __bool__(self) -> bool:
@@ -187,44 +184,41 @@ class _Planner:
     """One plan from one snapshot."""
 
     def __init__(self, snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> None:
-        self._snapshot = snapshot
-        self._filter = purge_filter
-        self._now = now
-        self._cutoff = None if purge_filter.older_than_s is None else now - purge_filter.older_than_s
+        self._snapshot, self._filter, self._now = snapshot, purge_filter, now
         self._tree = PrefixTree(snapshot)
         self._nodes: dict[bytes, NodeRecord] = {
             name: node for name in snapshot.keys("nodes") if (node := self._tree.node(name)) is not None
         }
         table = snapshot.usages()
-        self._last_used = dict(zip(table.names, table.records["last_used"].tolist(), strict=True))
-        self._sizes = dict(zip(table.names, table.records["stored_bytes"].tolist(), strict=True))
+        self._usage = dict(zip(table.names, table.records[["last_used", "stored_bytes"]].tolist(), strict=True))
         self._records = dict(snapshot.roots())
-        self._entry_names = set(snapshot.keys("entries"))
+        self._entries = frozenset(snapshot.keys("entries"))
 
     def plan(self) -> PurgePlan:
-        chosen = {name for name in self._filter.entries & self._entry_names if self._is_wanted(name)}
-        nodes = self._removable(chosen)
-        doomed = frozenset(nodes)
-        entries = chosen | (self._entry_names & doomed)
-        texts, prompts, notes = self._of_entries(entries) if self._filter.entries else self._of_roots()
-        on_other_paths = {node for name in self._entry_names - entries for node in self._tree.entry(name)}
-        kept = {node for name in chosen for node in self._tree.entry(name)} - doomed
+        chosen = frozenset(filter(self._is_wanted, self._filter.entries & self._entries))
+        nodes = (
+            self._of_chosen(chosen)
+            if self._filter.entries
+            else self._childless({*filter(self._is_wanted, self._nodes)})
+        )
+        entries = chosen | self._entries.intersection(nodes)
+        texts = list(self._texts(entries)) if self._filter.entries else []
+        prompts = [text.key for text in texts if text.key] if self._filter.entries else list(self._old_prompts())
+        notes = list(self._notes_of(texts) if self._filter.entries else self._old_notes())
+        roots = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in (*prompts, *notes)}
+        if not self._filter.entries and self._filter.older_than_s is None:
+            roots |= set(filter(self._is_wanted_root, self._records))
         return PurgePlan(
-            entries=tuple(sorted(entries)),
+            entries=entries,
             nodes=tuple(nodes),
-            prompts=tuple(prompts),
+            prompts=tuple(sorted(prompts)),
             notes=tuple(notes),
-            roots=self._emptied_roots(doomed, frozenset(prompts), frozenset(notes)),
+            roots=frozenset(roots),
             models=self._models(),
-            stored_bytes=self._bytes_of(nodes),
-            shared_blocks=len(kept & on_other_paths),
-            continued_blocks=len(kept - on_other_paths),
-            kept_bytes=self._bytes_of(kept),
+            stored_bytes=sum(self._usage[name][1] for name in nodes if name in self._usage),
+            kept_blocks=len({node for name in chosen for node in self._tree.entry(name)}.difference(nodes)),
             texts=tuple(texts),
         )
-
-    def _bytes_of(self, nodes: Iterable[bytes]) -> int:
-        return sum(self._sizes.get(name, 0) for name in nodes)
 
     def _is_wanted_root(self, root: bytes) -> bool:
         if self._filter.model is None and self._filter.salt is None:
@@ -232,22 +226,27 @@ class _Planner:
         record = self._records.get(root)
         return record is not None and self._filter.is_of(record.model, record.tenant)
 
+    def _is_old(self, last_used: float) -> bool:
+        older_than_s = self._filter.older_than_s
+        return older_than_s is None or last_used < self._now - older_than_s
+
     def _is_wanted(self, name: bytes) -> bool:
         """Returns whether a node meets the conditions on its root and its age."""
-        if name not in self._nodes or not self._is_wanted_root(self._nodes[name].root):
-            return False
-        return self._cutoff is None or self._last_used.get(name, 0.0) < self._cutoff
+        is_wanted = name in self._nodes and self._is_wanted_root(self._nodes[name].root)
+        return is_wanted and self._is_old(self._usage[name][0] if name in self._usage else 0.0)
 
-    def _removable(self, chosen: Collection[bytes]) -> list[bytes]:
-        """Returns the nodes to remove, children first."""
-        if not self._filter.entries:
-            return self._without_children({name for name in self._nodes if self._is_wanted(name)})
-        wanted = {node for name in chosen for node in self._tree.entry(name)} - (self._entry_names - set(chosen))
-        nodes = self._without_children(wanted)
+    def _of_chosen(self, chosen: Collection[bytes]) -> list[bytes]:
+        """Returns the nodes of the chosen entries that nothing else needs, children first."""
+        others = self._entries.difference(chosen)
+        nodes = self._childless({node for name in chosen for node in self._tree.entry(name)} - others)
         # A checkpoint whose block stays can be restored as before: others continue that block. But its own tokens may
         # be those of a deleted prompt alone.
         blocks = set(nodes) - self._tree.checkpoints
-        left = {node for name in self._entry_names - set(chosen) for node in self._path_of(name)}
+        left: set[bytes] = set()
+        for name in others:
+            # A damaged one needs nothing.
+            with suppress(StoreCorrupt):
+                left.update(self._tree.entry(name))
         return [
             name
             for name in nodes
@@ -256,14 +255,7 @@ class _Planner:
             or (self._nodes[name].num_tokens and name not in left)
         ]
 
-    def _path_of(self, entry: bytes) -> Iterable[bytes]:
-        """Returns the nodes of an entry; none if it is damaged."""
-        try:
-            return self._tree.entry(entry)
-        except StoreCorrupt:
-            return ()
-
-    def _without_children(self, wanted: Collection[bytes]) -> list[bytes]:
+    def _childless(self, wanted: Collection[bytes]) -> list[bytes]:
         """Returns those of the wanted nodes that no other node continues, children first."""
         found: dict[bytes, None] = {}
         for name in reversed(list(self._tree.depth_first())):
@@ -271,102 +263,77 @@ class _Planner:
                 found[name] = None
         return list(found)
 
-    def _of_roots(self) -> tuple[list[GoneText], list[bytes], list[bytes]]:
-        """Returns the keys of the recent prompts and the notes under the wanted roots. No caller needs their texts."""
+    def _old_prompts(self) -> Iterator[bytes]:
+        """Yields the keys of the recent prompts under the wanted roots."""
         older_than_s = self._filter.older_than_s
-        prompts = [
-            key
-            for key, came_at, _ in self._snapshot.seen_times()
+        for key, came_at, _ in self._snapshot.seen_times():
             # A time in the future is that of a clock that was wrong.
-            if self._is_wanted_root(key[:HASH_BYTES])
-            and (older_than_s is None or abs(self._now - came_at) > older_than_s)
-        ]
-        notes = [
-            note.key
-            for note in self._snapshot.notes()
-            if self._is_wanted_root(note.root) and (self._cutoff is None or note.times.last_used < self._cutoff)
-        ]
-        return [], prompts, notes
+            is_old = older_than_s is None or abs(self._now - came_at) > older_than_s
+            if is_old and self._is_wanted_root(key[:HASH_BYTES]):
+                yield key
+
+    def _old_notes(self) -> Iterator[bytes]:
+        for note in self._snapshot.notes():
+            if self._is_wanted_root(note.root) and self._is_old(note.times.last_used):
+                yield note.key
 
     def _models(self) -> tuple[bytes, ...]:
         """Returns the keys of the models that are to be forgotten as a whole."""
-        if self._filter.entries or self._cutoff is not None or self._filter.salt is not None:
+        if self._filter.entries or self._filter.older_than_s is not None or self._filter.salt is not None:
             return ()
         return tuple(key for key, model in self._snapshot.models() if self._filter.model in (None, model.model))
 
-    def _of_entries(self, gone: Collection[bytes]) -> tuple[list[GoneText], list[bytes], list[bytes]]:
-        """Returns the texts of the entries that are `gone`, those of the recent prompts that go with them included, and
-        the keys of these prompts and of the notes that came from any of them."""
-        texts: list[GoneText] = []
-        prompts: list[bytes] = []
+    def _texts(self, gone: Collection[bytes]) -> Iterator[GoneText]:
+        """Yields the texts of the entries that are `gone`, and those of the recent prompts that go with them."""
         for root in {self._nodes[name].root for name in gone}:
             size = self._records[root].block_size if root in self._records else 0
-            of_root = {
-                name: self._text(name)
-                for name in self._entry_names & self._nodes.keys()
+            saved: dict[bytes, TokenIds] = {
+                name: np.concatenate([node.token_ids for node in self._tree.path(name).values()])
+                for name in self._entries & self._nodes.keys()
                 if self._nodes[name].root == root
             }
-            kept = _Texts([token_ids for name, token_ids in of_root.items() if name not in gone])
-            deleted = [of_root[name] for name in gone if name in of_root]
-            texts += [GoneText(root, size, token_ids, kept.shared(token_ids), is_saved=True) for token_ids in deleted]
+            kept = sorted(_ordered(text) for name, text in saved.items() if name not in gone)
+            deleted = [saved[name] for name in gone if name in saved]
+            for text in deleted:
+                yield GoneText(root, size, text, _shared(kept, text))
             for seen in newest_first(self._snapshot, root):
-                prompt = seen.token_ids
-                num_kept = kept.shared(prompt)
-                if num_kept < len(prompt) and any(_is_of(prompt, text, num_kept) for text in deleted):
-                    prompts.append(seen.key)
-                    texts.append(GoneText(root, size, prompt, num_kept))
-        return texts, sorted(prompts), list(self._notes_of(texts))
+                num_kept = _shared(kept, seen.token_ids)
+                if any(_is_of(seen.token_ids, text, num_kept) for text in deleted):
+                    yield GoneText(root, size, seen.token_ids, num_kept, seen.key)
 
     def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
         """Yields the keys of the notes that came from these texts, or from a beginning of one. An encoded text may be a
         part of any of them, so all under their roots go: they only save a moment."""
         secret = names_of(self._snapshot).secret
         lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
-        notes = [note for note in self._snapshot.notes() if note.root in lengths]
-        prompts = [note_prompt(self._snapshot.record("notes", note.key) or b"") for note in notes]
-        for note, prompt in zip(notes, prompts, strict=True):
+        notes = [
+            (note, note_prompt(self._snapshot.record("notes", note.key) or b""))
+            for note in self._snapshot.notes()
+            if note.root in lengths
+        ]
+        for note, prompt in notes:
             lengths[note.root].add(prompt.num_tokens)
         gone = {one for text in texts for one in text.beginnings(secret, lengths[text.root])}
-        for note, prompt in zip(notes, prompts, strict=True):
+        for note, prompt in notes:
             if note.kind == NoteKind.ENCODING or (note.root, *prompt) in gone:
                 yield note.key
 
-    def _text(self, entry: bytes) -> TokenIds:
-        text: TokenIds = np.concatenate([node.token_ids for node in self._tree.path(entry).values()])
-        return text
-
-    def _emptied_roots(
-        self, nodes: Collection[bytes], prompts: Collection[bytes], notes: Collection[bytes]
-    ) -> frozenset[bytes]:
-        """Returns the roots that become empty by this purge, or that were selected."""
-        left = {node.root for name, node in self._nodes.items() if name not in nodes}
-        left |= {key[:HASH_BYTES] for key in self._snapshot.keys("seen") if key not in prompts}
-        left |= {key[:HASH_BYTES] for key in self._snapshot.keys("notes") if key not in notes}
-        touched = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in (*prompts, *notes)}
-        if not self._filter.entries and self._cutoff is None:
-            touched |= {root for root in self._records if self._is_wanted_root(root)}
-        return frozenset((touched & self._records.keys()) - left)
-
 
 def _is_of(prompt: TokenIds, text: TokenIds, num_kept: int) -> bool:
-    """Returns whether a recent prompt goes with a deleted text: one begins with the other, or they share more than
-    every prompt's template and than the `num_kept` tokens that it shares with saved prompts that stay."""
+    """Returns whether a recent prompt goes with a deleted text: it is not all in a saved prompt that stays, and one
+    begins with the other, or they share more than every prompt's template and than the `num_kept` tokens that it shares
+    with saved prompts that stay."""
     common = common_prefix_length(prompt, text)
-    return common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
+    is_same = common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
+    return num_kept < len(prompt) and is_same
 
 
-class _Texts:
-    """Several texts, to find the one that shares most with another."""
-
-    def __init__(self, texts: Iterable[TokenIds]) -> None:
-        self._sorted = sorted(map(_ordered, texts))
-
-    def shared(self, token_ids: TokenIds) -> int:
-        """Returns how many leading tokens are also those of one of the texts."""
-        wanted = _ordered(token_ids)
-        place = bisect_left(self._sorted, wanted)
-        # Sorted, so none has more in common than its neighbours.
-        return max((num_common(wanted, text) for text in self._sorted[max(0, place - 1) : place + 1]), default=0)
+def _shared(ordered: Sequence[bytes], token_ids: TokenIds) -> int:
+    """Returns how many leading tokens are also those of one of the texts, which are sorted results of `_ordered`."""
+    wanted = _ordered(token_ids)
+    place = bisect_left(ordered, wanted)
+    # Sorted, so none has more in common than its neighbours.
+    return max((num_common(wanted, text) for text in ordered[max(0, place - 1) : place + 1]), default=0)
 
 
 def _ordered(token_ids: TokenIds) -> bytes:
@@ -376,7 +343,7 @@ def _ordered(token_ids: TokenIds) -> bytes:
 @_repair_hint()
 def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[int], None]) -> None:
     """Carries out a plan as far as it still holds, and counts what is removed."""
-    nodes, entries = frozenset(plan.nodes), frozenset(plan.entries)
+    of_others = sorted(plan.entries.difference(plan.nodes))
     # The entries go last: after a kill, the same purge finds them again, and what is left of the rest.
     for some in batches(plan.prompts, PROMPTS_AT_ONCE):
         with store.changes() as changes:
@@ -384,13 +351,13 @@ def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[i
     for some in batches(plan.notes, RECORDS_AT_ONCE):
         with store.changes() as changes:
             gone.notes += sum(changes.delete_record("notes", key) for key in some)
-    for some in batches([name for name in plan.entries if name not in nodes], RECORDS_AT_ONCE):
+    for some in batches(of_others, RECORDS_AT_ONCE):
         with store.changes() as changes:
             gone.entries += sum(changes.delete_record("entries", name) for name in some)
     for some in batches(plan.nodes, NODES_AT_ONCE):
         before = gone.stored_bytes
         with store.changes() as changes:
-            _delete_nodes(changes, some, entries, gone)
+            _delete_nodes(changes, some, plan.entries, gone)
         advance(gone.stored_bytes - before)
     with store.changes() as changes:
         gone.roots += changes.delete_bare_roots(set(plan.roots))

@@ -56,7 +56,7 @@ def test_an_entry_goes_by_the_beginning_of_its_id(run: Run, folder: Path, pubs: 
     assert (ended.exit_code, ended.stderr) == (0, "")
     assert f"{name(pubs[0])[:12]} tiny 48 tokens a conversation about 0 [31mbirds" in ended.stdout
     assert "to remove: 1 saved prompt, 2 blocks, " in ended.stdout
-    assert "2 blocks of them stay: other saved prompts share them" in ended.stdout
+    assert "2 blocks of them stay: other prompts need them" in ended.stdout
     assert "purged 1 saved prompt, 2 blocks, " in ended.stdout
     assert "bytes stay" not in ended.stdout + ended.stderr
     assert entries_left(run, folder) == {name(pubs[1]), name(pubs[2])}

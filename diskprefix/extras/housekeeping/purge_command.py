@@ -220,10 +220,8 @@ def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
     )
     amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
     click.echo(f"{title}: {amounts}, {_others(len(plan.prompts), len(plan.notes))}")
-    if plan.shared_blocks:
-        click.echo(f"{counted(plan.shared_blocks, 'block')} of them stay: other saved prompts share them")
-    if plan.continued_blocks:
-        click.echo(f"{counted(plan.continued_blocks, 'block')} of them stay: other blocks continue them")
+    if plan.kept_blocks:
+        click.echo(f"{counted(plan.kept_blocks, 'block')} of them stay: other prompts need them")
 
 
 def _show_purged(folder: Path, purged: Purged) -> None:
@@ -266,5 +264,5 @@ def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> 
         roots=len(plan.roots),
         stored_bytes=plan.stored_bytes,
     )
-    kept = {name: getattr(plan, name) for name in ("shared_blocks", "continued_blocks", "kept_bytes")}
-    return {"dry_run": purged is None} | done.counts() | kept | {"entries": [asdict(info) for info in chosen]}
+    listed = {"kept_blocks": plan.kept_blocks, "entries": [asdict(info) for info in chosen]}
+    return {"dry_run": purged is None} | done.counts() | listed
