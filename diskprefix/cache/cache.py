@@ -70,7 +70,7 @@ class PrefixCache(CacheResources):
         self._model_name = model_name
         self._tokenizer = tokenizer
         self.namespaces = TenantNamespaces(store, self._root_record, on_prompts, settings.kv_cache_ttl)
-        self.writer.on_forget.append(self.namespaces.forget_deleted)
+        self.writer.house.on_forget.append(self.namespaces.forget_deleted)
         shared = self.namespaces.get(SHARED)
         with suppress(CacheError):
             # The first request tries again.
@@ -105,7 +105,7 @@ class PrefixCache(CacheResources):
         be written."""
         self.writer.flush(_PURGE_S)
         purged = purge(self.store, purge_filter, self.store.clock())
-        for forget in self.writer.on_forget:
+        for forget in self.writer.house.on_forget:
             forget()
         if self.remote is not None:
             try:
@@ -194,8 +194,8 @@ class PrefixCache(CacheResources):
             "unaffordable": self.counters["unaffordable"],
             "dropped": self.writer.dropped + self.counters["refused"],
             "evicted_blocks": self.writer.evicted,
-            "expired_blocks": self.writer.expired,
-            "quarantined": self.writer.quarantined,
+            "expired_blocks": self.writer.house.expired,
+            "quarantined": self.writer.house.quarantined,
             "saved_s": self.writer.savings.saved_s,
             "savings": _savings_dict(savings, self.store.clock()),
             "gate": self.cost_model.as_dict(),

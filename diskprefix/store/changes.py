@@ -7,7 +7,6 @@ import struct
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -118,12 +117,12 @@ class Part(NamedTuple):
 def touches(uses: Mapping[bytes, Use]) -> Part:
     """Returns the part that records the use of nodes, given by their names, and of their ancestors. Missing nodes are
     ignored."""
-    return Part(0, partial(_touch_all, uses))
 
+    def put(changes: Changes) -> None:
+        for name, use in uses.items():
+            changes.touch(name, use)
 
-def _touch_all(uses: Mapping[bytes, Use], changes: Changes) -> None:
-    for name, use in uses.items():
-        changes.touch(name, use)
+    return Part(0, put)
 
 
 class Changes(Snapshot):
@@ -152,10 +151,9 @@ class Changes(Snapshot):
             self._put("roots", root, encode_record(root, record))
 
     def put_model(self, record: ModelRecord) -> None:
-        """Stores the record of a model that the store is served with, unless it is there."""
+        """Stores the record of a model that the store is served with."""
         key = model_key(record.identity)
-        if not self.has_record("meta", key):
-            self._put("meta", key, encode_record(key, record))
+        self._put("meta", key, encode_record(key, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> bytes:
         """Stores a node with its payload. Returns the name of the node that holds its tokens then.

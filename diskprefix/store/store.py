@@ -172,7 +172,7 @@ class Store(StoreFile):
 
     def close(self) -> None:
         """Does `StoreFile.close`. First records what this process has written, if that is more than a record takes."""
-        if self.problem is None and self.meter.total_bytes - self.meter.recorded_bytes > _RECORDED_BYTES:
+        if self.meter.total_bytes - self.meter.recorded_bytes > _RECORDED_BYTES:
             with suppress(CacheError):
                 self.record_written()
         super().close()
@@ -253,8 +253,9 @@ class Store(StoreFile):
         return self.meter.added_to(written, self.clock(), recorded_bytes)
 
     def record_written(self) -> None:
-        """Records what this process has written since its last publication. Raises `CacheError`."""
-        if self.meter.total_bytes > self.meter.recorded_bytes:
+        """Records what this process has written since its last publication, if the store can be written. Raises
+        `CacheError`."""
+        if self.problem is None and self.meter.total_bytes > self.meter.recorded_bytes:
             with self.changes() as changes:
                 recorded = self._put_written(changes)
             self.meter.recorded_bytes = recorded

@@ -146,7 +146,7 @@ def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> 
     damage(runner.cache.store, first_block(runner, first))
     report = read(runner, wanted).report
     assert (report.restored, report.refused) == (21, "damaged")
-    runner.wait_for(lambda: runner.cache.writer.quarantined == 2)
+    runner.wait_for(lambda: runner.cache.writer.house.quarantined == 2)
     assert is_sound(runner)
     # A record, this time.
     with runner.cache.store.changes() as changes:
@@ -155,7 +155,7 @@ def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> 
         changes._put("nodes", first_block(runner, second), bytes(record))
     report = read(runner, wanted).report
     assert (report.restored, report.miss_reason) == (0, "damaged")
-    runner.wait_for(lambda: runner.cache.writer.quarantined > 2)
+    runner.wait_for(lambda: runner.cache.writer.house.quarantined > 2)
     assert is_sound(runner)
 
 

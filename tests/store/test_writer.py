@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import StoreFull, StoreUnavailable
-from diskprefix.store import savings
+from diskprefix.store import savings, write_queue
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes, Part
 from diskprefix.store.note_record import NoteKind, note_key
@@ -297,7 +297,7 @@ def test_a_damaged_node_goes_before_what_is_submitted_after_it(store: Store) -> 
     writer.quarantine(pub.nodes[1].name, pub.nodes[1].parent)
     submit(writer, pub)
     assert writer.close(30)
-    assert writer.quarantined == 3
+    assert writer.house.quarantined == 3
     assert is_whole(store, pub)
 
 
@@ -334,9 +334,9 @@ def test_what_has_a_time_of_its_own_expires_without_a_daemons_time_also_after_a_
     store = open_store(tmp_path / "kv", clock=clock)
     writer = Writer(store, buffer_bytes=1 << 30)
     deadline = time.monotonic() + 30
-    while not writer.expired and time.monotonic() < deadline:
+    while not writer.house.expired and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert writer.expired == 2
+    assert writer.house.expired == 2
     assert is_whole(store, kept)
     assert writer.close(30)
     store.close()
@@ -359,9 +359,9 @@ def test_a_store_without_times_of_its_own_is_hardly_ever_looked_through(
         return 0
 
     monkeypatch.setattr(store.evictor, "expire", expire)
-    monkeypatch.setattr("diskprefix.store.writer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("diskprefix.store.housekeeping.time.monotonic", lambda: now[0])
     for now[0] in range(1000, 9000, 10):
-        writer._expire()
+        writer.house._expire()
     assert [b - a for a, b in pairwise(looks)][:2] == looks_after_s
 
 
@@ -400,7 +400,7 @@ def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: St
 def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     pub = publication(store, prompt(1, BLOCK))
     if reason == "ten seconds":
-        monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.0)
+        monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.0)
     writer = Writer(store, buffer_bytes=pub.payload_bytes if reason == "half of the buffer" else 1 << 30)
     writer.pause_writing()
     submit(writer, pub)

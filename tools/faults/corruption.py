@@ -241,7 +241,7 @@ def _live(folder: Path, original: Original, seed: int) -> Life:
             store_id=store.store_id.hex(),
             restored=restored,
             nodes=sum(len(pub.nodes) for pub in publications),
-            quarantined=writer.quarantined,
+            quarantined=writer.house.quarantined,
             evicted=writer.evicted,
             dropped=writer.dropped,
             error=writer.error,

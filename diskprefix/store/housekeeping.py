@@ -1,0 +1,133 @@
+"""Keeps a store in order beside the writing of prompts, and says what is wrong with it. For the writing thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.store.eviction import expiry_interval_s
+from diskprefix.store.note_record import note_bytes
+from diskprefix.store.savings import forget_hits
+from diskprefix.store.schema import ModelRecord, model_key
+from diskprefix.store.store import Store
+from diskprefix.store.verify import remove_damaged
+
+log = logging.getLogger("diskprefix")
+
+
+class Housekeeping:
+    """The steps between publications. A failure of the store is logged once."""
+
+    def __init__(self, store: Store, ttl_s: float) -> None:
+        """`ttl_s`: nodes that were not used for this many seconds are removed; 0 keeps them. Uses may ask for another
+        time."""
+        self._store = store
+        self._ttl_s = ttl_s
+        self._expired_at = -math.inf
+        self.models: tuple[ModelRecord, ...] = ()
+        """The models that the store is served with."""
+        self._recorded: tuple[ModelRecord, ...] = ()
+        """Those of which the store has a record."""
+        self.on_forget: list[Callable[[], None]] = []
+        """Called when records were deleted, by any process, or may have expired: memories of them must go too."""
+        self._purged_at: bytes | None = None
+        """The time of the last purge of any process, as the store has it, after which memories were dropped."""
+        self.expired = self.quarantined = 0
+        self.error: str | None = None
+        """The store's last failure; None once a prompt is saved again."""
+        self.look()
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Runs a step. The thread survives whatever it raises: a bug shows as a degraded cache and a logged
+        traceback."""
+        try:
+            step()
+        except CacheError as error:
+            self._report(error)
+            if isinstance(error, StoreCorrupt):
+                self._remove_damaged(error)
+        except Exception as error:
+            log.exception("[disk-cache] the writer failed")
+            self.error = f"internal error: {error!r}"
+
+    def look(self) -> None:
+        """Reports what is wrong with the folder, once."""
+        if self._store.problem is not None:
+            self._report(self._store.problem)
+
+    def recover(self) -> None:
+        """A prompt was saved."""
+        if self.error is not None:
+            self.error = None
+            log.info("[disk-cache] saving again")
+
+    def maintain(self) -> None:
+        """Opens the folder again if needed, removes what has expired, and records the models."""
+        if self._store.maintain():
+            self.recover()
+            self._recorded = ()
+        self.look()
+        if self._store.problem is None:
+            self._expire()
+        self._record_models()
+
+    def _record_models(self) -> None:
+        """Records all models in the store. A failure is tried again at the next check of the folder."""
+        models = self.models
+        if models == self._recorded:
+            return
+        with self._store.snapshot() as snapshot:
+            new = [model for model in models if not snapshot.has_record("meta", model_key(model.identity))]
+        if new:
+            self._store.evictor.make_room(sum(note_bytes(len(model.identity)) for model in new), frozenset())
+            with self._store.changes() as changes:
+                for model in new:
+                    changes.put_model(model)
+        self._recorded = models
+
+    def quarantine(self, name: bytes, parent: bytes) -> None:
+        """Removes a damaged node with all that continues it."""
+        self.quarantined += self._store.quarantine(name, parent)
+        self._store.try_file()
+
+    def notice_purge(self) -> None:
+        """Has memories dropped if a process has purged something since the last time."""
+        if self._store.problem is not None:
+            return
+        with self._store.snapshot() as snapshot:
+            purged_at = snapshot.meta("purged_at")
+        if purged_at != self._purged_at:
+            self._purged_at = purged_at
+            forget_hits(self._store)
+            self._have_forgotten()
+
+    def _expire(self) -> None:
+        """Removes expired nodes at intervals. The first time is soon after the start."""
+        now = time.monotonic()
+        if now >= self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._store.evictor.may_have_own_ttls):
+            self._expired_at = now
+            if expired := self._store.evictor.expire(self._ttl_s):
+                self.expired += expired
+                forget_hits(self._store)
+            self._have_forgotten()
+
+    def _have_forgotten(self) -> None:
+        for forget in self.on_forget:
+            forget()
+
+    def _remove_damaged(self, error: StoreCorrupt) -> None:
+        """Removes damaged records that make writing fail. `Store.maintain` deals with damage of the file itself."""
+        try:
+            self.quarantined += remove_damaged(self._store).records
+            self._store.try_file()
+        except CacheError as failure:
+            log.debug("[disk-cache] not removed: %s, because of %s", error, failure)
+
+    def _report(self, error: CacheError | str) -> None:
+        told = error if isinstance(error, str) else self._store.told(error)
+        if self.error is None:
+            log.warning("[disk-cache] serving without saving until this is repaired: %s", told)
+        self.error = told

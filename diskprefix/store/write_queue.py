@@ -1,0 +1,149 @@
+"""The queue of the writer: publications in order, uses of nodes, damaged nodes. Bounded in bytes.
+
+A caller reserves room for its data first, and no request waits for that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+from diskprefix.store.changes import NewNode, Part, Use, touches
+from diskprefix.store.eviction import recorded_ttl
+from diskprefix.store.evictor import Evictor
+from diskprefix.store.store import Publication
+
+_MAX_HELD_S = 10.0
+"""A kill loses what was computed in that time."""
+
+
+class WriteQueue:
+    """The methods for any thread do not wait for the disk and do not raise. Those with an underscore are for the
+    writing thread."""
+
+    def __init__(self, evictor: Evictor, buffer_bytes: int) -> None:
+        self._evictor = evictor
+        self._buffer_bytes = buffer_bytes
+        self._queue: deque[Publication] = deque()
+        self._touches: dict[bytes, Use] = {}
+        self._damaged: dict[bytes, bytes] = {}
+        self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
+        """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
+        be in neither."""
+        self.pending_bytes = 0
+        self.on_room: Callable[[], None] = lambda: None
+        """Called when there is more room in the buffer."""
+        self._changed = threading.Condition()
+        self._held_at: float | None = None
+        """The time since which writing is paused, on the clock of `time.monotonic`; None if it is not."""
+        self._num_waiting = 0
+        """Callers that wait until everything is written."""
+        self._closing = False
+
+    def reserve(self, size: int, *, leaving: int = 0) -> bool:
+        """Reserves `size` bytes of the buffer. Returns whether there was room for them and `leaving` bytes more."""
+        with self._changed:
+            has_room = size + leaving <= self.room_bytes
+            self.pending_bytes += size if has_room else 0
+            return has_room
+
+    def release(self, size: int) -> None:
+        """Gives back reserved bytes that are not needed."""
+        with self._changed:
+            self.pending_bytes -= size
+            self._changed.notify_all()
+        self.on_room()
+
+    def submit(self, publication: Publication, *, reserved_bytes: int) -> None:
+        """Queues a publication whose payloads take the bytes that were reserved. Its nodes are visible at once."""
+        assert publication.payload_bytes == reserved_bytes
+        with self._changed:
+            if publication.base is not None:
+                self._evictor.pin(publication.base)
+            self._queue.append(publication)
+            self.pending = MappingProxyType(dict(self.pending) | {n.name: n for n in publication.nodes})
+            self._changed.notify_all()
+
+    def pause_writing(self) -> None:
+        """Pauses writing until `resume_writing`, because the model needs the processors for a prompt. The pause also
+        ends after ten seconds, when half of the buffer is used, and if a caller waits for the writing."""
+        with self._changed:
+            self._held_at = self._held_at or time.monotonic()
+
+    def resume_writing(self) -> None:
+        with self._changed:
+            self._held_at = None
+            self._changed.notify_all()
+
+    def touch(self, name: bytes, when: float, ttl_s: float | None = None, *, hits: int = 1) -> None:
+        """Records the use of a stored node and of the nodes that it continues. Uses are written together, later.
+
+        `ttl_s`: how long the request asks to keep the nodes, in seconds; None leaves that to the daemon. `hits` is 0 if
+        only the time to live is new.
+        """
+        self._use({name: Use(when, hits, recorded_ttl(ttl_s))})
+
+    def quarantine(self, name: bytes, parent: bytes) -> None:
+        """Removes a damaged node before the next publication is written."""
+        with self._changed:
+            self._damaged[name] = parent
+            self._changed.notify_all()
+
+    @property
+    def num_pending(self) -> int:
+        """Publications that wait to be written, or are being written."""
+        return len(self._queue)
+
+    @property
+    def room_bytes(self) -> int:
+        """The bytes that may still be reserved."""
+        return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes)
+
+    def _use(self, uses: Mapping[bytes, Use]) -> None:
+        with self._changed:
+            for name, use in uses.items():
+                noted = self._touches.get(name)
+                self._touches[name] = use if noted is None else noted.and_also(use)
+
+    @contextmanager
+    def _using(self) -> Iterator[Part | None]:
+        """Yields the uses of nodes that are in the store; None if there are none. With an error they wait on."""
+        with self._changed:
+            used, self._touches = self._touches, {}
+            # Nodes that are not in the store yet are used once they are.
+            self._touches = {name: used.pop(name) for name in used.keys() & self.pending.keys()}
+        try:
+            yield touches(used) if used else None
+        except BaseException:
+            self._use(used)
+            raise
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _next(self) -> Publication | None:
+        """Returns the publication to be written now."""
+        return self._queue[0] if self._queue and not self._is_held() else None
+
+    def _is_held(self) -> bool:
+        if self._held_at is None or self._closing or self._num_waiting:
+            return False
+        return self.pending_bytes <= self._buffer_bytes // 2 and time.monotonic() < self._held_at + _MAX_HELD_S
+
+    def _forget(self, publication: Publication) -> None:
+        """Takes a publication that was written, or is lost, out of the queue."""
+        with self._changed:
+            if self._queue and self._queue[0] is publication:
+                self._queue.popleft()
+            self.pending_bytes -= publication.payload_bytes
+            gone = {node.name for node in publication.nodes}
+            self.pending = MappingProxyType({k: v for k, v in self.pending.items() if k not in gone})
+            if publication.base is not None:
+                self._evictor.unpin(publication.base)
+            self._changed.notify_all()
+        self.on_room()
