@@ -70,7 +70,7 @@ class PrefixCache(CacheResources):
         self._model_name = model_name
         self._tokenizer = tokenizer
         self.namespaces = TenantNamespaces(store, self._root_record, on_prompts, settings.kv_cache_ttl)
-        self.writer.house.on_forget.append(self.namespaces.forget_deleted)
+        self.on_forget.append(self.namespaces.forget_deleted)
         shared = self.namespaces.get(SHARED)
         with suppress(CacheError):
             # The first request tries again.
@@ -80,6 +80,11 @@ class PrefixCache(CacheResources):
         if not layout.unsupported:
             self.writer.add_model(ModelRecord(model=model_name, identity=identity(str(SHARED))))
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes)
+
+    @property
+    def on_forget(self) -> list[Callable[[], None]]:
+        """Called when something was purged, by any process, or may have expired: memories of it must go too."""
+        return self.writer.house.on_forget
 
     def notes(self, tenant: Tenant) -> TenantNotes:
         """Returns the notes of a tenant; for any thread."""
@@ -105,7 +110,7 @@ class PrefixCache(CacheResources):
         be written."""
         self.writer.flush(_PURGE_S)
         purged = purge(self.store, purge_filter, self.store.clock())
-        for forget in self.writer.house.on_forget:
+        for forget in self.on_forget:
             forget()
         if self.remote is not None:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, w
 from diskprefix.chat.template_input import TemplateInput
 from diskprefix.nouns import Prompt
 from diskprefix.tokens import TokenIds, as_token_ids
+
+if TYPE_CHECKING:
+    from diskprefix.chat.known_parts import OwnedParts
 
 
 class Rendering(NamedTuple):
@@ -33,13 +36,13 @@ class ReplySpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptDraft:
-    """A prompt while it is made. Comments name the step that sets the fields. `replies` and `encodings` are records of
-    earlier requests; None if the request does without them."""
+    """A prompt while it is made. Comments name the step that sets the fields. `replies` are records of earlier replies,
+    `known` encoded texts of earlier prompts; None if the request does without them."""
 
     conversation: Conversation
     """Set by the caller; `normalise`, `place` and `fit` change it."""
     replies: RecordStore | None = None
-    encodings: RecordStore | None = None
+    known: OwnedParts | None = None
 
     # recall
     remembered: Mapping[int, SampledTurn] = field(default_factory=dict)

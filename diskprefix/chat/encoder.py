@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from diskprefix.chat.draft import PromptDraft, ReplySpan
-from diskprefix.chat.replay import RecordStore
+from diskprefix.chat.known_parts import Encoding, OwnedParts
 from diskprefix.chat.template import ChatTemplate, render
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.tokens import TokenIds
@@ -25,37 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PART_CHARS = 4096
-"""The least length of a part, except the last. A shorter one is encoded as fast as it is found in the store."""
+"""The least length of a part, except the last. A shorter one is encoded as fast as it is found."""
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
 _PROBED_CHARS_PER_POSITION = 32
 """The characters that are encoded first in a longer text. Real text has about four characters per token."""
-_RECORD_VERSION = 1
-"""The version of `Encoding.record`."""
-
-
-class Encoding(NamedTuple):
-    """The tokens of a text."""
-
-    token_ids: TokenIds
-    offsets: npt.NDArray[np.int32]
-    """First and last character (exclusive) of each token, shape (num_tokens, 2). (0, 0): the tokenizer added it."""
-
-    def between(self, before: Sequence[int], behind: Sequence[int]) -> Encoding:
-        """Returns these tokens with others without text before and behind them."""
-        token_ids = np.concatenate([np.array(before, np.int32), self.token_ids, np.array(behind, np.int32)])
-        return Encoding(token_ids, np.pad(self.offsets, ((len(before), len(behind)), (0, 0))))
-
-    def record(self) -> bytes:
-        """Returns the bytes that `of_record` reads: ids, distances of the beginnings, and lengths, int32."""
-        starts, ends = self.offsets.T
-        return np.stack([self.token_ids, np.diff(starts, prepend=np.int32(0)), ends - starts]).astype("<i4").tobytes()
-
-    @classmethod
-    def of_record(cls, record: bytes) -> Encoding:
-        """Returns the encoding of a record. Raises `ValueError` for bytes that `record` did not write."""
-        token_ids, distances, lengths = np.frombuffer(record, "<i4").reshape(3, -1).astype(np.int32)
-        starts = np.cumsum(distances, dtype=np.int32)
-        return cls(token_ids, np.stack([starts, starts + lengths], axis=1))
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Encoding]:
@@ -93,7 +63,7 @@ def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
     begin = 0
     for span in (*draft.spans, end_of_text):
         adds_special = not begin and encoder.adds_bos(text)
-        part = encoder.encode(text[begin : span.begin], adds_special=adds_special, param=param, store=draft.encodings)
+        part = encoder.encode(text[begin : span.begin], adds_special=adds_special, param=param, known=draft.known)
         parts += [(begin, part), (span.begin, _sampled(span))]
         written_ids += [part.token_ids, np.full(len(span.token_ids), -1, np.int32)]
         begin = span.end
@@ -193,22 +163,11 @@ class Encoder:
         """Computes the values that the first prompt needs."""
         self.encode("warm up", param="")
         _ = self._longest_token
-        _ = self._identity
 
-    @cached_property
-    def _identity(self) -> str:
-        """A digest of everything that decides the record of a text. Computing it takes a tenth of a second."""
-        import tokenizers
-
-        content = f"{_RECORD_VERSION} {tokenizers.__version__} {self._tokenizer.backend_tokenizer.to_str()}"
-        return hashlib.sha256(content.encode()).hexdigest()
-
-    def encode(
-        self, text: str, *, adds_special: bool = False, param: str, store: RecordStore | None = None
-    ) -> Encoding:
+    def encode(self, text: str, *, adds_special: bool = False, param: str, known: OwnedParts | None = None) -> Encoding:
         """Returns the tokens of `text`, and with `adds_special` those that the tokenizer adds, such as BOS.
 
-        Long parts of the text are looked up in `store`, and recorded there. Raises `InvalidRequest` for a text without
+        Long parts of the text are looked up in `known`, and kept there. Raises `InvalidRequest` for a text without
         tokens or with half a character, and `ContextTooLong`.
         """
         if (least := self._least(text)) >= self._max_positions:
@@ -220,12 +179,10 @@ class Encoder:
             raise InvalidRequest.at(param, problem) from error
         self._probe(text, param)
         parts = self._parts.of(text)
-        long = [k for k, part in enumerate(parts) if len(part) >= PART_CHARS] if store is not None else []
-        ids = {k: f"{self._identity}\n{parts[k]}" for k in long}
-        found = {} if store is None else _found(store, ids)
-        missing = [k for k in range(len(parts)) if k not in found]
-        fresh = dict(zip(missing, self._encoded([parts[k] for k in missing]), strict=True))
-        encodings = found | fresh
+        long = [k for k, part in enumerate(parts) if len(part) >= PART_CHARS] if known is not None else []
+        encodings = {k: found for k in long if known is not None and (found := known.get(parts[k])) is not None}
+        missing = [k for k in range(len(parts)) if k not in encodings]
+        encodings |= zip(missing, self._encoded([parts[k] for k in missing]), strict=True)
         begins = accumulate(map(len, parts), initial=0)
         encoding = joined(zip(begins, map(encodings.__getitem__, range(len(parts))), strict=False))
         if adds_special:
@@ -233,9 +190,9 @@ class Encoder:
         if not len(encoding.token_ids):
             raise InvalidRequest.at(param, "the prompt has no tokens")
         self.check_positions(len(encoding.token_ids), param)
-        if store is not None:
-            for k in ids.keys() & fresh.keys():
-                store.put(ids[k], fresh[k].record())
+        if known is not None:
+            for k in long:
+                known.put(parts[k], encodings[k])
         return encoding
 
     def adds_bos(self, text: str) -> bool:
@@ -288,13 +245,3 @@ class Encoder:
         short = [text if self._least(text) < self._max_positions else "" for text in texts]
         found = self._tokenizer(short, add_special_tokens=False, verbose=False)["input_ids"]
         return [len(ids) if text else self._least(whole) for ids, text, whole in zip(found, short, texts, strict=True)]
-
-
-def _found(store: RecordStore, ids: Mapping[int, str]) -> dict[int, Encoding]:
-    """Returns the readable encodings among those with these ids."""
-    found = {}
-    for k, id_ in ids.items():
-        with suppress(ValueError):
-            if (record := store.get(id_)) is not None:
-                found[k] = Encoding.of_record(record)
-    return found

@@ -13,6 +13,7 @@ from diskprefix.chat.content import holds_media, prepare_media, read_media, rend
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
+from diskprefix.chat.known_parts import KnownParts, OwnedParts
 from diskprefix.chat.late_system import place
 from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject
@@ -68,6 +69,8 @@ class PromptRenderer:
             positions_limit=positions_limit,
             needs_bos=media is not None,
         )
+        self.known_parts = KnownParts()
+        """The encoded texts of earlier prompts."""
         self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
         self.vocab_size = vocab_size
         self._template = ChatTemplate(tokenizer, self.end_ids)
@@ -94,14 +97,14 @@ class PromptRenderer:
         return choose_format(template.source_for([]), write, special=template.special, added=template.added)
 
     def replay(
-        self, conversation: Conversation, replies: RecordStore | None, encodings: RecordStore | None = None
+        self, conversation: Conversation, replies: RecordStore | None, known: OwnedParts | None = None
     ) -> Replayed:
         """Returns the prompt of a conversation, with the sampled tokens of the replies that `replies` remembers. Texts
-        in `encodings` are not encoded again. Raises `InvalidRequest` if the template or the model refuses the
+        that are `known` are not encoded again. Raises `InvalidRequest` if the template or the model refuses the
         conversation, and `ContextTooLong` if the prompt exceeds the model's positions."""
         require_few_arguments(conversation)
         steps = self._media_steps() if holds_media(conversation.messages) else self._text_steps()
-        draft = run_steps(steps, PromptDraft(conversation=conversation, replies=replies, encodings=encodings))
+        draft = run_steps(steps, PromptDraft(conversation=conversation, replies=replies, known=known))
         if draft.conversation_hash is None or draft.ending != "reply":
             return Replayed(draft.prompt)
         return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))
@@ -150,17 +153,17 @@ class PromptRenderer:
         return fill_in_tags(self._template.added, gap).ends
 
     def completion(
-        self, prompt: str | list[int] | FillIn, encodings: RecordStore | None = None, *, param: str = "prompt"
+        self, prompt: str | list[int] | FillIn, known: OwnedParts | None = None, *, param: str = "prompt"
     ) -> Prompt:
-        """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template. Texts in
-        `encodings` are not encoded again. `param` is its path in the body. Raises `InvalidRequest` for an unknown token
+        """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template. Texts that
+        are `known` are not encoded again. `param` is its path in the body. Raises `InvalidRequest` for an unknown token
         id, an empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`."""
         num_added = 0, 0
         if isinstance(prompt, FillIn):
             prompt = fill_in_tags(self._template.added, prompt).text_of(prompt)
         if isinstance(prompt, str):
             text = prompt
-            token_ids = self._encoder.encode(text, adds_special=True, param=param, store=encodings).token_ids
+            token_ids = self._encoder.encode(text, adds_special=True, param=param, known=known).token_ids
             num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
         else:
             self._encoder.check_positions(len(prompt), param=param)

@@ -21,7 +21,7 @@ _ID_BYTES = 32
 
 
 class RecordStore(Protocol):
-    """Records of one tenant and one model: replies or encoded texts. No method raises; `get` may wait for the disk."""
+    """Records of the replies of one tenant and one model. No method raises; `get` may wait for the disk."""
 
     def get(self, id_: str) -> bytes | None: ...
 

@@ -40,7 +40,7 @@ class Loop:
         self._prefetchers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-prefetch")
         """Each thread waits for the shared tier for one request."""
         self._is_ending = False
-        served.cache.writer.house.on_forget.append(inbox.wake)
+        served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = inbox.wake
 
     def run(self) -> None:

@@ -40,7 +40,7 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
-from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
+from diskprefix.server.remembering import RememberingReader, known_parts, reply_memory, stored_turns
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
 from diskprefix.store.notes import TenantNotes
@@ -222,10 +222,10 @@ async def render(question: Question) -> Rendered:
     serving, cache = arrival.serving, arrival.cache
 
     def make_prompt() -> Replayed:
-        renderer, encodings = serving.renderer, stored_encodings(serving, cache)
+        renderer, known = serving.renderer, known_parts(serving, cache)
         if isinstance(wanted, Conversation):
-            return renderer.replay(wanted, stored_turns(serving, cache), encodings)
-        return Replayed(renderer.completion(wanted, encodings))
+            return renderer.replay(wanted, stored_turns(serving, cache), known)
+        return Replayed(renderer.completion(wanted, known))
 
     has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
     replayed = await arrival.daemon.threads.run("media" if has_media else "rendering", make_prompt)

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from diskprefix import hooks
@@ -210,6 +211,7 @@ class Daemon:
             end_ids=engine.end_ids,
         )
         renderer.warm_up()
+        engine.cache.on_forget.append(partial(renderer.known_parts.forget, engine.cache.is_gone))
         self._engine = engine
         self.inbox.start()
         seconds = engine.startup_timings | {"imports": imports_s + engine.startup_timings.get("imports", 0.0)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diskprefix.api.reply import CallBegin, DeltaEvent, ReplyDelta, ReplyEvent, ReplyReader
+from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.output.format import OutputDelta, OutputParser, ToolCallBegin
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
 from diskprefix.engine.request import Event, FinishEvent, TextEvent
@@ -41,19 +42,21 @@ class Stored:
 
 def stored_turns(serving: Serving, cache: CacheOptions) -> Stored | None:
     """Returns the turns from which a prompt may be made, None if the request uses none."""
-    return _stored(NoteKind.TURN, serving, cache) if cache.replay else None
-
-
-def stored_encodings(serving: Serving, cache: CacheOptions) -> Stored | None:
-    """Returns the encoded texts of earlier prompts, None if the request uses none."""
-    return _stored(NoteKind.ENCODING, serving, cache)
-
-
-def _stored(kind: NoteKind, serving: Serving, cache: CacheOptions) -> Stored | None:
-    if cache.scope.kind == "off":
+    if not cache.replay or cache.scope.kind == "off":
         return None
     notes = serving.engine.cache.notes(cache.tenant)
-    return Stored(kind, notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s), keeps=cache.save)
+    notes = notes if cache.ttl_s is None else replace(notes, ttl_s=cache.ttl_s)
+    return Stored(NoteKind.TURN, notes, keeps=cache.save)
+
+
+def known_parts(serving: Serving, cache: CacheOptions) -> OwnedParts | None:
+    """Returns the encoded texts of the caller's earlier prompts, None if the request uses none."""
+    if cache.scope.kind == "off":
+        return None
+    of_cache = serving.engine.cache
+    return OwnedParts(
+        serving.renderer.known_parts, of_cache.owner(cache.tenant), of_cache.lasts_s(cache.ttl_s), keeps=cache.save
+    )
 
 
 def reply_memory(serving: Serving, cache: CacheOptions, replayed: Replayed) -> ReplyMemory | None:

@@ -47,17 +47,11 @@ class NoteKind(IntEnum):
     SAVINGS = 2
     """The counts of `savings`."""
     LOGITS = 3
-    """The next-token logits at the end of a prompt whose tail a reply replaced."""
-    ENCODING = 4
-    """The tokens of a part of a prompt's text."""
+    """The next-token logits at the end of a prompt whose tail a reply replaced. They save no more than a moment, and
+    are removed first."""
 
 
-_KINDS = frozenset(NoteKind)
-_CHEAP = frozenset({NoteKind.LOGITS, NoteKind.ENCODING})
-"""The kinds that save no more than a moment. They are removed first."""
-
-
-def note_key(root: bytes, kind: NoteKind, id_: str) -> bytes:
+def note_key(root: bytes, kind: int, id_: str) -> bytes:
     """Returns the key of a note. Ids of any length are hashed (SHA-256, 16 bytes)."""
     return root + bytes([kind]) + hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest()[:HASH_BYTES]
 
@@ -100,7 +94,7 @@ def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: NotePrompt
 def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes]:
     """Returns the times and the content of a note. Raises `StoreCorrupt`."""
     packed = verified(key, value)
-    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _HEADER:
+    if len(key) != _KEY_BYTES or len(packed) < _HEADER:
         raise StoreCorrupt(f"a note of {len(value)} bytes under a key of {len(key)} bytes cannot be")
     return NoteTimes(*NOTE_TIMES.unpack_from(packed)), decompress(packed[_HEADER:], max_bytes=MAX_NOTE_BYTES)
 
@@ -175,9 +169,9 @@ def sizes_by_root(notes: Iterable[StoredNote]) -> Counter[bytes]:
 
 def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int) -> list[bytes]:
     """Returns the keys of the notes that must go so that each root, and all together, keep their shares of the budget:
-    logits and encodings first, then those that were not used for the longest time. A share that is exceeded is left
-    three quarters full."""
-    by_age = sorted(notes, key=lambda note: (note.kind not in _CHEAP, note.times.last_used, note.key))
+    logits first, then those that were not used for the longest time. A share that is exceeded is left three quarters
+    full."""
+    by_age = sorted(notes, key=lambda note: (note.kind != NoteKind.LOGITS, note.times.last_used, note.key))
     of_root = sizes_by_root(by_age)
     total = of_root.total()
     limit, total_limit = root_limit(budget_bytes), budget_bytes // _TOTAL_SHARE

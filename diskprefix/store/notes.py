@@ -103,7 +103,7 @@ class Notes:
         self._wake()
         return True
 
-    def get(self, root: bytes, kind: NoteKind, id_: str) -> bytes | None:
+    def get(self, root: bytes, kind: int, id_: str) -> bytes | None:
         """Returns the content of a note and counts as a use of it. None if there is none, or if it cannot be read."""
         key, now = note_key(root, kind, id_), self._store.clock()
         try:

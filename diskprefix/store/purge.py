@@ -29,6 +29,7 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
 
+_KINDS = frozenset(NoteKind)
 _ROUNDS = 5
 """A block stays if a daemon continues it during a round. The next round removes both."""
 
@@ -302,8 +303,8 @@ class _Planner:
                     yield GoneText(root, size, seen.token_ids, num_kept, seen.key)
 
     def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
-        """Yields the keys of the notes that came from these texts, or from a beginning of one. An encoded text may be a
-        part of any of them, so all under their roots go: they only save a moment."""
+        """Yields the keys of the notes that came from these texts, or from a beginning of one, and all under their
+        roots of kinds that are no longer written."""
         secret = names_of(self._snapshot).secret
         lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
         notes = [
@@ -315,7 +316,7 @@ class _Planner:
             lengths[note.root].add(prompt.num_tokens)
         gone = {one for text in texts for one in text.beginnings(secret, lengths[text.root])}
         for note, prompt in notes:
-            if note.kind == NoteKind.ENCODING or (note.root, *prompt) in gone:
+            if note.kind not in _KINDS or (note.root, *prompt) in gone:
                 yield note.key
 
 

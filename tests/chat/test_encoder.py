@@ -11,9 +11,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from diskprefix.chat import encoder as encoder_module
-from diskprefix.chat.encoder import Encoder, Encoding, TextParts
+from diskprefix.chat.encoder import Encoder, TextParts
+from diskprefix.chat.known_parts import Encoding, KnownParts, OwnedParts
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from tests.chat.turns import Turns
 from tests.chat.whole_texts import assert_whole, encoder_of
 
 
@@ -113,10 +113,8 @@ def test_a_text_is_not_cut_off_or_padded_as_the_tokenizers_file_says() -> None:
 
 
 def test_what_an_earlier_prompt_had_is_not_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, store = made_up(token("<:>")), Turns()
+    tokenizer, known = made_up(token("<:>")), KnownParts()
     texts = ["abcd" * 10, "<:>" + "efgh" * 10, "<:>" + "hgfe" * 10]
-    first = encoder_of(tokenizer).encode("".join(texts[:2]), param="prompt", store=store)
-    assert len(store) == 2
     encoder, encoded = encoder_of(tokenizer), []
     whole = encoder._encoded
 
@@ -125,50 +123,42 @@ def test_what_an_earlier_prompt_had_is_not_encoded_again(monkeypatch: pytest.Mon
         return whole(texts)
 
     monkeypatch.setattr(encoder, "_encoded", noted)
-    again = encoder.encode("".join(texts), param="prompt", store=store)
-    assert encoded == texts[2:]
+    first = encoder.encode("".join(texts[:2]), param="prompt", known=OwnedParts(known, "me", 60))
+    again = encoder.encode("".join(texts), param="prompt", known=OwnedParts(known, "me", 60, keeps=False))
+    assert encoded == texts
     assert again.token_ids[: len(first.token_ids)].tolist() == first.token_ids.tolist()
-    # A short end is encoded faster than it is found.
-    encoder.encode("".join(texts) + "<:>abc", param="prompt", store=store)
-    assert (encoded[1:], len(store)) == (["<:>abc"], 3)
+    # What is not kept is encoded again, and so is a short end, faster than it is found, and what another caller had.
+    encoder.encode("".join(texts) + "<:>abc", param="prompt", known=OwnedParts(known, "me", 60))
+    assert (encoded[3:], len(known)) == ([texts[2], "<:>abc"], 3)
+    encoder.encode(texts[0], param="prompt", known=OwnedParts(known, "you", 60))
+    assert encoded[5:] == texts[:1]
     assert_whole(tokenizer, "".join(texts))
 
 
 def test_a_prompt_that_is_refused_leaves_nothing() -> None:
-    tokenizer, store = made_up(token("<:>")), Turns()
+    tokenizer, known = made_up(token("<:>")), KnownParts()
     small = Encoder(tokenizer, vocab_size=len(tokenizer), max_positions=40)
+    mine = OwnedParts(known, "me", 60)
     with pytest.raises(ContextTooLong):
-        small.encode("abcd" * 10 + "<:>abc", param="prompt", store=store)
+        small.encode("abcd" * 10 + "<:>abc", param="prompt", known=mine)
     with pytest.raises(InvalidRequest, match=r"prompt: half of a surrogate pair .*character 40"):
-        small.encode("abcd" * 10 + "\ud800" + "abcd" * 10, param="prompt", store=store)
-    assert not store
+        small.encode("abcd" * 10 + "\ud800" + "abcd" * 10, param="prompt", known=mine)
+    assert not len(known)
 
 
-def test_a_record_that_cannot_be_read_is_written_anew() -> None:
-    tokenizer, store, text = made_up(token("<:>")), Turns(), "abcd" * 10
-    fresh = encoder_of(tokenizer).encode(text, param="prompt", store=store)
-    ((id_, record),) = store.items()
-    store[id_] = record[:-1]
-    found = encoder_of(tokenizer).encode(text, param="prompt", store=store)
-    assert found.token_ids.tolist() == fresh.token_ids.tolist()
-    assert store[id_] == record
-
-
-def test_another_tokenizer_has_other_records() -> None:
-    store, text = Turns(), "abcd<:>a" * 10
-    encoder_of(made_up(token("<:>"))).encode(text, param="prompt", store=store)
-    encoder_of(made_up(token("<:>a"))).encode(text, param="prompt", store=store)
-    num_parts = len(store)
-    encoder_of(made_up(token("<:>"))).encode(text, param="prompt", store=store)
-    assert len(store) == num_parts
-    assert len({id_.partition("\n")[0] for id_ in store}) == 2
-
-
-def test_a_record_has_all_offsets() -> None:
-    """Tokens may have the same characters, none, or characters that others skip."""
-    offsets = np.array([(0, 0), (0, 3), (0, 3), (5, 9), (9, 9), (2, 4)], np.int32)
-    encoding = Encoding(np.arange(6, dtype=np.int32) * 40_000, offsets)
-    found = Encoding.of_record(encoding.record())
-    assert found.token_ids.tolist() == encoding.token_ids.tolist()
-    assert found.offsets.tolist() == offsets.tolist()
-    assert found.offsets.dtype == found.token_ids.dtype == np.int32
+def test_known_parts_go_by_their_last_use_their_time_and_their_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("diskprefix.chat.known_parts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("diskprefix.chat.known_parts._KNOWN_TOKENS", 20)
+    known, part = KnownParts(), Encoding(np.arange(8, dtype=np.int32), np.zeros((8, 2), np.int32))
+    for text in ("a", "b"):
+        known.put("me", text, part, 60)
+    assert known.get("me", "a") is part
+    known.put("me", "c", part, 10)
+    assert [text for text in "abc" if known.get("me", text)] == ["a", "c"]
+    now[0] += 10
+    assert known.get("me", "c") is None
+    known.forget(lambda owner: owner == "you")
+    assert len(known) == 1
+    known.forget(lambda owner: owner == "me")
+    assert len(known) == 0

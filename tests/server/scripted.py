@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +207,16 @@ class ScriptedCache:
         self.is_readable.set()
         self.is_waited_for = threading.Event()
         self.noted: dict[tuple[Tenant, NoteKind, str], bytes] = {}
+        self.on_forget: list[Callable[[], None]] = []
+
+    def owner(self, tenant: Tenant) -> Hashable:
+        return tenant
+
+    def is_gone(self, _owner: Hashable) -> bool:
+        return False
+
+    def lasts_s(self, _ttl_s: float | None) -> float:
+        return 1.0
 
     @property
     def health(self) -> tuple[str, str | None]:

@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from diskprefix.api.reply import CallBegin, DeltaEvent
-from diskprefix.chat.encoder import Encoder, Encoding
+from diskprefix.chat.encoder import Encoder
+from diskprefix.chat.known_parts import Encoding
 from diskprefix.chat.messages import Message, TextPart
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn

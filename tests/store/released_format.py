@@ -74,9 +74,9 @@ def contents(store: Store) -> dict[str, str]:
             prompts = [token_ids.tolist() for _, token_ids in recent_prompts(snapshot, root, 100)]
             found[f"prompts {root.hex()}"] = str(prompts)
             # A store that was written before a kind came has no notes of it.
-            for kind in NoteKind:
+            for kind in [*NoteKind, 4]:
                 if (note := notes.get(root, kind, "id")) is not None:
-                    found[f"note {root.hex()} {kind.value}"] = str(note)
+                    found[f"note {root.hex()} {int(kind)}"] = str(note)
     return {key: hashlib.sha256(text.encode()).hexdigest()[:32] for key, text in found.items()}
 
 

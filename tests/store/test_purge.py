@@ -4,7 +4,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -300,17 +300,18 @@ def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry_of_another_p
         assert not list(snapshot.roots())
 
 
-def test_encoded_texts_go_with_any_entry_of_their_tenant(store: Store) -> None:
-    """An entry does not tell which of its tenant's texts are its own."""
+def test_notes_of_a_kind_that_is_no_longer_written_go_with_any_entry_of_their_tenant(store: Store) -> None:
+    """Those were encoded texts, and an entry does not tell which of its tenant's texts are its own."""
+    text = cast(NoteKind, 4)
     pubs = {name: saved(store, prompt(1, 2 * BLOCK), tenant=tenant) for name, tenant in (("a", ALICE), ("b", BOB))}
     alice, bob = (noted(store, pub, "resp_1") for pub in pubs.values())
     for notes in (alice, bob):
-        notes.put(NoteKind.ENCODING, "Hello.", b"1234")
+        notes.put(text, "Hello.", b"1234")
         notes.notes.write()
     assert purge_now(store, PurgeFilter(entries=frozenset({last_node(pubs["a"])}))).notes == 1
-    assert alice.get(NoteKind.ENCODING, "Hello.") is None
+    assert alice.get(text, "Hello.") is None
     assert alice.get(NoteKind.RESPONSE, "resp_1") == bob.get(NoteKind.RESPONSE, "resp_1") == b"content"
-    assert bob.get(NoteKind.ENCODING, "Hello.") == b"1234"
+    assert bob.get(text, "Hello.") == b"1234"
 
 
 def test_replies_go_with_the_conversation_that_they_are_a_part_of_and_those_of_others_stay(store: Store) -> None:
