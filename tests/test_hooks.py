@@ -30,7 +30,7 @@ def test_the_own_extras_add_their_commands() -> None:
         *("pull", "list", "show", "rm"),
         *("verify", "purge", "compact", "backup", "restore"),
         *("launch", "clients", "chat", "doctor", "warm", "inspect", "top"),
-        *("export", "import", "simulate", "remote"),
+        *("export", "import", "simulate"),
     }
     assert command_names()[0] == "serve"
     for place in hooks.commands().values():

@@ -98,7 +98,6 @@ REFUSED = """
 2 | simulate ''                                    | it is empty
 2 | simulate text --plot ''                        | it is empty
 2 | simulate ~nobody-here/trace.jsonl              | ~nobody-here is the home folder of nobody here
-2 | remote ls --remote-tier s3://b --namespace-key-file ~nobody-here/k | ~nobody-here is the home folder of nobody here
 2 | warm text --url ftp://x                        | --url
 2 | warm text --url http://x:port                  | --url
 2 | warm text --api-key schlüssel                  | --api-key

@@ -35,6 +35,8 @@ from diskprefix.units import counted, format_size, parse_duration
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket
 
+_OWN_TOOLS = "remove them with the bucket's own tools"
+
 
 @click.command(short_help="Remove saved prompts: by id, model, tenant or age.")
 @click.argument("entries", metavar="[ENTRY]...", nargs=-1)
@@ -78,8 +80,8 @@ def purge(
     Nothing finds the prompts any more, and a running daemon forgets them within seconds. Their bytes stay in free parts
     of the file until something else is written there; with --erase, the file is rewritten without them. The disk itself
     may keep old bytes, and backups still have them. With --remote-tier, the prompts are removed from the bucket too.
-    That is not done with --older-than, which a lifecycle rule of the bucket does, or with --all: use `diskprefix
-    remote purge`.
+    That is not done with --older-than, which a lifecycle rule of the bucket does, or with --all, because others share
+    the bucket: remove its objects with its own tools.
 
     \b
     diskprefix purge 3fa9 42d1
@@ -154,9 +156,9 @@ def _bucket(
     if purge_filter.older_than_s is not None:
         return None, "what is old is removed there by a lifecycle rule of the bucket"
     if purge_filter.is_everything:
-        return None, "others share it: use `diskprefix remote purge`"
+        return None, f"others share it: {_OWN_TOOLS}"
     if remote_tier is None or namespace_key_file is None:
-        return None, "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
+        return None, f"give it with --remote-tier and --namespace-key-file, or {_OWN_TOOLS}"
     return hooks.open_bucket(remote_tier, namespace_key_file), None
 
 
@@ -169,7 +171,7 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> 
             purged.remote_objects = bucket.purge(purge_filter.is_of)
     except CacheError as error:
         # What is gone here can no longer be named here.
-        purged.remote_error = f"{error}; remove them with `diskprefix remote purge`"
+        purged.remote_error = f"{error}; {_OWN_TOOLS}"
 
 
 def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""The bucket that machines share: a tier behind those of one machine, and `diskprefix remote`."""
+"""The bucket that machines share: a tier behind those of one machine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diskprefix.namespace_key import NamespaceKey
+from diskprefix.settings import expanded
 
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.settings import Settings
     from diskprefix.store.purge import GoneText
-
-COMMANDS = {"remote": "diskprefix.extras.remote.remote_command:remote"}
 
 
 def open_tier(settings: Settings) -> SharedTier | None:
@@ -31,9 +30,10 @@ def open_tier(settings: Settings) -> SharedTier | None:
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
     """Opens a bucket to remove something from it. Raises `SettingsError`."""
-    from diskprefix.extras.remote.remote_command import opened_bucket
+    from diskprefix.extras.remote.objects import ObjectStore
 
-    return _Bucket(*opened_bucket(url, key_file))
+    # A mistyped folder is not created.
+    return _Bucket(ObjectStore(url, timeout_s=60.0, makes_folder=False), NamespaceKey.read(expanded(key_file)))
 
 
 class _Bucket:
@@ -52,5 +52,4 @@ class _Bucket:
         """See `cache.tiers.tier.Bucket`."""
         from diskprefix.extras.remote import upkeep
 
-        _, removed = upkeep.purge(self._objects, self._key, lambda root: is_wanted(root.model, root.tenant))
-        return removed.objects
+        return upkeep.purge(self._objects, self._key, is_wanted)

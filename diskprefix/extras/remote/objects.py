@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from diskprefix.errors import CacheError, SettingsError
@@ -31,14 +31,6 @@ _Result = TypeVar("_Result")
 
 class RemoteUnavailable(CacheError):
     """The object store does not answer, or it refuses the request."""
-
-
-class ObjectInfo(NamedTuple):
-    """`modified_at` is in seconds since the epoch."""
-
-    path: str
-    num_bytes: int
-    modified_at: float
 
 
 class ObjectStore:
@@ -72,10 +64,10 @@ class ObjectStore:
         """Removes objects; those that are gone already are no error."""
         self._call(lambda: self._obstore.delete(self._written, list(paths)), self.write_breaker)
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        """Returns all objects below a prefix."""
+    def list(self, prefix: str) -> list[str]:
+        """Returns the paths of all objects below a prefix."""
         pages = self._call(lambda: list(self._obstore.list(self._store, prefix))) or []
-        return [_info(meta) for page in pages for meta in page]
+        return [meta["path"] for page in pages for meta in page]
 
     def _call(self, request: Callable[[], _Result], breaker: Breaker | None = None) -> _Result | None:
         """Returns None if there is no such object. `breaker` is that of reading if none is given."""
@@ -108,10 +100,6 @@ def _read(result: Any, path: str, most_bytes: int) -> memoryview:
     if num_bytes > most_bytes:
         raise ObjectRefused("oversized", f"{path} has {num_bytes} bytes, and {most_bytes} at most are expected")
     return memoryview(result.bytes())
-
-
-def _info(meta: Any) -> ObjectInfo:
-    return ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 
 def _import() -> Any:

@@ -1,90 +1,44 @@
-"""Maintenance of the objects of one namespace in a bucket: listing, and purge of a tenant."""
+"""Removal of objects of one namespace from a bucket: those of a tenant or a model, and those of deleted prompts."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
 from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MOST_BYTES, object_path
-from diskprefix.extras.remote.objects import ObjectInfo, ObjectStore
+from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, verified
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
 
-_ROOT = re.compile(r"[0-9a-f]{32}")
 _AT_ONCE = 500
 
 
-@dataclass(frozen=True)
-class RemoteRoot:
-    """The objects of one root: of one model and one tenant. Times are in seconds since the epoch; `model` is empty if
-    the root's description is missing or was refused."""
-
-    root: str
-    model: str
-    tenant: str
-    block_size: int
-    objects: tuple[ObjectInfo, ...]
-    about: ObjectInfo | None
-
-    @property
-    def is_unknown(self) -> bool:
-        """The description is missing, so the tenant of its objects is unknown."""
-        return bool(self.objects) and not self.model
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(one.num_bytes for one in self.objects)
-
-    @property
-    def oldest(self) -> float:
-        return min((one.modified_at for one in self.objects), default=0.0)
-
-    @property
-    def newest(self) -> float:
-        return max((one.modified_at for one in self.objects), default=0.0)
+def purge(objects: ObjectStore, key: NamespaceKey, is_wanted: Callable[[str, str], bool]) -> int:
+    """Removes all objects of the roots that are wanted, by model and tenant. Returns how many. Objects whose `about` is
+    missing or refused stay: their tenant is unknown. Raises `RemoteUnavailable`."""
+    by_root: dict[str, list[str]] = defaultdict(list)
+    for path in objects.list(f"{key.digest.hex()}/"):
+        by_root[path.rpartition("/")[0]].append(path)
+    gone: list[str] = []
+    for root, paths in by_root.items():
+        record = _record(objects, key, f"{root}/{ABOUT}") if f"{root}/{ABOUT}" in paths else None
+        if record is not None and is_wanted(record.model, record.tenant):
+            gone += paths
+    _delete(objects, gone)
+    return sum(not path.endswith(f"/{ABOUT}") for path in gone)
 
 
-@dataclass(frozen=True)
-class Removed:
-    """The objects that were removed, or would be, of all `found` ones. `unknown_objects` stay; their tenant is unknown,
-    because the description beside them is missing or was refused."""
-
-    found: int
-    found_bytes: int
-    objects: int
-    num_bytes: int
-    unknown_objects: int
-
-
-def roots(objects: ObjectStore, key: NamespaceKey) -> list[RemoteRoot]:
-    """Returns the objects of the namespace by root, in the order of models and tenants. Raises `RemoteUnavailable`."""
-    by_root: dict[str, list[ObjectInfo]] = {}
-    for one in objects.list(f"{key.digest.hex()}/"):
-        _, root, *name = one.path.split("/")
-        if len(name) == 1 and _ROOT.fullmatch(root):
-            by_root.setdefault(root, []).append(one)
-    found = [_root(objects, key, root, its) for root, its in by_root.items()]
-    return sorted(found, key=lambda root: (root.model, root.tenant, root.root))
-
-
-def purge(
-    objects: ObjectStore, key: NamespaceKey, wanted: Callable[[RemoteRoot], bool], *, dry_run: bool = False
-) -> tuple[list[RemoteRoot], Removed]:
-    """Removes all objects of the roots that are `wanted`. Returns these roots. Raises `RemoteUnavailable`."""
-    found = roots(objects, key)
-    chosen = [root for root in found if wanted(root)]
-    gone = [one for root in chosen for one in root.objects]
-    abouts = [root.about for root in chosen if root.about is not None]
-    if not dry_run:
-        _delete(objects, [*gone, *abouts])
-    return chosen, _removed(found, gone)
+def _record(objects: ObjectStore, key: NamespaceKey, path: str) -> RootRecord | None:
+    try:
+        got = objects.get(path, ABOUT_MOST_BYTES)
+        return None if got is None else msgspec.msgpack.decode(verified(key, path, got), type=RootRecord)
+    except (ObjectRefused, msgspec.DecodeError):
+        return None
 
 
 def forget(objects: ObjectStore, key: NamespaceKey, texts: Iterable[GoneText]) -> list[str]:
@@ -93,19 +47,19 @@ def forget(objects: ObjectStore, key: NamespaceKey, texts: Iterable[GoneText]) -
 
     Objects are named by their ends, so objects that continue behind a text are not found.
     """
-    names: dict[bytes, set[str]] = {}
+    names: dict[bytes, set[str]] = defaultdict(set)
     for text in texts:
         # Without the record of its root, the size of its blocks is not known.
         if text.block_size:
-            names.setdefault(text.root, set()).update(_names(key, text))
+            names[text.root].update(_names(key, text))
     gone = [
-        one
+        path
         for root, wanted in names.items()
-        for one in objects.list(f"{object_path(key, root, '')}")
-        if one.path.rpartition("/")[2].partition(".")[0] in wanted
+        for path in objects.list(object_path(key, root, ""))
+        if path.rpartition("/")[2].partition(".")[0] in wanted
     ]
     _delete(objects, gone)
-    return [one.path for one in gone]
+    return gone
 
 
 def _names(key: NamespaceKey, text: GoneText) -> Iterator[str]:
@@ -123,24 +77,6 @@ def _names(key: NamespaceKey, text: GoneText) -> Iterator[str]:
             yield parent.hex()
 
 
-def _root(objects: ObjectStore, key: NamespaceKey, root: str, found: list[ObjectInfo]) -> RemoteRoot:
-    about = next((one for one in found if one.path.endswith(f"/{ABOUT}")), None)
-    record = RootRecord(model="", block_size=0, layout="", created_at=0.0)
-    if about is not None:
-        with suppress(ObjectRefused, msgspec.DecodeError):
-            if (got := objects.get(about.path, ABOUT_MOST_BYTES)) is not None:
-                record = msgspec.msgpack.decode(verified(key, about.path, got), type=RootRecord)
-    others = tuple(one for one in found if one is not about)
-    return RemoteRoot(root, record.model, record.tenant, record.block_size, others, about)
-
-
-def _removed(found: Iterable[RemoteRoot], gone: list[ObjectInfo]) -> Removed:
-    everything = [one for root in found for one in root.objects]
-    unknown = {one for root in found if root.is_unknown for one in root.objects}
-    found_bytes, gone_bytes = (sum(one.num_bytes for one in some) for some in (everything, gone))
-    return Removed(len(everything), found_bytes, len(gone), gone_bytes, len(unknown.difference(gone)))
-
-
-def _delete(objects: ObjectStore, gone: list[ObjectInfo]) -> None:
+def _delete(objects: ObjectStore, gone: Sequence[str]) -> None:
     for start in range(0, len(gone), _AT_ONCE):
-        objects.delete([one.path for one in gone[start : start + _AT_ONCE]])
+        objects.delete(gone[start : start + _AT_ONCE])

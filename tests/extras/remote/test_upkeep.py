@@ -1,4 +1,4 @@
-"""What a listing and a purge do with a bucket."""
+"""What a purge does with a bucket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from diskprefix.cache.tiers.tier import Upload
-from diskprefix.extras.remote.upkeep import purge, roots
+from diskprefix.extras.remote.upkeep import purge
 from diskprefix.store.purge import GoneText
 from diskprefix.store.schema import RootRecord
 from tests.extras.remote.made import KEY, OTHER_KEY, MakeMachine
@@ -28,27 +28,19 @@ def of_tenants(make: MakeMachine, *tenants: str) -> MakeMachine:
     return make
 
 
-def test_a_listing_tells_models_and_tenants_of_one_namespace(make: MakeMachine, bucket: Path) -> None:
-    of_tenants(make, "", "a" * 32)
-    objects = make().remote.objects
-    found = roots(objects, KEY)
-    assert [(root.model, root.tenant, len(root.objects)) for root in found] == [("tiny", "", 3), ("tiny", "a" * 32, 3)]
-    sizes = sum(path.stat().st_size for path in bucket.rglob("*.*"))
-    assert sum(root.num_bytes for root in found) == sizes
-    assert roots(objects, OTHER_KEY) == []
-    next(bucket.rglob("about")).write_bytes(b"planted")
-    assert sorted(root.model for root in roots(objects, KEY)) == ["", "tiny"]
+def num_objects(bucket: Path) -> int:
+    return len(list(bucket.rglob("*.*")))
 
 
-def test_a_purge_of_a_tenant_leaves_the_others(make: MakeMachine) -> None:
+def test_a_purge_of_a_tenant_leaves_the_others(make: MakeMachine, bucket: Path) -> None:
     of_tenants(make, "", "a" * 32)
     objects = make().remote.objects
-    planned, would = purge(objects, KEY, lambda root: root.tenant != "", dry_run=True)
-    assert ([root.tenant for root in planned], would.objects, len(roots(objects, KEY))) == (["a" * 32], 3, 2)
-    _, removed = purge(objects, KEY, lambda root: root.tenant != "")
-    assert removed == would
-    (left,) = roots(objects, KEY)
-    assert (left.tenant, len(left.objects)) == ("", 3)
+    assert purge(objects, OTHER_KEY, lambda _model, _tenant: True) == 0
+    assert purge(objects, KEY, lambda model, tenant: (model, tenant) == ("tiny", "a" * 32)) == 3
+    assert num_objects(bucket) == len(list(bucket.rglob("*/about"))) * 3 == 3
+    assert purge(objects, KEY, lambda _model, tenant: tenant == "a" * 32) == 0
+    assert purge(objects, KEY, lambda _model, tenant: tenant == "") == 3
+    assert [path for path in bucket.rglob("*") if path.is_file()] == []
 
 
 def test_a_deleted_prompt_leaves_the_objects_that_another_needs(make: MakeMachine, bucket: Path) -> None:
@@ -80,32 +72,21 @@ def test_a_daemon_describes_its_root_again_after_a_purge(make: MakeMachine, buck
     machine = make()
     machine.save(PROMPT)
     machine.share(PROMPT[: 3 * BLOCK])
-    purge(machine.remote.objects, KEY, lambda root: root.model == "tiny")
+    purge(machine.remote.objects, KEY, lambda model, _tenant: model == "tiny")
     assert not list(bucket.rglob("about"))
     longer = np.concatenate([PROMPT[: 6 * BLOCK], prompt(2, BLOCK)])
     machine.save(longer)
     machine.share(longer)
-    _, removed = purge(machine.remote.objects, KEY, lambda root: root.model == "tiny")
-    assert removed.objects > 0
-    assert roots(machine.remote.objects, KEY) == []
+    assert purge(machine.remote.objects, KEY, lambda model, _tenant: model == "tiny") > 0
+    assert num_objects(bucket) == 0
 
 
-def test_objects_without_a_sound_description_are_counted(make: MakeMachine, bucket: Path) -> None:
+def test_objects_without_a_sound_description_stay(make: MakeMachine, bucket: Path) -> None:
     of_tenants(make, "", "a" * 32)
     objects = make().remote.objects
     about = sorted(bucket.rglob("about"))[1]
-    for planted in (b"planted", bytes(1 << 20)):
-        about.write_bytes(planted)
-        _, removed = purge(objects, KEY, lambda root: root.tenant == "a" * 32)
-        assert (removed.objects, removed.unknown_objects) == (0, 3)
-    _, removed = purge(objects, KEY, lambda root: root.model == "")
-    assert (removed.objects, removed.unknown_objects) == (3, 0)
-
-
-def test_only_what_can_be_a_root_is_looked_at(make: MakeMachine, bucket: Path) -> None:
-    of_tenants(make, "")
-    for name in ("red", "ab" * 17, "AB" * 16):
-        folder = bucket / KEY.digest.hex() / name
-        folder.mkdir()
-        (folder / "x.1").write_bytes(b"planted")
-    assert [root.tenant for root in roots(make().remote.objects, KEY)] == [""]
+    for planted in (b"planted", bytes(1 << 20), None):
+        about.unlink() if planted is None else about.write_bytes(planted)
+        assert purge(objects, KEY, lambda _model, tenant: tenant == "a" * 32) == 0
+    assert purge(objects, KEY, lambda _model, _tenant: True) == 3
+    assert num_objects(bucket) == 3
