@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,24 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import SettingsError
 from diskprefix.extras.remote.remote_tier import RemoteTier
-from diskprefix.nouns import SHARED, CacheOptions, Prompt
+from diskprefix.nouns import SHARED, Prompt
 from diskprefix.settings import Settings
+from tests.cache.opening import FULL
 from tests.object_server import Fault, ObjectServer, object_server
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
 
 PROMPT = random_prompt(1, 6 * BLOCK + 5)
 LONGER = np.concatenate([PROMPT, random_prompt(2, 2 * BLOCK)])
 OTHER_END = np.concatenate([PROMPT[: 4 * BLOCK + 3], random_prompt(3, 2 * BLOCK)])
+MakeRunner = Callable[..., Runner]
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny_llama()
-
-
-MakeRunner = Callable[..., Runner]
 
 
 @pytest.fixture
@@ -68,11 +67,6 @@ def shared(runner: Runner) -> None:
     assert runner.cache.remote.flush(30)
 
 
-def written(runner: Runner) -> int:
-    assert runner.cache.remote is not None
-    return int(runner.cache.remote.stats()["written"])
-
-
 @pytest.mark.parametrize("exact_at", ["grid", None], ids=["grid", "token"])
 def test_what_one_machine_computed_another_one_restores_with_the_bits_of_the_cold_run(
     exact_at: Any, make: MakeRunner
@@ -104,30 +98,29 @@ def test_tenants_do_not_find_each_other_in_the_bucket(make: MakeRunner) -> None:
     one, other = make(), make()
     one.run(PROMPT, "full")
     shared(one)
-    options = CacheOptions(scope=parse_scope("full", param="scope"), tenant=SHARED.with_salt("alice"))
+    options = replace(FULL, tenant=SHARED.with_salt("alice"))
     assert other.run_prompt(Prompt(PROMPT), options).report.restored == 0
 
 
-@pytest.mark.parametrize(("policy", "after_one", "after_two"), [("all", True, True), ("seen-twice", False, True)])
-def test_the_write_policy_says_what_is_left(policy: str, after_one: bool, after_two: bool, make: MakeRunner) -> None:
+@pytest.mark.parametrize(
+    ("policy", "save", "after_one", "after_two"),
+    [
+        ("all", True, True, True),
+        ("seen-twice", True, False, True),
+        ("off", True, False, False),
+        ("all", False, False, False),
+    ],
+    ids=["all", "seen-twice", "off", "a request that only reads"],
+)
+def test_the_write_policy_says_what_is_left(
+    policy: str, save: bool, after_one: bool, after_two: bool, make: MakeRunner
+) -> None:
     runner = make(remote_write=policy)
-    runner.run(PROMPT, "full")
-    shared(runner)
-    assert (written(runner) > 0) == after_one
-    runner.run(PROMPT, "full")
-    shared(runner)
-    assert (written(runner) > 0) == after_two
-
-
-def test_nothing_is_left_with_the_policy_off_or_by_a_request_that_only_reads(make: MakeRunner) -> None:
-    off, on = make(remote_write="off"), make()
-    reading = CacheOptions(scope=parse_scope("full", param="scope"), save=False)
-    for _ in range(2):
-        off.run(PROMPT, "full")
-        on.run_prompt(Prompt(PROMPT), reading)
-        shared(off)
-        shared(on)
-    assert (written(off), written(on)) == (0, 0)
+    for is_written in (after_one, after_two):
+        runner.run_prompt(Prompt(PROMPT), replace(FULL, save=save))
+        shared(runner)
+        assert runner.cache.remote is not None
+        assert (int(runner.cache.remote.stats()["written"]) > 0) == is_written
 
 
 def test_a_bucket_that_is_gone_changes_no_answer(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,13 +194,19 @@ def test_a_real_server_serves_what_was_shared_and_none_of_its_faults_changes_a_b
     assert other.cache.stats()["remote"]["failed"] + other.cache.stats()["remote"]["late"] >= 2
 
 
-def test_without_room_in_the_write_buffer_nothing_is_brought_and_the_answer_stays(make: MakeRunner) -> None:
-    one, other = make(), make(kv_cache_write_buffer=1000)
+@pytest.mark.parametrize("lacks", ["buffer", "budget"])
+def test_nothing_is_brought_that_there_is_no_room_to_write(lacks: str, make: MakeRunner) -> None:
+    one = make()
     first = one.run(PROMPT, "full")
     shared(one)
+    other = make(kv_cache_write_buffer=1000) if lacks == "buffer" else make(kv_cache_write_budget="1MiB/day")
+    other.cache.store.meter.count(96 * (1 << 20) // 100)
     answer = other.run(PROMPT, "full")
     assert answer.report.restored == 0
     assert torch.equal(answer.logits, first.logits)
+    if lacks == "budget":
+        other.cache.store.meter.budget_bytes = 0
+        assert other.run(PROMPT, "full").report.source == "remote"
 
 
 def test_a_bucket_needs_a_key() -> None:
@@ -220,14 +219,3 @@ def test_an_address_that_cannot_be_used_is_one_line(url: str, make: MakeRunner) 
     with pytest.raises(SettingsError, match=r"--remote-tier: '.*' cannot be used: ") as caught:
         make(remote_tier=url)
     assert "\n" not in caught.value.message
-
-
-def test_nothing_is_fetched_that_the_write_budget_has_no_room_for(make: MakeRunner) -> None:
-    one = make()
-    one.run(PROMPT, "full")
-    shared(one)
-    other = make(kv_cache_write_budget="1MiB/day")
-    other.cache.store.meter.count(96 * (1 << 20) // 100)
-    assert other.run(PROMPT, "full").report.restored == 0
-    other.cache.store.meter.budget_bytes = 0
-    assert other.run(PROMPT, "full").report.source == "remote"
