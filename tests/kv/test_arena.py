@@ -1,11 +1,12 @@
-"""The arena's memory: who may write to it, how it grows, and pages that are made ahead."""
+"""The arena's memory: who may write to it, how it grows, pages that are made ahead, and captures that wait for room."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.capturer import Capture, Capturer
 from diskprefix.kv.group import zeros
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pool import KVPool
@@ -25,6 +27,7 @@ from tests.server.daemon_process import wait_until
 from tests.synthetic_model import dense_layout
 
 CPU = torch.device("cpu")
+GIB = 1 << 30
 NUM_TOKENS = 8
 
 
@@ -84,13 +87,19 @@ def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
         assert other.submit(arena.read_tokens, NUM_TOKENS, NUM_TOKENS).result() == payload
 
 
-def test_growing_keeps_what_is_valid(layout: Layout) -> None:
-    arena = KVArena(layout, CPU)
+def test_growing_keeps_what_is_valid_and_so_does_a_refusal(layout: Layout) -> None:
+    free = [GIB]
+    arena = KVArena(layout, CPU, lambda: free[0])
     arena.reserve(NUM_TOKENS)
     append(arena, NUM_TOKENS)
     before = arena.read_tokens(0, NUM_TOKENS)
     arena.reserve(5000)
     assert (arena.num_tokens, arena.read_tokens(0, NUM_TOKENS)) == (NUM_TOKENS, before)
+    free[0] = 0
+    with pytest.raises(ContextTooLong):
+        arena.reserve(100_000)
+    append(arena, 1)
+    assert arena.read_tokens(0, NUM_TOKENS) == before
 
 
 def test_what_does_not_fit_is_refused_before_memory_is_taken(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,25 +110,12 @@ def test_what_does_not_fit_is_refused_before_memory_is_taken(layout: Layout, mon
         arena.reserve(100_000)
 
 
-def test_a_refusal_leaves_the_arena_as_it_was(layout: Layout) -> None:
-    free = [1 << 30]
-    arena = KVArena(layout, CPU, lambda: free[0])
-    arena.reserve(NUM_TOKENS)
-    append(arena, NUM_TOKENS)
-    before = arena.read_tokens(0, NUM_TOKENS)
-    free[0] = 0
-    with pytest.raises(ContextTooLong):
-        arena.reserve(100_000)
-    append(arena, 1)
-    assert arena.read_tokens(0, NUM_TOKENS) == before
-
-
 def capacity_of(arena: KVArena) -> int:
     return int(arena.layers[0].keys.shape[2])
 
 
 def test_growth_is_generous_only_where_memory_allows(layout: Layout) -> None:
-    free = [1 << 30]
+    free = [GIB]
     arena = KVArena(layout, CPU, lambda: free[0])
     arena.reserve(10_000)
     append(arena, 1)
@@ -127,14 +123,14 @@ def test_growth_is_generous_only_where_memory_allows(layout: Layout) -> None:
     free[0] = layout.bytes_per_token * (step + 1200)
     arena.reserve(step)
     assert step <= capacity_of(arena) < step + 1200
-    free[0] = 1 << 30
+    free[0] = GIB
     arena.reserve(capacity_of(arena) + 1)
     assert capacity_of(arena) > 1.4 * step
 
 
 def test_an_empty_arena_gives_its_memory_back_before_it_takes_more(layout: Layout) -> None:
     """Old and new would not fit together."""
-    free = [1 << 30]
+    free = [GIB]
     arena = KVArena(layout, CPU, lambda: free[0])
     arena.reserve(10_000)
     append(arena, 1)
@@ -186,7 +182,7 @@ def share_of_pages(tensor: torch.Tensor) -> float:
 
 
 def test_pages_are_made_ahead_and_what_they_hold_stays() -> None:
-    tensor = zeros((40, 1 << 20), torch.uint8, torch.device("cpu"))
+    tensor = zeros((40, 1 << 20), torch.uint8, CPU)
     tensor[7, 5] = 3
     populate([tensor])
     assert share_of_pages(tensor) == 1
@@ -204,12 +200,14 @@ def test_pages_are_made_as_long_as_they_are_wanted() -> None:
     assert 2 / 40 < share_of_pages(tensor) < 8 / 40
 
 
-def test_a_request_ends_the_making_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def pool() -> KVPool:
+    return KVPool(LAYOUT, CPU, limit_bytes=GIB, free_bytes=lambda: GIB, max_idle=1, block_size=16)
+
+
+def test_a_request_ends_the_making_of_pages(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Callable[[], bool]] = []
     monkeypatch.setattr("diskprefix.kv.pool.populate", lambda _tensors, is_wanted: asked.append(is_wanted))
-    pool = KVPool(
-        LAYOUT, torch.device("cpu"), limit_bytes=1 << 30, free_bytes=lambda: 1 << 30, max_idle=1, block_size=16
-    )
     pool.touch(1 << 20, 1 << 20)
     wait_until(lambda: bool(asked), "the thread begins")
     assert asked[0]()
@@ -217,10 +215,7 @@ def test_a_request_ends_the_making_of_pages(monkeypatch: pytest.MonkeyPatch) -> 
     assert not asked[0]()
 
 
-def test_memory_that_is_taken_ahead_is_all_there_soon_and_the_first_sequence_gets_it() -> None:
-    pool = KVPool(
-        LAYOUT, torch.device("cpu"), limit_bytes=1 << 30, free_bytes=lambda: 1 << 30, max_idle=1, block_size=16
-    )
+def test_memory_that_is_taken_ahead_is_all_there_soon_and_the_first_sequence_gets_it(pool: KVPool) -> None:
     pool.touch(32 << 20, 1 << 20)
     (arena,) = pool._spare
     (memory,) = arena.memory
@@ -230,3 +225,109 @@ def test_memory_that_is_taken_ahead_is_all_there_soon_and_the_first_sequence_get
     assert allocation is not None
     assert allocation.arena is arena
     assert not memory.tensor.any()
+
+
+# Captures.
+
+
+class Buffer:
+    """Room for `room` bytes, and what was done with each capture."""
+
+    def __init__(self) -> None:
+        self.room = self.errors = 0
+        self.done: list[str] = []
+        self.asked = threading.Semaphore(0)
+        self.capturer = Capturer(self.reserve, self.fail)
+
+    def reserve(self, size: int) -> bool:
+        self.asked.release()
+        if size > self.room:
+            return False
+        self.room -= size
+        return True
+
+    def fail(self) -> None:
+        self.errors += 1
+
+    def make_room(self, size: int) -> None:
+        self.room += size
+        self.capturer.wake()
+
+    def submit(self, memory: object, name: str, size: int = 1, is_void: bool = False) -> None:
+        copied, dropped = (lambda: self.done.append(f"{name} copied")), (lambda: self.done.append(f"{name} dropped"))
+        self.capturer.submit(Capture(memory, size, copied, dropped, lambda: is_void))
+
+    def wait_until_asked(self) -> None:
+        """Until the thread has found no room."""
+        assert self.asked.acquire(timeout=30)
+
+
+@pytest.fixture
+def buffer() -> Iterator[Buffer]:
+    buffer = Buffer()
+    yield buffer
+    buffer.capturer.close(0)
+
+
+A, B = object(), object()
+
+
+def test_captures_wait_for_room_and_keep_their_order(buffer: Buffer) -> None:
+    buffer.submit(A, "a", 2)
+    buffer.submit(B, "b", 1)
+    buffer.wait_until_asked()
+    buffer.make_room(1)
+    assert not buffer.capturer.settle(timeout_s=0.01)
+    assert buffer.done == [], "a small one does not overtake a large one"
+    buffer.make_room(2)
+    assert buffer.capturer.settle(timeout_s=30)
+    assert buffer.done == ["a copied", "b copied"]
+
+
+@pytest.mark.parametrize(
+    ("room", "done"), [(0, ["a1 dropped", "a2 dropped"]), (2, ["a1 copied", "a2 dropped"])], ids=["no room", "some"]
+)
+def test_a_memory_that_is_wanted_is_not_waited_for_and_others_keep_their_captures(
+    room: int, done: list[str], buffer: Buffer
+) -> None:
+    buffer.submit(B, "b", 3)
+    buffer.submit(A, "a1", 1)
+    buffer.submit(A, "a2", 2)
+    buffer.wait_until_asked()
+    buffer.make_room(room)
+    assert buffer.capturer.settle(A, drop=True)
+    assert buffer.done == done
+    buffer.make_room(3)
+    assert buffer.capturer.settle(B, timeout_s=30)
+    assert buffer.done == [*done, "b copied"]
+
+
+def test_what_is_void_needs_no_room(buffer: Buffer) -> None:
+    buffer.submit(A, "a", 5, is_void=True)
+    assert buffer.capturer.settle(A, timeout_s=30)
+    assert buffer.done == ["a dropped"]
+
+
+def test_settling_one_memory_does_not_wait_for_another(buffer: Buffer) -> None:
+    buffer.submit(B, "b", 1)
+    assert buffer.capturer.settle(A, timeout_s=0)
+    assert not buffer.capturer.settle(B, timeout_s=0.01)
+
+
+def test_a_capture_that_fails_is_counted_and_the_next_one_is_made(
+    buffer: Buffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise MemoryError("none left")
+
+    buffer.capturer.submit(Capture(A, 0, fail, fail))
+    buffer.submit(A, "a", 0)
+    assert buffer.capturer.settle(A, timeout_s=30)
+    assert (buffer.errors, buffer.done) == (1, ["a copied"])
+    assert "none left" in caplog.text
+
+
+def test_closing_drops_what_has_no_room_in_time(buffer: Buffer) -> None:
+    buffer.submit(A, "a", 1)
+    buffer.capturer.close(0)
+    assert buffer.done == ["a dropped"]
