@@ -7,6 +7,7 @@ import random
 import tracemalloc
 import weakref
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,23 +21,20 @@ from diskprefix.model.exact.self_check import rehearse
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
+from tests.runner import BLOCK, random_prompt
 
-BLOCK = 16
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def layouts() -> dict[str, Layout]:
-    llama, hybrid = (rehearse(tiny_model(name, torch.float32)) for name in ("llama", "qwen3_next"))
-    return {
-        "token": replace(llama, exact_at="token"),
-        "sliceable": llama,
-        "checkpoints": hybrid,
-    }
+@cache
+def layout_of(kind: str) -> Layout:
+    layout = rehearse(tiny_model("qwen3_next" if kind == "checkpoints" else "llama", torch.float32))
+    return replace(layout, exact_at="token") if kind == "token" else layout
 
 
-def pool_of(layout: Layout, *num_tokens: int, max_idle: int = 8) -> KVPool:
+def pool_of(kind: str, *num_tokens: int, max_idle: int = 8) -> KVPool:
     """With room for sequences of so many tokens."""
+    layout = layout_of(kind)
     return KVPool(
         layout,
         CPU,
@@ -48,12 +46,12 @@ def pool_of(layout: Layout, *num_tokens: int, max_idle: int = 8) -> KVPool:
 
 
 @pytest.fixture
-def pool(layouts: dict[str, Layout]) -> KVPool:
-    return pool_of(layouts["token"], 1000, 1000, 1000)
+def pool() -> KVPool:
+    return pool_of("token", 1000, 1000, 1000)
 
 
 def tokens(num_tokens: int, seed: int = 0) -> TokenIds:
-    return np.random.default_rng(seed).integers(0, 100, num_tokens).astype(np.int32)
+    return random_prompt(seed, num_tokens)
 
 
 def fill(arena: KVArena, value: int, num_tokens: int) -> None:
@@ -63,6 +61,17 @@ def fill(arena: KVArena, value: int, num_tokens: int) -> None:
     for state in arena.states:
         state.fill_(value)
     arena.truncate(num_tokens)
+
+
+def value_of(allocation: KVAllocation, num_tokens: int) -> set[int]:
+    """The bytes of its first tokens."""
+    return set(bytes(allocation.arena.read_tokens(0, num_tokens)))
+
+
+def extended(pool: KVPool, prompt: TokenIds, most_tokens: int = 0) -> KVAllocation:
+    allocation = pool.extend(found(pool, prompt), len(prompt), most_tokens)
+    assert allocation is not None
+    return allocation
 
 
 def hold(
@@ -98,13 +107,13 @@ def longer(token_ids: TokenIds, num_tokens: int, seed: int = 99) -> TokenIds:
 
 @pytest.mark.parametrize("kind", ["token", "checkpoints"])
 def test_memory_never_exceeds_the_bound_not_even_while_a_sequence_grows(
-    kind: str, layouts: dict[str, Layout], monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = layouts[kind]
+    layout = layout_of(kind)
     reserve = KVArena.reserve
     for seed in range(examples(8)):
         chance = random.Random(seed)
-        pool = pool_of(layout, 3000, 1000, 1000)
+        pool = pool_of(kind, 3000, 1000, 1000)
         taken = [0]
 
         def counted(self: KVArena, num_tokens: int, pool: KVPool = pool, taken: list[int] = taken) -> None:
@@ -151,8 +160,8 @@ def test_memory_never_exceeds_the_bound_not_even_while_a_sequence_grows(
         assert taken[0] <= pool.limit_bytes
 
 
-def test_memory_of_no_sequence_is_taken_again_the_smallest_that_fits(layouts: dict[str, Layout]) -> None:
-    pool = pool_of(layouts["token"], 1000, 3000, 3000)
+def test_memory_of_no_sequence_is_taken_again_the_smallest_that_fits() -> None:
+    pool = pool_of("token", 1000, 3000, 3000)
     small, large = hold(pool, tokens(1000)), hold(pool, tokens(3000))
     for allocation in (small, large):
         pool.release(allocation, keep=False)
@@ -173,10 +182,8 @@ def test_memory_of_no_sequence_goes_before_that_of_the_sequence_used_longest_ago
     assert oldest not in pool.allocations
 
 
-def test_short_requests_do_not_take_the_place_of_a_long_conversation(
-    layouts: dict[str, Layout], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = pool_of(layouts["token"], 1000, *[50] * 6, max_idle=2)
+def test_short_requests_do_not_take_the_place_of_a_long_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of("token", 1000, *[50] * 6, max_idle=2)
     clock = 0.0
     monkeypatch.setattr("diskprefix.kv.pool.time.monotonic", lambda: clock)
     long = ended(pool, tokens(1000))
@@ -189,9 +196,9 @@ def test_short_requests_do_not_take_the_place_of_a_long_conversation(
     assert pool.allocations == list(newer), "it was not used for so long that what is new is worth more"
 
 
-def test_memory_that_is_given_back_is_free_at_once(layouts: dict[str, Layout]) -> None:
+def test_memory_that_is_given_back_is_free_at_once() -> None:
     """An arena and its layers refer to each other, and a garbage collection may be long in coming."""
-    pool, hybrid = pool_of(layouts["token"], 3000), KVArena(layouts["checkpoints"], CPU)
+    pool, hybrid = pool_of("token", 3000), KVArena(layout_of("checkpoints"), CPU)
     states = [weakref.ref(state) for state in hybrid.states]
     gc.collect()
     gc.disable()
@@ -216,70 +223,64 @@ def test_memory_that_is_given_back_is_free_at_once(layouts: dict[str, Layout]) -
 
 def test_a_later_turn_adopts_and_another_conversation_copies(pool: KVPool) -> None:
     source = ended(pool, tokens(300), value=7)
-    turn = longer(tokens(300)[:200], 50)
-    allocation = pool.extend(found(pool, turn), len(turn))
-    assert allocation is source
-    assert (allocation.num_computed, allocation.arena.num_tokens) == (200, 200)
-    allocation.token_ids, allocation.num_computed, allocation.num_exact = tokens(300), 300, 300
-    fill(allocation.arena, 7, 300)
-    pool.release(allocation, keep=True)
-    other = longer(tokens(300)[:100], 500)
-    copy = pool.extend(found(pool, other), len(other))
-    assert copy is not None
+    assert extended(pool, longer(tokens(300)[:200], 50)) is source
+    assert (source.num_computed, source.arena.num_tokens) == (200, 200)
+    source.token_ids, source.num_computed = tokens(300), 300
+    fill(source.arena, 7, 300)
+    pool.release(source, keep=True)
+    copy = extended(pool, longer(tokens(300)[:100], 500))
     assert copy is not source
-    assert bytes(copy.arena.read_tokens(0, 100)) == bytes(source.arena.read_tokens(0, 100))
+    assert value_of(copy, 100) == {7}
     assert (copy.num_computed, source.num_computed, source.is_busy) == (100, 300, False)
     fill(copy.arena, 9, 100)
-    assert set(bytes(source.arena.read_tokens(0, 300))) == {7}
+    assert value_of(source, 300) == {7}
 
 
-def test_a_source_is_not_given_away_while_it_is_copied(layouts: dict[str, Layout]) -> None:
+def test_a_source_is_not_given_away_while_it_is_copied() -> None:
     """There is room for one sequence: the source is adopted though little of it is shared."""
-    pool = pool_of(layouts["token"], 1000)
+    pool = pool_of("token", 1000)
     source = ended(pool, tokens(900), value=7)
-    other = longer(tokens(900)[:100], 500)
-    allocation = pool.extend(found(pool, other), len(other))
-    assert allocation is source
-    assert set(bytes(allocation.arena.read_tokens(0, 100))) == {7}
+    assert extended(pool, longer(tokens(900)[:100], 500)) is source
+    assert value_of(source, 100) == {7}
 
 
-def test_what_cannot_grow_is_given_up_if_there_is_nobody_to_wait_for(layouts: dict[str, Layout]) -> None:
-    pool = pool_of(layouts["token"], 2000, 500)
-    source = ended(pool, tokens(1000))
-    beside = hold(pool, tokens(400, 5))
+def test_what_cannot_grow_is_given_up_if_there_is_nobody_to_wait_for() -> None:
+    pool = pool_of("token", 2000, 500)
+    source, beside = ended(pool, tokens(1000)), hold(pool, tokens(400, 5))
     turn = longer(tokens(1000), 200)
     assert pool.extend(found(pool, turn), len(turn)) is None
     assert found(pool, turn).num_tokens == 1000
     pool.release(beside, keep=False)
     pool.limit_bytes = bytes_for(pool.layout, 2000)
-    allocation = pool.extend(found(pool, turn), len(turn))
-    assert allocation is not None
-    assert allocation.num_computed == 0
+    assert extended(pool, turn).num_computed == 0
     assert source not in pool.allocations
 
 
+@pytest.mark.parametrize(
+    ("limit", "others", "num_tokens", "most_tokens", "capacity"),
+    [
+        (8000, (), 3000, 7900, 3072),
+        (8000, (), 5000, 7900, 8192),
+        (20000, (), 11000, 20000, 15360),
+        (8000, (1000,), 5000, 7900, 5120),
+    ],
+    ids=["it can grow", "it cannot", "4096 tokens more", "others need the rest"],
+)
 def test_a_sequence_of_more_than_half_of_memory_gets_more_at_once_where_others_leave_it(
-    layouts: dict[str, Layout],
+    limit: int, others: tuple[int, ...], num_tokens: int, most_tokens: int, capacity: int
 ) -> None:
-    def capacity(pool: KVPool, num_tokens: int, most_tokens: int) -> int:
-        allocation = pool.allocate(num_tokens, most_tokens)
-        assert allocation is not None
-        return allocation.arena.capacity
-
-    assert capacity(pool_of(layouts["token"], 8000), 3000, 7900) == 3072, "it can grow"
-    assert capacity(pool_of(layouts["token"], 8000), 5000, 7900) == 8192
-    assert capacity(pool_of(layouts["token"], 20000), 11000, 20000) == 15360, "4 096 tokens more"
-    shared = pool_of(layouts["token"], 8000)
-    assert capacity(shared, 1000, 1000) == 1024
-    assert capacity(shared, 5000, 7900) == 5120
+    pool = pool_of("token", limit)
+    for other in others:
+        assert pool.allocate(other, other) is not None
+    allocation = pool.allocate(num_tokens, most_tokens)
+    assert allocation is not None
+    assert allocation.arena.capacity == capacity
 
 
-def test_a_later_turn_stays_in_its_memory_while_it_fits(layouts: dict[str, Layout]) -> None:
-    pool = pool_of(layouts["token"], 8000)
-    before = tokens(5000)
-    one = ended(pool, before)
-    prompt = longer(before, 100)
-    assert pool.extend(found(pool, prompt), len(prompt), 7900) is one
+def test_a_later_turn_stays_in_its_memory_while_it_fits() -> None:
+    pool = pool_of("token", 8000)
+    one = ended(pool, tokens(5000))
+    assert extended(pool, longer(tokens(5000), 100), 7900) is one
     assert (one.num_computed, one.arena.capacity) == (5000, 5120)
 
 
@@ -308,9 +309,9 @@ def test_what_was_purged_is_in_no_memory_that_is_kept(pool: KVPool) -> None:
 )
 @pytest.mark.parametrize("has_logits", [False, True], ids=["", "with logits"])
 def test_as_much_is_found_as_the_model_can_go_on_from(
-    kind: str, held: int, prompt: int, expected: int, has_logits: bool, layouts: dict[str, Layout]
+    kind: str, held: int, prompt: int, expected: int, has_logits: bool
 ) -> None:
-    pool = pool_of(layouts[kind], 1000)
+    pool = pool_of(kind, 1000)
     allocation = ended(pool, tokens(held))
     if has_logits:
         allocation.logits_at, allocation.logits = held, torch.zeros(4)
@@ -330,9 +331,7 @@ def test_no_more_is_found_than_is_exact(pool: KVPool) -> None:
 def test_logits_are_found_only_with_all_tokens_before_them(shared: int, pool: KVPool) -> None:
     source = ended(pool, tokens(300))
     source.logits_at, source.logits = 300, torch.zeros(4)
-    other = longer(tokens(300)[:shared], 400)
-    allocation = pool.extend(found(pool, other), len(other))
-    assert allocation is not None
+    allocation = extended(pool, longer(tokens(300)[:shared], 400))
     assert (allocation.logits_at, allocation.logits) == (0, None)
 
 
@@ -356,15 +355,15 @@ def test_nobody_waits_for_little_more_than_memory_has(pool: KVPool) -> None:
     assert found(pool, whole).is_worth_waiting_for
 
 
-def test_a_model_with_states_waits_for_nobody(layouts: dict[str, Layout]) -> None:
+def test_a_model_with_states_waits_for_nobody() -> None:
     """They move on with the one that computes them."""
-    pool = pool_of(layouts["checkpoints"], 1000)
+    pool = pool_of("checkpoints", 1000)
     hold(pool, tokens(900), 0)
     assert pool.match_prefix("a", tokens(900)) is None
 
 
-def test_a_copy_for_another_choice_begins_at_the_marked_point(layouts: dict[str, Layout]) -> None:
-    pool = pool_of(layouts["checkpoints"], 100, 100)
+def test_a_copy_for_another_choice_begins_at_the_marked_point() -> None:
+    pool = pool_of("checkpoints", 100, 100)
     source = hold(pool, tokens(96), value=3)
     source.arena.mark()
     for state in source.arena.states:
