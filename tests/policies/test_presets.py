@@ -1,19 +1,24 @@
-"""The presets that ship with diskprefix."""
+"""The presets that ship with diskprefix, and the table on the page about policies."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
-from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
-from diskprefix.extras.simulate.trace import Trace
+from diskprefix.extras.simulate.geometry import SLICEABLE
+from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
+from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.nouns import Prompt, Scope
 from diskprefix.settings import Settings
+from diskprefix.tokens import TokenIds
 from diskprefix.units import parse_duration, parse_size
 from tests.extras.simulate.workloads import CATALOG
 from tools.research.policy import preset_policy
@@ -29,29 +34,12 @@ def settings_of(preset: str) -> dict[str, Any]:
     return {key: readers[key](value, param=key) if key in readers else value for key, value in values.items()}
 
 
-def test_the_five_presets_are_there() -> None:
-    assert PRESETS == ["agent", "batch", "chat", "rag", "shared-server"]
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_found_by_its_name_and_makes_valid_settings(preset: str) -> None:
     settings = Settings(**settings_of(preset))
     scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     assert str(scope) == settings.disk_prefix_cache
     assert settings.kv_cache_write_buffer < settings.kv_cache_budget
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_value_is_explained_where_it_stands(preset: str) -> None:
-    lines = (POLICIES / f"{preset}.toml").read_text(encoding="utf-8").splitlines()
-    for before, line in zip(["", *lines], lines, strict=False):
-        assert "=" not in line or line.startswith("#") or before.startswith("# ")
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_names_of_the_file_are_its_head_line(preset: str) -> None:
-    head = (POLICIES / f"{preset}.toml").read_text(encoding="utf-8").splitlines()[0]
-    assert f"`diskprefix serve --policy {preset}`" in head
 
 
 def test_an_unknown_preset_is_refused_with_the_names_of_those_that_exist() -> None:
@@ -105,3 +93,37 @@ def test_what_is_simulated_is_what_the_daemon_would_do(preset: str) -> None:
     assert (policy.budget_bytes, policy.ttl_s) == (settings.kv_cache_budget, settings.kv_cache_ttl)
     assert (policy.min_tokens, policy.block_size) == (settings.kv_cache_min_tokens, settings.block_size)
     assert (policy.interval, policy.cold_max) == (settings.kv_cache_interval, settings.kv_cache_cold_max)
+
+
+PAGE = POLICIES / "README.md"
+OPENING = np.array([1, 2, 3], dtype=np.int32)
+_ROW = re.compile(r"\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| `(\w+)` \| (\d+) \|$", re.MULTILINE)
+
+
+def chat(*messages: TokenIds) -> Prompt:
+    """The first message is the system's."""
+    ends = np.cumsum([len(message) for message in messages]).tolist()
+    return Prompt(np.concatenate([*messages, OPENING]), tuple(ends), ends[0])
+
+
+def test_the_example_on_the_page_is_what_auto_does() -> None:
+    random = np.random.default_rng(1)
+
+    def text(num_tokens: int) -> TokenIds:
+        return random.integers(10, 50_000, num_tokens, dtype=np.int32)
+
+    system, conversation = text(1500), [text(300), text(400), text(200), text(300), text(200)]
+    prompts = [
+        chat(system, *conversation[:1]),
+        chat(system, *conversation[:3]),
+        chat(system, text(350)),
+        chat(text(900), text(800)),
+        chat(system, *conversation),
+    ]
+    simulator = Simulator(Policy(scope=Scope("auto", 30)), SLICEABLE)
+    rows = []
+    for number, prompt in enumerate(prompts):
+        restored, chosen, written = simulator.step(TraceRequest(when=float(number), prompt=prompt))
+        figures = (len(prompt.token_ids), restored, chosen.common, chosen.selected, chosen.kept, chosen.reason, written)
+        rows.append(tuple(map(str, figures)))
+    assert rows == _ROW.findall(PAGE.read_text(encoding="utf-8"))
