@@ -19,7 +19,7 @@ import numpy as np
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.radix_tree import RadixTree
 from diskprefix.extras.simulate.recorded_request import VERSION, RecordedRequest
-from diskprefix.extras.simulate.recording_file import RecordingFile
+from diskprefix.extras.simulate.recording_file import append
 from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Prompt
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
@@ -44,8 +44,7 @@ class RequestRecorder:
     """
 
     def __init__(self, path: Path, settings: Settings, secret_of: Callable[[], int]) -> None:
-        """Opens the file. A new file is private to its owner. Raises `SettingsError` if the file cannot be written or
-        is no recording."""
+        """Raises `SettingsError` if the file cannot be written or is no recording."""
         self._path = path
         self._settings = settings
         self._default_scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -54,7 +53,7 @@ class RequestRecorder:
         self._partings = RadixTree()
         self._is_failing = False
         self._layout: dict[str, Any] = {}
-        self._file = RecordingFile(path)
+        append(path, b"")
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
         """The queue of the thread. None ends the thread."""
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
@@ -142,8 +141,6 @@ class RequestRecorder:
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("[record] %s: not everything was written in time", self._path)
-        else:
-            self._file.close()
 
     def _write_all(self) -> None:
         while (work := self._waiting.get()) is not None:
@@ -167,7 +164,7 @@ class RequestRecorder:
         root: bytes,
         options: CacheOptions,
     ) -> None:
-        self._file.append(msgspec.json.encode(record_of(**self._hashed(prompt, reply, root, options))) + b"\n")
+        append(self._path, msgspec.json.encode(record_of(**self._hashed(prompt, reply, root, options))) + b"\n")
         self._is_failing = False
 
     def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, options: CacheOptions) -> dict[str, Any]:
