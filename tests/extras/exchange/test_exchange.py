@@ -1,11 +1,12 @@
-"""An export is what was stored; an import was verified; a bad file changes nothing."""
+"""An export is what was stored; an import was verified; a bad file changes nothing. Also as somebody types it."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,24 +17,23 @@ import torch
 from msgspec import structs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
-from diskprefix.errors import (
-    PrefixGone,
-    SettingsError,
-    StoreCorrupt,
-    StoreFull,
-    StoreUnavailable,
-)
+from diskprefix.errors import DiskPrefixError, PrefixGone, SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.extras.exchange import exchange
 from diskprefix.extras.exchange.entry_file import EntryReader
-from diskprefix.extras.exchange.exchange import (
-    require_known_model,
-)
+from diskprefix.extras.exchange.exchange import require_known_model
+from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.schema import Kind, ModelRecord
+from diskprefix.store.pieces import LAYOUT_VERSION
+from diskprefix.store.schema import ModelRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.tokens import TokenIds
+from tests.cli.conftest import Run, overwrite, saved
+from tests.cli.conftest import run as run
+from tests.devices import DEVICES
+from tests.exactness.architectures import tiny_model
 from tests.extras.exchange.exported import (
     HYBRID,
     LAYOUT,
@@ -44,6 +44,8 @@ from tests.extras.exchange.exported import (
     import_file,
     large_layout,
 )
+from tests.runner import Runner, random_prompt, tiny_llama, tiny_settings
+from tests.server.daemon_process import reply_to, running_daemon, wait_until
 from tests.store.building import BLOCK, Clock, damage, is_whole, open_store, prompt
 from tests.traced_memory import traced_peak
 
@@ -52,16 +54,14 @@ PROMPT = prompt(1, 3 * BLOCK + 5)
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    store = open_store(tmp_path / "source")
-    yield store
-    store.close()
+    with closing(open_store(tmp_path / "source")) as store:
+        yield store
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[Store]:
-    store = open_store(tmp_path / "target")
-    yield store
-    store.close()
+    with closing(open_store(tmp_path / "target")) as store:
+        yield store
 
 
 @pytest.fixture
@@ -76,25 +76,63 @@ def file(store: Store, pub: Publication, tmp_path: Path) -> Path:
     return export(store, pub, tmp_path / "entry.safetensors")
 
 
-def nothing_in(store: Store) -> bool:
-    counts = store.counts()
-    return counts["blocks"] == counts["entries"] == 0
+def exported(store: Store, pub: Publication, path: Path) -> Path:
+    store.publish(pub)
+    return export(store, pub, path)
 
 
-@pytest.mark.parametrize("written", list(Codec), ids=lambda codec: codec.name)
-@pytest.mark.parametrize("read", list(Codec), ids=lambda codec: codec.name)
-def test_payloads_are_the_same_in_a_store_of_another_secret_and_codec(
-    store: Store, target: Store, tmp_path: Path, written: Codec, read: Codec
+def compact(layout: object) -> str:
+    return json.dumps(layout, separators=(",", ":"))
+
+
+PAGES = {"heads": 2, "head_dim": 4, "dtype": "uint8", "tensors": ["0.pages", "1.pages"]} | {
+    "axes": ["page", "token", "head", "dim"],
+    "page": BLOCK // 2,
+}
+STATES_ALONE = compact(json.loads(HYBRID) | {"groups": []})
+WINDOW = compact(json.loads(LAYOUT) | {"groups": [json.loads(LAYOUT)["groups"][0] | {"window": 5}]})
+PAGED = compact({"version": 1, "groups": [PAGES], "logits": [0, "float32"], "shard": [1, 2]})
+CODECS = [(written, read) for written in Codec for read in Codec]
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_tokens", "with_tail", "checkpoints", "codecs"),
+    [
+        *((LAYOUT, len(PROMPT), True, (), [pair]) for pair in CODECS),
+        *((LAYOUT, num_tokens, True, (), CODECS[:1]) for num_tokens in (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK)),
+        *((layout, num_tokens, True, (), CODECS[:1]) for layout in (STATES_ALONE, WINDOW) for num_tokens in (3, 53)),
+        (PAGED, 2 * BLOCK, False, (), CODECS[:1]),
+        (HYBRID, len(PROMPT), True, (BLOCK, 3 * BLOCK), CODECS[: len(Codec)]),
+        (HYBRID, len(PROMPT), False, (BLOCK, 3 * BLOCK), CODECS[: len(Codec)]),
+        (HYBRID, len(PROMPT), False, (BLOCK, 2 * BLOCK), CODECS[:1]),
+    ],
+)
+def test_an_entry_is_the_same_in_a_store_of_another_secret_and_codec(
+    tmp_path: Path,
+    layout: str,
+    num_tokens: int,
+    with_tail: bool,
+    checkpoints: tuple[int, ...],
+    codecs: list[tuple[Codec, Codec]],
 ) -> None:
-    store.codec, target.codec = written, read
-    pub = entry_of(store, PROMPT)
-    done = import_file(target, exported(store, pub, tmp_path / "e.safetensors"))
-    theirs = entry_of(target, PROMPT)
-    assert is_whole(target, theirs)
-    assert {node.name for node in pub.nodes}.isdisjoint(node.name for node in theirs.nodes)
-    assert theirs.last_node is not None
-    assert (done.id, done.new_nodes) == (theirs.last_node.hex(), 4)
-    assert done.new_bytes == theirs.payload_bytes
+    """Also every checkpoint on the path, where the last block or a checkpoint ends it."""
+    for place, (written, read) in enumerate(codecs):
+        folder = tmp_path / str(place)
+        with closing(open_store(folder / "source")) as store, closing(open_store(folder / "target")) as target:
+            store.codec, target.codec = written, read
+            ours, theirs = (
+                entry_of(one, PROMPT[:num_tokens], layout=layout, with_tail=with_tail, checkpoints=checkpoints)
+                for one in (store, target)
+            )
+            done = import_file(target, exported(store, ours, folder / "e.safetensors"))
+            assert is_whole(target, theirs)
+            assert {node.name for node in ours.nodes}.isdisjoint(node.name for node in theirs.nodes)
+            assert theirs.last_node is not None
+            assert (done.id, done.new_nodes) == (theirs.last_node.hex(), len(theirs.nodes))
+            assert done.new_bytes == theirs.payload_bytes
+            with target.snapshot() as snapshot:
+                assert snapshot.entry(theirs.last_node) == theirs.entry
+            assert verify_index(target).problems == ()
 
 
 def test_all_that_is_known_of_an_entry_comes_along_but_what_is_of_its_machine(
@@ -105,10 +143,8 @@ def test_all_that_is_known_of_an_entry_comes_along_but_what_is_of_its_machine(
     record = structs.replace(pub.root_record, tokenizer="/home/somebody/model")
     import_file(target, exported(store, replace(pub, nodes=nodes, root_record=record), tmp_path / "e.safetensors"))
     theirs = entry_of(target, PROMPT, tenant=TENANT)
-    assert theirs.last_node is not None
     assert pub.entry is not None
     with target.snapshot() as snapshot:
-        assert snapshot.entry(theirs.last_node) == pub.entry
         assert snapshot.root(pub.root) == structs.replace(pub.root_record, created_at=pub.entry.created_at)
         usages = [snapshot.usage(node.name) for node in theirs.nodes]
         assert [usage.prefill_s for usage in usages if usage] == [node.prefill_s for node in nodes]
@@ -144,221 +180,110 @@ def test_a_file_that_safetensors_wrote_anew_is_imported(target: Store, file: Pat
     assert is_whole(target, entry_of(target, PROMPT))
 
 
-PAGES = {"heads": 2, "head_dim": 4, "dtype": "uint8", "tensors": ["0.pages", "1.pages"]} | {
-    "axes": ["page", "token", "head", "dim"],
-    "page": BLOCK // 2,
-}
-LAYOUTS = {
-    "states alone": json.loads(HYBRID) | {"groups": []},
-    "a window": json.loads(LAYOUT) | {"groups": [json.loads(LAYOUT)["groups"][0] | {"window": 5}]},
-    "pages": {"version": 1, "groups": [PAGES], "logits": [0, "float32"], "shard": [1, 2]},
-}
-
-
-@pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_an_entry_of_any_layout_comes_back(store: Store, target: Store, tmp_path: Path, layout: str) -> None:
-    text = json.dumps(LAYOUTS[layout], separators=(",", ":"))
-    for num_tokens in (3, len(PROMPT)):
-        with_tail = layout != "pages"
-        token_ids = PROMPT[:num_tokens] if with_tail else PROMPT[: 2 * BLOCK]
-        pub, theirs = (entry_of(s, token_ids, layout=text, with_tail=with_tail) for s in (store, target))
-        import_file(target, exported(store, pub, tmp_path / f"{num_tokens}.safetensors"))
-        assert is_whole(target, theirs)
-
-
-@pytest.mark.parametrize("num_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
-def test_prompts_of_any_length_come_back(store: Store, target: Store, tmp_path: Path, num_tokens: int) -> None:
-    import_file(target, exported(store, entry_of(store, prompt(2, num_tokens)), tmp_path / "e.safetensors"))
-    assert is_whole(target, entry_of(target, prompt(2, num_tokens)))
-
-
-POINTS = (BLOCK, 3 * BLOCK)
-
-
-def of_hybrid(store: Store, token_ids: TokenIds = PROMPT, **how: Any) -> Publication:
-    return entry_of(store, token_ids, layout=HYBRID, checkpoints=how.pop("checkpoints", POINTS), **how)
-
-
-def exported(store: Store, pub: Publication, path: Path) -> Path:
-    store.publish(pub)
-    return export(store, pub, path)
-
-
-@pytest.mark.parametrize("with_tail", [True, False])
-@pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.name)
-def test_states_come_along_with_every_checkpoint_on_the_path(
-    store: Store, target: Store, tmp_path: Path, with_tail: bool, codec: Codec
-) -> None:
-    target.codec = codec
-    done = import_file(target, exported(store, of_hybrid(store, with_tail=with_tail), tmp_path / "e.safetensors"))
-    theirs = of_hybrid(target, with_tail=with_tail)
-    assert is_whole(target, theirs)
-    assert theirs.last_node is not None
-    assert (done.id, done.new_nodes) == (theirs.last_node.hex(), len(theirs.nodes))
-    assert done.new_bytes == theirs.payload_bytes
-    with target.snapshot() as snapshot:
-        assert snapshot.entry(theirs.last_node) == theirs.entry
-    assert verify_index(target).problems == ()
-
-
-def test_an_entry_that_ends_with_a_block_brings_the_checkpoints_before_it(
+def test_what_is_missing_is_brought_and_what_is_there_is_not_stored_again(
     store: Store, target: Store, tmp_path: Path
 ) -> None:
-    def pub_of(store: Store) -> Publication:
-        return of_hybrid(store, checkpoints=(BLOCK, 2 * BLOCK), with_tail=False)
+    def publications(store: Store) -> list[Publication]:
+        """One with checkpoints, and two that share their first blocks."""
+        longer = np.concatenate([PROMPT[: 2 * BLOCK], prompt(9, 2 * BLOCK)])
+        hybrid = entry_of(store, PROMPT, layout=HYBRID, checkpoints=(BLOCK, 3 * BLOCK))
+        return [hybrid, entry_of(store, PROMPT), entry_of(store, longer)]
 
-    import_file(target, exported(store, pub_of(store), tmp_path / "e.safetensors"))
-    assert pub_of(store).nodes[-1].kind == Kind.BLOCK
-    assert is_whole(target, pub_of(target))
+    target.publish(entry_of(target, PROMPT, layout=HYBRID, checkpoints=(3 * BLOCK,)))
+    files = [exported(store, pub, tmp_path / f"{n}.safetensors") for n, pub in enumerate(publications(store))]
+    done = [import_file(target, file) for file in (*files, files[1])]
+    assert [one.new_nodes for one in done] == [1, 4, 3, 0]
+    assert done[0].new_bytes == 392
+    assert all(is_whole(target, pub) for pub in publications(target))
 
 
-def test_an_entry_that_lost_all_its_checkpoints_is_not_exported(store: Store, tmp_path: Path) -> None:
-    pub = of_hybrid(store, checkpoints=(), with_tail=False)
-    with pytest.raises(SettingsError, match="has lost the checkpoint that it could be restored at; send the prompt"):
-        exported(store, pub, tmp_path / "e.safetensors")
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+def evict(store: Store, pub: Publication, _path: Path) -> None:
+    for node in pub.nodes[:0:-1]:
+        store.quarantine(node.name, node.parent)
 
 
-def test_a_checkpoint_that_is_missing_is_brought_and_what_is_there_is_not_stored_again(
-    store: Store, target: Store, tmp_path: Path
+@pytest.mark.parametrize(
+    ("happens", "error", "words"),
+    [
+        (evict, PrefixGone, "evicted while it was exported"),
+        (lambda store, pub, _path: damage(store, pub.nodes[1].name), StoreCorrupt, "block .* is damaged.*verify --fix"),
+        (lambda _store, _pub, path: path.write_text("precious"), SettingsError, "exists; add --force"),
+    ],
+    ids=["eviction", "damage", "another file"],
+)
+def test_what_happens_during_an_export_ends_it_without_a_file(
+    store: Store,
+    pub: Publication,
+    tmp_path: Path,
+    happens: Callable[[Store, Publication, Path], object],
+    error: type[DiskPrefixError],
+    words: str,
 ) -> None:
-    path = exported(store, of_hybrid(store), tmp_path / "e.safetensors")
-    target.publish(of_hybrid(target, checkpoints=(3 * BLOCK,)))
-    done = import_file(target, path)
-    assert (done.new_nodes, done.new_bytes) == (1, 392)
-    assert is_whole(target, of_hybrid(target))
-
-
-def test_a_file_is_overwritten_only_by_force(store: Store, pub: Publication, tmp_path: Path) -> None:
-    path = tmp_path / "e.safetensors"
-    path.write_text("precious")
-    with pytest.raises(SettingsError, match="exists; add --force"):
-        export(store, pub, path)
-    assert path.read_text() == "precious"
-    export(store, pub, path, force=True)
-    assert len(load_file(path)["token_ids"]) == len(PROMPT)
-
-
-def test_a_file_that_appears_meanwhile_is_not_overwritten(store: Store, pub: Publication, tmp_path: Path) -> None:
     path = tmp_path / "e.safetensors"
 
-    def write(_num_bytes: int) -> None:
-        path.write_text("precious")
+    def advance(_num_bytes: int) -> None:
+        happens(store, pub, path)
 
     assert pub.last_node is not None
-    with pytest.raises(SettingsError, match="exists"):
-        exchange.export_entry(store, pub.last_node, path, force=False, advance=write)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["e.safetensors", "source"]
-    assert path.read_text() == "precious"
+    with pytest.raises(error, match=words):
+        exchange.export_entry(store, pub.last_node, path, force=False, advance=advance)
+    assert {one.name for one in tmp_path.iterdir()} - {path.name} == {"source"}
+    assert not path.exists() or path.read_text() == "precious"
 
 
-def test_a_folder_that_cannot_be_written_is_named(store: Store, pub: Publication, tmp_path: Path) -> None:
+def test_what_cannot_be_written_or_restored_leaves_no_file(
+    store: Store, pub: Publication, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = entry_of(store, PROMPT, layout=HYBRID, with_tail=False)
+    with pytest.raises(SettingsError, match="has lost the checkpoint that it could be restored at; send the prompt"):
+        exported(store, lost, tmp_path / "e.safetensors")
     with pytest.raises(StoreUnavailable, match=r"nowhere/e\.safetensors: No such file"):
         export(store, pub, tmp_path / "nowhere" / "e.safetensors")
 
-
-def test_a_full_disk_leaves_no_file(
-    store: Store, pub: Publication, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def fsync(_fd: int) -> None:
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(StoreUnavailable, match=r"e\.safetensors: No space left"):
         export(store, pub, tmp_path / "e.safetensors")
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+    assert [one.name for one in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_damaged_block_is_not_exported(store: Store, pub: Publication, tmp_path: Path) -> None:
-    damage(store, pub.nodes[2].name)
-    with pytest.raises(StoreCorrupt, match=f"{pub.nodes[2].name.hex()}.*verify --fix"):
-        export(store, pub, tmp_path / "e.safetensors")
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+OTHER = identity_of(weights="w2", torch_version="2.14")
 
 
-def test_an_entry_that_is_evicted_meanwhile_is_not_exported(store: Store, pub: Publication, tmp_path: Path) -> None:
-    def evict(_num_bytes: int) -> None:
-        for node in pub.nodes[:0:-1]:
-            store.quarantine(node.name, node.parent)
-
-    assert pub.last_node is not None
-    with pytest.raises(PrefixGone, match="evicted while it was exported"):
-        exchange.export_entry(store, pub.last_node, tmp_path / "e.safetensors", force=False, advance=evict)
-    assert [p.name for p in tmp_path.iterdir()] == ["source"]
-
-
-def test_what_two_entries_share_is_stored_once(store: Store, target: Store, tmp_path: Path) -> None:
-    longer = np.concatenate([PROMPT[: 2 * BLOCK], prompt(9, 2 * BLOCK)])
-    files = []
-    for i, token_ids in enumerate((PROMPT, longer)):
-        files.append(exported(store, entry_of(store, token_ids), tmp_path / f"{i}.safetensors"))
-    first, second, again = (import_file(target, file) for file in (*files, files[0]))
-    assert (first.new_nodes, second.new_nodes, again.new_nodes) == (4, 3, 0)
-    assert target.counts()["blocks"] == 7
-    assert is_whole(target, entry_of(target, PROMPT))
-    assert is_whole(target, entry_of(target, longer))
-
-
-def known(store: Store, path: Path) -> None:
-    with EntryReader.open(path) as reader, store.snapshot() as snapshot:
-        require_known_model(snapshot, reader)
-
-
-def test_another_model_s_state_is_refused_with_what_differs_from_the_nearest(target: Store, file: Path) -> None:
-    def serve(model: str, identity: str) -> None:
-        with target.changes() as changes:
-            changes.put_model(ModelRecord(model=model, identity=identity))
-
-    def refused(words: str) -> None:
-        with pytest.raises(SettingsError, match=f"'tiny', {words}; serve that model"):
-            known(target, file)
-
-    refused("but this store has seen no model yet")
-    serve("unreadable", "?")
-    refused("but this store has seen no model yet")
-    target.publish(entry_of(target, prompt(5, BLOCK), identity=identity_of(weights="w2", torch_version="2.14")))
-    refused("which differs from 'tiny' here in torch_version, weights_digest")
-    serve("near\x1b[2J", identity_of(torch_version="2.14"))
-    refused(r"which differs from 'near\\x1b\[2J' here in torch_version")
-    serve("served", identity_of())
-    known(target, file)
-
-
-def test_another_tenant_of_a_known_model_is_no_other_model(store: Store, target: Store, tmp_path: Path) -> None:
-    target.publish(entry_of(target, prompt(5, BLOCK)))
-    path = exported(store, entry_of(store, PROMPT, tenant=TENANT), tmp_path / "e.safetensors")
-    known(target, path)
-    import_file(target, path)
-    assert is_whole(target, entry_of(target, PROMPT, tenant=TENANT))
-    assert not is_whole(target, entry_of(target, PROMPT))
-
-
-def test_a_file_that_is_larger_than_the_budget_is_refused_before_anything_is_evicted(
-    store: Store, tmp_path: Path
+@pytest.mark.parametrize(
+    ("served", "words"),
+    [
+        ({}, "but this store has seen no model yet"),
+        ({"unreadable": "?"}, "but this store has seen no model yet"),
+        ({"tiny": OTHER}, "which differs from 'tiny' here in torch_version, weights_digest"),
+        (
+            {"tiny": OTHER, "near\x1b[2J": identity_of(torch_version="2.14")},
+            r"which differs from 'near\\x1b\[2J' here in torch_version",
+        ),
+        ({"tiny": OTHER, "same": identity_of(tenant=TENANT)}, ""),
+    ],
+)
+def test_another_model_s_state_is_refused_with_what_differs_from_the_nearest(
+    target: Store, file: Path, served: dict[str, str], words: str
 ) -> None:
-    layout = large_layout(1 << 20)
-    path = exported(store, entry_of(store, prompt(1, 20 * BLOCK), layout=layout), tmp_path / "e.safetensors")
-    target = open_store(tmp_path / "target", budget_bytes=16 << 20)
-    kept = entry_of(target, prompt(2, 8 * BLOCK), layout=layout)
-    target.publish(kept)
-    with pytest.raises(StoreFull, match="do not fit --kv-cache-budget"):
-        import_file(target, path)
-    assert is_whole(target, kept)
-    assert target.counts()["blocks"] == len(kept.nodes)
-    target.close()
-
-
-@pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publication for every two blocks."""
-    monkeypatch.setattr(exchange, "_BATCH_BYTES", 1500)
+    """A model is known that was served, though nothing of it is stored."""
+    with target.changes() as changes:
+        for model, identity in served.items():
+            changes.put_model(ModelRecord(model=model, identity=identity))
+    with EntryReader.open(file) as reader, target.snapshot() as snapshot:
+        if words:
+            with pytest.raises(SettingsError, match=f"'tiny', {words}; serve that model"):
+                require_known_model(snapshot, reader)
+        else:
+            require_known_model(snapshot, reader)
 
 
 class Killed(Exception):
     """Stands for the end of the process."""
 
 
-@pytest.mark.usefixtures("small_batches")
 def test_what_an_import_leaves_behind_is_a_shorter_prefix_that_the_next_one_completes(
     store: Store, target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,6 +295,7 @@ def test_what_an_import_leaves_behind_is_a_shorter_prefix_that_the_next_one_comp
             raise Killed
         return publish(publication)
 
+    monkeypatch.setattr(exchange, "_BATCH_BYTES", 1500)  # Two blocks.
     monkeypatch.setattr(target, "publish", killed)
     with pytest.raises(Killed):
         import_file(target, path)
@@ -389,35 +315,32 @@ def test_what_changes_after_it_was_verified_is_not_imported(target: Store, file:
             opened.write(b"12345678")
         with pytest.raises(StoreCorrupt, match=r"entry\.safetensors is damaged: the checksum of tokens"):
             exchange.import_entry(target, reader, advance=lambda _num_bytes: None)
-    assert nothing_in(target)
+    assert target.counts()["blocks"] == target.counts()["entries"] == 0
 
 
 def test_an_import_makes_room_by_evicting_others(store: Store, tmp_path: Path) -> None:
-    layout = large_layout(1 << 20)
-    clock = Clock()
-    target = open_store(tmp_path / "target", budget_bytes=16 << 20, clock=clock)
-    old = entry_of(target, prompt(2, 8 * BLOCK), layout=layout)
-    target.publish(old)
-    clock.now += 3600
-    pub = entry_of(store, prompt(1, 10 * BLOCK), layout=layout)
-    done = import_file(target, exported(store, pub, tmp_path / "e.safetensors"))
-    assert done.evicted > 0
-    assert is_whole(target, entry_of(target, prompt(1, 10 * BLOCK), layout=layout))
-    assert not is_whole(target, old)
-    target.close()
+    layout, clock = large_layout(1 << 20), Clock()
+    with closing(open_store(tmp_path / "target", budget_bytes=16 << 20, clock=clock)) as target:
+        old = entry_of(target, prompt(2, 8 * BLOCK), layout=layout)
+        target.publish(old)
+        clock.now += 3600
+        pub = entry_of(store, prompt(1, 10 * BLOCK), layout=layout)
+        done = import_file(target, exported(store, pub, tmp_path / "e.safetensors"))
+        assert done.evicted > 0
+        assert is_whole(target, entry_of(target, prompt(1, 10 * BLOCK), layout=layout))
+        assert not is_whole(target, old)
 
 
 def test_memory_stays_at_a_few_blocks_whatever_the_entry_s_size(
     store: Store, target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block, count = 512 * 1024, 40
+    block, count, path = 512 * 1024, 40, tmp_path / "e.safetensors"
     monkeypatch.setattr(exchange, "_BATCH_BYTES", 2 * block)
     pub = entry_of(store, prompt(1, count * BLOCK), layout=large_layout(block))
     store.publish(pub)
+    name = pub.last_node
+    assert name is not None
     del pub
-    name = next(iter(listed(store)))
-    path = tmp_path / "e.safetensors"
-
     assert (
         traced_peak(lambda: exchange.export_entry(store, name, path, force=False, advance=lambda _: None)) < 4 * block
     )
@@ -425,6 +348,184 @@ def test_memory_stays_at_a_few_blocks_whatever_the_entry_s_size(
     assert traced_peak(lambda: import_file(target, path)) < 12 * block
 
 
-def listed(store: Store) -> list[bytes]:
-    with store.snapshot() as snapshot:
-        return [name for name, _ in snapshot.entries()]
+# -- The commands ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def from_kv(tmp_path: Path) -> Path:
+    saved(tmp_path / "from", PROMPT)
+    return tmp_path / "from"
+
+
+@pytest.fixture
+def to_kv(tmp_path: Path) -> Path:
+    """A store to which a daemon with the same model has written."""
+    saved(tmp_path / "to", prompt(9, BLOCK))
+    return tmp_path / "to"
+
+
+def entry_id(folder: Path) -> str:
+    with closing(Store(folder, read_only=True)) as store, store.snapshot() as snapshot:
+        return next(name for name, _ in snapshot.entries()).hex()
+
+
+def holds_the_prompt(folder: Path, **fields: Any) -> bool:
+    with closing(Store(folder, read_only=True)) as store:
+        return is_whole(store, entry_of(store, PROMPT, **fields))
+
+
+@pytest.mark.parametrize("tenant", ["", TENANT])
+def test_a_prompt_goes_from_store_to_store_with_its_tenant_and_both_commands_say_what_was_done(
+    run: Run, to_kv: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tenant: str
+) -> None:
+    # Variables of a daemon disturb neither.
+    monkeypatch.setenv("DISKPREFIX_MODEL", "./none")
+    monkeypatch.setenv("DISKPREFIX_WEIGHTS", "int8")
+    monkeypatch.chdir(tmp_path)
+    from_kv = tmp_path / "from"
+    saved(from_kv, PROMPT, tenant=tenant)
+    name, path = entry_id(from_kv), Path("e.safetensors")
+    exported = run("export", name, "-o", path, "--kv-cache-dir", from_kv, "--json").json
+    assert exported == {
+        "file": str(path.absolute()),
+        "file_bytes": path.stat().st_size,
+        "id": name,
+        "model": "tiny",
+        "tenant": tenant,
+        "num_tokens": len(PROMPT),
+    }
+    whose = "tiny" + (f" of tenant {tenant[:8]}" if tenant else "")
+    shown = run("export", name[:6], "--kv-cache-dir", from_kv)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert shown.stdout.startswith(f"{name[:12]}.safetensors: {len(PROMPT)} tokens of {whose}, ")
+    assert Path(f"{name[:12]}.safetensors").read_bytes() == path.read_bytes()
+    planned = run("import", path, "--kv-cache-dir", to_kv, "--dry-run", "--json").json
+    assert not holds_the_prompt(to_kv, tenant=tenant)
+    done = run("import", path, "--kv-cache-dir", to_kv, "--json").json
+    (plan,), (entry,) = planned["entries"], done["entries"]
+    assert (planned["dry_run"], done["dry_run"], entry | plan) == (True, False, entry)
+    assert entry == {
+        "file": str(path),
+        "id": entry["id"],
+        "model": "tiny",
+        "tenant": tenant,
+        "num_tokens": len(PROMPT),
+        "num_nodes": 4,
+        "new_nodes": 4,
+        "new_bytes": 60 * len(PROMPT) + 100,
+        "evicted": 0,
+    }
+    assert holds_the_prompt(to_kv, tenant=tenant)
+    assert not holds_the_prompt(to_kv, tenant=TENANT if not tenant else "")
+    again = run("import", path, "--kv-cache-dir", to_kv)
+    assert f": imported {len(PROMPT)} tokens of {whose} in 4 blocks, none new" in again.stdout
+
+
+def test_an_import_of_several_files_is_refused_whole(run: Run, from_kv: Path, to_kv: Path, tmp_path: Path) -> None:
+    file, large, flipped, text = (tmp_path / f"{name}.safetensors" for name in ("e", "large", "flipped", "text"))
+    assert run("export", entry_id(from_kv), "-o", file, "--kv-cache-dir", from_kv).exit_code == 0
+    flipped.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    text.write_text("import os\n" * 100)
+    pub = saved(tmp_path / "large", prompt(1, 40 * BLOCK), layout=large_layout(1 << 20), budget_bytes=64 << 20)
+    assert pub.last_node is not None
+    assert run("export", pub.last_node.hex(), "-o", large, "--kv-cache-dir", tmp_path / "large").exit_code == 0
+    other, broken = tmp_path / "other", tmp_path / "broken"
+    for folder in (other, broken):
+        saved(folder, prompt(5, BLOCK), identity=identity_of(weights="w2"), model="Other-7B")
+    overwrite(broken)
+    for args, folder, exit_code, words in (
+        (("export", entry_id(from_kv), "-o", file), from_kv, 2, ("exists", "--force")),
+        (("export", entry_id(from_kv), "-o", "none/e"), from_kv, 2, ("--output: there is no folder", "/none;")),
+        (("import", file, tmp_path / "none"), to_kv, 2, ("none: no such file",)),
+        (("import", file, text), to_kv, 4, (f"{text} is damaged: it is cut short, or no .safetensors file",)),
+        (("import", file, flipped), to_kv, 4, ("flipped.safetensors is damaged", "checksum")),
+        (("import", file, large, "--force"), to_kv, 4, ("do not fit --kv-cache-budget 32.0 MiB",)),
+        (("import", file), other, 2, ("'tiny'", "'Other-7B'", "--force")),
+        (("import", file, "--dry-run"), other, 2, ("'tiny'",)),
+        (("import", file), tmp_path, 4, ("holds no diskprefix store",)),
+        *(
+            (("import", file, *flags), broken, 4, ("is damaged", "`verify --fix` cannot repair"))
+            for flags in ((), ("--force",), ("--dry-run",))
+        ),
+    ):
+        run(*args, "--kv-cache-dir", folder).assert_refused(exit_code, *words)
+    assert not holds_the_prompt(to_kv)
+    assert run("export", entry_id(from_kv), "-o", file, "--force", "--kv-cache-dir", from_kv).exit_code == 0
+    assert run("import", file, "--kv-cache-dir", other, "--force").exit_code == 0
+    assert holds_the_prompt(other)
+
+
+class FingerprintedRunner(Runner):
+    """A model whose root is that of its fingerprint, as a daemon's is."""
+
+    def identity(self, salt: str) -> str:
+        fingerprint = Fingerprint.of(self.model, f"digest of {self.name}")
+        return fingerprint.identity(self.settings.block_size, LAYOUT_VERSION, self.layout.describe(), salt)
+
+
+@pytest.fixture(scope="module", params=[*DEVICES, "qwen3_next", "mamba2", "gemma3"])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    """A Llama, a hybrid of linear and full attention, one of states alone, one with windows of less than two blocks."""
+    if request.param in DEVICES:
+        return tiny_llama(torch.bfloat16, request.param)
+    return tiny_model(request.param, torch.bfloat16)
+
+
+@pytest.mark.parametrize("has_tail", [True, False], ids=["tail", "checkpoint"])
+def test_a_model_restores_what_another_store_computed_bit_for_bit(
+    run: Run, model: PreTrainedModel, tmp_path: Path, has_tail: bool
+) -> None:
+    def answers(folder: Path, *prompts: tuple[TokenIds, Any], **settings: object) -> list[Any]:
+        with closing(FingerprintedRunner(model, tiny_settings(folder, **settings))) as runner:
+            return [runner.run(ids, scope, reply=8) for ids, scope in prompts]
+
+    token_ids = random_prompt(1, 10 * BLOCK + 7)
+    shorter, longer = token_ids[: 7 * BLOCK], np.concatenate([token_ids, random_prompt(3, 2 * BLOCK)])
+    whole = len(token_ids) if has_tail else 10 * BLOCK
+    asked: list[tuple[TokenIds, Any]] = [(token_ids, "full" if has_tail else whole), (shorter, "off"), (longer, "off")]
+    expected = answers(tmp_path / "a", *asked, kv_cache_interval=4 * BLOCK)
+    path = tmp_path / "e.safetensors"
+    assert run("export", entry_id(tmp_path / "a"), "-o", path, "--kv-cache-dir", tmp_path / "a").exit_code == 0
+    answers(tmp_path / "b", (random_prompt(2, 2 * BLOCK), "full"))
+    imported = run("import", path, "--kv-cache-dir", tmp_path / "b")
+    assert imported.exit_code == 0, imported.stderr
+    found = answers(tmp_path / "b", *((ids, "full") for ids in (token_ids, shorter, longer)))
+    assert found[0].report.source == "disk"
+    assert (found[0].num_forwards == 0) == has_tail
+    has_states = model.config.model_type in ("qwen3_next", "mamba2")
+    assert [answer.report.restored for answer in found] == [whole, (4 if has_states else 6) * BLOCK, 10 * BLOCK]
+    for answer, same in zip(found, expected, strict=True):
+        assert torch.equal(answer.logits, same.logits)
+        assert answer.greedy == same.greedy
+
+
+@pytest.mark.slow
+def test_a_daemon_without_a_request_makes_its_model_known_for_an_import_beside_it(
+    run: Run, chat_model: Path, tmp_path: Path
+) -> None:
+    system = {"role": "system", "content": "You are patient. " * 30}
+    body: dict[str, Any] = {"model": chat_model.name, "messages": [system, {"role": "user", "content": "Hello?"}]}
+    body |= {"temperature": 0, "max_tokens": 12, "logprobs": True}
+
+    def knows_a_model() -> bool:
+        with closing(Store(tmp_path / "b", read_only=True)) as store, store.snapshot() as snapshot:
+            return bool(list(snapshot.models()))
+
+    with running_daemon(chat_model, tmp_path / "a") as daemon:
+        with daemon.client() as client:
+            cold = reply_to(client, body, scope="full")
+        daemon.wait_saved()
+    assert cold["prefix_cache"]["restored"] == 0
+    path = tmp_path / "e.safetensors"
+    assert run("export", entry_id(tmp_path / "a"), "-o", path, "--kv-cache-dir", tmp_path / "a").exit_code == 0
+    with running_daemon(chat_model, tmp_path / "b") as daemon:
+        wait_until(knows_a_model, "the model is known")
+        assert run("inspect", "--stats", "--json", "--kv-cache-dir", tmp_path / "b").json["roots"] == []
+        assert run("import", path, "--kv-cache-dir", tmp_path / "b").exit_code == 0
+        with daemon.client() as client:
+            warm = reply_to(client, body, scope="full")
+    # The prompt, or its beginning if the reply took the place of its end.
+    assert warm["prefix_cache"].get("source") == "disk"
+    assert warm["prefix_cache"]["restored"] >= cold["usage"]["prompt_tokens"] - 1
+    assert warm["choices"] == cold["choices"]
+    assert run("verify", "--kv-cache-dir", tmp_path / "b").exit_code == 0
