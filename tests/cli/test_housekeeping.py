@@ -1,0 +1,389 @@
+"""`diskprefix verify`, `purge`, `compact`, `backup` and `restore`: what they print and leave, also beside a daemon."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.nouns import SHARED
+from diskprefix.store.schema import EntryRecord, RootRecord, piece_key
+from diskprefix.store.store import Publication
+from diskprefix.tokens import root_hash
+from tests.cli.conftest import Run, holds, opened_elsewhere, saved
+from tests.cli.terminal import Terminal
+from tests.faults.damage import damaged
+from tests.server.daemon_process import DaemonProcess, ask, running_daemon, text_of
+from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+from tests.waiting import wait_for
+
+ALICE = str(SHARED.with_salt("alice"))
+
+
+@pytest.fixture
+def pubs(folder: Path) -> list[Publication]:
+    """Two prompts of the model `tiny` that share two blocks, used long ago; one of alice's, of `other`, used now."""
+    clock = Clock()
+    one = prompt(1, 3 * BLOCK)
+    two = one.copy()
+    two[2 * BLOCK :] += 1
+    pubs: list[Publication] = []
+    with closing(open_store(folder, clock=clock)) as store:
+        for token_ids, model, tenant in ((one, "tiny", ""), (two, "tiny", ""), (one, "other", ALICE)):
+            root = root_hash(model + tenant)
+            pub = publication(store, token_ids, root=root)
+            layout = pub.root_record.layout
+            record = RootRecord(model=model, block_size=BLOCK, layout=layout, created_at=0.0, tenant=tenant)
+            preview = f"a conversation about {len(pubs)} \x1b[31mbirds"
+            entry = EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview=preview, created_at=1.0)
+            if tenant:
+                clock.now = time.time()
+            pubs.append(replace(pub, root_record=record, entry=entry))
+            store.publish(pubs[-1])
+    return pubs
+
+
+def name(pub: Publication) -> str:
+    assert pub.last_node is not None
+    return pub.last_node.hex()
+
+
+def entries_left(run: Run, folder: Path) -> set[str]:
+    return {entry["id"] for entry in run("inspect", "--json", "--kv-cache-dir", folder).json["entries"]}
+
+
+def file_of(folder: Path) -> bytes:
+    return (folder / "data.mdb").read_bytes()
+
+
+# -- purge -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_goes_by_the_beginning_of_its_id(run: Run, folder: Path, pubs: list[Publication]) -> None:
+    ended = run("purge", name(pubs[0])[:10], "--yes", "--kv-cache-dir", folder)
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert f"{name(pubs[0])[:12]} tiny 48 tokens a conversation about 0 [31mbirds" in ended.stdout
+    assert "to remove: 1 saved prompt, 2 blocks, " in ended.stdout
+    assert "2 blocks of them stay: other prompts need them" in ended.stdout
+    assert "purged 1 saved prompt, 2 blocks, " in ended.stdout
+    assert entries_left(run, folder) == {name(pubs[1]), name(pubs[2])}
+    assert run("verify", "--kv-cache-dir", folder).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "left"),
+    [
+        (["--model", "tiny"], {2}),
+        (["--model", "other"], {0, 1}),
+        (["--salt", "alice"], {0, 1}),
+        (["--salt", ALICE[:8]], {0, 1}),
+        (["--older-than", "1h"], {2}),
+        (["--older-than", "0s", "--model", "other"], {0, 1}),
+        (["--older-than", "1h", "--salt", "alice"], {0, 1, 2}),
+        (["--salt", "alice", "--model", "tiny"], {0, 1, 2}),
+        (["--all"], set()),
+    ],
+)
+def test_what_meets_every_condition_goes_and_a_dry_run_tells_the_same(
+    run: Run, folder: Path, pubs: list[Publication], flags: list[str], left: set[int]
+) -> None:
+    before = file_of(folder)
+    planned = run("purge", *flags, "--dry-run", "--json", "--kv-cache-dir", folder).json
+    shown = run("purge", *flags, "--dry-run", "--kv-cache-dir", folder).stdout
+    assert file_of(folder) == before
+    done = run("purge", *flags, "--yes", "--json", "--kv-cache-dir", folder).json
+    assert (planned.pop("dry_run"), done.pop("dry_run"), done["left_blocks"]) == (True, False, 0)
+    assert planned == done
+    # The last use first, and those of one time by their ids.
+    in_order = [2, *sorted((0, 1), key=lambda n: name(pubs[n]))]
+    assert [entry["id"] for entry in done["entries"]] == [name(pubs[n]) for n in in_order if n not in left]
+    assert entries_left(run, folder) == {name(pubs[n]) for n in left}
+    assert run("verify", "--kv-cache-dir", folder).exit_code == 0
+    if len(left) == len(pubs):
+        assert (done["blocks"], done["stored_bytes"], shown) == (0, 0, "nothing to purge here\n")
+    if not left:
+        assert (done["blocks"], done["prompts"], done["roots"]) == (10, 3, 2)
+        assert "would be removed: 3 saved prompts" in shown
+        assert f"{name(pubs[2])[:12]} other {ALICE[:8]} 48 tokens" in shown, "a bare salt is that of every key's users"
+        assert f"{name(pubs[0])[:12]} tiny 48 tokens" in shown
+
+
+def test_blocks_that_cannot_go_and_a_file_that_was_moved_aside_are_told(
+    run: Run, folder: Path, pubs: list[Publication]
+) -> None:
+    (folder / "damaged.mdb").write_bytes(b"whatever it held")
+    with damaged(folder) as records:
+        records.change_usage(pubs[2].nodes[0].name, children=9)
+    ended = run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", folder)
+    assert ended.exit_code == 1
+    assert "1 block could not be removed" in ended.stderr
+    assert f"{folder / 'damaged.mdb'}, which a daemon moved aside, may contain the prompts too" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "exit_code", "left"), [("y\n", 0, 0), ("n\n", 1, 3), ("\n", 1, 3), ("\x03", 130, 3)]
+)
+def test_at_a_terminal_it_asks(
+    run: Run, folder: Path, pubs: list[Publication], answer: str, exit_code: int, left: int
+) -> None:
+    terminal = Terminal("purge", "--all", "--kv-cache-dir", str(folder))
+    terminal.wait_for("Purge 3 saved prompts, 10 blocks, ")
+    terminal.wait_for(r"[y/N]")
+    if answer == "\x03":
+        assert terminal.interrupt() == exit_code
+    else:
+        terminal.type(answer)
+        assert terminal.wait() == exit_code
+        assert ("nothing was purged" in terminal.shown) == bool(left)
+    assert len(entries_left(run, folder)) == left
+    assert pubs
+
+
+# -- verify ----------------------------------------------------------------------------------------------------------
+
+
+def damage(folder: Path, pub: Publication) -> None:
+    """One bit in a payload, and a count."""
+    with damaged(folder) as records:
+        records.flip("payloads", piece_key(pub.nodes[1].name, 0), 100)
+        records.change_usage(pub.nodes[0].name, children=5)
+
+
+@pytest.mark.usefixtures("pubs")
+def test_a_sound_store_is_clean(run: Run, folder: Path) -> None:
+    before = file_of(folder)
+    ended = run("verify", "--kv-cache-dir", folder)
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("clean: 10 blocks, 3 saved prompts, ")
+    report = run("verify", "--json", "--kv-cache-dir", folder).json
+    assert report.pop("payload_bytes") > 7 * 20_000 * 0.9
+    assert report == {"clean": True, "blocks": 10, "entries": 3, "prompts": 3, "roots": 2, "pieces": 10, "problems": []}
+    assert file_of(folder) == before
+
+
+def test_problems_are_listed_and_fix_says_what_went(run: Run, folder: Path, pubs: list[Publication]) -> None:
+    damage(folder, pubs[2])
+    ended = run("verify", "--kv-cache-dir", folder)
+    assert ended.exit_code == 1
+    assert f"nodes {pubs[2].nodes[1].name.hex()}: piece 0: " in ended.stdout
+    assert f"nodes {pubs[2].nodes[0].name.hex()}: its usage record says that 5 blocks continue it" in ended.stdout
+    assert "\n2 problems: 10 blocks" in ended.stdout
+    report = run("verify", "--json", "--kv-cache-dir", folder).json
+    assert not report["clean"]
+    assert [set(problem) for problem in report["problems"]] == [{"database", "key", "message"}] * 2
+    ended = run("verify", "--fix", "--kv-cache-dir", folder)
+    assert ended.exit_code == 1
+    assert ended.stdout.endswith(f"removed 4 blocks, 1 saved prompt, 0 recent prompts\n{name(pubs[2])[:12]}\n")
+    assert run("verify", "--kv-cache-dir", folder).exit_code == 0
+    with closing(open_store(folder)) as store:
+        assert store.counts()["blocks"] == 6
+        assert is_whole(store, pubs[0])
+        assert is_whole(store, pubs[1])
+
+
+def test_fix_tells_of_records_that_went_alone(run: Run, folder: Path, pubs: list[Publication]) -> None:
+    with damaged(folder) as records:
+        records.put("entries", bytes.fromhex(name(pubs[0])), b"no record")
+        records.put("seen", b"h" * 24, b"no prompt")
+    report = run("verify", "--fix", "--json", "--kv-cache-dir", folder).json
+    assert report["removed"] == {"entries": [name(pubs[0])], "blocks": 0, "prompts": 1}
+    assert run("verify", "--fix", "--json", "--kv-cache-dir", folder).json["clean"]
+
+
+@pytest.mark.usefixtures("pubs")
+def test_a_long_list_is_cut_on_the_terminal_alone(run: Run, folder: Path) -> None:
+    with damaged(folder) as records:
+        for n in range(30):
+            records.put("payloads", bytes([n]) * 18, b"x")
+    ended = run("verify", "--kv-cache-dir", folder)
+    assert ended.stdout.count("it belongs to no block") == 20
+    assert "… and 10 more; --json shows them all" in ended.stdout
+    assert len(run("verify", "--json", "--kv-cache-dir", folder).json["problems"]) == 30
+
+
+def test_a_folder_that_cannot_be_written_is_verified_and_named_as_such(run: Run, disk: Path) -> None:
+    pub = saved(disk, prompt(1, 3 * BLOCK))
+    damage(disk, pub)
+    (disk / "lock.mdb").unlink()
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert len(run("verify", "--json", "--kv-cache-dir", disk).json["problems"]) == 2
+    for command in (["verify", "--fix"], ["compact"]):
+        run(*command, "--kv-cache-dir", disk).assert_refused(4, "Read-only file system")
+
+
+# -- compact, backup and restore -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(folder: Path) -> Publication:
+    """One prompt in a closed store that held six."""
+    with closing(open_store(folder)) as store:
+        pubs = [publication(store, prompt(seed, 3 * BLOCK), payload_bytes=200_000) for seed in range(6)]
+        for pub in pubs:
+            store.publish(pub)
+        for node in (node for pub in pubs[:-1] for node in reversed(pub.nodes)):
+            store.quarantine(node.name, node.parent)
+    return pubs[-1]
+
+
+def test_compact_prints_before_and_after(run: Run, folder: Path, kept: Publication) -> None:
+    file, before = folder / "data.mdb", len(file_of(folder))
+    ended = run("compact", "--json", "--kv-cache-dir", folder)
+    after = len(file_of(folder))
+    assert (ended.exit_code, ended.json) == (0, {"file": str(file), "before_bytes": before, "after_bytes": after})
+    assert after < before / 2
+    ended = run("compact", "--kv-cache-dir", folder)
+    assert ended.stdout.startswith(f"compacted {file}: ")
+    assert "→" in ended.stdout
+    assert holds(folder, kept)
+
+
+def test_ctrl_c_leaves_the_old_file_and_nothing_else(folder: Path, kept: Publication) -> None:
+    """Pressed when the copy is written."""
+    code = f"""
+import os, signal
+from diskprefix.cli import main
+from diskprefix.store import compact
+def interrupted(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+compact.put_in_place = interrupted
+main(["compact", "--kv-cache-dir", {str(folder)!r}])
+"""
+    before = file_of(folder)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (128 + signal.SIGINT, "", "error: interrupted")
+    assert file_of(folder) == before
+    assert not (folder / "replacement").exists()
+    assert holds(folder, kept)
+
+
+def test_a_disk_without_room_for_both_says_how_much_is_missing(run: Run, disk: Path, tmp_path: Path) -> None:
+    with closing(open_store(disk)) as store:
+        for seed in range(25):
+            store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=60_000))
+    ended = run("compact", "--kv-cache-dir", disk)
+    ended.assert_refused(4, "MiB are missing; free them, or write the copy elsewhere with `diskprefix backup`")
+    assert run("verify", "--kv-cache-dir", disk).exit_code == 0
+    assert run("backup", tmp_path / "copy", "--kv-cache-dir", disk).exit_code == 0
+    assert run("verify", "--kv-cache-dir", tmp_path / "copy").exit_code == 0
+
+
+def test_a_backup_leaves_the_store_and_a_restore_brings_it_back(run: Run, folder: Path, kept: Publication) -> None:
+    copy, new, before = folder.parent / "copy", folder.parent / "new", file_of(folder)
+    ended = run("backup", copy, "--kv-cache-dir", folder)
+    assert (ended.exit_code, ended.stdout.startswith(f"wrote {copy / 'data.mdb'}: ")) == (0, True)
+    assert file_of(folder) == before
+    later = saved(folder, prompt(7, 3 * BLOCK))
+    ended = run("restore", copy, "--yes", "--json", "--kv-cache-dir", folder)
+    assert (ended.exit_code, ended.json["file"]) == (0, str(folder / "data.mdb"))
+    assert run("restore", folder, "--kv-cache-dir", new).exit_code == 0
+    assert new.stat().st_mode & 0o777 == 0o700
+    assert all(holds(each, kept) for each in (folder, copy, new))
+    assert not holds(folder, later)
+
+
+def test_beside_a_daemon_a_backup_is_written_and_what_replaces_the_file_is_refused(
+    run: Run, folder: Path, kept: Publication
+) -> None:
+    copy = folder.parent / "copy"
+    with opened_elsewhere(folder):
+        assert run("backup", copy, "--kv-cache-dir", folder).exit_code == 0
+        for command, words in (
+            (["restore", copy, "--yes"], "a daemon or another command has the store open"),
+            (["restore", copy], "a daemon or another command has the store open"),
+            (["compact"], "stop it, or write a compacted copy with `diskprefix backup FOLDER`"),
+        ):
+            run(*command, "--kv-cache-dir", folder).assert_refused(4, words)
+    assert holds(copy, kept)
+
+
+# -- Beside a daemon -------------------------------------------------------------------------------------------------
+
+QUESTION = "What do the birds in the harbor do when the tide goes out, and when does it come back? "
+
+
+def asked(daemon: DaemonProcess, salt: str | None) -> dict[str, Any]:
+    return ask(daemon, QUESTION, salt=salt)
+
+
+def notices_purge(daemon: DaemonProcess, salt: str) -> None:
+    """Waits until the daemon has dropped what memory kept: it looks for purges of other processes every second."""
+    wait_for(lambda: asked(daemon, salt)["prefix_cache"].get("source") != "memory")
+
+
+def restored(answer: dict[str, Any]) -> int:
+    number: int = answer["prefix_cache"]["restored"]
+    return number
+
+
+def tenants(run: Run, folder: Path) -> set[str]:
+    listed = run("inspect", "--json", "--kv-cache-dir", folder).json
+    return {entry["tenant"] for entry in listed["entries"]}
+
+
+@pytest.mark.slow
+def test_tools_beside_a_daemon_change_no_answer(run: Run, chat_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    alice, bob = str(SHARED.with_salt("alice")), str(SHARED.with_salt("bob"))
+    with running_daemon(chat_model, folder) as daemon:
+        cold = {salt: asked(daemon, salt) for salt in ("alice", "bob", None)}
+        daemon.wait_saved()
+        assert all(restored(asked(daemon, salt)) > 0 for salt in cold)
+        assert run("verify", "--kv-cache-dir", folder).exit_code == 0
+        assert tenants(run, folder) == {alice, bob, ""}
+
+        assert run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", folder).exit_code == 0
+        assert tenants(run, folder) == {bob, ""}
+        assert restored(asked(daemon, "bob")) > 0
+        notices_purge(daemon, "bob")
+        again = asked(daemon, "alice")
+        assert (restored(again), text_of(again)) == (0, text_of(cold["alice"]))
+        daemon.wait_saved()
+        assert tenants(run, folder) == {alice, bob, ""}
+        assert restored(asked(daemon, "alice")) > 0
+
+        asked(daemon, "carol")
+        daemon.wait_saved()
+        run("compact", "--kv-cache-dir", folder).assert_refused(4)
+        assert run("backup", tmp_path / "copy", "--kv-cache-dir", folder).exit_code == 0
+
+        assert run("purge", "--all", "--yes", "--kv-cache-dir", folder).exit_code == 0
+        assert tenants(run, folder) == set()
+        notices_purge(daemon, "carol")
+        for salt, before in cold.items():
+            again = asked(daemon, salt)
+            assert (restored(again), text_of(again)) == (0, text_of(before))
+        daemon.wait_saved()
+        assert run("verify", "--fix", "--kv-cache-dir", folder).exit_code == 0
+        assert all(text_of(asked(daemon, salt)) == text_of(before) for salt, before in cold.items())
+        with daemon.client() as client:
+            assert client.get("/props").json()["full_cache"]["state"]["error"] is None
+        assert daemon.stop() == 0
+    assert run("verify", "--kv-cache-dir", folder).exit_code == 0
+    assert run("compact", "--kv-cache-dir", folder).exit_code == 0
+    with running_daemon(chat_model, folder) as daemon:
+        for salt, before in cold.items():
+            again = asked(daemon, salt)
+            assert restored(again) > 0
+            assert text_of(again) == text_of(before)
+        assert daemon.stop() == 0
+    with running_daemon(chat_model, tmp_path / "copy") as daemon:
+        assert restored(asked(daemon, "bob")) > 0
+
+
+@pytest.mark.slow
+def test_verify_reports_nothing_while_a_daemon_saves(run: Run, chat_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with running_daemon(chat_model, folder, kv_cache_budget="16MiB") as daemon:
+        for n in range(6):
+            ask(daemon, f"{n} {QUESTION}")
+            report = run("verify", "--json", "--kv-cache-dir", folder).json
+            assert report["problems"] == []
+        assert daemon.stop() == 0
