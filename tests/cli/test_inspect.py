@@ -1,6 +1,12 @@
+"""`diskprefix inspect`: the list, a saved prompt in full, the tree, the figures, and why a request misses."""
+
 from __future__ import annotations
 
+import io
+import json
 import re
+import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,43 +17,49 @@ import pytest
 from diskprefix.nouns import Tenant
 from diskprefix.store.changes import Use, touches
 from diskprefix.store.schema import EntryRecord, RootRecord
-from diskprefix.store.store import Publication
 from diskprefix.tenant_ids import matches
-from tests.cli.conftest import Run
+from tests.cli.conftest import Ended, Run
+from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat, tokenizer_in
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, layout_of, open_store, prompt, publication
 
 BLOCK_BYTES = 19_968
 """Raw bytes of a block in these tests, one piece each."""
+STATE_BYTES = 32_000
+"""Raw bytes of the states of a hybrid, one piece."""
 PIECE_HEADER_BYTES = 48
+
+Inspect = Callable[..., Ended]
+
+
+@pytest.fixture
+def inspect(run: Run) -> Inspect:
+    return lambda folder, *args: run("inspect", *args, "--kv-cache-dir", folder)
+
+
+def listed(inspect: Inspect, folder: Path) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = inspect(folder, "--json").json["entries"]
+    return entries
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two prompts that share three blocks, the first of them used twice."""
-    store = open_store(tmp_path / "kv")
-    first, second = prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK)
-    second[3 * BLOCK :] += 1
-    pub = publication(store, first)
-    for publication_ in (pub, publication(store, second)):
-        store.publish(publication_)
-    assert pub.last_node is not None
-    store.write([touches({pub.last_node: Use(2000.0, 2)})])
-    store.close()
+    with closing(open_store(tmp_path / "kv")) as store:
+        first, second = prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK)
+        second[3 * BLOCK :] += 1
+        pub = publication(store, first)
+        for publication_ in (pub, publication(store, second)):
+            store.publish(publication_)
+        assert pub.last_node is not None
+        store.write([touches({pub.last_node: Use(2000.0, 2)})])
     return tmp_path / "kv"
 
 
-@pytest.fixture
-def inspect(run: Run) -> Run:
-    return lambda folder, *args: run("inspect", *args, "--kv-cache-dir", folder)
-
-
-def listed(inspect: Run, folder: Path) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = inspect(folder, "--json").json["entries"]
-    return entries
-
-
-def test_json_lists_every_entry_with_the_documented_keys(inspect: Run, folder: Path) -> None:
+def test_every_entry_is_listed_with_the_documented_keys_and_leaves_the_store_as_it_was(
+    inspect: Inspect, folder: Path
+) -> None:
+    before = (folder / "data.mdb").read_bytes()
     first, second = listed(inspect, folder)
     assert set(first) == {
         "id", "model", "num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "hits", "created_at",
@@ -58,23 +70,15 @@ def test_json_lists_every_entry_with_the_documented_keys(inspect: Run, folder: P
     assert {e["raw_bytes"] for e in (first, second)} == {4 * BLOCK_BYTES + 100}
     assert {e["shared_bytes"] for e in (first, second)} == {3 * (BLOCK_BYTES + PIECE_HEADER_BYTES)}
     assert first["model"] == "tiny"
-
-
-def test_the_table_names_entries_and_totals(inspect: Run, folder: Path) -> None:
-    result = inspect(folder)
-    assert result.exit_code == 0
-    assert listed(inspect, folder)[0]["id"][:6] in result.stdout
-    assert "2 saved prompts, 7 blocks" in result.stdout
-
-
-def test_one_entry_shows_its_blocks(inspect: Run, folder: Path) -> None:
-    name = listed(inspect, folder)[0]["id"]
-    shown = inspect(folder, name[:8])
-    assert shown.exit_code == 0
+    table = inspect(folder)
+    assert (table.exit_code, first["id"][:6] in table.stdout) == (0, True)
+    assert "2 saved prompts, 7 blocks" in table.stdout
+    shown = inspect(folder, first["id"][:8])
     assert "blocks      5, 3 of them in other prompts too\n" in shown.stdout
-    blocks = inspect(folder, name, "--json").json["blocks"]
+    blocks = inspect(folder, first["id"], "--json").json["blocks"]
     assert [(b["position"], b["num_tokens"], b["kind"]) for b in blocks][-1] == (4 * BLOCK, 0, "tail")
-    assert blocks[-1]["hash"] == name
+    assert blocks[-1]["hash"] == first["id"]
+    assert (folder / "data.mdb").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -86,7 +90,7 @@ def test_one_entry_shows_its_blocks(inspect: Run, folder: Path) -> None:
     ],
 )
 def test_how_long_an_entry_was_asked_to_be_kept_is_shown(
-    inspect: Run, folder: Path, recorded: int, ttl_s: int | None, default_ttl: bool, told: str
+    inspect: Inspect, folder: Path, recorded: int, ttl_s: int | None, default_ttl: bool, told: str
 ) -> None:
     name = listed(inspect, folder)[0]["id"]
     with damaged(folder) as records:
@@ -96,31 +100,18 @@ def test_how_long_an_entry_was_asked_to_be_kept_is_shown(
     assert f"kept for    {told}" in inspect(folder, name).stdout.splitlines()
 
 
-STATE_BYTES = 32_000
-"""Raw bytes of the states in the store below, one piece."""
-
-
-@pytest.fixture
-def hybrid(tmp_path: Path) -> tuple[Path, Publication, Publication]:
+def test_checkpoints_are_shown_where_there_are_any(inspect: Inspect, folder: Path, tmp_path: Path) -> None:
     """Two prompts of a model with states. They share two blocks and the checkpoint there, where the second one ends."""
-    store = open_store(tmp_path / "hybrid")
-    layout = layout_of(20_000, STATE_BYTES)
-    token_ids = prompt(1, 4 * BLOCK + 3)
-    whole = publication(store, token_ids, layout=layout, checkpoints=(2 * BLOCK, 4 * BLOCK))
-    store.publish(whole)
-    boundary = publication(store, token_ids[: 2 * BLOCK], layout=layout, checkpoints=(2 * BLOCK,))
-    assert boundary.entry is not None
-    boundary = replace(boundary, nodes=boundary.nodes[:-1], last_node=boundary.nodes[-2].name)
-    store.publish(boundary)
-    store.close()
-    return tmp_path / "hybrid", whole, boundary
-
-
-def test_checkpoints_are_shown(inspect: Run, hybrid: tuple[Path, Publication, Publication]) -> None:
-    folder, whole, boundary = hybrid
+    layout, token_ids, hybrid = layout_of(20_000, STATE_BYTES), prompt(1, 4 * BLOCK + 3), tmp_path / "hybrid"
+    with closing(open_store(hybrid)) as store:
+        whole = publication(store, token_ids, layout=layout, checkpoints=(2 * BLOCK, 4 * BLOCK))
+        store.publish(whole)
+        boundary = publication(store, token_ids[: 2 * BLOCK], layout=layout, checkpoints=(2 * BLOCK,))
+        boundary = replace(boundary, nodes=boundary.nodes[:-1], last_node=boundary.nodes[-2].name)
+        store.publish(boundary)
     assert whole.last_node is not None
     assert boundary.last_node is not None
-    entries = {entry["id"]: entry for entry in listed(inspect, folder)}
+    entries = {entry["id"]: entry for entry in listed(inspect, hybrid)}
     long, short = entries[whole.last_node.hex()], entries[boundary.last_node.hex()]
     one = STATE_BYTES + PIECE_HEADER_BYTES
     assert (long["checkpoints"], long["checkpoint_bytes"]) == ([2 * BLOCK, 4 * BLOCK], 2 * one)
@@ -128,25 +119,20 @@ def test_checkpoints_are_shown(inspect: Run, hybrid: tuple[Path, Publication, Pu
     shared = 2 * (BLOCK_BYTES + PIECE_HEADER_BYTES) + one
     assert long["shared_bytes"] == short["shared_bytes"] == short["stored_bytes"] == shared
     assert long["raw_bytes"] == sum(len(node.payload) for node in whole.nodes)
-    assert f"checkpoints 31.3 KiB at {2 * BLOCK}\n" in inspect(folder, boundary.last_node.hex()).stdout
-    blocks = inspect(folder, whole.last_node.hex(), "--json").json["blocks"]
+    assert f"checkpoints 31.3 KiB at {2 * BLOCK}\n" in inspect(hybrid, boundary.last_node.hex()).stdout
+    blocks = inspect(hybrid, whole.last_node.hex(), "--json").json["blocks"]
     assert [(b["kind"], b["position"]) for b in blocks] == [
         ("block", 0), ("block", BLOCK), ("checkpoint", 2 * BLOCK), ("block", 2 * BLOCK),
         ("block", 3 * BLOCK), ("checkpoint", 4 * BLOCK), ("tail", 4 * BLOCK),
     ]  # fmt: skip
-    totals = inspect(folder, "--json").json
+    totals = inspect(hybrid, "--json").json
     del totals["entries"]
     assert totals == {"blocks": 5, "checkpoints": 2, "checkpoint_bytes": 2 * one}
-
-
-def test_the_table_has_a_column_for_checkpoints_where_there_are_any(
-    inspect: Run, folder: Path, hybrid: tuple[Path, Publication, Publication]
-) -> None:
-    assert "checkpoint" not in inspect(folder).stdout
-    shown = inspect(hybrid[0]).stdout
+    shown = inspect(hybrid).stdout
     assert " checkpoints " in shown.splitlines()[0]
     assert "2 saved prompts, 5 blocks, 2 checkpoints (62.6 KiB), " in shown
-    assert "5 blocks and 2 checkpoints (62.6 KiB) in " in inspect(hybrid[0], "--stats").stdout
+    assert "5 blocks and 2 checkpoints (62.6 KiB) in " in inspect(hybrid, "--stats").stdout
+    assert " checkpoints" not in inspect(folder).stdout
 
 
 def save_preview(folder: Path, preview: str, seed: int = 1) -> None:
@@ -156,7 +142,7 @@ def save_preview(folder: Path, preview: str, seed: int = 1) -> None:
         store.publish(replace(pub, entry=entry))
 
 
-def test_nothing_that_was_saved_steers_the_terminal(inspect: Run, tmp_path: Path) -> None:
+def test_nothing_that_was_saved_steers_the_terminal(inspect: Inspect, tmp_path: Path) -> None:
     """A store of an earlier version, or of somebody else, holds whatever was in the prompts."""
     nasty = "hi \x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\n[bold]x[/bold] [/nope] 🦀"
     save_preview(tmp_path, nasty)
@@ -168,13 +154,7 @@ def test_nothing_that_was_saved_steers_the_terminal(inspect: Run, tmp_path: Path
     assert listed(inspect, tmp_path)[0]["preview"] == nasty
 
 
-def test_it_leaves_the_store_as_it_was(inspect: Run, folder: Path) -> None:
-    before = (folder / "data.mdb").read_bytes()
-    assert inspect(folder).exit_code == 0
-    assert (folder / "data.mdb").read_bytes() == before
-
-
-def test_the_table_shows_where_conversations_differ(inspect: Run, tmp_path: Path) -> None:
+def test_the_table_shows_where_conversations_differ(inspect: Inspect, tmp_path: Path) -> None:
     for seed, question in enumerate(("and what about maps?", "and what about birds?")):
         begin = "You look after a small library and answer questions about it, briefly and kindly, … "
         save_preview(tmp_path, begin + question, seed)
@@ -183,16 +163,14 @@ def test_the_table_shows_where_conversations_differ(inspect: Run, tmp_path: Path
     assert "about birds?" in shown
 
 
-def test_tenants_are_shown_where_there_are_any_as_purge_takes_them(inspect: Run, folder: Path) -> None:
+def test_tenants_are_shown_where_there_are_any_as_purge_takes_them(inspect: Inspect, folder: Path) -> None:
     assert " tenant " not in inspect(folder).stdout.splitlines()[0]
     tenant = Tenant.of_key("a key").with_salt("alice")
-    store = open_store(folder)
-    pub = publication(store, prompt(5, BLOCK), root=b"t" * 16)
-    record = RootRecord(
-        model="tiny", block_size=BLOCK, layout=pub.root_record.layout, created_at=0.0, tenant=str(tenant)
-    )
-    store.publish(replace(pub, root_record=record))
-    store.close()
+    with closing(open_store(folder)) as store:
+        pub = publication(store, prompt(5, BLOCK), root=b"t" * 16)
+        layout = pub.root_record.layout
+        record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0, tenant=str(tenant))
+        store.publish(replace(pub, root_record=record))
     shown = inspect(folder).stdout
     assert " tenant " in shown.splitlines()[0]
     digits = re.search(r"\b[0-9a-f]{8}/[0-9a-f]{8}\b", shown)
@@ -201,3 +179,151 @@ def test_tenants_are_shown_where_there_are_any_as_purge_takes_them(inspect: Run,
     assert pub.last_node is not None
     assert f"tenant      {tenant}\n" in inspect(folder, pub.last_node.hex()).stdout
     assert "tenant      none\n" in inspect(folder, listed(inspect, folder)[0]["id"]).stdout
+
+
+# -- Of saved conversations ------------------------------------------------------------------------------------------
+
+TIDE, BIRDS = "When is high tide today?", "Which birds nest on the pier?"
+OTHER = "org/other:Q8_0"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> SavedChats:
+    """A store of conversations, which a test fills and closes."""
+    return SavedChats(tmp_path / "kv", tmp_path / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with two conversations of one agent, and one of Alice's."""
+    place = tmp_path_factory.mktemp("chats")
+    made = SavedChats(place / "kv", place / "tokenizer")
+    made.save(chat(TIDE))
+    made.save(chat(BIRDS))
+    made.save(chat("A secret."), tenant=ALICE)
+    made.store.close()
+    return place / "kv"
+
+
+@pytest.fixture
+def why(inspect: Inspect, tmp_path: Path) -> Inspect:
+    """`inspect --why` for a request body."""
+
+    def ask(folder: Path, body: object, *args: object) -> Ended:
+        (tmp_path / "body.json").write_text(body if isinstance(body, str) else json.dumps(body))
+        return inspect(folder, "--why", tmp_path / "body.json", *args)
+
+    return ask
+
+
+def test_an_entry_shows_its_text_who_shares_it_and_how_it_is_stored(inspect: Inspect, chats: Path) -> None:
+    name = next(entry["id"] for entry in listed(inspect, chats) if "nest" in entry["preview"])
+    lines = inspect(chats, name).stdout.splitlines()
+    assert f"  {BIRDS}<|im_end|>" in lines, "the text, decoded"
+    assert next(line for line in lines if line.startswith("reason")).split() == ["reason", "full"]
+    assert TIDE in lines[lines.index("shared with 1") + 1]
+    shown = inspect(chats, name, "--json").json
+    assert shown["text"].count("<|im_start|>") == 3
+    assert [one["num_tokens"] for one in shown["shared_with"]] == [
+        max(b["position"] + b["num_tokens"] for b in shown["blocks"] if b["entries"] == 2)
+    ]
+    assert shown["hit_times"] == sorted(shown["hit_times"]) != []
+
+
+def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(
+    inspect: Inspect, why: Inspect, made: SavedChats, tmp_path: Path
+) -> None:
+    pub = made.save(chat(TIDE))
+    made.store.close()
+    (tmp_path / "tokenizer").rename(tmp_path / "gone")
+    assert pub.last_node is not None
+    assert "preview     You look after" in inspect(tmp_path / "kv", pub.last_node.hex()).stdout
+    why(tmp_path / "kv", chat(TIDE)).assert_refused(2, "give it with --model")
+
+
+def test_the_tree_folds_what_is_shared_and_the_figures_tell_what_is_saved(inspect: Inspect, chats: Path) -> None:
+    lines = inspect(chats, "--tree").stdout.splitlines()
+    assert lines[0].startswith("tiny: 2 prompts, ")
+    assert lines[1].startswith("└── 0–")
+    assert "2 prompts" in lines[1]
+    assert {line.rsplit(" ● ")[-1].split(" ", 1)[1] for line in lines[2:4]} == {TIDE, BIRDS}
+    assert any(line.startswith("tiny, tenant ") for line in lines)
+    assert [tree["num_entries"] for tree in inspect(chats, "--tree", "--json").json["trees"]] == [2, 1]
+    shown = inspect(chats, "--stats").stdout
+    assert "2 prompts, " in shown
+    assert "4 requests; 50% of their prompt tokens restored" in shown
+    assert "computing saved: " in shown
+    figures = inspect(chats, "--stats", "--json").json
+    main = figures["roots"][0]
+    assert (main["total"]["requests"], main["restored_share"], main["total"]["saved_s"]) == (4, 0.5, 3.0)
+    assert main["shared_bytes"] > 0 < figures["budget_bytes"]
+
+
+def test_of_several_models_one_is_shown_and_a_request_by_an_alias_must_say_which(
+    inspect: Inspect, why: Inspect, made: SavedChats, tmp_path: Path
+) -> None:
+    kv = tmp_path / "kv"
+    for model, question in (("tiny", TIDE), (OTHER, TIDE), (OTHER, BIRDS)):
+        made.save(chat(question), model=model)
+    made.store.close()
+    of_other, everything = inspect(kv, "--model", OTHER, "--json").json, inspect(kv, "--json").json
+    assert {entry["model"] for entry in of_other["entries"]} == {OTHER}
+    assert of_other["blocks"] == everything["blocks"] - inspect(kv, "--model", "tiny", "--json").json["blocks"] > 0
+    for view, key in (("--tree", "trees"), ("--stats", "roots")):
+        assert [root["model"] for root in inspect(kv, view, "--model", OTHER, "--json").json[key]] == [OTHER]
+    assert " of all models in " in inspect(kv, "--model", OTHER).stdout.splitlines()[-1]
+    assert " of all models in " not in inspect(kv).stdout
+    inspect(kv, "--model", "nobody").assert_refused(2, f"there are prompts of {OTHER}, tiny")
+    asked = chat(TIDE) | {"model": "claude-haiku"}
+    why(kv, asked).assert_refused(2, "nothing is saved of claude-haiku; say with --model which one it is")
+    why(kv, asked, "--model", tmp_path / "tokenizer").assert_refused(2, "nothing is saved of claude-haiku")
+    assert why(kv, asked, "--model", "tiny", "--json").json["model"] == "tiny"
+
+
+def test_a_prompt_is_looked_up_with_the_tokenizer_of_the_model_that_was_used_last(
+    why: Inspect, made: SavedChats, tmp_path: Path
+) -> None:
+    made.save(chat(TIDE))
+    made.tokenizer = tmp_path / "other"
+    tokenizer_in(made.tokenizer)
+    template = made.tokenizer / "chat_template.jinja"
+    template.write_text("Other words." + template.read_text())
+    made.save(chat(TIDE), model=OTHER)
+    made.tokenizer = tmp_path / "tokenizer"
+    made.save(chat(TIDE))
+    made.store.close()
+    found = why(tmp_path / "kv", chat(TIDE), "--json").json
+    assert (found["model"], found["restored"]) == ("tiny", found["prompt_tokens"])
+
+
+def test_why_shows_the_text_around_the_difference_and_the_cause(why: Inspect, chats: Path) -> None:
+    changed = SYSTEM.replace("Saturday, November 21", "Sunday, November 22")
+    lines = why(chats, chat(TIDE, changed)).stdout.splitlines()
+    assert lines[0].endswith(" computed; a running daemon may have more in memory")
+    assert "because   a date, a number or an id that changes" in lines
+    saved, here, caret = lines[-3:]
+    at = caret.index("^")
+    assert (saved[at - 1 : at + 3], here[at - 1 : at + 3]) == ("Satu", "Sund")
+    found = why(chats, chat(TIDE, changed), "--json").json
+    assert (found["cause"]["kind"], found["parting"]["at"]) == ("value", found["restored"])
+    lines = why(chats, chat(TIDE) | {"prefix_cache": {"scope": "off"}}).stdout.splitlines()
+    assert lines[0].startswith("0 of ")
+    assert any(line.startswith("because   the request has the scope off") for line in lines)
+
+
+def test_why_reads_a_body_from_standard_input(inspect: Inspect, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps(chat(TIDE) | {"prefix_cache": {"salt": "nobody"}})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(body.encode())))
+    assert inspect(chats, "--why", "-", "--json").json["cause"]["kind"] == "tenant"
+
+
+def test_an_empty_store_has_every_view_and_what_is_no_request_is_one_line(
+    inspect: Inspect, why: Inspect, chats: Path, tmp_path: Path
+) -> None:
+    for body in ("", "{", "[]", '"x"', '{"messages": 3}'):
+        why(chats, body).assert_refused(2)
+    empty = tmp_path / "empty"
+    open_store(empty).close()
+    for view, said in (("--tree", "nothing is saved"), ("--stats", "of a budget of ")):
+        assert said in inspect(empty, view).stdout
+    why(empty, chat("x")).assert_refused(2, "the store is empty")
