@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import signal
@@ -14,11 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 from diskprefix.extras.daemon_call import running_daemon as caller_of_daemon
 from diskprefix.server.process import token_file
-from diskprefix.server.process.process import SignalledServer
 from diskprefix.server.process.token_file import kept, token_at, token_of_peer
 from diskprefix.settings import cache_home
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags
@@ -180,39 +177,6 @@ def test_a_program_at_another_address_of_the_same_port_is_told_nothing() -> None
         assert connected(ours, "127.0.0.1") == "abc"
         with socket.create_server(("127.0.0.2", ours.getsockname()[1])) as other:
             assert connected(other, "127.0.0.2") is None
-
-
-def test_a_daemon_that_finishes_its_last_request_has_given_its_token_up_with_its_port(home: Path) -> None:
-    begun, may_end = asyncio.Event(), asyncio.Event()
-
-    async def app(_scope: Any, _receive: Any, send: Any) -> None:
-        begun.set()
-        await may_end.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def serve() -> bytes:
-        server = SignalledServer(uvicorn.Config(app, lifespan="off", log_config=None))
-        with server.while_listening as listening, socket.create_server(("127.0.0.1", 0)) as listener:
-            address = listener.getsockname()
-            listening.enter_context(kept("abc", [listener]))
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            reader, writer = await asyncio.open_connection(*address)
-            writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
-            await begun.wait()
-            assert token_at(*address) == "abc"
-            server.should_exit = True
-            async with asyncio.timeout(30):
-                while token_at(*address) is not None:
-                    await asyncio.sleep(0.01)
-            may_end.set()
-            answer = await reader.read()
-            writer.close()
-            await serving
-        return answer
-
-    assert asyncio.run(serve()).startswith(b"HTTP/1.1 200 OK")
-    assert list(home.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_made_is_a_warning(

@@ -23,7 +23,8 @@ class Models:
         """A request for a model."""
         place = self.swaps.of(model)
         if place is None:
-            place = Place(model=model, needed_bytes=needed, waits_since=self.now, callers={caller}, **more)
+            more = {"waits_since": self.now} | more
+            place = Place(model=model, needed_bytes=needed, callers={caller}, **more)
             self.swaps.require_room(place, ["weights 3", "KV 1"])
             self.swaps.add(place)
         self.swaps.begin_request(place, caller)
@@ -112,6 +113,12 @@ SCRIPTS: dict[str, tuple[int | None, str]] = {
         "use brief keep_alive_s=0: +brief -brief, "
         "answer timed, answer stays keep_alive_s=inf, at 29.9, at 30: -timed, at 1000",
     ),
+    "who waits and can never fit beside what was pinned meanwhile lets others pass": (
+        10,
+        "ask held needed=10: +held, ask large needed=8 caller=b waits_since=1, ask pinned is_pinned=1 caller=c, "
+        "ask small needed=6 caller=d waits_since=2, answer held: -held +pinned -large +small",
+    ),
+    "what a request says is not for pinned models": (10, "use pinned is_pinned=1 keep_alive_s=0: +pinned, at 1000"),
 }
 
 
@@ -173,23 +180,6 @@ def test_a_model_is_not_loaded_twice_at_a_time(limit: int | None) -> None:
     assert (decision.load, decision.next_one) == ([other], again)
     models.swaps.remove(first)
     assert models.swaps.decide(models.now).load == [again]
-
-
-def test_who_waits_and_can_never_fit_beside_what_was_pinned_meanwhile_lets_others_pass() -> None:
-    models = Models(10)
-    held = models.ask("held", 10)
-    models.settle()
-    models.ask("large", 8, caller="b").waits_since = 1
-    pinned = models.ask("pinned", 4, is_pinned=True, caller="c")
-    models.ask("small", 6, caller="d").waits_since = 2
-    models.answer(held)
-    models.settle()
-    assert models.log == ["+held", "-held", "+pinned", "-large", "+small"]
-    with pytest.raises(NeverFits):
-        models.ask("large", 8)
-    models.answer(pinned, keep_alive_s=0)
-    models.settle()
-    assert models.swaps.of("pinned") is pinned, "what a request says is not for pinned models"
 
 
 @pytest.mark.parametrize("seed", range(20))

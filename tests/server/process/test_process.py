@@ -20,6 +20,7 @@ import pytest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import DeviceLost
 from diskprefix.server.process import process
+from diskprefix.server.process.token_file import token_at
 from diskprefix.settings import Settings
 from tests.server import scripted
 from tests.server.daemon_process import (
@@ -72,17 +73,21 @@ def test_a_signal_ends_the_daemon_with_0_after_the_running_request_and_what_was_
     assert again["choices"] == first["choices"]
 
 
-def test_a_request_that_outlasts_the_grace_gets_an_error_event(chat_model: Path, cache: Path) -> None:
+def test_a_request_that_outlasts_the_grace_gets_an_error_event_when_port_and_token_are_given_up(
+    chat_model: Path, cache: Path
+) -> None:
     with running_daemon(chat_model, cache) as daemon:
-        url = daemon.url
+        url, port = daemon.url, int(daemon.url.rpartition(":")[2])
         with httpx.stream("POST", url + CHAT, json=ENDLESS, timeout=60) as answer:
             lines = answer.iter_lines()
             next_data(lines)
+            assert token_at("127.0.0.1", port)
             daemon.process.send_signal(signal.SIGTERM)
             daemon.wait_for_line("stopping: ")
             # One that came just before the socket was closed is reset.
             with pytest.raises((httpx.ConnectError, httpx.ReadError)):
                 wait_until(lambda: httpx.get(url + "/health").is_error and None, "no new connection is taken")
+            assert token_at("127.0.0.1", port) is None
             rest = [line for line in lines if line]
         assert rest[-1].startswith('data: {"error":{"message":"the daemon is stopping"')
         assert daemon.stop() == 0
