@@ -8,7 +8,7 @@ import itertools
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -403,12 +403,28 @@ def test_merged_metrics_have_each_family_once() -> None:
     ]
 
 
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+@dataclass
+class Replying:
+    """A worker that reads a request up to `until`, says something, and hangs up; `rest` is what came after."""
+
+    said: bytes
+    until: bytes = b"body"
+    got: bytes = b""
+    rest: bytes = b""
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.until:
+            self.got = await reader.readuntil(self.until)
+        writer.write(self.said)
+        await writer.drain()
+        if not self.said and self.until:
+            self.rest = await reader.read() or b"the end"
+        writer.close()
 
 
-def passed(worker: Serve, tmp_path: Path, *messages: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+def passed(worker: Replying, tmp_path: Path, *messages: dict[str, Any], **headers: str) -> Any:
     """Returns the status and the messages that the client got. Behind its `messages`, the client waits."""
-    raw = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "raw_path": b"/a%20b", "query_string": b"c=d", "headers": raw}
     left = list(messages)
     sent: list[dict[str, Any]] = []
@@ -430,19 +446,11 @@ def passed(worker: Serve, tmp_path: Path, *messages: dict[str, Any], headers: di
 
 
 def test_the_request_comes_whole(tmp_path: Path) -> None:
-    got = bytearray()
-
-    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        got.extend(await reader.readuntil(b"body"))
-        writer.write(b"HTTP/1.1 201 Created\r\nContent-Length: 5\r\nX-Own: 1\r\nConnection: close\r\n\r\nreply")
-        await writer.drain()
-        writer.close()
-
-    headers = {"host": "h", "content-length": "9", "connection": "te"}
-    status, sent = passed(worker, tmp_path, chunk(b"whole", more=True), chunk(b"body"), headers=headers)
-    lines = bytes(got).decode().split("\r\n")
-    assert lines[0] == "POST /a%20b?c=d HTTP/1.1"
-    assert lines[-1] == "wholebody"
+    worker = Replying(b"HTTP/1.1 201 Created\r\nContent-Length: 5\r\nX-Own: 1\r\nConnection: close\r\n\r\nreply")
+    messages = [chunk(b"whole", more=True), chunk(b"body")]
+    status, sent = passed(worker, tmp_path, *messages, host="h", content_length="9", connection="te")
+    lines = worker.got.decode().split("\r\n")
+    assert (lines[0], lines[-1]) == ("POST /a%20b?c=d HTTP/1.1", "wholebody")
     assert status == 201
     assert (b"x-own", b"1") in sent[0]["headers"]
     assert b"connection" not in dict(sent[0]["headers"])
@@ -450,48 +458,28 @@ def test_the_request_comes_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "has_begun"),
+    ("worker", "error", "has_begun"),
     [
-        (b"", NotTaken, False),
-        (b"HTTP/1.1 100 Continue\r\n\r\n", WorkerGone, False),
-        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n", WorkerGone, True),
+        (Replying(b"", until=b""), NotTaken, False),
+        (Replying(b"HTTP/1.1 100 Continue\r\n\r\n"), WorkerGone, False),
+        (Replying(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n"), WorkerGone, True),
     ],
     ids=["took nothing", "took it", "began"],
 )
 def test_a_worker_that_dies_fails_its_request_and_leaves_what_it_did_not_take_to_another(
-    tmp_path: Path, said: bytes, error: type[Exception], has_begun: bool
+    tmp_path: Path, worker: Replying, error: type[Exception], has_begun: bool
 ) -> None:
-    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if said:
-            await reader.readuntil(b"body")
-            writer.write(said)
-            await writer.drain()
-        writer.close()
-
     with pytest.raises(error) as gone:
-        passed(worker, tmp_path, chunk(b"body"), headers={"content-length": "4"})
+        passed(worker, tmp_path, chunk(b"body"), content_length="4")
     assert getattr(gone.value, "has_begun", False) == has_begun
 
 
 def test_a_client_that_hangs_up_closes_the_connection_to_the_worker(tmp_path: Path) -> None:
-    rests: list[bytes] = []
-
-    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"body")
-        rests.append(await reader.read())
-        writer.close()
-
-    status, sent = passed(
-        worker, tmp_path, chunk(b"body"), {"type": "http.disconnect"}, headers={"content-length": "4"}
-    )
-    assert (status, sent, rests) == (499, [], [b""])
+    worker = Replying(b"")
+    assert passed(worker, tmp_path, chunk(b"body"), {"type": "http.disconnect"}, content_length="4") == (499, [])
+    assert worker.rest == b"the end"
 
 
 def test_a_worker_may_answer_although_the_body_never_comes(tmp_path: Path) -> None:
-    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
-        await writer.drain()
-        writer.close()
-
-    assert passed(worker, tmp_path, headers={"content-length": "4"})[0] == 408
+    worker = Replying(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n", until=b"\r\n\r\n")
+    assert passed(worker, tmp_path, content_length="4")[0] == 408

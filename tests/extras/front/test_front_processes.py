@@ -5,6 +5,7 @@ Where what workers answer does not matter, they are small: `small_workers`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -278,26 +279,35 @@ LONG = "x" * 201
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "fields"),
+    ("method", "path", "content", "code"),
     [
-        ("POST", CHAT, {"model": LONG * 150_000}),
-        ("POST", "/v1/messages", {"model": LONG}),
-        ("POST", f"{CHAT}?model={LONG}", {}),
-        ("GET", f"/v1/models/{LONG}", {}),
-        ("GET", f"/props?model={LONG}", {}),
-        ("POST", f"/models/{LONG}/load", {}),
+        ("POST", CHAT, json.dumps({"model": LONG * 150_000}), "model_not_found"),
+        ("POST", "/v1/messages", json.dumps({"model": LONG}), "model_not_found"),
+        ("POST", f"{CHAT}?model={LONG}", "{}", "model_not_found"),
+        ("GET", f"/v1/models/{LONG}", "", "model_not_found"),
+        ("GET", f"/props?model={LONG}", "", "model_not_found"),
+        ("POST", f"/models/{LONG}/load", "", "model_not_found"),
+        ("POST", CHAT, '{"messages": []', "invalid_json"),
+        ("POST", CHAT, '{"x": ' + "[" * 100_000, "invalid_json"),
+        ("POST", CHAT, '{"model": 5}', "invalid_value"),
+        ("POST", CHAT, '{"messages": []}', "invalid_value"),
     ],
-    ids=["chat", "messages", "query", "card", "props", "load"],
+    ids=["chat", "messages", "query", "card", "props", "load", "cut", "deep", "number", "none"],
 )
-def test_a_name_that_no_model_can_have_is_a_404_wherever_it_stands(
-    method: str, path: str, fields: dict[str, str], daemon: DaemonProcess
+def test_a_name_that_no_model_can_have_is_a_404_wherever_it_stands_and_a_body_without_one_is_a_400(
+    daemon: DaemonProcess, method: str, path: str, content: str, code: str
 ) -> None:
+    for name in ("ash", "birch"):
+        ordered(daemon, name, "load")
     with daemon.client() as client:
-        answer = client.request(method, path, json={"messages": []} | fields)
+        answer = client.request(method, path, content=content, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
-    assert (answer.status_code, error.get("param", "model")) == (404, "model")
-    assert "characters; 200 are the most" in error["message"]
-    assert "x" * 20 not in error["message"]
+    assert answer.status_code == (404 if code == "model_not_found" else 400)
+    assert error.get("code", code) == code
+    if code == "model_not_found":
+        assert error.get("param", "model") == "model"
+        assert "characters; 200 are the most" in error["message"]
+        assert "x" * 20 not in error["message"]
 
 
 def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: DaemonProcess) -> None:
@@ -340,23 +350,6 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_with_the_reason_and_no
         assert answer.status_code in (500, 503)
         assert "damaged or cut short" in answer.json()["error"]["message"]
     ask(daemon, "ash").raise_for_status()
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (b'{"messages": []', "invalid_json"),
-        (b'{"x": ' + b"[" * 100_000, "invalid_json"),
-        (b'{"model": 5}', "invalid_value"),
-        (b'{"messages": []}', "invalid_value"),
-    ],
-    ids=["cut", "deep", "number", "none"],
-)
-def test_a_body_that_names_no_model_is_a_400(daemon: DaemonProcess, content: bytes, code: str) -> None:
-    for name in ("ash", "birch"):
-        ordered(daemon, name, "load")
-    answer = httpx.post(daemon.url + CHAT, content=content, headers={"Content-Type": "application/json"}, timeout=60)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
 def test_a_worker_that_is_killed_fails_its_own_requests_alone_and_another_answers_from_disk(
