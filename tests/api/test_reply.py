@@ -1,17 +1,21 @@
-"""From the engine's events to the parts of a reply, as a stream and as a whole."""
+"""From the engine's events to the parts of a reply, as a stream and as a whole, and what of it is remembered."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
 
 from diskprefix.api.dialect import json_text
 from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyEvent, ReplyReader, WholeChoice, whole_reply
+from diskprefix.chat.messages import Message, TextPart
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
+from diskprefix.server.remembering import RememberingReader
+from tests.chat.turns import Turns
 from tests.server.scripted import done
 
 TOKEN = TokenLogprob(5, "x", -1.0)
@@ -37,6 +41,8 @@ CALLS: dict[str, list[OutputDelta]] = {
     "B": [ToolCallDelta(0, '{"a"')],
     "C": [ToolCallDelta(0, ": 1}"), ToolCallBegin(1, "write"), ToolCallDelta(1, "{}")],
     "half": [],
+    "read": [ToolCallBegin(0, "read"), ToolCallDelta(0, '{"a": '), ToolCallDelta(0, "1}")],
+    "write": [ToolCallBegin(1, "write"), ToolCallDelta(1, "{}")],
 }
 
 
@@ -126,3 +132,61 @@ def test_progress_passes_through() -> None:
 @pytest.mark.parametrize("value", [{"a": [1, 2.5, None, True, "é\n"]}, {"a": 10**400}, {"a": -(2**64)}, {}])
 def test_json_text_holds_what_it_was_made_from(value: Any) -> None:
     assert json.loads(json_text(value)) == value
+
+
+END = 9
+
+
+def asked() -> ConversationHash:
+    conversation = ConversationHash()
+    conversation.add_message(Message(role="user", content=(TextPart("Go.", ""),), path=""))
+    return conversation
+
+
+def remembered(events: Sequence[Event], *, many_calls: bool = True) -> tuple[list[SampledTurn], list[str], Turns]:
+    """Returns what is remembered, the ids of the calls that the client is told, and the store."""
+    turns = Turns()
+    memory = ReplyMemory(turns, Origin.of(asked(), "Go."), frozenset({END}))
+    reader = RememberingReader(lambda: Prepared(CALLS), "call_", memory, many_calls=many_calls)
+    told = [found for event in events for found in reader.read(event) if isinstance(found, DeltaEvent)]
+    ids = [delta.id for event in told for delta in event.deltas if isinstance(delta, CallBegin)]
+    return [SampledTurn.decode(record) for record in turns.values()], ids, turns
+
+
+def reply(*texts: str, choice: int = 0, reason: Any = "stop", stop: str | None = None) -> list[Event]:
+    """Each text is a token, and the reply ends with `END`."""
+    sampled = [TextEvent(choice, text, (number,)) for number, text in enumerate(texts, 1)]
+    return [*sampled, TextEvent(choice, "", (END,)), FinishEvent(choice, reason, stop)]
+
+
+def test_a_reply_is_remembered_with_its_tokens_under_the_ids_that_the_client_gets() -> None:
+    [sampled, again], ids, turns = remembered(reply("T", "so", "read", "write"))
+    assert sampled.turn == Turn("so", "hm", (("read", '{"a": 1}'), ("write", "{}")))
+    assert sampled.token_ids == (1, 2, 3, 4)
+    assert again == sampled
+    conversation = asked()
+    conversation.add_reply(sampled.turn)
+    assert list(turns) == conversation.ids(ids)
+
+
+def test_each_choice_is_remembered_apart() -> None:
+    one, other = reply("so", choice=0), reply("T", "so", "read", choice=1)
+    mixed = [one[0], *other[:2], *one[1:], *other[2:]]
+    assert {sampled.token_ids for sampled in remembered(mixed)[0]} == {(1,), (1, 2, 3)}
+
+
+def test_a_reply_is_remembered_before_its_end_is_told() -> None:
+    assert remembered(reply("so")[:-1])[0] == []
+    assert len(remembered(reply("so", reason="length"))[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("events", "many_calls"),
+    [(reply("so", "read", "write"), False), (reply("so", stop="!"), True)],
+    ids=["a call that is not passed on", "a stop string"],
+)
+def test_a_reply_whose_tokens_say_more_than_the_client_is_told_is_not_remembered(
+    events: list[Event], many_calls: bool
+) -> None:
+    assert remembered(events, many_calls=many_calls)[0] == []
+    assert remembered(reply("so", "read"), many_calls=many_calls)[0] != []

@@ -287,22 +287,9 @@ def test_a_large_body_has_the_longer_to_arrive_the_more_of_it_has(
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_during_prefill_cancels_its_request(
-    server: AppServer, engine: ScriptedEngine, stream: bool
-) -> None:
-    engine.script = until_cancelled
-    connection = open_raw(server, HELLO | {"stream": stream})
-    assert engine.entered.wait(30)
-    connection.close()
-    assert engine.cancelled.wait(30)
-    engine.script = say_hello
-    with server.client() as client:
-        assert client.post(CHAT, json=HELLO).status_code == 200
-
-
-def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_its_request_and_the_log_says_how_far_it_came(
-    server: AppServer, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("stream", "has_begun"), [(False, False), (True, False), (True, True)])
+def test_a_client_that_leaves_cancels_its_request_and_the_log_says_how_far_it_came(
+    server: AppServer, engine: ScriptedEngine, stream: bool, has_begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def endless(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
         figures: dict[str, Any] = {
@@ -314,19 +301,25 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_its_request_and_
         }
         activity = Activity(id=request.id, state="prefilling", scope=request.cache.scope, **figures)
         server.daemon.inbox.running_activities = lambda: [activity]
-        emit(TextEvent(0, "first", (1,)))
+        if has_begun:
+            emit(TextEvent(0, "first", (1,)))
         until_cancelled(request, emit, is_cancelled)
 
     engine.script = endless
     with caplog.at_level(logging.INFO), server.client() as client:
-        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
-            assert any("first" in line for line in answer.iter_lines())
+        with open_raw(server, HELLO | {"stream": stream}) as connection:
+            assert engine.entered.wait(30)
+            received = b""
+            while has_begun and b"first" not in received:
+                received += connection.recv(1000)
         assert engine.cancelled.wait(30)
         counted = 'diskprefix_http_requests_total{route="/v1/chat/completions",status="499"} 1.0'
         wait_until(lambda: counted in client.get("/metrics").text, "the request is counted as left")
         wait_until(lambda: "prompt 8 of 10 · restored 4 · reply 0" in caplog.text, "the request is logged")
         [ended] = client.get("/dashboard/state").json()["ended"]
         assert (ended["status"], ended["prompt_tokens"]) == (499, 10)
+        engine.script = say_hello
+        assert client.post(CHAT, json=HELLO).status_code == 200
 
 
 def test_a_client_that_leaves_while_it_waits_never_reaches_the_engine(

@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import io
 import logging
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat import content as server_content
@@ -41,27 +47,33 @@ CHAT = "/v1/chat/completions"
 QUESTION = "Name three rivers and tell me where each of them begins and where it ends. "
 SPECIAL = (0, 1, 2)
 REPLY = 12
-
-
-def served(folders: pytest.TempPathFactory, write: Callable[[Path], Path]) -> Iterator[AppServer]:
-    with real_app(write(folders.mktemp("models") / "model"), folders.mktemp("kv"), max_queue=4) as server:
-        yield server
-
-
-@pytest.fixture(scope="module", params=VISION_MODELS)
-def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
-    yield from served(tmp_path_factory, VISION_MODELS[request.param])
+Serve = Callable[[str], AppServer]
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
-    yield from served(tmp_path_factory, write_llava)
+def serve(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """Returns a server of a model by its name. `audio` takes sounds and no images."""
+    with ExitStack() as running:
+
+        @cache
+        def started(name: str) -> AppServer:
+            if name == "text":
+                return running.enter_context(scripted_app(chat_model))
+            write = {**VISION_MODELS, "audio": write_qwen2_audio}[name]
+            model, folder = write(tmp_path_factory.mktemp("models") / "model"), tmp_path_factory.mktemp("kv")
+            return running.enter_context(real_app(model, folder, max_queue=4))
+
+        yield started
 
 
-@pytest.fixture(scope="module")
-def listener(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
-    """A model that takes sounds."""
-    yield from served(tmp_path_factory, write_qwen2_audio)
+@pytest.fixture(params=VISION_MODELS)
+def vision(request: pytest.FixtureRequest, serve: Serve) -> AppServer:
+    return serve(request.param)
+
+
+@pytest.fixture
+def llava(serve: Serve) -> AppServer:
+    return serve("llava")
 
 
 def body(*parts: Any, **fields: Any) -> dict[str, Any]:
@@ -122,78 +134,47 @@ def stored_by(server: AppServer) -> tuple[int, int, int]:
     return stats["entries"], stats["blocks"], stats["prompts"]
 
 
-def picture(content: bytes) -> Any:
-    import io
-
-    from PIL import Image
-
-    return Image.open(io.BytesIO(content)).convert("RGB")
-
-
-def test_a_text_request_is_cached_as_any_other(vision: AppServer) -> None:
-    sent = body(QUESTION * 4)
-    first, again = ask(vision, sent), ask(vision, sent)
-    expected, num_tokens = generated(vision, [{"role": "user", "content": [text_part(QUESTION * 4)]}])
-    assert first["usage"]["prompt_tokens"] == num_tokens
-    assert tokens_of(first) == expected
-    assert first["prefix_cache"]["miss_reason"] == "new"
-    assert again["prefix_cache"]["restored"] == num_tokens
-    assert logprobs_of(again) == logprobs_of(first)
+def test_a_text_request_is_cached_as_any_other_and_a_longer_one_continues_it(vision: AppServer) -> None:
+    text = QUESTION * 4
+    for said in (text, text + "And where is each of them deepest? "):
+        sent = body(said)
+        first, again, cold = (
+            ask(vision, sent),
+            ask(vision, sent),
+            ask(vision, sent | {"prefix_cache": {"scope": "off"}}),
+        )
+        expected, num_tokens = generated(vision, [{"role": "user", "content": [text_part(said)]}])
+        assert first["usage"]["prompt_tokens"] == num_tokens
+        assert tokens_of(first) == expected
+        assert again["prefix_cache"]["restored"] == num_tokens
+        assert logprobs_of(again) == logprobs_of(first) == logprobs_of(cold)
+        assert (first["prefix_cache"]["restored"] >= 16) == (said != text)
 
 
-def test_a_longer_text_continues_what_is_stored(vision: AppServer) -> None:
-    text = "You are a careful assistant. " * 8
-    ask(vision, body(text))
-    longer = ask(vision, body(text + QUESTION))
-    assert longer["prefix_cache"]["restored"] >= 16
-    expected, _ = generated(vision, [{"role": "user", "content": [text_part(text + QUESTION)]}])
-    assert tokens_of(longer) == expected
-    cold = ask(vision, body(text + QUESTION, prefix_cache={"scope": "off"}))
-    assert logprobs_of(longer) == logprobs_of(cold)
+COLORS = ((220, 20, 20), (20, 20, 220))
 
 
 def test_an_image_is_answered_as_generate_does_and_bypasses_the_cache(
     vision: AppServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    red, blue = image_bytes((220, 20, 20)), image_bytes((20, 20, 220), (30, 50), "JPEG")
+    red, blue = image_bytes(COLORS[0]), image_bytes(COLORS[1], (30, 50), "JPEG")
     sent = body(image_part(red), text_part(QUESTION), image_part(blue, "jpeg"), text_part("Compare."), n=2)
     stored = stored_by(vision)
     with caplog.at_level(logging.INFO, "diskprefix"):
         reply = ask(vision, sent)
-    conversation = [
-        {
-            "role": "user",
-            "content": [
-                {"type": "image", "image": picture(red)},
-                text_part(QUESTION),
-                {"type": "image", "image": picture(blue)},
-                text_part("Compare."),
-            ],
-        }
-    ]
-    expected, num_tokens = generated(vision, conversation)
+    first, second = (Image.open(io.BytesIO(content)).convert("RGB") for content in (red, blue))
+    content = [{"type": "image", "image": first}, text_part(QUESTION), {"type": "image", "image": second}]
+    expected, num_tokens = generated(vision, [{"role": "user", "content": [*content, text_part("Compare.")]}])
     assert tokens_of(reply) == expected
     assert [choice["message"] for choice in reply["choices"]] == [reply["choices"][0]["message"]] * 2
     assert reply["usage"]["prompt_tokens"] == num_tokens
-    report = reply["prefix_cache"]
-    assert (report["miss_reason"], report["restored"], report["boundary_reason"], report["saved"]) == (
-        "media",
-        0,
-        "media",
-        "none",
-    )
+    wanted = {"miss_reason": "media", "restored": 0, "boundary_reason": "media", "saved": "none"}
+    assert reply["prefix_cache"] | wanted == reply["prefix_cache"]
     assert caplog.text.count("bypassed, the prompt holds media") == 1
     assert ask(vision, sent)["prefix_cache"]["miss_reason"] == "media"
     assert stored_by(vision) == stored
-
-
-def test_the_image_matters(vision: AppServer) -> None:
-    """Otherwise the test before would compare nothing."""
-    replies = [ask(vision, body(image_part(image_bytes(color)), text_part("What is it?"))) for color in COLORS]
-    assert logprobs_of(replies[0]) != logprobs_of(replies[1])
-
-
-COLORS = ((250, 0, 0), (0, 60, 250))
+    one, other = (ask(vision, body(image_part(image_bytes(color)), text_part("What is it?"))) for color in COLORS)
+    assert logprobs_of(one) != logprobs_of(other), "the image matters"
 
 
 def test_text_after_an_image_is_what_it_was_before(vision: AppServer) -> None:
@@ -216,8 +197,8 @@ def test_an_image_that_is_streamed_is_reported_in_the_last_chunk(llava: AppServe
     assert answer.text.rstrip().endswith("[DONE]")
 
 
-def test_a_sound_is_answered_as_generate_does(listener: AppServer) -> None:
-    sound = wav_bytes()
+def test_a_sound_is_answered_as_generate_does(serve: Serve) -> None:
+    listener, sound = serve("audio"), wav_bytes()
     reply = ask(listener, body(audio_part(sound), text_part(QUESTION)))
     processor = listener.engine.media
     samples = processor.read_audio(sound, param="x")
@@ -231,72 +212,23 @@ def test_a_sound_is_answered_as_generate_does(listener: AppServer) -> None:
 
 
 IMAGE = image_part(image_bytes())
-
-
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (audio_part(b""), "this model takes text and images, no audio (got audio)"),
-        (
-            {"type": "file", "file": {"file_id": "x"}},
-            "no files; send its pages or frames as images (got file)",
-        ),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "no videos"),
-    ],
-)
-def test_what_a_model_with_eyes_does_not_take_is_refused_by_name(llava: AppServer, part: Any, words: str) -> None:
-    error = refusal(llava, text_part("see:"), part)
-    assert (error["param"], error["code"]) == ("messages.0.content.1", "unsupported_content")
-    assert words in error["message"]
-
-
-@pytest.mark.parametrize("part", [IMAGE, {"type": "video_url"}, {"type": "file"}])
-def test_what_a_model_with_ears_does_not_take_is_refused_by_name(listener: AppServer, part: Any) -> None:
-    error = refusal(listener, part)
-    assert (error["param"], error["code"]) == ("messages.0.content.0", "unsupported_content")
-    assert error["message"].startswith("messages.0.content.0: this model takes text and audio, no ")
-
-
-def test_a_text_model_refuses_media_by_name(chat_model: Path) -> None:
-    with scripted_app(chat_model) as server:
-        for part in (IMAGE, audio_part(wav_bytes()), {"type": "video_url"}, {"type": "file"}):
-            error = refusal(server, text_part("see:"), part)
-            assert (error["param"], error["code"]) == ("messages.0.content.1", "unsupported_content")
-            kind = {"image_url": "image", "input_audio": "audio"}.get(part["type"], part["type"])
-            assert f"this model takes text only (got {kind})" in error["message"]
+VIDEO: dict[str, Any] = {"type": "video_url", "video_url": {"url": "x"}}
+FILE: dict[str, Any] = {"type": "file", "file": {"file_id": "x"}}
+SOUND = audio_part(wav_bytes())
+SEE = text_part("see:")
+NO_IMAGE = "not an image that can be read"
 
 
 def url_part(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-@pytest.mark.parametrize(
-    ("part", "words"),
-    [
-        (url_part("https://example.org/cat.png"), "URLs are not fetched; send the image itself"),
-        (url_part("HTTP://example.org/cat.png"), "URLs are not fetched"),
-        (url_part("file:///etc/passwd"), "URLs are not fetched"),
-        (url_part("/etc/passwd"), "URLs are not fetched"),
-        (url_part("data:image/png,abc"), "must be a data: URI in base64"),
-        (url_part("data:image/png;base64"), "must be a data: URI in base64"),
-        (url_part("data:image/png;base64,a*b="), "not valid base64"),
-        (url_part("data:image/png;base64,abc"), "not valid base64"),
-        (url_part("data:image/png;base64,"), "not an image that can be read"),
-        (image_part(b"GIF89a, it says"), "not an image that can be read"),
-        (image_part(image_bytes()[:60]), "not an image that can be read"),
-        (image_part(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"), "not an image that can be read"),
-    ],
-)
-def test_an_image_that_cannot_be_read_is_a_400_with_its_param(llava: AppServer, part: Any, words: str) -> None:
-    error = refusal(llava, text_part("see:"), part)
-    assert error["param"] == "messages.0.content.1.image_url.url"
-    assert words in error["message"]
+def sound_part(**fields: str) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": fields}
 
 
 def bomb() -> bytes:
     """A PNG of a few hundred bytes that says it has 30 000 × 30 000 pixels."""
-    import struct
-    import zlib
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -307,60 +239,78 @@ def bomb() -> bytes:
     )
 
 
-def test_an_image_larger_than_it_looks_is_refused_before_it_is_decoded(llava: AppServer) -> None:
-    error = refusal(llava, image_part(bomb()))
-    assert error["param"] == "messages.0.content.0.image_url.url"
-    assert "more than 64 megapixels" in error["message"]
-
-
-@pytest.mark.parametrize("size", [(1, 6000), (6000, 1), (10, 2001)])
-def test_a_strip_is_refused_before_it_is_decoded(llava: AppServer, size: tuple[int, int]) -> None:
-    error = refusal(llava, image_part(image_bytes(size=size)))
-    assert error["param"] == "messages.0.content.0.image_url.url"
-    assert "200 times as long" in error["message"]
-
-
-def test_images_count_together(llava: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media_reader, "MAX_PIXELS", 40 * 30 * 2)
-    ask(llava, body(IMAGE, IMAGE))
-    assert refusal(llava, IMAGE, IMAGE, IMAGE)["param"] == "messages.0.content.2.image_url.url"
-
-
-def test_the_number_of_images_is_limited(llava: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_content, "_MOST_PARTS", 2)
-    error = refusal(llava, IMAGE, IMAGE, IMAGE)
-    assert error["param"] == "messages.0.content.2"
-    assert "at most 2 images and sounds" in error["message"]
-
-
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("model", "part", "words"),
     [
-        (b"", "not a WAV file"),
-        (b"ID3\x04 an mp3", "not a WAV file"),
-        (wav_bytes()[:30], "not a WAV file"),
-        (wav_bytes(seconds=0), "holds no sound"),
-        (wav_bytes(rate=1000), "1000 samples a second are out of range"),
-        (wav_bytes(seconds=31), "lasts 31.0 s, and this model takes 30 s of a sound; send it in parts"),
-        (wav_bytes(seconds=0.02), "lasts 0.020 s, and a sound must last at least 0.1 s"),
-        (wav_bytes()[:-2], "is cut short"),
+        ("llava", SOUND, "this model takes text and images, no audio (got audio)"),
+        ("llava", FILE, "no files; send its pages or frames as images (got file)"),
+        ("llava", VIDEO, "no videos"),
+        *(("audio", part, "this model takes text and audio, no ") for part in (IMAGE, VIDEO, FILE)),
+        ("text", IMAGE, "this model takes text only (got image)"),
+        ("text", SOUND, "this model takes text only (got audio)"),
+        ("text", VIDEO, "this model takes text only (got video_url)"),
+        ("text", FILE, "this model takes text only (got file)"),
     ],
 )
-def test_a_sound_that_cannot_be_read_is_a_400_with_its_param(listener: AppServer, content: bytes, words: str) -> None:
-    error = refusal(listener, audio_part(content))
-    assert error["param"] == "messages.0.content.0.input_audio.data"
+def test_what_a_model_does_not_take_is_refused_by_name(serve: Serve, model: str, part: Any, words: str) -> None:
+    error = refusal(serve(model), SEE, part)
+    assert (error["param"], error["code"]) == ("messages.0.content.1", "unsupported_content")
     assert words in error["message"]
 
 
 @pytest.mark.parametrize(
-    ("input_audio", "param"),
-    [({"data": "a*b", "format": "wav"}, "data"), ({"data": "", "format": "mp3"}, "format"), ({"data": ""}, "format")],
+    ("part", "param", "words"),
+    [
+        *(
+            (url_part(url), "image_url.url", "URLs are not fetched; send the image itself")
+            for url in (
+                "https://example.org/cat.png",
+                "HTTP://example.org/cat.png",
+                "file:///etc/passwd",
+                "/etc/passwd",
+            )
+        ),
+        (url_part("data:image/png,abc"), "image_url.url", "must be a data: URI in base64"),
+        (url_part("data:image/png;base64"), "image_url.url", "must be a data: URI in base64"),
+        (url_part("data:image/png;base64,a*b="), "image_url.url", "not valid base64"),
+        (url_part("data:image/png;base64,abc"), "image_url.url", "not valid base64"),
+        (url_part("data:image/png;base64,"), "image_url.url", NO_IMAGE),
+        (image_part(b"swordfish" * 40), "image_url.url", NO_IMAGE),
+        (image_part(image_bytes()[:60]), "image_url.url", NO_IMAGE),
+        (image_part(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"), "image_url.url", NO_IMAGE),
+        (image_part(bomb()), "image_url.url", "more than 64 megapixels"),
+        *(
+            (image_part(image_bytes(size=size)), "image_url.url", "200 times as long")
+            for size in ((1, 6000), (6000, 1), (10, 2001))
+        ),
+        (audio_part(b""), "input_audio.data", "not a WAV file"),
+        (audio_part(wav_bytes(seconds=0)), "input_audio.data", "holds no sound"),
+        (audio_part(wav_bytes(rate=1000)), "input_audio.data", "1000 samples a second are out of range"),
+        (sound_part(data="a*b", format="wav"), "input_audio.data", "not valid base64"),
+        (sound_part(data="", format="mp3"), "input_audio.format", ""),
+        (sound_part(data=""), "input_audio.format", ""),
+    ],
 )
-def test_a_sound_in_another_form_is_a_400_with_its_param(
-    listener: AppServer, input_audio: dict[str, str], param: str
+def test_what_cannot_be_read_is_a_400_with_its_param_and_not_repeated(
+    serve: Serve, part: Any, param: str, words: str
 ) -> None:
-    error = refusal(listener, {"type": "input_audio", "input_audio": input_audio})
-    assert error["param"] == f"messages.0.content.0.input_audio.{param}"
+    """`test_media_reader.py` has what may be wrong inside of images and sounds."""
+    error = refusal(serve("llava" if part["type"] == "image_url" else "audio"), SEE, part)
+    assert error["param"] == f"messages.0.content.1.{param}"
+    assert words in error["message"]
+    assert base64.b64encode(b"swordfish").decode() not in str(error)
+
+
+def test_the_number_of_images_and_their_pixels_together_are_limited(
+    llava: AppServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media_reader, "MAX_PIXELS", 40 * 30 * 2)
+    ask(llava, body(IMAGE, IMAGE))
+    assert refusal(llava, IMAGE, IMAGE, IMAGE)["param"] == "messages.0.content.2.image_url.url"
+    monkeypatch.setattr(server_content, "_MOST_PARTS", 2)
+    error = refusal(llava, IMAGE, IMAGE, IMAGE)
+    assert error["param"] == "messages.0.content.2"
+    assert "at most 2 images and sounds" in error["message"]
 
 
 def test_a_prompt_whose_images_exceed_the_positions_is_refused(llava: AppServer) -> None:
@@ -368,12 +318,9 @@ def test_a_prompt_whose_images_exceed_the_positions_is_refused(llava: AppServer)
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
 
 
-def test_placeholders_in_a_text_are_text_beside_no_image(llava: AppServer) -> None:
-    """They become the image's token, as any special token does, and nothing looks for an image."""
-    assert ask(llava, body("see <image> here"))["prefix_cache"].get("miss_reason") != "media"
-
-
 def test_placeholders_beside_an_image_are_a_400_that_names_the_text(llava: AppServer) -> None:
+    """Beside no image they become the image's token, as any special token does, and nothing looks for an image."""
+    assert ask(llava, body("see <image> here"))["prefix_cache"].get("miss_reason") != "media"
     error = refusal(llava, IMAGE, text_part("and <image> here"))
     assert (error["param"], error["code"]) == ("messages.0.content.1.text", "unsupported_content")
     assert "<image> stands for an image" in error["message"]
@@ -491,8 +438,3 @@ def test_without_a_processor_a_model_is_served_for_text(tmp_path: Path) -> None:
         error = refusal(server, IMAGE)
         assert error["code"] == "unsupported_content"
         assert "this model is served for text only (its processor cannot be loaded" in error["message"]
-
-
-def test_a_refused_image_is_not_repeated(llava: AppServer) -> None:
-    secret = base64.b64encode(b"swordfish" * 40).decode()
-    assert secret[:40] not in str(refusal(llava, url_part(f"data:image/png;base64,{secret}")))

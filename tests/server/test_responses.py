@@ -74,6 +74,12 @@ def client(server: AppServer) -> Iterator[OpenAI]:
         yield client
 
 
+def ask(client: OpenAI, said: Any = None, **fields: Any) -> Any:
+    """The response to an input, or the events of a stream."""
+    create: Any = client.responses.create
+    return create(**{"model": MODEL, "input": said} | fields)
+
+
 @pytest.fixture
 def http(server: AppServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {ALICE}"}, timeout=30) as client:
@@ -81,14 +87,12 @@ def http(server: AppServer) -> Iterator[httpx.Client]:
 
 
 def test_a_text_is_answered(client: OpenAI, engine: ScriptedEngine) -> None:
-    response = client.responses.create(model=MODEL, input="Name three rivers.", instructions="Be brief.")
+    response = ask(client, "Name three rivers.", instructions="Be brief.")
     assert response.output_text == "Hello world"
     assert response.status == "completed"
-    assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.output_tokens, response.usage.total_tokens) == (10, 2, 12)
     assert response.usage.input_tokens_details.cached_tokens == 7
     assert response.usage.output_tokens_details.reasoning_tokens == 0
-    assert response.model_extra is not None
     assert {"prefix_cache", "timings"} <= response.model_extra.keys()
     wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n"
     assert engine.last_prompt == f"{wanted}<|im_start|>assistant\n"
@@ -105,7 +109,7 @@ def test_the_stream_helper_assembles_what_the_whole_response_says(client: OpenAI
     assert kinds[-1] == "response.completed"
     assert [item.type for item in assembled.output] == ["reasoning", "message", "function_call"]
     assert assembled.output_text == whole.output_text == "It rains."
-    call, other = cast("Any", assembled.output[2]), cast("Any", whole.output[2])
+    call, other = cast("Any", assembled.output[2]), whole.output[2]
     assert (call.name, call.arguments) == (other.name, other.arguments) == ("get_weather", '{"city": "Oslo"}')
     assert call.parsed_arguments == {"city": "Oslo"}
 
@@ -125,13 +129,13 @@ def test_the_sdk_parses_a_format_and_the_reply_is_constrained_by_it(client: Open
 
 def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = saying(CALL[:20], CALL[20:])
-    first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER])
-    call = cast("Any", first.output[0])
+    first = ask(client, "Weather?", tools=[WEATHER])
+    call = first.output[0]
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     engine.script = saying("It rains.")
     history: Any = [{"role": "user", "content": "Weather?"}, *first.output, output]
     for fields in ({"input": history}, {"input": [output], "previous_response_id": first.id}):
-        second = client.responses.create(model=MODEL, tools=[WEATHER], **cast("Any", fields))
+        second = ask(client, tools=[WEATHER], **fields)
         assert second.output_text == "It rains."
         prompt = engine.last_prompt
         assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n" in prompt
@@ -140,20 +144,20 @@ def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, engine: Script
 
 def test_a_conversation_goes_on_from_a_stored_response(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = saying("One.")
-    first = client.responses.create(model=MODEL, input="Count.", instructions="Be brief.")
+    first = ask(client, "Count.", instructions="Be brief.")
     engine.script = saying("Two.")
-    second = client.responses.create(model=MODEL, input="On.", previous_response_id=first.id)
-    events = list(client.responses.create(model=MODEL, input="On!", previous_response_id=second.id, stream=True))
+    second = ask(client, "On.", previous_response_id=first.id)
+    events = list(ask(client, "On!", previous_response_id=second.id, stream=True))
     said = [line for line in engine.last_prompt.splitlines() if not line.startswith("<|im_start|>")]
     # Instructions are those of one request.
     assert said == ["Count.<|im_end|>", "One.<|im_end|>", "On.<|im_end|>", "Two.<|im_end|>", "On!<|im_end|>"]
-    last = cast("Any", events[-1]).response
+    last = events[-1].response
     assert last.previous_response_id == second.id
     assert client.responses.retrieve(last.id).output_text == "Two."
 
 
 def test_a_stored_response_can_be_read_and_deleted(client: OpenAI, http: httpx.Client) -> None:
-    response = client.responses.create(model=MODEL, input="Count.", metadata={"a": "b"})
+    response = ask(client, "Count.", metadata={"a": "b"})
     again = client.responses.retrieve(response.id)
     assert again.to_dict() == response.to_dict()
     assert again.metadata == {"a": "b"}
@@ -167,7 +171,7 @@ def test_a_stored_response_can_be_read_and_deleted(client: OpenAI, http: httpx.C
 def test_a_response_that_is_still_on_the_disk_is_not_said_to_be_deleted(
     client: OpenAI, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    response = client.responses.create(model=MODEL, input="Hello")
+    response = ask(client, "Hello")
     for is_settled, said in ((False, (500, "store_unavailable")), (True, (404, "response_not_found"))):
         monkeypatch.setattr(ScriptedNotes, "settle", lambda *_, is_settled=is_settled: is_settled)
         answer = http.delete(f"{ROUTE}/{response.id}")
@@ -175,10 +179,8 @@ def test_a_response_that_is_still_on_the_disk_is_not_said_to_be_deleted(
 
 
 def test_the_items_of_the_input_are_listed_page_by_page(client: OpenAI) -> None:
-    first = client.responses.create(model=MODEL, input="Count.")
-    second = client.responses.create(
-        model=MODEL, input=[{"role": "user", "content": "On."}], previous_response_id=first.id
-    )
+    first = ask(client, "Count.")
+    second = ask(client, [{"role": "user", "content": "On."}], previous_response_id=first.id)
     items: list[Any] = list(client.responses.input_items.list(second.id, order="asc", limit=2))
     assert [item.role for item in items] == ["user", "assistant", "user"]
     assert [item.content[0].text for item in items] == ["Count.", "Hello world", "On."]
@@ -193,23 +195,23 @@ def test_the_items_of_the_input_are_listed_page_by_page(client: OpenAI) -> None:
 
 
 def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, engine: ScriptedEngine) -> None:
-    first = client.responses.create(model=MODEL, input="Count.")
-    ids = [client.responses.input_items.list(first.id).data[0].id, cast("Any", first.output[0]).id]
+    first = ask(client, "Count.")
+    ids = [client.responses.input_items.list(first.id).data[0].id, first.output[0].id]
     items: Any = [*({"type": "item_reference", "id": id_} for id_ in ids), {"role": "user", "content": "On."}]
-    client.responses.create(model=MODEL, input=items)
+    ask(client, items)
     assert "Count.<|im_end|>\n<|im_start|>assistant\nHello world<|im_end|>" in engine.last_prompt
     for unknown in (f"{ids[1]}9", "msg_1", "x", "_", f"rs{ids[1][3:]}"):
         with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": unknown}])
+            ask(client, [{"type": "item_reference", "id": unknown}])
         assert caught.value.param == "input.0.id"
 
 
 def test_what_is_not_to_be_stored_is_not(client: OpenAI, engine: ScriptedEngine) -> None:
-    response = client.responses.create(model=MODEL, input="Count.", store=False)
-    assert cast("Any", response).store is False
+    response = ask(client, "Count.", store=False)
+    assert response.store is False
     assert engine.cache.noted == {}
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model=MODEL, input="On.", previous_response_id=response.id)
+        ask(client, "On.", previous_response_id=response.id)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
@@ -217,10 +219,10 @@ def test_an_input_that_is_too_large_is_answered_and_not_stored(
     client: OpenAI, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diskprefix.api.responses.MAX_STORED_BYTES", 300)
-    response = client.responses.create(model=MODEL, input="Count. " * 50)
-    assert (response.output_text, cast("Any", response).store) == ("Hello world", False)
+    response = ask(client, "Count. " * 50)
+    assert (response.output_text, response.store) == ("Hello world", False)
     monkeypatch.setattr(stored_module, "MAX_STORED_BYTES", 300)
-    assert client.responses.create(model=MODEL, input="Count.").output_text == "Hello world"
+    assert ask(client, "Count.").output_text == "Hello world"
     assert engine.cache.noted == {}
 
 
@@ -230,32 +232,32 @@ def test_a_request_that_fails_or_is_refused_stores_nothing(client: OpenAI, engin
         raise DiskPrefixError("the model fails")
 
     engine.script = fail
-    events = list(client.responses.create(model=MODEL, input="Count.", stream=True))
-    last = cast("Any", events[-1])
+    events = list(ask(client, "Count.", stream=True))
+    last = events[-1]
     assert (last.type, last.response.status, last.response.error.message) == (
         "response.failed",
         "failed",
         "the model fails",
     )
     with pytest.raises(openai.InternalServerError):
-        client.responses.create(model=MODEL, input="Count.")
+        ask(client, "Count.")
     assert engine.cache.noted == {}
 
 
 def test_a_conversation_whose_beginning_was_deleted_is_an_error_that_says_so(client: OpenAI) -> None:
-    first = client.responses.create(model=MODEL, input="Count.")
-    second = client.responses.create(model=MODEL, input="On.", previous_response_id=first.id)
+    first = ask(client, "Count.")
+    second = ask(client, "On.", previous_response_id=first.id)
     client.responses.delete(first.id)
     with pytest.raises(openai.BadRequestError, match="is not stored here any more, and") as caught:
-        client.responses.create(model=MODEL, input="On!", previous_response_id=second.id)
+        ask(client, "On!", previous_response_id=second.id)
     assert caught.value.param == "previous_response_id"
     assert client.responses.retrieve(second.id).output_text == "Hello world"
 
 
 def test_a_response_of_another_key_or_salt_is_not_found(client: OpenAI, server: AppServer, http: httpx.Client) -> None:
-    mine = client.responses.create(model=MODEL, input="Count.")
-    salted = client.responses.create(model=MODEL, input="Count.", extra_body={"cache_salt": "s"})
-    output = cast("Any", mine.output[0]).id
+    mine = ask(client, "Count.")
+    salted = ask(client, "Count.", extra_body={"cache_salt": "s"})
+    output = mine.output[0].id
     with client_of(server, BOB) as bob:
         for request in (
             lambda: bob.responses.retrieve(mine.id),
@@ -281,7 +283,7 @@ def test_a_response_of_another_key_or_salt_is_not_found(client: OpenAI, server: 
 def test_the_tokens_of_an_input_are_counted_as_the_request_then_has_them(
     client: OpenAI, engine: ScriptedEngine, http: httpx.Client
 ) -> None:
-    first = client.responses.create(model=MODEL, input="Count.")
+    first = ask(client, "Count.")
     fields: Any = {
         "model": MODEL,
         "input": [{"role": "user", "content": "On."}],
@@ -350,7 +352,7 @@ def test_a_trigger_at_the_end_of_the_input_has_the_conversation_compacted(
 ) -> None:
     engine.script = saying("All ", "in short.")
     trigger: Any = {"type": "compaction_trigger"}
-    events = list(client.responses.create(model=MODEL, input=[*TURNS, trigger], stream=True))
+    events = list(ask(client, [*TURNS, trigger], stream=True))
     names = [event.type.removeprefix("response.") for event in events]
     assert names == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
     completed: Any = events[-1]
