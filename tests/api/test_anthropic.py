@@ -34,6 +34,7 @@ from diskprefix.api.reply import (
 from diskprefix.chat.messages import CacheMark, Conversation, ImagePart, Message, TextPart, ToolCall, joined
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
+from diskprefix.errors import DiskPrefixError
 from diskprefix.server.body import parse_json
 from tests.server.scripted import CHOSEN, done
 
@@ -433,3 +434,12 @@ def test_a_stream_begins_with_the_usage_that_it_ends_with() -> None:
     assert first["message"]["usage"]["output_tokens"] == 0
     told_nothing, *_ = streamed(reply(ContentDelta("so"))[1:])
     assert told_nothing["message"]["usage"]["input_tokens"] == 10
+
+
+def test_a_keepalive_is_a_ping_and_an_error_names_its_request() -> None:
+    writer = MessageWriter(HEAD)
+    assert writer.keepalive() == b'event: ping\ndata: {"type":"ping"}\n\n'
+    [event] = writer.failure(DiskPrefixError("it broke", code="device_lost"))
+    details = {"error_code": "device_lost", "param": None}
+    error = {"type": "api_error", "message": "it broke", "details": details}
+    assert (event.name, event.data) == ("error", {"type": "error", "error": error, "request_id": "req_1"})

@@ -22,7 +22,15 @@ from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
 from diskprefix.api.reply import ReplyReader
 from diskprefix.chat.output.format import PlainText
-from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, TextEvent, TokenLogprob
+from diskprefix.engine.request import (
+    ErrorEvent,
+    Event,
+    FinishEvent,
+    GenerateRequest,
+    ProgressEvent,
+    TextEvent,
+    TokenLogprob,
+)
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, QueueFull
 from diskprefix.server import generation
 from diskprefix.server.generation import EventBuffer, Generation
@@ -239,6 +247,13 @@ def test_a_request_that_cannot_be_served_after_a_long_wait_counts_as_refused() -
         assert (context.outcome, context.status) == ("rejected", 503)
 
     asyncio.run(test())
+
+
+def test_progress_is_told_in_chunks_without_choices() -> None:
+    sent = streamed(Prepared(ProgressEvent(100, 20, 60, 90, 12.345), *HELLO))
+    first = events_of(sent.body.decode())[0]
+    assert (first["choices"], first["object"]) == ([], "chat.completion.chunk")
+    assert first["prompt_progress"] == {"total": 100, "cache": 20, "processed": 60, "time_ms": 12.35}
 
 
 CHAT = "/v1/chat/completions"
