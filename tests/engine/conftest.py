@@ -1,7 +1,4 @@
-"""The model of most tests, and the engines that tests of guesses compare.
-
-`engines` of a module: one that does not guess, and one that does.
-"""
+"""The model of most tests, and what compiles constraints for its tokenizer."""
 
 from __future__ import annotations
 
@@ -12,8 +9,6 @@ import pytest
 import torch
 
 from diskprefix.engine.constrained_reply import ConstraintCompiler
-from diskprefix.engine.loop import Engine
-from tests.engine.driving import forget_idle
 from tests.model import tiny
 
 
@@ -29,17 +24,3 @@ def compiler() -> Iterator[ConstraintCompiler]:
     compiler = ConstraintCompiler(tiny.tokenizer(), {2}, 300)
     yield compiler
     compiler.close()
-
-
-@pytest.fixture
-def plain(engines: tuple[Engine, Engine]) -> Engine:
-    forget_idle(engines[0].pool)
-    return engines[0]
-
-
-@pytest.fixture
-def engine(engines: tuple[Engine, Engine]) -> Engine:
-    forget_idle(engines[1].pool)
-    if engines[1].drafter is not None:
-        forget_idle(engines[1].drafter.model.pool)
-    return engines[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.device import raise_if_lost
+from diskprefix.engine.guesser import LONGEST, Guesser
 from diskprefix.engine.inbox import Inbox, Serve, error_event
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import (
@@ -41,9 +43,6 @@ from tests.model import tiny
 BLOCK = 64
 BIAS = {2: -100.0}
 """No reply ends by itself."""
-POSITIONS = 1024
-REPLY = 40
-"""Of a model, and of a reply, in tests of guesses."""
 WORDS = Constraint(kind="lark", source="start: /([a-z]{3} )+/")
 
 
@@ -93,6 +92,32 @@ def request(
 def tokens_of(events: Iterable[Event], choice: int = 0) -> list[int]:
     texts = [event for event in events if isinstance(event, TextEvent) and event.choice == choice]
     return [token for event in texts for token in event.token_ids]
+
+
+class ScriptedGuesser(Guesser):
+    """Guesses some of the tokens that come next in one of `replies`, and behind them some that do not."""
+
+    def __init__(self, prompt: TokenIds, most_computed: int, replies: list[list[int]]) -> None:
+        super().__init__(prompt, most_computed)
+        self._replies, self._noted = replies, list[int]()
+        self._chance = random.Random(len(prompt))
+
+    def record_token(self, token: int) -> None:
+        super().record_token(token)
+        self._noted.append(token)
+
+    def look_back(self) -> None:
+        at = len(self._noted)
+        coming = next((reply[at:] for reply in self._replies if reply[:at] == self._noted), [])
+        right = coming[: self._chance.choice([0, 1, 2, 5])]
+        wrong = [(token + 1) % 250 for token in coming[len(right) :][: self._chance.choice([0, 0, 1, 4])]]
+        self.propose(right + wrong)
+
+    def propose(self, token_ids: list[int]) -> None:
+        self.token_ids, self._kinds = token_ids, [self.rates.of_match(LONGEST)] * len(token_ids)
+
+    def chances(self) -> list[float]:
+        return [0.9] * len(self.token_ids)
 
 
 class Cancelled(Exception):
@@ -197,6 +222,17 @@ def run_request(engine: Engine, request: GenerateRequest, *, steps: int | None =
     return client.events
 
 
+def run(engine: Engine, token_ids: TokenIds, *, steps: int | None = None, **options: Any) -> list[Event]:
+    """`run_request` with a `request` of these options."""
+    return run_request(engine, request(token_ids, **options), steps=steps)
+
+
+def done(events: list[Event]) -> DoneEvent:
+    last = events[-1]
+    assert isinstance(last, DoneEvent)
+    return last
+
+
 def recorded_requests(path: Path) -> list[RecordedRequest]:
     """Returns the lines of a recording (`--record`), in the order in which the requests ended."""
     return [msgspec.json.decode(line, type=RecordedRequest) for line in path.read_bytes().splitlines()]
@@ -230,23 +266,8 @@ def memory_in_steps_of(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(arena, "CAPACITY_STEP", num_tokens)
 
 
-def asked_of(text: TokenIds) -> dict[str, GenerateRequest]:
-    """Requests with this prompt whose replies are chosen in different ways."""
-    return {
-        "greedy": request(text, max_tokens=REPLY),
-        "sampled": request(text, max_tokens=REPLY, temperature=1.0, seed=3),
-        "several": request(text, max_tokens=REPLY, n=3, temperature=1.0, seed=1),
-        "constraint": request(text, max_tokens=REPLY, temperature=1.0, seed=2, constraint=WORDS),
-    }
-
-
 def said(client: Client) -> list[Any]:
     """All that a client is told of each token and of each end, by choice."""
     assert client.done
     events = [event for event in client.events if isinstance(event, TextEvent | FinishEvent)]
     return sorted(events, key=lambda event: event.choice)
-
-
-def some_are_wrong(client: Client) -> bool:
-    timings = client.done.timings
-    return 0 < timings.accepted_tokens < timings.drafted_tokens

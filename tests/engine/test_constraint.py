@@ -1,4 +1,5 @@
-"""Constrained replies, sampled from random logits: the hardest text, because nothing in them helps the grammar."""
+"""Constrained replies, sampled from random logits: the hardest text, because nothing in them helps the grammar. And
+constraints that cannot be compiled: what the client is told, and that hostile ones cost little."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import torch
 from llguidance import LLParserLimits
 
 from diskprefix.engine.constrained_reply import ConstraintCompiler, forbidden_by
+from diskprefix.engine.constraint_grammar import repeated
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest
@@ -93,27 +95,30 @@ def test_each_kind_of_constraint_is_kept(compiler: ConstraintCompiler, constrain
         assert re.fullmatch(pattern, reply.text), reply.text
 
 
-def test_json_object_lets_any_object_be_written(compiler: ConstraintCompiler) -> None:
-    text = '{"a": [1, {"b": null}], "c": "é"}'
-    assert write(compiler, Constraint(kind="json_object", source=""), likely=text).text == text
-    assert write(compiler, Constraint(kind="json_object", source=""), likely="[1]", max_tokens=1).text == "{"
+OBJECT_TEXT = '{"a": [1, {"b": null}], "c": "é"}'
 
 
-def test_a_reply_ends_only_where_its_constraint_lets_it(compiler: ConstraintCompiler) -> None:
-    reply = write(compiler, regex("abc(def)*"), likely="ab", temperature=0)
-    assert reply.text == "abc" or reply.text.startswith("abcdef")
+@pytest.mark.parametrize(
+    ("constraint", "likely", "written"),
+    [
+        (Constraint(kind="json_object", source=""), OBJECT_TEXT, re.escape(OBJECT_TEXT)),
+        (Constraint(kind="json_object", source=""), "[1]", r"\{.*"),
+        (regex("abc(def)*"), "ab", "abc(def)*"),
+        (regex("abc(def)*"), "abc", "abc"),
+        (regex("abc"), "", "abc"),
+        (schema({"type": "array", "items": {"const": 1}, "minItems": 1}), "[" + " " * 500, r"\[\s{,99}1.*"),
+    ],
+)
+def test_what_is_likely_is_written_as_far_as_the_constraint_lets_it(
+    compiler: ConstraintCompiler, constraint: Constraint, likely: str, written: str
+) -> None:
+    """A reply ends only where the constraint lets it, and white space between values is bounded."""
+    assert re.fullmatch(written, write(compiler, constraint, likely=likely, max_tokens=200).text, re.DOTALL)
+
+
+def test_only_a_reply_that_could_go_on_has_an_end_token(compiler: ConstraintCompiler) -> None:
     assert write(compiler, regex("abc(def)*"), likely="abc").tokens[-1] == EOS
-
-
-def test_a_reply_that_can_only_end_is_complete_without_an_end_token(compiler: ConstraintCompiler) -> None:
-    reply = write(compiler, regex("abc"))
-    assert reply.text == "abc"
-    assert EOS not in reply.tokens
-
-
-def test_white_space_between_values_is_bounded(compiler: ConstraintCompiler) -> None:
-    reply = write(compiler, schema({"type": "array", "items": {"const": 1}, "minItems": 1}), likely="[" + " " * 500)
-    assert len(reply.text) - len("".join(reply.text.split())) < 100
+    assert EOS not in write(compiler, regex("abc")).tokens
 
 
 def test_masks_are_computed_on_threads_of_their_own_as_soon_as_a_token_is_known(
@@ -135,21 +140,15 @@ def test_masks_are_computed_on_threads_of_their_own_as_soon_as_a_token_is_known(
         assert reply.accept(a)
 
 
-def test_a_seed_repeats_a_reply(compiler: ConstraintCompiler) -> None:
-    constraint = regex("[a-z]{20}")
-    first = write(compiler, constraint, seed=3)
-    assert first == write(compiler, constraint, seed=3)
-    assert first != write(compiler, constraint, seed=4)
-
-
 # Free text before.
 
 
-@pytest.mark.parametrize("end", ["</think>", "X", "é😀"])
+@pytest.mark.parametrize("end", ["</think>", "X", "é😀", "<|im_start|>"])
 def test_the_constraint_begins_behind_the_end_of_free_text(compiler: ConstraintCompiler, end: str) -> None:
     free = "I can say anything: {}[] <|"
     reply = write(compiler, regex("[0-9]{4}", before=FreeText(end=end)), likely=free + end + "free no more")
-    assert re.fullmatch(re.escape(free + end) + "[0-9]{4}", reply.text)
+    shown = "" if end == "<|im_start|>" else end
+    assert re.fullmatch(re.escape(free + shown) + "[0-9]{4}", reply.text)
 
 
 def test_a_reply_does_not_end_in_its_free_text(compiler: ConstraintCompiler) -> None:
@@ -157,11 +156,6 @@ def test_a_reply_does_not_end_in_its_free_text(compiler: ConstraintCompiler) -> 
     assert EOS not in reply.tokens[:-1]
     assert re.fullmatch("free.*Zab", reply.text, re.DOTALL)
     assert reply.text.count("Z") == 1
-
-
-def test_a_special_token_ends_free_text_too(compiler: ConstraintCompiler) -> None:
-    reply = write(compiler, regex("[0-9]{4}", before=FreeText(end="<|im_start|>")), likely="abc<|im_start|>abc")
-    assert re.fullmatch("abc[0-9]{4}", reply.text)
 
 
 @pytest.mark.parametrize(("pattern", "pieces"), [("l[0-9]", ["he", "ll"]), ("[0-9]{2}", ["he", "l"])])
@@ -203,16 +197,15 @@ def test_free_text_that_may_come_comes_only_if_the_reply_begins_with_its_tag(
         assert re.fullmatch(re.escape(wanted) if "x" not in likely else r"<(think>.*</think><?)?[0-9]{4}", reply.text)
 
 
-def test_a_tag_that_has_begun_is_not_left_for_what_the_constraint_forbids(compiler: ConstraintCompiler) -> None:
-    before = FreeText(begin="<think>", end="</think>")
-    reply = write(compiler, regex("t?[0-9]{4}", before=before), likely="<t1234", max_tokens=7)
-    assert reply.text == "<think>"
-
-
-def test_a_constrained_text_may_end_where_a_tag_could_go_on(compiler: ConstraintCompiler) -> None:
-    constraint = regex("<(th)?", before=FreeText(begin="<think>", end="</think>"))
-    assert write(compiler, constraint, likely="<").text == "<"
-    assert write(compiler, constraint, likely="<th").text == "<th"
+@pytest.mark.parametrize(
+    ("pattern", "likely", "text"),
+    [("t?[0-9]{4}", "<t1234", "<think>"), ("<(th)?", "<", "<"), ("<(th)?", "<th", "<th")],
+)
+def test_a_tag_that_has_begun_is_only_left_where_the_constraint_allows_it(
+    compiler: ConstraintCompiler, pattern: str, likely: str, text: str
+) -> None:
+    constraint = regex(pattern, before=FreeText(begin="<think>", end="</think>"))
+    assert write(compiler, constraint, likely=likely, max_tokens=7).text == text
 
 
 # What goes wrong.
@@ -230,26 +223,22 @@ def test_penalties_and_cuts_keep_what_is_allowed(compiler: ConstraintCompiler) -
     assert re.fullmatch("(ab){1,9}", write(compiler, regex("(ab){1,9}"), **cuts).text)
 
 
-def test_logprobs_are_the_models_own_under_a_constraint(compiler: ConstraintCompiler) -> None:
-    sampling = SamplingParams(logprobs=1, temperature=0)
-    sampler = Sampler(sampling, PROMPT, torch.device("cpu"), constraint=compiler.begin_reply(regex("a")))
-    logits = torch.arange(VOCAB, dtype=torch.float32)
-    (item,) = sampler.logprobs(logits, sampler.sample(logits))
-    assert item.logprob == pytest.approx(float(logits.log_softmax(-1)[item.token_id]))
-    assert item.top[0].token_id == VOCAB - 1
-
-
-def test_a_constraint_that_does_not_compile_fails_its_own_reply(compiler: ConstraintCompiler) -> None:
-    with pytest.raises(InvalidRequest):
-        write(compiler, regex("(a"))
-    assert write(compiler, regex("a")).text == "a"
-
-
-def test_a_constraint_that_becomes_too_complex_fails_its_own_reply(compiler: ConstraintCompiler) -> None:
+def of_many_ways() -> str:
     ways = range(3000)
-    grammar = "\n".join(['start: "a" (' + " | ".join(f"x{i}" for i in ways) + ")", *(f'x{i}: "b" "{i}"' for i in ways)])
-    with pytest.raises(InvalidRequest, match="cannot be constrained any further"):
+    return "\n".join(['start: "a" (' + " | ".join(f"x{i}" for i in ways) + ")", *(f'x{i}: "b" "{i}"' for i in ways)])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [("start: /(a/", None), (of_many_ways(), "cannot be constrained any further")],
+    ids=["not compiled", "too complex"],
+)
+def test_a_constraint_that_does_not_compile_or_becomes_too_complex_fails_its_own_reply(
+    compiler: ConstraintCompiler, grammar: str, message: str | None
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
         write(compiler, Constraint(kind="lark", source=grammar))
+    assert write(compiler, regex("a")).text == "a"
 
 
 def test_a_mask_that_is_too_complex_is_no_end_of_the_reply(
@@ -258,3 +247,198 @@ def test_a_mask_that_is_too_complex_is_no_end_of_the_reply(
     monkeypatch.setattr("diskprefix.engine.constraint_grammar.LIMITS", LLParserLimits(step_lexer_fuel=10))
     with pytest.raises(InvalidRequest, match=r"cannot be constrained any further: lexer error[^\n]*$"):
         write(compiler, regex("a(.*a.{10}b|c)"), likely="aab")
+
+
+# What cannot be compiled.
+
+OBJECT = {"type": "object", "additionalProperties": False}
+
+
+def refusal(compiler: ConstraintCompiler, kind: Any, source: str) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.check(Constraint(kind=kind, source=source), param="format.it")
+    error = caught.value
+    assert error.message.startswith(f"{error.param}: ")
+    assert "\n" not in error.message
+    assert len(error.message) < 500
+    return error
+
+
+@pytest.mark.parametrize(
+    ("wanted", "place", "message"),
+    [
+        ({"type": "array", "uniqueItems": True}, "", "uniqueItems"),
+        ({"properties": {"a": {"items": {"not": {}}}}}, ".properties.a.items", "not"),
+        ({"properties": {"a": {"anyOf": [{}, {"type": "flot"}]}}}, ".properties.a.anyOf.1", "flot"),
+        ({"properties": {"a": {"pattern": "(?=x)"}}}, ".properties.a", "look"),
+        ({"$defs": {"d": {"contains": {}}}, "properties": {"a": {"$ref": "#/$defs/d"}}}, ".$defs.d", "contains"),
+        (
+            {"$defs": {"d": {}}, "items": {"properties": {"a": {"$ref": "#/$defs/d"}, "b": {"not": {}}}}},
+            ".items.properties.b",
+            "not",
+        ),
+        ({"properties": {"a": {"$ref": "#/$defs/none"}}}, ".properties.a", "none"),
+        ({"properties": {"a": {"$ref": "https://example.com/a"}}}, ".properties.a", "example.com"),
+        ({"properties": {"a": {"format": "no-such"}}}, ".properties.a", "no-such"),
+        ({"properties": {"a": {"minLength": -1}}}, ".properties.a", "minLength"),
+        (
+            {**OBJECT, "properties": {"a": {"type": "integer", "minimum": 2, "maximum": 1}}, "required": ["a"]},
+            ".properties.a",
+            "minimum",
+        ),
+        ({"properties": {"a": {"oneOf": [{"type": "object"}, {}]}}}, ".properties.a", "oneOf"),
+        ({"properties": {"a": {"type": "object", "minProperties": 2}}}, ".properties.a", "minProperties"),
+        ({"properties": 3}, "", "properties"),
+        ({"properties": {"a": {}, "b": {"uniqueItems": True}, "c": {"uniqueItems": True}}}, ".properties.b", "unique"),
+        ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "", "uniqueItems"),
+        (False, "", "object"),
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_that_cannot_be_compiled_is_refused_with_its_place(
+    compiler: ConstraintCompiler, wanted: Any, place: str, message: str
+) -> None:
+    error = refusal(compiler, "json_schema", json.dumps(wanted))
+    assert error.param == f"format.it{place}"
+    assert message in error.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("json_schema", "{"),
+        ("json_schema", '"text"'),
+        ("json_schema", '{"enum": [NaN]}'),
+        ("choice", "[]"),
+        ("choice", '["a", 1]'),
+        ("choice", "a"),
+        ("lark", ""),
+        ("lark", "start: missing"),
+        ("lark", "start: /(a/"),
+        ("lark", "start: <|no_such_token|>"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(compiler: ConstraintCompiler, kind: Any, source: str) -> None:
+    assert refusal(compiler, kind, source).param == "format.it"
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}, "required": ["a"]},
+        {"type": ["object", "null"], "required": ["a"], "minProperties": 1, "title": "t", "x-mine": 1, "default": {}},
+        {**OBJECT, "description": "d", "deprecated": True, "examples": [{}], "$comment": "c"},
+        {"type": "integer"},
+        {},
+    ],
+    ids=json.dumps,
+)
+def test_what_schemas_of_tools_hold_is_compiled(compiler: ConstraintCompiler, wanted: Any) -> None:
+    compiler.check(schema(wanted), param="format.it")
+
+
+DEEP = 100_000
+REFUSED = {
+    "deep lists": ("json_schema", '{"enum": ' + "[" * DEEP + "]" * DEEP + "}", "recursion"),
+    "deep schema": ("json_schema", '{"items": ' * 5000 + "{}" + "}" * 5000, "recursion"),
+    "a schema too deep for llguidance": ("json_schema", '{"items": ' * 300 + "{}" + "}" * 300, "recursion"),
+    "reference to itself": ("json_schema", '{"$ref": "#"}', "no text satisfies it"),
+    "references in a circle": (
+        "json_schema",
+        '{"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}',
+        "no text satisfies it",
+    ),
+    "a product of choices": (
+        "json_schema",
+        json.dumps({"allOf": [{"anyOf": [{"minimum": i}, {"maximum": i}]} for i in range(30)]}),
+        "too large",
+    ),
+    "a proof that takes minutes": (
+        "json_schema",
+        json.dumps({"allOf": [{"type": "string", "pattern": f"^.*a.{{{i}}}b.*$"} for i in range(30)]}),
+        "too complex to be compiled",
+    ),
+    "pattern of many states": ("json_schema", json.dumps({"pattern": "((a{1000}){1000}){1000}"}), "repeats something"),
+    "deep pattern": ("json_schema", json.dumps({"pattern": "(" * DEEP + "a" + ")" * DEEP}), "nested"),
+    "too long": ("choice", json.dumps(["a" * 1000] * 1000), "characters; at most"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_constraints_are_refused(compiler: ConstraintCompiler, name: str) -> None:
+    kind, source, message = REFUSED[name]
+    assert message in refusal(compiler, kind, source).message
+
+
+PATTERNS: dict[str, Any] = {f"^a{{{i}}}.*b{{{i}}}$": {} for i in range(1, 2001)}
+LIMITED = {
+    ".items.patternProperties": {"items": {"patternProperties": PATTERNS}},
+    ".allOf": {"allOf": [{}] * 100},
+    ".items.pattern": {"items": {"type": "string", "pattern": "(x[(]{3}|((a{100}){100}){100})*"}},
+    ".patternProperties.(a{1000}){1000}": {"patternProperties": {"(a{1000}){1000}": {}}},
+    "": {"anyOf": [{"const": i} for i in range(20_000)]},
+}
+
+
+@pytest.mark.parametrize("place", LIMITED)
+def test_what_is_too_much_is_refused_by_its_number_with_its_place(compiler: ConstraintCompiler, place: str) -> None:
+    error = refusal(compiler, "json_schema", json.dumps(LIMITED[place]))
+    assert error.param == f"format.it{place}"
+    assert re.search(r"\d+", error.message)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "times"),
+    [
+        ("", 1),
+        ("a*b+c?", 1),
+        ("a{7}|b{9}", 9),
+        ("((a{2}){3}|b{4}){5}", 30),
+        ("a{2}{3}", 6),
+        ("(a{2,}){,4}(b{3,5})", 8),
+        (r"\(a{3}\){4}", 4),
+        (r"[({\]]{3}[^)]{2}", 3),
+        ("(a{0}){9}", 9),
+        ("a{99999999999999999999}", 100_001),
+        ("{}{a}{{2}", 2),
+        (")))a{2}", 2),
+    ],
+)
+def test_repetitions_in_repetitions_are_multiplied(pattern: str, times: int) -> None:
+    assert repeated(pattern) == times
+
+
+def test_of_several_schemas_the_one_at_fault_is_named(compiler: ConstraintCompiler) -> None:
+    bad = {"properties": {"z": {"uniqueItems": True}}}
+    with pytest.raises(InvalidRequest) as caught:
+        compiler.check(
+            Constraint(kind="lark", source=f"start: a\na: %json {json.dumps(bad)}"),
+            param="tools",
+            parts={"tools.0.parameters": "{}", "tools.1.parameters": json.dumps(bad)},
+        )
+    assert caught.value.param == "tools.1.parameters.properties.z"
+
+
+def test_a_trial_whose_server_was_killed_is_made_again(compiler: ConstraintCompiler) -> None:
+    constraint = Constraint(kind="choice", source='["ab"]')
+    compiler.check(constraint, param="it")
+    server = compiler._trials._server
+    assert server is not None
+    server.kill()
+    compiler.check(constraint, param="it")
+    assert compiler._trials._server is not server
+
+
+LARGE = {
+    "long text": ("json_schema", '{"minLength": 1000000000, "type": "string"}'),
+    "long list": ("json_schema", '{"minItems": 1000000000, "type": "array"}'),
+    "pattern that counts back": ("json_schema", json.dumps({"type": "string", "pattern": "(.*a.{500}){20}"})),
+    "many choices": ("choice", json.dumps([f"option {i}" for i in range(3000)])),
+    "many names": ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(500)}})),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_constraints_are_compiled(compiler: ConstraintCompiler, name: str) -> None:
+    kind, source = LARGE[name]
+    compiler.check(Constraint(kind=kind, source=source), param="format.it")  # type: ignore[arg-type]

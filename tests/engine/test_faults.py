@@ -1,9 +1,8 @@
-"""A request that fails leaves the other requests and the memory as if it had never come."""
+"""A request that fails leaves the other requests and the memory as if it had never come. A lost device ends all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,29 @@ import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine import forward as engine_forward
 from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.device import is_device_lost
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import ErrorEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.served_model import ServedModel
-from diskprefix.errors import ContextTooLong, DeviceLost, DiskPrefixError, NotReady
-from diskprefix.kv.arena import KVArena, bytes_for
+from diskprefix.errors import DeviceLost, InvalidRequest, NonFiniteLogits, NotReady
+from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
-from diskprefix.model.exact import runner
 from tests.engine.driving import (
     Client,
     after_steps,
     alone,
-    forget_idle,
     load,
     request,
     run_together,
     running,
     tokens,
     wait_until_idle,
-    write_model,
 )
-from tests.model import tiny
+
+# One request.
 
 
 @pytest.fixture
@@ -48,141 +45,9 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def replies(client: Client, n: int = 1) -> list[list[int]]:
+def replies(client: Client) -> list[list[int]]:
     assert client.done
-    return [client.tokens_of(choice) for choice in range(n)]
-
-
-def limit_memory(engine: Engine, *num_tokens: int) -> None:
-    """Room for sequences of so many tokens."""
-    forget_idle(engine.pool)
-    engine.pool._spare.clear()
-    engine.pool.limit_bytes = sum(bytes_for(engine.cache.layout, count) for count in num_tokens)
-
-
-# The memory tier.
-
-
-def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_what_was_in_memory(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_together(engine, [request(tokens(300), save=True)])
-    fetch = CachedRequest.fetch
-    with running(engine) as inbox, monkeypatch.context() as patch:
-        clients: list[Client] = []
-
-        def leaving(*args: Any, **kwargs: Any) -> None:
-            fetch(*args, **kwargs)
-            clients[0].ticket.cancel()
-
-        patch.setattr(CachedRequest, "fetch", leaving)
-        with inbox._changed:
-            clients.append(Client(inbox, request(np.concatenate([tokens(300), tokens(50, 1)]))))
-        wait_until_idle(inbox)
-    monkeypatch.setattr(CachedRequest, "_restoration", None)
-    stats = engine.pool.stats()
-    assert (stats["entries"], stats["entry_tokens"]) == (1, 300)
-
-
-# Memory that does not suffice.
-
-
-def test_a_reply_that_is_alone_grows_though_there_is_no_room_for_two_of_it(engine: Engine) -> None:
-    one = request(tokens(1000), max_tokens=60, n=2)
-    expected = replies(alone(engine, one), 2)
-    limit_memory(engine, 2048)
-    (client,) = run_together(engine, [one])
-    assert replies(client, 2) == expected
-
-
-@pytest.fixture
-def tight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Engine]:
-    """KV memory has room for 3 072 of 4 096 tokens."""
-    caplog.set_level("INFO")
-    sizes = {"max_position_embeddings": 4096, "num_hidden_layers": 5}
-    folder = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, **sizes)
-    engine = load(folder, tmp_path / "kv", kv_memory=1 << 20)
-    yield engine
-    engine.close()
-
-
-def test_the_context_is_as_long_as_kv_memory_has_room_for(tight: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    assert (tight.max_positions, tight.model_positions) == (3072, 4096)
-    told = [record.getMessage() for record in caplog.get_records("setup")]
-    assert "[engine] the context is 3072 of 4096 tokens, the room in KV memory (1.0 MiB, see --kv-memory)" in told
-    (whole,) = run_together(tight, [request(tokens(3062), max_tokens=None)])
-    assert (len(whole.tokens), tight.figures.preemptions) == (10, 0)
-    (refused,) = run_together(tight, [request(tokens(3072))])
-    with pytest.raises(ContextTooLong, match="3072 tokens, of 3072, the room in KV memory "):
-        refused.done  # noqa: B018
-
-
-def test_a_reply_that_cannot_grow_is_computed_again_once(tight: Engine) -> None:
-    one = request(tokens(1000), max_tokens=1060)
-    (client,) = run_together(tight, [one])
-    assert tight.figures.preemptions == 1, "then it has memory for all of its reply"
-    tight.pool.limit_bytes *= 10
-    assert client.tokens == alone(tight, one).tokens
-
-
-def test_a_reply_that_outgrows_all_memory_fails_and_others_are_served(engine: Engine) -> None:
-    limit_memory(engine, 1024)
-    long, short = run_together(engine, [request(tokens(1000), max_tokens=60), request(tokens(100))])
-    with pytest.raises(DiskPrefixError, match="--kv-memory"):
-        long.done  # noqa: B018
-    assert short.done
-
-
-def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The first has ended, the second has its memory, the third waits for it, and an older request takes it away."""
-    old, many = request(tokens(990, 1), max_tokens=100), request(tokens(1000, 2), max_tokens=20, n=3)
-    expected = replies(alone(engine, old)), replies(alone(engine, many), 3)
-    limit_memory(engine, 1024, 1024)
-    caplog.set_level("INFO")
-    clients = run_together(engine, [old, many])
-    assert (replies(clients[0]), replies(clients[1], 3)) == expected
-    assert "others need its memory" in caplog.text
-
-
-def test_no_more_sequences_run_than_allowed_whatever_n_is(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = load(folder, tmp_path / "kv", max_sequences=3)
-    one = request(tokens(100), n=8)
-    expected = replies(alone(engine, one), 8)
-    most, step = [0], Loop._compute
-
-    def counted(self: Loop, chunks: Any) -> None:
-        most[0] = max(most[0], len(self._scheduler.sequences))
-        step(self, chunks)
-
-    monkeypatch.setattr(Loop, "_compute", counted)
-    for client in run_together(engine, [one, one]):
-        assert replies(client, 8) == expected
-    assert most[0] <= 3
-    engine.close()
-
-
-# Errors.
-
-PLACES: list[tuple[type, str]] = [
-    (PrefixCache, "begin"),
-    (CachedRequest, "fetch"),
-    (CachedRequest, "choose"),
-    (CachedRequest, "after_step"),
-    (CachedRequest, "publish"),
-    (CachedRequest, "publish_reply"),
-    (CachedRequest, "close"),
-    (ServedModel, "record"),
-    (TextStream, "event"),
-    (Sampler, "__init__"),
-    (Sampler, "sample"),
-    (Sampler, "logprobs"),
-    (KVPool, "fork"),
-    (KVArena, "mark"),
-]
+    return [client.tokens_of(choice) for choice in range(client.ticket.request.sampling.n)]
 
 
 def fail_for(patch: pytest.MonkeyPatch, owner: type, name: str, is_bad: Callable[..., bool]) -> None:
@@ -196,19 +61,42 @@ def fail_for(patch: pytest.MonkeyPatch, owner: type, name: str, is_bad: Callable
     patch.setattr(owner, name, failing)
 
 
-def of_the_bad_one() -> Callable[..., bool]:
-    """Returns a function that tells whether the arguments of a call belong to the request of 333 tokens."""
+def is_of_the_bad_one(*args: Any) -> bool:
+    """Tells whether the arguments of a call belong to the request of 333 tokens."""
+    for given in args:
+        prompt = getattr(given, "prompt", None) or getattr(getattr(given, "request", None), "prompt", None) or given
+        length = len(getattr(prompt, "token_ids", prompt if isinstance(prompt, np.ndarray) else ()))
+        arena = getattr(given, "arena", given)
+        if length == 333 or (isinstance(arena, KVArena) and arena.num_tokens == 333):
+            return True
+    return False
 
-    def is_bad(*args: Any) -> bool:
-        for given in args:
-            prompt = getattr(given, "prompt", None) or getattr(getattr(given, "request", None), "prompt", None) or given
-            length = len(getattr(prompt, "token_ids", prompt if isinstance(prompt, np.ndarray) else ()))
-            arena = getattr(given, "arena", given)
-            if length == 333 or (isinstance(arena, KVArena) and arena.num_tokens == 333):
-                return True
-        return False
 
-    return is_bad
+def is_first_call() -> Callable[..., bool]:
+    calls = iter([True])
+    return lambda *_: next(calls, False)
+
+
+def is_sampler_of_the_bad_one(patch: pytest.MonkeyPatch) -> Callable[..., bool]:
+    bad, init = list[Sampler](), Sampler.__init__
+
+    def noted(self: Sampler, params: Any, prompt: Any, *others: Any) -> None:
+        init(self, params, prompt, *others)
+        bad.extend([self] * (len(prompt) == 333))
+
+    patch.setattr(Sampler, "__init__", noted)
+    return lambda sampler, *_: sampler in bad
+
+
+PLACES: list[tuple[type, str]] = [
+    (PrefixCache, "begin"),
+    *((CachedRequest, name) for name in ("fetch", "choose", "after_step", "publish", "publish_reply", "close")),
+    (ServedModel, "record"),
+    (TextStream, "event"),
+    *((Sampler, name) for name in ("__init__", "sample", "logprobs")),
+    (KVPool, "fork"),
+    (KVArena, "mark"),
+]
 
 
 @pytest.mark.parametrize(("owner", "name"), PLACES, ids=[f"{owner.__name__}.{name}" for owner, name in PLACES])
@@ -216,85 +104,25 @@ def test_an_error_anywhere_fails_one_request(
     owner: type, name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = [request(tokens(100 + seed, seed), n=2) for seed in range(2)]
-    expected = [replies(alone(engine, one), 2) for one in good]
-    bad = request(tokens(333, 9), n=3)
-    is_bad = of_the_bad_one()
-    if name in ("sample", "logprobs"):
-        bad_samplers: list[int] = []
-        init = Sampler.__init__
-
-        def noted(self: Sampler, params: Any, prompt: Any, *others: Any) -> None:
-            init(self, params, prompt, *others)
-            if len(prompt) == 333:
-                bad_samplers.append(id(self))
-
-        monkeypatch.setattr(Sampler, "__init__", noted)
-        is_bad = lambda sampler, *_: id(sampler) in bad_samplers  # noqa: E731
-    elif name == "event":
-        samples = [0]
-
-        def is_bad(*_: Any) -> bool:
-            samples[0] += 1
-            return samples[0] == 1
-
+    expected = [replies(alone(engine, one)) for one in good]
     with monkeypatch.context() as patch:
+        is_bad = is_of_the_bad_one
+        if name in ("sample", "logprobs"):
+            is_bad = is_sampler_of_the_bad_one(patch)
+        if name == "event":
+            is_bad = is_first_call()
         fail_for(patch, owner, name, is_bad)
-        clients = run_together(engine, [bad, *good])
-    errors = [client.events[-1] for client in clients if isinstance(client.events[-1], ErrorEvent)]
-    assert len(errors) == 1
-    assert "internal error" in errors[0].error.message
-    assert [sum(isinstance(event, ErrorEvent) for event in client.events) for client in clients].count(1) == 1
+        clients = run_together(engine, [request(tokens(333, 9), n=3), *good])
+    (error,) = [event for client in clients for event in client.events if isinstance(event, ErrorEvent)]
+    assert "internal error" in error.error.message
     if name != "event":
-        assert [replies(client, 2) for client in clients[1:]] == expected
+        assert [replies(client) for client in clients[1:]] == expected
     assert engine.pool.stats()["running"] == 0
     (after,) = run_together(engine, [good[0]])
-    assert replies(after, 2) == expected[0]
-
-
-@pytest.mark.parametrize("where", ["forward", "draw"])
-def test_a_sequence_that_fails_in_a_step_of_several_with_states_fails_alone(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = load(write_model(tmp_path / "model", "mamba2", torch.float32), tmp_path / "kv")
-    assert engine.packs
-    places = {"forward": (runner, "run"), "draw": (engine_forward, "draw")}
-    init = Sampler.__init__
-
-    def noted(self: Sampler, params: Any, prompt: Any, *others: Any) -> None:
-        init(self, params, prompt, *others)
-        bad.extend([self] * (len(prompt) == 333))
-
-    good = [request(tokens(100 + seed, seed), n=2) for seed in range(2)]
-    expected = [replies(alone(engine, one), 2) for one in good]
-    forget_idle(engine.pool)
-    compute, shared, bad = getattr(*places[where]), list[int](), list[Sampler]()
-
-    def failing(*args: Any) -> Any:
-        """Fails when the states are new already."""
-        found = compute(*args)
-        if where == "forward":
-            lengths = [rows.state.num_tokens for rows in args[1]]
-        else:
-            lengths = [333 * (ask.sampler in bad) for ask in args[0]]
-        if max(lengths) >= 333:
-            shared.append(len(lengths))
-            raise ZeroDivisionError("a bug")
-        return found
-
-    monkeypatch.setattr(Sampler, "__init__", noted)
-    monkeypatch.setattr(*places[where], failing)
-    clients = run_together(engine, [*good, request(tokens(333, 9))])
-    assert isinstance(clients[2].events[-1], ErrorEvent)
-    assert max(shared) > 1
-    assert [replies(client, 2) for client in clients[:2]] == expected
-    assert engine.pool.stats()["running"] == 0
-    engine.close()
+    assert replies(after) == expected[0]
 
 
 def test_a_client_that_cannot_be_told_anything_harms_nobody(engine: Engine) -> None:
-    one = request(tokens(100))
-    expected = alone(engine, one).tokens
-
     def deaf(_: object) -> None:
         raise RuntimeError("Event loop is closed")
 
@@ -302,23 +130,24 @@ def test_a_client_that_cannot_be_told_anything_harms_nobody(engine: Engine) -> N
     for seed in range(3):
         inbox.submit(request(tokens(200, seed)), deaf)
     inbox.submit(request(np.empty(0, np.int32)), deaf)
-    client = Client(inbox, one)
+    client = Client(inbox, request(tokens(100)))
     inbox.start()
     wait_until_idle(inbox)
     inbox.stop(0)
-    assert client.tokens == expected
+    assert client.done
 
 
 def test_leaving_that_fails_harms_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = request(tokens(100))
-    expected = alone(engine, one).tokens
     fail_for(monkeypatch, CachedRequest, "leave", lambda *_: True)
     with running(engine) as inbox:
         with inbox._changed:
-            gone, client = Client(inbox, request(tokens(1500, 1))), Client(inbox, one)
+            gone, client = (Client(inbox, request(tokens(length))) for length in (1500, 100))
         after_steps(monkeypatch, 1, gone.ticket.cancel)
         wait_until_idle(inbox)
-    assert client.tokens == expected
+    assert client.done
+
+
+# All requests.
 
 
 def test_an_error_of_no_request_ends_the_engine_and_tells_everybody(
@@ -343,69 +172,100 @@ def test_a_lost_device_ends_all_requests_in_any_state(
     def lost(*_: Any, **__: Any) -> None:
         raise DeviceLost("it is gone")
 
-    requests = [request(tokens(100 + 300 * seed, seed), n=2) for seed in range(4)]
+    fatal: list[DeviceLost] = []
+    inbox = Inbox(engine.serve, fatal.append)
+    clients = [Client(inbox, request(tokens(100 + 300 * seed, seed), n=2)) for seed in range(4)]
     with monkeypatch.context() as patch:
         patch.setattr(CachedRequest, name, lost)
-        fatal: list[DeviceLost] = []
-        inbox = Inbox(engine.serve, fatal.append)
-        clients = [Client(inbox, one) for one in requests]
         inbox.start()
         inbox._thread.join(60)
     assert not inbox._thread.is_alive()
     assert len(fatal) == 1
-    for client in clients:
-        assert isinstance(client.events[-1], ErrorEvent)
+    assert all(isinstance(client.events[-1], ErrorEvent) for client in clients)
     engine.pool.allocations.clear()
 
 
-@pytest.mark.parametrize("steps", range(1, 12, 2))
-def test_the_engine_stops_in_any_state(steps: int, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = [request(tokens(100 + 200 * seed, seed), n=1 + seed % 3, max_tokens=50) for seed in range(4)]
-    inbox = Inbox(engine.serve)
-    clients = [Client(inbox, one) for one in [*requests, requests[-1]]]
-    refuse = inbox._refuse_all
+# Which errors mean that the device is lost.
 
-    def stop() -> None:
-        with inbox._changed:
-            refuse()
-            for ticket in inbox._running:
-                ticket.cancel()
+LOST = [
+    torch.AcceleratorError("CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later"),
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    torch.AcceleratorError("unspecified launch failure"),
+    RuntimeError("CUDA error: unspecified launch failure"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+    RuntimeError("cudaErrorECCUncorrectable: uncorrectable ECC error encountered"),
+]
+OF_ONE_CALL = [
+    torch.AcceleratorError("CUDA error: invalid argument"),
+    torch.AcceleratorError("CUDA error: invalid configuration argument"),
+    torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a tensor"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, opa, opb)`"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+]
+NOT_LOST = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ValueError("CUDA error: said by somebody else"),
+    InvalidRequest("messages: 'CUDA error: device-side assert triggered' is no role"),
+    NonFiniteLogits("the logits are not finite"),
+]
 
-    after_steps(monkeypatch, steps, stop)
-    inbox.start()
-    inbox._thread.join(60)
-    assert not inbox._thread.is_alive()
-    assert inbox.num_running == inbox.queue_depth == 0
-    assert engine.pool.stats()["running"] == 0
-    assert len(clients) == 5
+
+def raised_while_handling(first: Exception, second: Exception) -> Exception:
+    try:
+        try:
+            raise first
+        finally:
+            raise second
+    except type(second) as error:
+        return error
 
 
-# Requests that wait for another one's prompt.
+def caused_by(first: Exception) -> Exception:
+    error = KeyError("cleaned up")
+    error.__cause__ = first
+    return error
 
 
-@pytest.mark.parametrize("how", ["cancelled", "fails", "preempted"])
-def test_requests_that_wait_for_a_prompt_compute_it_if_it_is_not_computed(
-    how: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+FOLLOWING = [caused_by(LOST[0]), raised_while_handling(LOST[0], RuntimeError("cleaned up"))]
+NOT_FOLLOWING = raised_while_handling(LOST[0], ValueError("no such size"))
+FAILS = torch.AcceleratorError("CUDA error: device-side assert triggered")
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+
+@pytest.mark.parametrize(
+    ("error", "trial", "is_tried", "is_lost"),
+    [
+        *((error, FAILS, True, True) for error in (*LOST, *FOLLOWING)),
+        *((error, None, True, False) for error in (*OF_ONE_CALL, *LOST)),
+        *((error, FAILS, False, False) for error in (*NOT_LOST, NOT_FOLLOWING)),
+        (LOST[0], NO_MEMORY, True, False),
+    ],
+    ids=str,
+)
+def test_a_device_is_lost_if_its_driver_fails_and_a_trial_fails_too(
+    error: Exception, trial: Exception | None, is_tried: bool, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = request(tokens(1500))
-    expected = alone(engine, one).tokens
-    forget_idle(engine.pool)
-    bad = replace(one, sampling=replace(one.sampling, logit_bias={1: float("inf")}))
-    with running(engine) as inbox:
-        with inbox._changed:
-            leader = Client(inbox, bad if how == "fails" else one)
-            clients = [Client(inbox, one) for _ in range(3)]
-        if how == "cancelled":
-            after_steps(monkeypatch, 2, leader.ticket.cancel)
-        if how == "preempted":
-            loops: list[Loop] = []
-            take_in = Loop._take_in
+    """Errors of memory and of one request do not even try the device."""
+    tried: list[None] = []
 
-            def noted(loop: Loop) -> None:
-                loops.append(loop)
-                take_in(loop)
+    def probe() -> None:
+        tried.append(None)
+        if trial is not None:
+            raise trial
 
-            monkeypatch.setattr(Loop, "_take_in", noted)
-            after_steps(monkeypatch, 2, lambda: loops[0]._active.preempt(loops[0]._active.requests[0].replies[0]))
-        wait_until_idle(inbox)
-    assert [client.tokens for client in clients] == [expected] * 3
+    monkeypatch.setattr("diskprefix.engine.device.probe_devices", probe)
+    assert is_device_lost(error) == is_lost
+    assert len(tried) == is_tried
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this process may use a GPU")
+def test_a_process_without_memory_on_a_device_has_none_to_lose() -> None:
+    assert not is_device_lost(LOST[0])

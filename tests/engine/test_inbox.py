@@ -1,28 +1,33 @@
-"""Requests that wait, run, are cancelled and fail, with an engine of which the test decides when a request ends."""
+"""Requests that wait, run, are cancelled and fail, with an engine of which the test decides when a request ends; and
+what is seen of a real one while it runs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine import inbox as inbox_module
+from diskprefix.engine.gauges import SLOWEST_ROW_S, Activity, Heartbeat
 from diskprefix.engine.inbox import Inbox
-from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
+from diskprefix.engine.loop import Engine
+from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull
-from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from tests.engine.driving import Cancelled, serve_one_at_a_time
+from diskprefix.nouns import Prompt
+from tests.engine import driving
+from tests.engine.driving import Cancelled, Client, after_steps, load, serve_one_at_a_time, tokens, wait_until_idle
+
+BLOCK = 16
 
 
-def request(name: str, tenant: Tenant = SHARED, media_bytes: int = 0) -> GenerateRequest:
+def request(name: str, media_bytes: int = 0) -> GenerateRequest:
     media = {"pixel_values": np.zeros(media_bytes, np.uint8)} if media_bytes else {}
-    prompt = Prompt(np.zeros(1, dtype=np.int32), media=media)
-    cache = CacheOptions(scope=parse_scope("off", param="scope"), tenant=tenant)
-    return GenerateRequest(id=name, prompt=prompt, sampling=SamplingParams(), cache=cache)
+    return replace(driving.request(tokens(1), name=name), prompt=Prompt(tokens(1), media=media))
 
 
 class Steps:
@@ -245,3 +250,87 @@ def test_a_wait_with_a_time_ends_without_news_until_all_is_over() -> None:
     inbox.start()
     assert has_waited.wait(30)
     assert inbox.stop(30)
+
+
+# What is seen of an engine.
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = load(folder, tmp_path_factory.mktemp("activity"), block_size=BLOCK, max_sequences=1)
+    engine.max_rows = BLOCK
+    yield engine
+    engine.close()
+
+
+def seen_after(engine: Engine, steps: int, *requests: GenerateRequest) -> list[Activity]:
+    """Returns what another thread sees after a number of steps, while the engine's thread stands still."""
+    inbox = Inbox(engine.serve)
+    for one in requests:
+        Client(inbox, one)
+    found: list[Activity] = []
+
+    def look() -> None:
+        looking = threading.Thread(target=lambda: found.extend(inbox.activities()))
+        looking.start()
+        looking.join()
+
+    with pytest.MonkeyPatch.context() as patch:
+        after_steps(patch, steps, look)
+        inbox.start()
+        wait_until_idle(inbox)
+    assert inbox.activities() == []
+    inbox.stop(0)
+    return found
+
+
+def test_a_prompt_is_seen_to_grow_and_what_comes_after_it_to_wait(engine: Engine) -> None:
+    asked = driving.request(tokens(100), name="first"), driving.request(tokens(60, 1), name="second")
+    first, second = seen_after(engine, 2, *asked)
+    assert (first.id, first.state, first.ready_tokens, first.prompt_tokens) == ("first", "prefilling", 2 * BLOCK, 100)
+    assert (second.id, second.state, second.ready_tokens, second.prompt_tokens) == ("second", "waiting", 0, 60)
+    assert (str(first.scope), first.queue_s is None, second.queue_s) == ("full", False, None)
+    assert first.ttft_s is None
+
+
+def test_a_reply_is_seen_to_grow_with_what_was_restored_before_it(engine: Engine) -> None:
+    seen_after(engine, 1, driving.request(tokens(48, 2)))
+    [activity] = seen_after(engine, 3, driving.request(tokens(48, 2)))
+    assert (activity.state, activity.restored_tokens, activity.ready_tokens) == ("decoding", 48, 48)
+    assert activity.reply_tokens == 4
+    assert activity.ttft_s is not None
+    assert activity.tokens_per_s is not None
+    assert activity.tokens_per_s > 0
+    assert activity.elapsed_s >= activity.ttft_s
+
+
+STEP, REST = "step", "rest"
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "events", "has_stopped", "working_s"),
+    [
+        (1, [STEP, REST, 3600, 3600, 3600], [False] * 3, 0),
+        (1, [STEP, 3600, STEP, 3600, STEP, 3600], [False] * 3, 3600),
+        # At the first look it may have begun just now.
+        (1, [STEP, 30, 30, 30], [False, True, True], 90),
+        (1, [STEP, 30, 30, STEP, 30], [False, True, False], 30),
+        (1000, [STEP, *[SLOWEST_ROW_S * 100] * 10, 1], [False] * 10 + [True], 1001),
+    ],
+    ids=["it waits", "it gets on", "a step does not end", "it ends", "a step of many rows"],
+)
+def test_an_engine_has_stopped_if_a_step_takes_too_long_for_its_rows(
+    num_rows: int, events: list[str | float], has_stopped: list[bool], working_s: float
+) -> None:
+    """A number is a look at it after so many seconds."""
+    now, found = [0.0], list[bool]()
+    heartbeat = Heartbeat(clock=lambda: now[0])
+    for event in events:
+        if event == STEP:
+            heartbeat.beat(num_rows)
+        elif event == REST:
+            heartbeat.rest()
+        else:
+            now[0] += float(event)
+            found.append(heartbeat.has_stopped())
+    assert (found, heartbeat.working_s) == (has_stopped, working_s)

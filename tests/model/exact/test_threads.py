@@ -11,8 +11,7 @@ import torch
 
 from diskprefix import PrefixCacheSession
 from diskprefix.settings import Settings
-from tests.engine.driving import load, tokens
-from tests.engine.test_engine import done, run
+from tests.engine.driving import done, load, run, tokens
 from tests.model import tiny
 
 BLOCK = 16

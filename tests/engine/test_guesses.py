@@ -1,0 +1,552 @@
+"""Replies with guesses, of the text before and of a draft model: bit for bit those without. What a draft model has is
+kept and restored as well. `test_lives.py` has guesses in random lives."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.engine.drafting import ModelDrafter, likeliest
+from diskprefix.engine.guesser import DraftRate, Guesser
+from diskprefix.engine.loop import Engine, Loop
+from diskprefix.engine.request import ErrorEvent, GenerateRequest
+from diskprefix.errors import ModelError
+from diskprefix.kv.sizes import TILE
+from diskprefix.model.exact import runner
+from diskprefix.nouns import SHARED
+from diskprefix.tokens import TokenIds, as_token_ids
+from tests.engine.driving import (
+    BLOCK,
+    WORDS,
+    Client,
+    ScriptedGuesser,
+    alone,
+    forget_idle,
+    load,
+    request,
+    run_together,
+    running,
+    said,
+    tokens,
+    wait_until_idle,
+    write_model,
+)
+from tests.model import tiny
+
+POSITIONS = 1024
+REPLY = 40
+MOST_GUESSED = 3 * REPLY
+TEXT = np.tile(tokens(90, 1), 3)
+LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+Guess: TypeAlias = Callable[[Engine, list[Client]], AbstractContextManager[Any]]
+
+
+class AtOnce(Executor):
+    """Fetches when it is asked to, so that the same steps guess each time."""
+
+    def submit(self, fetch: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(fetch(*args))
+        return done
+
+
+class Never(Executor):
+    """Fetches nothing."""
+
+    def __init__(self) -> None:
+        self.fetches: list[Future[Any]] = []
+
+    def submit(self, *_: Any) -> Future[Any]:  # type: ignore[override]
+        self.fetches.append(Future())
+        return self.fetches[-1]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and a smaller one with its tokenizer."""
+    at = tmp_path_factory.mktemp("models")
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "max_position_embeddings": POSITIONS}
+    served = tiny.write_folder(at / "served", num_hidden_layers=3, **sizes)
+    return served, tiny.write_folder(at / "draft", seed=1, **sizes)
+
+
+def guessing(model: Path, kv: Path, draft_model: str = "ngram", **settings: Any) -> Engine:
+    engine = load(model, kv, draft_model=draft_model, **settings)
+    # No step is measured, so that the same guesses are computed each time.
+    engine.clock = lambda: 0.0
+    return engine
+
+
+def drafting(folders: tuple[Path, Path], kv: Path, **settings: Any) -> Engine:
+    engine = guessing(folders[0], kv, str(folders[1]), **settings)
+    drafter(engine).model._fetcher.shutdown()
+    drafter(engine).model._fetcher = AtOnce()  # type: ignore[assignment]
+    return engine
+
+
+def drafter(engine: Engine) -> ModelDrafter:
+    assert engine.drafter is not None
+    return engine.drafter
+
+
+@pytest.fixture(scope="module")
+def engines(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
+    kv = tmp_path_factory.mktemp("kv")
+    found = {
+        "plain": load(folders[0], kv / "plain"),
+        "ngram": guessing(folders[0], kv / "ngram"),
+        "draft": drafting(folders, kv / "draft"),
+    }
+    yield found
+    for engine in found.values():
+        engine.close()
+
+
+@pytest.fixture
+def plain(engines: dict[str, Engine]) -> Engine:
+    for engine in engines.values():
+        forget_idle(engine.pool)
+    forget_idle(drafter(engines["draft"]).model.pool)
+    drafter(engines["draft"]).rate.value = DraftRate().value
+    return engines["plain"]
+
+
+@pytest.fixture
+def ngram(engines: dict[str, Engine]) -> Engine:
+    """It looks for what came before."""
+    return engines["ngram"]
+
+
+@pytest.fixture
+def draft(engines: dict[str, Engine]) -> Engine:
+    """It has a draft model."""
+    return engines["draft"]
+
+
+def some_are_wrong(client: Client) -> bool:
+    return 0 < client.done.timings.accepted_tokens < client.done.timings.drafted_tokens
+
+
+def scripted(engine: Engine, clients: Iterable[Client]) -> AbstractContextManager[Any]:
+    """Within it, the engine guesses the replies of these clients, with mistakes."""
+    replies = [client.tokens for client in clients]
+
+    def guesser(one: GenerateRequest) -> Guesser:
+        num_tokens = len(one.prompt.token_ids)
+        return ScriptedGuesser(one.prompt.token_ids, num_tokens + engine.reply_limit(one) - 1, replies)
+
+    return patch.object(engine, "guesser", guesser)
+
+
+def always(token_ids: list[int]) -> Guess:
+    return lambda engine, clients: _both(
+        scripted(engine, clients), patch.object(ScriptedGuesser, "look_back", lambda one: one.propose(token_ids))
+    )
+
+
+def _both(*contexts: AbstractContextManager[Any]) -> ExitStack:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return stack.pop_all()
+
+
+def helped(engine: Engine, clients: Iterable[Client], share: float = 0.8) -> AbstractContextManager[Any]:
+    """Within it, the draft model computes what it computes, and guesses the replies of these clients: this share of
+    their tokens, and wrong ones. How good it seems does not depend on the requests before."""
+    drafter(engine).rate.value = DraftRate().value
+    replies = [client.tokens_of(n) for client in clients for n in range(client.ticket.request.sampling.n)]
+    model, chance = drafter(engine).model, random.Random(1)
+    compute = model.compute
+
+    def helping(step: Any) -> torch.Tensor:
+        logits = compute(step)
+        for (reply, _), of_next in zip(step, logits, strict=True):
+            coming = next((one for one in replies if one[: len(reply.token_ids)] == reply.token_ids), [])
+            at = model.sequences[reply].arena.num_tokens - reply.prompt_tokens
+            if 0 <= at < len(coming):
+                of_next[coming[at] if chance.random() < share else (coming[at] + 1) % 250] = of_next.max() + 20
+        return logits
+
+    return patch.object(model, "compute", helping)
+
+
+def unguessed(_engine: Engine, _clients: list[Client]) -> AbstractContextManager[Any]:
+    return ExitStack()
+
+
+def as_without(
+    plain: Engine, engine: Engine, one: GenerateRequest, guess: Guess, *within: AbstractContextManager[Any]
+) -> Client:
+    """Returns a client of `engine`, to whom the same was said as to that of `plain`."""
+    (expected,) = run_together(plain, [one])
+    with _both(*within), guess(engine, [expected]):
+        (found,) = run_together(engine, [one])
+    assert said(found) == said(expected)
+    return found
+
+
+def no_memory_is_busy(engine: Engine) -> bool:
+    allocations = [*engine.pool.allocations, *drafter(engine).model.pool.allocations]
+    return not any(allocation.is_busy for allocation in allocations)
+
+
+# Guesses of the text before.
+
+
+def test_text_that_repeats_itself_is_guessed_from_itself(plain: Engine, ngram: Engine) -> None:
+    one = request(TEXT, max_tokens=100, repetition_penalty=1.02, frequency_penalty=0.01)
+    assert some_are_wrong(as_without(plain, ngram, one, unguessed))
+
+
+def test_each_guess_that_is_right_saves_a_step(plain: Engine, ngram: Engine) -> None:
+    num_steps, compute = [0], Loop._compute
+
+    def counted(loop: Loop, step: Any) -> None:
+        num_steps[0] += step[0].sequence.is_decoding and loop._served is ngram
+        compute(loop, step)
+
+    counting = patch.object(Loop, "_compute", counted)
+    found = as_without(plain, ngram, request(TEXT, max_tokens=REPLY), scripted, counting)
+    # The first token is that of the prompt's last step.
+    assert len(found.tokens) == 1 + num_steps[0] + found.done.timings.accepted_tokens
+
+
+def test_guesses_reach_neither_beyond_the_context_nor_beyond_the_memory(plain: Engine, ngram: Engine) -> None:
+    ends: list[int] = []
+    arena_class = type(ngram.pool._new_arena())
+    compute = arena_class.compute
+
+    def noted(arena: Any, *args: Any) -> torch.Tensor:
+        logits = compute(arena, *args)
+        ends.append(arena.num_tokens)
+        return logits
+
+    one = request(np.tile(tokens(60, 1), 16), max_tokens=None)
+    found = as_without(plain, ngram, one, unguessed, patch.object(arena_class, "compute", noted))
+    assert found.done.usage.completion_tokens == POSITIONS - 960
+    assert found.done.timings.accepted_tokens > 0
+    assert max(ends) == POSITIONS - 1
+
+
+def test_no_request_loses_its_memory_to_guesses(plain: Engine, ngram: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    """It ends shortly before it would need more than there is."""
+    caplog.set_level("INFO")
+    one = request(tokens(384, 5), max_tokens=200, scope="off", temperature=1.0, seed=3)
+    whole = alone(plain, one)
+    last = next(n for n in range(126, 110, -1) if whole.tokens.index(whole.tokens[n]) == n)
+    arena = ngram.pool._new_arena()
+    arena._capacity_step = 512
+    arena.reserve(512)
+    # As beside others: a sequence alone would get memory for all of its reply at once.
+    bare = patch.object(ngram.pool, "_tokens_at_once", lambda num_tokens, _: num_tokens)
+    memory = patch.multiple(ngram.pool, _spare=[arena], limit_bytes=arena.num_bytes)
+    end = patch.object(ngram, "end_ids", frozenset({whole.tokens[last]}))
+    with bare, memory, end, always([3] * 20)(ngram, [whole]):
+        (found,) = run_together(ngram, [one])
+    assert found.tokens == whole.tokens[: last + 1]
+    assert found.done.timings.drafted_tokens > REPLY
+    assert "waits" not in caplog.text
+
+
+def test_a_guess_whose_state_is_infinite_fails_no_reply(plain: Engine, ngram: Engine) -> None:
+    """Attention multiplies it by 0, which gives no number, in the rows before it too."""
+    one = request(tokens(90, 1), max_tokens=REPLY)
+    (expected,) = run_together(plain, [one])
+    infinite = next(token for token in range(3, 250) if token not in {*one.prompt.token_ids, *expected.tokens})
+    weight = ngram.model.get_input_embeddings().weight
+    before = weight[infinite].clone()
+    with torch.no_grad():
+        weight[infinite] = torch.inf
+    try:
+        found = as_without(plain, ngram, one, always([infinite]))
+    finally:
+        with torch.no_grad():
+            weight[infinite] = before
+    assert found.done.timings.drafted_tokens > 0
+
+
+def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = guessing(write_model(tmp_path, "qwen3_next"), tmp_path / "kv")
+    assert "--draft-model has no effect" in caplog.text
+    (client,) = run_together(engine, [request(TEXT)])
+    assert client.done.timings.drafted_tokens == 0
+    engine.close()
+
+
+# A draft model.
+
+SAMPLED: dict[str, Any] = {"max_tokens": REPLY, "temperature": 1.0}
+REQUESTS = [
+    request(TEXT, max_tokens=REPLY),
+    request(TEXT, **SAMPLED, seed=3),
+    request(TEXT, **SAMPLED, seed=1, n=3),
+    request(TEXT, **SAMPLED, seed=2, constraint=WORDS),
+    request(tokens(300, 4), max_tokens=REPLY),
+    request(TEXT, **SAMPLED, seed=5, n=2, scope="off"),
+]
+
+
+def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, draft: Engine) -> None:
+    expected = run_together(plain, REQUESTS)
+    with helped(draft, expected):
+        found = run_together(draft, REQUESTS)
+    assert list(map(said, found)) == list(map(said, expected))
+    assert all(map(some_are_wrong, found))
+    assert no_memory_is_busy(draft)
+
+
+def computed_by(engine: Engine, plain: Engine, one: GenerateRequest) -> int:
+    """Asserts that the reply is the plain one. Returns how many tokens the draft model computed."""
+    model, counted = drafter(engine).model, [0]
+    compute = model.compute
+
+    def noted(step: Any) -> torch.Tensor:
+        counted[0] += sum(ids.shape[1] for _, ids in step)
+        return compute(step)
+
+    assert some_are_wrong(as_without(plain, engine, one, helped, patch.object(model, "compute", noted)))
+    return counted[0]
+
+
+def next_turn(plain: Engine, one: GenerateRequest) -> TokenIds:
+    (client,) = run_together(plain, [one])
+    return np.concatenate([one.prompt.token_ids, as_token_ids(client.tokens), tokens(9, 9)])
+
+
+def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft_models_state_comes_back(
+    folders: tuple[Path, Path], plain: Engine, tmp_path: Path
+) -> None:
+    text = tokens(5 * BLOCK + 7, 8)
+    first = request(text, max_tokens=REPLY)
+    engine = drafting(folders, tmp_path / "kv")
+    assert computed_by(engine, plain, first) > len(text)
+    (remembered,) = drafter(engine).model.cache.namespaces.get(SHARED).seen._prompts
+    assert remembered.token_ids.tolist() == text.tolist()
+    assert computed_by(engine, plain, first) < MOST_GUESSED, "it is in memory"
+    engine.close()
+
+    again = drafting(folders, tmp_path / "kv")
+    turn = request(next_turn(plain, first), max_tokens=REPLY)
+    assert computed_by(again, plain, turn) < MOST_GUESSED
+    assert drafter(again).model.cache.restored_tokens.total() > len(text) + REPLY - 10, "with the reply"
+    forget_idle(again.pool)
+    assert computed_by(again, plain, turn) < MOST_GUESSED
+    again.close()
+
+
+def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unloaded(
+    folders: tuple[Path, Path], plain: Engine, tmp_path: Path
+) -> None:
+    """The policy keeps nothing of the first turn of a tenant of its own. The next reply is that of one process."""
+    own: dict[str, Any] = {"scope": "auto:30", "tenant": SHARED.with_salt("mine"), "max_tokens": REPLY}
+    first = request(tokens(5 * BLOCK + 7, 18), **own)
+    turn = request(next_turn(plain, first), **own)
+    engine = drafting(folders, tmp_path / "kv")
+    computed_by(engine, plain, first)
+    engine.hibernate()
+    engine.close()
+    again = drafting(folders, tmp_path / "kv")
+    as_without(plain, again, turn, helped)
+    for cache in (again.cache, drafter(again).model.cache):
+        assert cache.restored_tokens.total() > len(first.prompt.token_ids) + REPLY - 10
+    again.close()
+
+
+def test_what_it_keeps_is_what_it_computes_as_the_served_model(
+    folders: tuple[Path, Path], draft: Engine, tmp_path: Path
+) -> None:
+    run_together(draft, [request(tokens(200, 11), max_tokens=REPLY)])
+    allocation = max(drafter(draft).model.pool.allocations, key=lambda allocation: allocation.num_computed)
+    assert allocation.num_computed > 200
+    served = load(folders[1], tmp_path / "kv")
+    arena = served.pool._new_arena()
+    with torch.inference_mode():
+        runner.run(served.model, [runner.Rows(arena, torch.from_numpy(allocation.token_ids).long()[None])])
+    assert allocation.arena.read_tokens(0, allocation.num_computed) == arena.read_tokens(0, allocation.num_computed)
+    assert drafter(draft).model.cache.root == served.cache.root
+    served.close()
+
+
+def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_are_wrong(tmp_path: Path) -> None:
+    """A window of whole tiles: its first token is the first of a tile when the memory moves on."""
+    served = tiny.write_folder(tmp_path / "served", dtype=torch.bfloat16, max_position_embeddings=4096)
+    torch.manual_seed(2)
+    sizes = {name: tiny.llama().config.to_dict()[name] for name in (*LLAMA, "vocab_size")}
+    config = MistralConfig(**sizes, sliding_window=TILE, max_position_embeddings=4096)
+    MistralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "draft")
+    tiny.tokenizer().save_pretrained(tmp_path / "draft")
+    engine = drafting((served, tmp_path / "draft"), tmp_path / "kv")
+    pool = drafter(engine).model.pool
+    one = request(tokens(4 * TILE - 8, 17), max_tokens=REPLY)
+    (expected,) = run_together(engine, [one])
+    forget_idle(pool)
+    with helped(engine, [expected], share=0.0):
+        (found,) = run_together(engine, [one])
+    assert found.done.timings.drafted_tokens > 20
+    (allocation,) = pool.allocations
+    assert allocation.arena.complete_from > 0, "it has moved on"
+    arena = pool._new_arena()
+    with torch.inference_mode():
+        for part in torch.split(torch.from_numpy(allocation.token_ids).long()[None], 256, dim=1):
+            runner.run(drafter(engine).model._model, [runner.Rows(arena, part)])
+    last = 4 * TILE - 4, allocation.num_computed - 4 * TILE + 4
+    assert allocation.arena.read_tokens(*last) == arena.read_tokens(*last)
+    engine.close()
+
+
+def test_a_request_that_is_cancelled_leaves_what_the_draft_model_computed(plain: Engine, draft: Engine) -> None:
+    """It is computed in two steps, and the client leaves before the second."""
+    model, num_calls, one = drafter(draft).model, [0], request(tokens(400, 12), max_tokens=REPLY)
+    compute = model.compute
+
+    def counted(step: Any) -> torch.Tensor:
+        num_calls[0] += 1
+        if num_calls[0] == 1:
+            step[0][0].running.ticket.cancel()
+        return compute(step)
+
+    with patch.object(model, "compute", counted), running(draft) as inbox:
+        Client(inbox, replace(one, sampling=replace(one.sampling, max_tokens=200)))
+        wait_until_idle(inbox)
+    assert num_calls[0] == 1
+    assert no_memory_is_busy(draft)
+    forget_idle(model.pool)
+    assert computed_by(draft, plain, one) < 400 - 256 + MOST_GUESSED
+
+
+ONE = request(tokens(100, 13), max_tokens=REPLY)
+
+
+def test_where_there_is_no_memory_for_it_a_reply_is_not_guessed_and_not_delayed(plain: Engine, draft: Engine) -> None:
+    nothing = patch.multiple(drafter(draft).model.pool, limit_bytes=1, _spare=[])
+    assert as_without(plain, draft, ONE, unguessed, nothing).done.timings.drafted_tokens == 0
+
+
+def test_its_positions_bound_what_it_guesses(plain: Engine, draft: Engine) -> None:
+    bounded = patch.object(drafter(draft).model, "max_positions", 160)
+    assert 0 < as_without(plain, draft, ONE, helped, bounded).done.timings.drafted_tokens < REPLY
+
+
+def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_back_later(
+    plain: Engine, draft: Engine
+) -> None:
+    model, fetcher = drafter(draft).model, Never()
+    found = as_without(plain, draft, ONE, unguessed, patch.object(model, "_fetcher", fetcher))
+    assert found.done.timings.drafted_tokens == 0
+    assert [allocation.is_busy for allocation in model.pool.allocations] == [True]
+    fetcher.fetches[0].set_result(None)
+    run_together(draft, [ONE])
+    assert no_memory_is_busy(draft)
+
+
+def test_a_draft_model_that_fails_fails_no_request(
+    plain: Engine, draft: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, num_calls = drafter(draft).model, [0]
+    compute = model.compute
+
+    def failing(step: Any) -> torch.Tensor:
+        num_calls[0] += 1
+        if num_calls[0] > 4:
+            raise RuntimeError("no more")
+        return compute(step)
+
+    found = as_without(plain, draft, ONE, unguessed, patch.object(model, "compute", failing))
+    assert found.done.timings.drafted_tokens > 0
+    assert num_calls[0] == 5
+    assert caplog.text.count("goes on without the draft model: no more") == 1
+    assert no_memory_is_busy(draft)
+
+
+def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_request_nor_the_engine(
+    plain: Engine, draft: Engine
+) -> None:
+    def failing(cached: CachedRequest, *_: Any) -> None:
+        if cached.cache is drafter(draft).model.cache:
+            raise RuntimeError("a bug of the draft model")
+        raise ZeroDivisionError("a bug")
+
+    with patch.multiple(CachedRequest, close=failing, publish_reply=failing, leave=failing):
+        (failed,) = run_together(draft, [request(tokens(100, 31), max_tokens=REPLY)])
+    assert isinstance(failed.events[-1], ErrorEvent)
+    assert no_memory_is_busy(draft)
+    as_without(plain, draft, ONE, unguessed)
+
+
+def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, draft: Engine) -> None:
+    model, asked = drafter(draft).model, list[int]()
+    compute, plan = model.compute, Loop._next_step
+
+    def wrong(step: Any) -> torch.Tensor:
+        asked[-1] += 1
+        return torch.roll(compute(step), 1, dims=1)
+
+    def planned(loop: Loop) -> Any:
+        asked.append(0)
+        return plan(loop)
+
+    one = request(tokens(100, 16), max_tokens=300)
+    within = patch.object(model, "compute", wrong), patch.object(Loop, "_next_step", planned)
+    as_without(plain, draft, one, unguessed, *within, patch.object(drafter(draft), "rate", DraftRate()))
+    assert sum(asked[:100]) > 20
+    assert sum(asked[-150:]) < 10
+
+
+def test_guesses_are_the_likeliest_tokens_with_their_probabilities() -> None:
+    logits = torch.randn(3, 250_000, generator=torch.Generator().manual_seed(4)).bfloat16()
+    logits[1, 249_999], logits[2, 7] = 20.0, torch.nan
+    *found, (_, not_finite) = likeliest(logits)
+    assert [token for token, _ in found] == logits[:2].argmax(-1).tolist()
+    assert [chance for _, chance in found] == pytest.approx(logits[:2].float().softmax(-1).amax(-1).tolist(), rel=1e-4)
+    assert math.isnan(not_finite)
+
+
+def of_another_vocabulary(at: Path) -> Path:
+    other = tiny.write_folder(at / "other", dtype=torch.bfloat16)
+    text = (other / "tokenizer.json").read_text("utf-8").replace('"<|im_end|>"', '"<|the_end|>"')
+    (other / "tokenizer.json").write_text(text, "utf-8")
+    return other
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (of_another_vocabulary, "other has another vocabulary than served"),
+        (lambda at: write_model(at / "mpt", "mpt", torch.float32), "mpt cannot guess, it is not exact at every token"),
+        (lambda at: write_model(at / "mamba", "qwen3_next", torch.float32), "mamba cannot guess, a recurrent layer"),
+        (lambda at: at / "nowhere", "no such file or folder"),
+    ],
+)
+def test_a_draft_model_that_cannot_guess_is_refused_by_its_flag(
+    folders: tuple[Path, Path], tmp_path: Path, write: Callable[[Path], Path], words: str
+) -> None:
+    with pytest.raises(ModelError, match=f"--draft-model: {words}"):
+        load(folders[0], tmp_path / "kv", draft_model=str(write(tmp_path)))
+
+
+def test_memory_is_shared_so_that_as_many_tokens_fit_both(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = drafting(folders, tmp_path / "kv", kv_memory=8 << 20)
+    pools = engine.pool, drafter(engine).model.pool
+    limit_bytes = sum(pool.limit_bytes for pool in pools)
+    assert limit_bytes == pytest.approx(8 << 20, abs=2)
+    served, draft = (pool.limit_bytes / pool.layout.bytes_per_token for pool in pools)
+    assert served == pytest.approx(draft, rel=1e-3)
+    assert engine.memory_stats()["limit_bytes"] == limit_bytes
+    assert engine.memory_stats()["used_bytes"] == sum(pool.used_bytes for pool in pools)
+    engine.close()

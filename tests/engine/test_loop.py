@@ -1,0 +1,448 @@
+"""Several requests at once: whose turn it is, what stays in memory when one is over, and what waits for memory. That
+each gets the reply that it gets alone is what `test_lives.py` is about."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
+from diskprefix.engine.constrained_reply import forbidden_by
+from diskprefix.engine.forward import forward
+from diskprefix.engine.loop import Engine
+from diskprefix.engine.request import DoneEvent
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.arena import bytes_for
+from diskprefix.model.exact import runner
+from diskprefix.nouns import Tenant
+from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.tokens import TokenIds, as_token_ids
+from tests.engine.driving import (
+    WORDS,
+    Client,
+    after_steps,
+    alone,
+    forget_idle,
+    load,
+    recorded_requests,
+    request,
+    run_request,
+    run_together,
+    running,
+    tokens,
+    wait_until_idle,
+    write_model,
+)
+from tests.model import tiny
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = load(folder, tmp_path / "kv")
+    assert engine.cache.layout.exact_at == "token"
+    yield engine
+    engine.close()
+
+
+def settle(engine: Engine) -> None:
+    engine.cache.settle()
+    assert engine.cache.writer.flush(30)
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each step."""
+    run, found = runner.run, list[int]()
+
+    def noted(model: Any, step: Any) -> Any:
+        found.append(sum(rows.token_ids.shape[1] for rows in step))
+        return run(model, step)
+
+    monkeypatch.setattr(runner, "run", noted)
+    return found
+
+
+# Whose turn it is.
+
+
+class Masks:
+    """In the place of `forbidden_by`: lets `num_before` masks be computed at once, and the others when they may."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, num_before: int) -> None:
+        self.go_on, self.num_before, self.num_asked = threading.Event(), num_before, 0
+        patch.setattr("diskprefix.engine.constrained_reply.forbidden_by", self.compute)
+
+    def compute(self, matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
+        self.num_asked += 1
+        assert self.num_asked <= self.num_before or self.go_on.wait(120)
+        return forbidden_by(matcher, vocab_size)
+
+    def wait_until_held(self) -> None:
+        wait_for(lambda: self.num_asked > self.num_before)
+
+
+HELD = request(tokens(80, 6), n=3, temperature=1.0, seed=2, constraint=WORDS)
+
+
+@pytest.mark.parametrize("num_before", [0, 4], ids=["the first", "a later one"])
+def test_a_mask_that_is_not_ready_delays_nobody_else(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, num_before: int
+) -> None:
+    wanted = alone(engine, HELD)
+    masks = Masks(monkeypatch, num_before)
+    with running(engine) as inbox:
+        held = Client(inbox, HELD)
+        masks.wait_until_held()
+        free = Client(inbox, request(tokens(60, 2)))
+        wait_for(lambda: free.events and isinstance(free.events[-1], DoneEvent))
+        assert not any(isinstance(event, DoneEvent) for event in held.events)
+        masks.go_on.set()
+    assert held.done
+    assert [held.tokens_of(choice) for choice in range(3)] == [wanted.tokens_of(choice) for choice in range(3)]
+
+
+def test_a_reply_whose_mask_never_comes_can_be_cancelled(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = Masks(monkeypatch, 0)
+    with running(engine) as inbox:
+        held = Client(inbox, HELD)
+        masks.wait_until_held()
+        held.ticket.cancel()
+        inbox.wake()
+        wait_until_idle(inbox)
+    masks.go_on.set()
+    assert not any(isinstance(event, DoneEvent) for event in held.events)
+
+
+def test_a_caller_with_many_requests_leaves_every_second_place_to_the_other(folder: Path, tmp_path: Path) -> None:
+    engine = load(folder, tmp_path / "kv", max_sequences=2, record=tmp_path / "trace.jsonl")
+    many, one = Tenant.of_key("many"), Tenant.of_key("one")
+    callers = [many, many, many, one]
+    run_together(engine, [request(tokens(80 + i, i), tenant=caller) for i, caller in enumerate(callers)])
+    engine.close()
+    ended = [one.prompt_tokens for one in recorded_requests(tmp_path / "trace.jsonl")]
+    assert (sorted(ended[:2]), ended[2:]) == ([80, 83], [81, 82])
+
+
+def test_a_caller_who_runs_nothing_does_not_wait_for_the_many_replies_of_another(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folder, tmp_path / "kv", max_sequences=2, record=tmp_path / "trace.jsonl")
+    many = request(tokens(80), tenant=Tenant.of_key("many"), n=6, max_tokens=60)
+    one = request(tokens(83, 1), tenant=Tenant.of_key("one"), max_tokens=2)
+    with running(engine) as inbox:
+        inbox.submit(many, lambda _: None)
+        after_steps(monkeypatch, 3, lambda: inbox.submit(one, lambda _: None))
+        wait_until_idle(inbox)
+    engine.close()
+    assert [ended.prompt_tokens for ended in recorded_requests(tmp_path / "trace.jsonl")] == [83, 80]
+
+
+def test_steps_beside_replies_keep_the_pace_and_the_replies_are_those_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folder, tmp_path / "kv", block_size=256)
+    steps = list[tuple[int, int]]()
+
+    def noted(model: Any, step: Any) -> Any:
+        num_decoding = sum(chunk.sequence.is_decoding for chunk in step)
+        steps.append((num_decoding, sum(chunk.num_rows for chunk in step) - num_decoding))
+        return forward(model, step)
+
+    monkeypatch.setattr("diskprefix.engine.loop.forward", noted)
+    # A machine on which a step takes 20 ms, and each row of a prompt 1 ms.
+    engine.clock = lambda: sum(0.02 + 0.001 * rows for _, rows in steps)
+    requests = [request(tokens(60, 1), scope="off", max_tokens=60), request(tokens(2000, 2), scope="off")]
+    unpaced = [run_together(engine, [one])[0].tokens for one in requests]
+    steps.clear()
+    assert [client.tokens for client in run_together(engine, requests)] == unpaced
+    beside = [rows for num_decoding, rows in steps if num_decoding and rows]
+    assert len(beside) > 20
+    assert all(25 <= rows <= 30 for rows in beside[10:-1]), "of the 50 ms, 20 are for the reply"
+    engine.close()
+
+
+# What stays in memory.
+
+
+class Asked:
+    """In the place of the shared tier: notes how many tokens are in memory when it is asked."""
+
+    def __init__(self) -> None:
+        self.have: list[int] = []
+
+    def prefetch(self, wish: PrefetchRequest) -> Prefetched:
+        self.have.append(wish.have)
+        return Prefetched()
+
+    def upload(self, _: object) -> None:
+        """Nothing is shared."""
+
+
+def test_the_next_turn_goes_on_from_memory_without_a_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked()
+    monkeypatch.setattr(engine.cache, "remote", asked)
+    (first,) = run_together(engine, [request(tokens(300))])
+    turn = np.concatenate([tokens(300), np.array(first.tokens, np.int32), tokens(20, 1)])
+    (second,) = run_together(engine, [request(turn)])
+    assert second.done.usage.cached_tokens == 300 + len(first.tokens) - 1
+    assert second.done.cache.source == "memory"
+    assert asked.have == [0, second.done.usage.cached_tokens], "the shared tier is told what memory has"
+    assert engine.pool.stats()["entries"] == 1
+
+
+def test_another_conversation_with_the_same_beginning_copies_it(engine: Engine) -> None:
+    base = tokens(200)
+    one, other = (np.concatenate([base, tokens(1000, seed)]) for seed in (1, 2))
+    run_together(engine, [request(one)])
+    (client,) = run_together(engine, [request(other)])
+    assert (client.done.usage.cached_tokens, client.done.cache.source) == (200, "memory")
+    (again,) = run_together(engine, [request(one)])
+    assert again.done.usage.cached_tokens == len(one)
+
+
+@pytest.mark.parametrize(
+    "options", [{"scope": "off"}, {"save": False}, {"tenant": Tenant.of_key("somebody")}], ids=["off", "read", "tenant"]
+)
+def test_what_is_nobody_elses_is_not_found_in_memory(engine: Engine, options: dict[str, Any]) -> None:
+    run_together(engine, [request(tokens(300), **options)])
+    (client,) = run_together(engine, [request(tokens(300), save=False)])
+    assert client.done.usage.cached_tokens == 0
+
+
+def test_what_was_purged_is_forgotten_in_memory_too(engine: Engine) -> None:
+    run_together(engine, [request(tokens(300))])
+    settle(engine)
+    purge(engine.cache.store, PurgeFilter(), time.time(), lambda _: None)
+    # The writer looks for purges of other processes every second.
+    wait_for(lambda: engine.cache.namespaces.purged_at is not None)
+    (client,) = run_together(engine, [request(tokens(300))])
+    assert client.done.usage.cached_tokens == 0
+
+
+def test_an_engine_without_work_forgets_what_was_to_be_kept_for_a_time_only(engine: Engine) -> None:
+    one = request(tokens(300))
+    with running(engine) as inbox:
+        inbox.submit(replace(one, cache=replace(one.cache, ttl_s=0.5)), lambda _: None)
+        wait_until_idle(inbox)
+        wait_for(lambda: not engine.pool.idle)
+
+
+@pytest.mark.parametrize(("ttl_s", "saved"), [(None, [78]), (60, [])])
+def test_what_has_expired_is_not_saved(
+    ttl_s: float | None, saved: list[int], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(PrefixCache, "hibernate", lambda _cache, _arena, token_ids, _: asked.append(len(token_ids)))
+    one = request(tokens(67, 1))
+    run_request(engine, replace(one, cache=replace(one.cache, ttl_s=ttl_s)))
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
+    engine.hibernate()
+    assert asked == saved
+
+
+def test_no_more_is_kept_than_was_asked_for(folder: Path, tmp_path: Path) -> None:
+    engine = load(folder, tmp_path / "kv", kv_memory_entries=2)
+    for seed in range(4):
+        run_together(engine, [request(tokens(300, seed))])
+    assert engine.pool.stats()["entries"] == 2
+    sources = [run_together(engine, [request(tokens(300, seed))])[0].done.cache.source for seed in (3, 0)]
+    assert sources == ["memory", "disk"]
+    engine.close()
+
+
+def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_what_was_in_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_together(engine, [request(tokens(300), save=True)])
+    fetch = CachedRequest.fetch
+    with running(engine) as inbox, monkeypatch.context() as patch:
+        clients: list[Client] = []
+
+        def leaving(*args: Any, **kwargs: Any) -> None:
+            fetch(*args, **kwargs)
+            clients[0].ticket.cancel()
+
+        patch.setattr(CachedRequest, "fetch", leaving)
+        with inbox._changed:
+            clients.append(Client(inbox, request(np.concatenate([tokens(300), tokens(50, 1)]))))
+        wait_until_idle(inbox)
+    stats = engine.pool.stats()
+    assert (stats["entries"], stats["entry_tokens"]) == (1, 300)
+
+
+# What is computed once.
+
+
+def test_identical_requests_compute_the_prompt_once_and_a_repeat_computes_nothing_of_it(
+    engine: Engine, rows: list[int]
+) -> None:
+    clients = run_together(engine, [request(tokens(900)) for _ in range(3)])
+    assert sum(rows) < 900 + 3 * 20
+    assert clients[0].tokens == clients[1].tokens == clients[2].tokens
+    assert [client.done.usage.cached_tokens for client in clients] == [0, 900, 900]
+    rows.clear()
+    (again,) = run_together(engine, [request(tokens(900))])
+    assert again.tokens == clients[0].tokens
+    assert set(rows) == {1}
+
+
+def test_a_request_that_is_sent_again_goes_on_where_the_first_was_cancelled(engine: Engine, rows: list[int]) -> None:
+    for _ in range(5):
+        with running(engine) as inbox, pytest.MonkeyPatch.context() as patch:
+            client = Client(inbox, request(tokens(1500)))
+            after_steps(patch, 1, client.ticket.cancel)
+            wait_until_idle(inbox)
+    (last,) = run_together(engine, [request(tokens(1500))])
+    assert len(last.tokens) == 12
+    assert sum(rows) <= 1500 + 12
+
+
+# Memory that does not suffice.
+
+
+def test_where_memory_is_for_few_all_are_served_and_what_never_fits_fails_alone(engine: Engine) -> None:
+    engine.pool._spare.clear()
+    engine.pool.limit_bytes = bytes_for(engine.cache.layout, 1024)
+    asked = [request(tokens(1000), max_tokens=60), request(tokens(100)), request(tokens(2000)), request(tokens(90, 1))]
+    outgrows, short, too_long, other = run_together(engine, asked)
+    for failed in (outgrows, too_long):
+        with pytest.raises(ContextTooLong, match="--kv-memory allows"):
+            failed.done  # noqa: B018
+    assert short.done
+    assert other.done
+
+
+def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first has ended, the second has its memory, the third waits for it, and an older request takes it away."""
+    old, many = request(tokens(990, 1), max_tokens=100), request(tokens(1000, 2), max_tokens=20, n=3)
+    expected = alone(engine, old).tokens, alone(engine, many).tokens
+    forget_idle(engine.pool)
+    engine.pool._spare.clear()
+    engine.pool.limit_bytes = 2 * bytes_for(engine.cache.layout, 1024)
+    caplog.set_level("INFO")
+    one, several = run_together(engine, [old, many])
+    assert (one.tokens, several.tokens) == expected
+    assert several.tokens_of(1) == several.tokens_of(2) == several.tokens
+    assert "others need its memory" in caplog.text
+
+
+@pytest.fixture
+def tight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Engine]:
+    """KV memory has room for 3 072 of 4 096 tokens."""
+    caplog.set_level("INFO")
+    sizes = {"max_position_embeddings": 4096, "num_hidden_layers": 5}
+    folder = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, **sizes)
+    engine = load(folder, tmp_path / "kv", kv_memory=1 << 20)
+    yield engine
+    engine.close()
+
+
+def test_the_context_is_as_long_as_kv_memory_has_room_for(tight: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    assert (tight.max_positions, tight.model_positions) == (3072, 4096)
+    told = [record.getMessage() for record in caplog.get_records("setup")]
+    assert "[engine] the context is 3072 of 4096 tokens, the room in KV memory (1.0 MiB, see --kv-memory)" in told
+    (whole,) = run_together(tight, [request(tokens(3062), max_tokens=None)])
+    assert (len(whole.tokens), tight.figures.preemptions) == (10, 0)
+    (refused,) = run_together(tight, [request(tokens(3072))])
+    with pytest.raises(ContextTooLong, match="3072 tokens, of 3072, the room in KV memory "):
+        refused.done  # noqa: B018
+
+
+def test_a_reply_that_cannot_grow_is_computed_again_once(tight: Engine) -> None:
+    (client,) = run_together(tight, [request(tokens(1000), max_tokens=1060)])
+    assert len(client.tokens) == 1060
+    assert tight.figures.preemptions == 1, "then it has memory for all of its reply"
+
+
+# Sliding windows: what slid out of memory is missed by nobody.
+
+PROMPT, REPLY = 1450, 1130
+"""The reply is so long that the window at the prompt's end slides out."""
+
+
+@pytest.fixture(scope="module")
+def sliding_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
+
+
+@pytest.fixture
+def sliding(sliding_folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = load(sliding_folder, tmp_path / "kv")
+    yield engine
+    engine.close()
+
+
+def goes_on(engine: Engine, *parts: TokenIds, **options: Any) -> Client:
+    """Returns the client of a prompt, whose reply is the one that it gets alone."""
+    one = request(np.concatenate(parts), **options)
+    (client,) = run_together(engine, [one])
+    assert client.tokens == alone(engine, one).tokens
+    return client
+
+
+def test_turns_go_on_where_the_window_still_is_and_from_the_prompts_end(sliding: Engine) -> None:
+    prompt = tokens(PROMPT)
+    (client,) = run_together(sliding, [request(prompt, max_tokens=REPLY, scope="1")])
+    (allocation,) = sliding.pool.allocations
+    assert allocation.arena.complete_from >= PROMPT
+    reply = as_token_ids(client.tokens)
+    in_the_middle = goes_on(sliding, prompt[:700], tokens(90, 3), scope="1")
+    # Such as that of a client that strips what the model thought.
+    without_the_reply = goes_on(sliding, prompt, reply[:100], tokens(90, 2), scope="1")
+    cached = [turn.done.usage.cached_tokens for turn in (in_the_middle, without_the_reply)]
+    assert cached == [0, PROMPT]
+    forget_idle(sliding.pool)
+    run_together(sliding, [request(prompt, max_tokens=REPLY, scope="1")])
+    behind = goes_on(sliding, prompt, reply, tokens(40, 1), scope="1")
+    assert behind.done.usage.cached_tokens == PROMPT + REPLY - 1
+
+
+def test_a_beginning_that_another_request_computes_is_copied_before_it_slides_out(sliding: Engine) -> None:
+    long = tokens(2900)
+    later = np.concatenate([long[:2000], tokens(100, 1)])
+    one, other = request(long, max_tokens=8, scope="1"), request(later, max_tokens=8, scope="1")
+    first, second = run_together(sliding, [one, other])
+    assert second.done.usage.cached_tokens == 2000
+    assert first.tokens == alone(sliding, one).tokens
+    assert second.tokens == alone(sliding, other).tokens
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_prompt_longer_than_the_memory_of_its_windows_is_saved_whole(
+    turns: int, sliding_folder: Path, tmp_path: Path
+) -> None:
+    """Where it is wanted at its second turn only, its beginning has slid out by then, and was written before."""
+    engine = load(sliding_folder, tmp_path / "kv")
+    whole = tokens(2800)
+    run_together(engine, [request(whole, max_tokens=6, scope="full" if turns == 1 else "1")])
+    if turns == 2:
+        whole = np.concatenate([whole, tokens(300, 1)])
+        (second,) = run_together(engine, [request(whole, max_tokens=6)])
+        assert (second.done.cache.source, second.done.cache.saved) == ("memory", "queued")
+    engine.close()
+    engine = load(sliding_folder, tmp_path / "kv")
+    assert goes_on(engine, whole, tokens(20, 2), max_tokens=6).done.usage.cached_tokens == len(whole)
+    forget_idle(engine.pool)
+    assert goes_on(engine, whole[:2777], tokens(30, 1), max_tokens=6).done.usage.cached_tokens == 2777
+    engine.close()
+
+
+def test_what_slides_out_is_not_written_for_a_request_that_saves_nothing(sliding: Engine) -> None:
+    run_together(sliding, [request(tokens(2800), max_tokens=6, scope="1", save=False)])
+    settle(sliding)
+    assert sliding.cache.store.counts()["blocks"] == 0

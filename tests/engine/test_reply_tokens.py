@@ -1,0 +1,403 @@
+"""The tokens of a reply: how they are drawn from logits, forced where a thought must end, and become text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from diskprefix.engine import detokenize
+from diskprefix.engine.detokenize import TextStream, special_tokens
+from diskprefix.engine.loop import Engine
+from diskprefix.engine.request import Constraint, FreeText, GenerateRequest, SamplingParams
+from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.thought_limit import ThoughtBudget, ThoughtLimit
+from diskprefix.errors import InvalidRequest, NonFiniteLogits
+from tests.engine.driving import load, request, run_request, run_together, said, tokens, tokens_of
+from tests.model.tiny import SPECIAL_TOKENS, tokenizer
+
+# Drawn from logits.
+
+CPU = torch.device("cpu")
+LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, 2.5])
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def sampler(prompt: tuple[int, ...] = (1, 2, 3), choice: int = 0, **params: Any) -> Sampler:
+    return Sampler(SamplingParams(**params), np.array(prompt, np.int32), CPU, choice)
+
+
+def draws(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
+    chosen = sampler(**params)
+    return [chosen.sample(logits) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("params", "logits", "expected"),
+    [
+        ({}, LOGITS, [3, 3, 3]),
+        ({}, torch.tensor([1.0, 2.0, 2.0]), [1]),
+        ({"logit_bias": {3: -100.0}}, LOGITS, [4]),
+        ({"logit_bias": {0: 100.0}}, LOGITS, [0]),
+        ({"repetition_penalty": 2.0}, LOGITS, [4]),
+        ({"repetition_penalty": 1.5, "prompt": (0,)}, LOGITS + 3, [3, 4]),
+        ({"presence_penalty": 0.5}, torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0]), [3, 3]),
+        ({"frequency_penalty": 0.6}, torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0]), [3, 3, 0]),
+        ({}, torch.tensor([-INFINITY, 1.0, -INFINITY]), [1, 1]),
+    ],
+)
+def test_temperature_zero_takes_the_likeliest_with_biases_and_penalties(
+    params: dict[str, Any], logits: torch.Tensor, expected: list[int]
+) -> None:
+    """Of equal ones the first. Repetitions count in the prompt too, presence and frequency in the reply alone."""
+    assert draws(len(expected), logits, temperature=0, **params) == expected
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 0, 7])
+def test_a_seed_repeats_and_choices_differ(seed: int) -> None:
+    first = draws(50, seed=seed)
+    assert first == draws(50, seed=seed)
+    assert first != draws(50, seed=8)
+    assert first != draws(50, seed=seed, choice=1)
+
+
+def test_sampling_follows_the_distribution_of_what_the_model_does_not_exclude() -> None:
+    counts = np.bincount(draws(4000, seed=1), minlength=5) / 4000
+    assert np.abs(counts - LOGITS.softmax(-1).numpy()).max() < 0.03
+    assert draws(5, torch.tensor([-INFINITY, 1.0, -INFINITY])) == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [({"top_k": 2}, {3, 4}), ({"top_p": 0.4}, {3}), ({"min_p": 0.55}, {3, 4}), ({"temperature": 0.01}, {3})],
+)
+def test_the_cuts_leave_only_likely_tokens(params: dict[str, Any], allowed: set[int]) -> None:
+    assert set(draws(300, seed=3, **params)) == allowed
+
+
+def test_logprobs_are_the_models_own() -> None:
+    chosen = sampler(logprobs=2, temperature=0, logit_bias={0: 100.0})
+    (item,) = chosen.logprobs(LOGITS, chosen.sample(LOGITS))
+    assert item.token_id == 0
+    assert item.logprob == pytest.approx(float(LOGITS.log_softmax(-1)[0]))
+    assert [top.token_id for top in item.top] == [3, 4]
+    assert sampler(logprobs=0).logprobs(LOGITS, 1)[0].top == ()
+    assert sampler().logprobs(LOGITS, 1) == ()
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "wrong", [[0.0, NAN, 2.0, 3.0, 2.5], [0.0, INFINITY, 2.0, 3.0, 2.5], [-INFINITY] * 5, [NAN] * 5], ids=str
+)
+def test_logits_that_are_not_finite_are_the_models_fault(wrong: list[float], temperature: float) -> None:
+    with pytest.raises(NonFiniteLogits, match=r"^the model computed logits that are not finite [^\n]+$"):
+        sampler(temperature=temperature).sample(torch.tensor(wrong))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1e-45},
+        {"temperature": 1e-45},
+        {"logit_bias": {4: INFINITY}},
+        {"logit_bias": {4: NAN}, "temperature": 0},
+        {"logit_bias": dict.fromkeys(range(5), -INFINITY)},
+    ],
+    ids=str,
+)
+def test_scores_that_are_not_finite_by_the_parameters_are_the_requests_fault(params: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="sampling parameters"):
+        sampler((0, 1, 2, 3, 4), **params).sample(LOGITS)
+
+
+# Forced at the end of a thought.
+
+PROMPT = tokens(200, 3)
+LIMIT = 9
+CLOSING = (40, 41, 42)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = load(folder, tmp_path_factory.mktemp("kv"))
+    yield engine
+    engine.close()
+
+
+def watch_for(end: str) -> Callable[[], Callable[[str], bool]]:
+    """Returns what makes watches of replies that are one thought up to `end`."""
+
+    def new_watch() -> Callable[[str], bool]:
+        seen = ""
+
+        def see(text: str) -> bool:
+            nonlocal seen
+            seen += text
+            return end not in seen
+
+        return see
+
+    return new_watch
+
+
+def limited(engine: Engine, one: GenerateRequest, limit: int = LIMIT) -> GenerateRequest:
+    end = engine.tokenizer.decode(CLOSING)
+    return replace(one, thought_budget=ThoughtBudget(max_tokens=limit, closing=CLOSING, new_watch=watch_for(end)))
+
+
+def test_a_thought_has_as_many_tokens_as_its_budget_and_the_reply_goes_on_behind_it(engine: Engine) -> None:
+    free = tokens_of(run_request(engine, request(PROMPT, max_tokens=24)))
+    for _ in range(2):  # computed, and restored
+        ended = tokens_of(run_request(engine, limited(engine, request(PROMPT, max_tokens=24))))
+        assert ended[:LIMIT] == [*free[: LIMIT - 3], *CLOSING]
+    behind = np.concatenate([PROMPT, np.array(ended[:LIMIT], np.int32)])
+    assert ended[LIMIT:] == tokens_of(run_request(engine, request(behind, max_tokens=24 - LIMIT)))
+
+
+def test_each_choice_has_the_budget_and_one_of_less_than_the_tag_leaves_the_tag(engine: Engine) -> None:
+    one = request(PROMPT, n=3, temperature=1.0, seed=5, max_tokens=16)
+    (client,) = run_together(engine, [limited(engine, one)])
+    replies = [client.tokens_of(choice) for choice in range(3)]
+    assert all(reply[LIMIT - 3 : LIMIT] == list(CLOSING) for reply in replies)
+    assert len({tuple(reply[: LIMIT - 3]) for reply in replies}) == 3
+    (client,) = run_together(engine, [limited(engine, one, limit=1)])
+    assert [client.tokens_of(choice)[:3] for choice in range(3)] == [list(CLOSING)] * 3
+    assert client.tokens.count(CLOSING[1]) == 1
+
+
+def test_guesses_change_nothing(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    repeated = np.tile(tokens(40, 1), 5)
+    one = limited(engine, request(repeated, max_tokens=40, logit_bias={}))
+    guessing = load(folder, tmp_path, draft_model="ngram")
+    (client,), (plain,) = run_together(guessing, [one]), run_together(engine, [one])
+    guessing.close()
+    assert said(client) == said(plain)
+    assert client.done.timings.accepted_tokens
+
+
+def test_what_is_constrained_begins_behind_the_ended_thought(engine: Engine) -> None:
+    end = engine.tokenizer.decode(CLOSING)
+    constraint = Constraint(kind="lark", source="start: /[ab]{4}/", before=FreeText(end=end))
+    one = limited(engine, request(PROMPT, max_tokens=24, logit_bias={}, constraint=constraint))
+    reply = tokens_of(run_request(engine, one))
+    assert reply[LIMIT - 3 : LIMIT] == list(CLOSING)
+    answer = engine.tokenizer.decode(reply[LIMIT:])
+    assert len(answer) >= 4
+    assert set(answer[:4]) <= {"a", "b"}
+
+
+def test_a_second_thought_has_what_the_first_one_left() -> None:
+    budget = ThoughtBudget(max_tokens=4, closing=(7,), new_watch=lambda: lambda text: text.startswith("t"))
+    limit = ThoughtLimit(budget)
+    forced = []
+    for text in ["t1", "t2", "an answer", "t3", "t4", "t5", "more", "t6", "t7"]:
+        forced.append(limit.forced)
+        limit.record(text)
+    # The 7 before `t4` ends the thought; nothing is forced again until something else has come.
+    assert forced == [None, None, None, None, 7, None, None, None, 7]
+
+
+def test_a_thought_that_the_prompt_opened_is_ended_at_once_where_nothing_is_left() -> None:
+    limit = ThoughtLimit(ThoughtBudget(max_tokens=1, closing=(7, 8), new_watch=lambda: lambda _text: True))
+    assert limit.forced == 7
+    limit.record("</")
+    assert limit.forced == 8
+
+
+# Text.
+
+_tokenizer: Any = tokenizer()
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = _tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encoded
+
+
+def stream(text: str, *stop: str) -> tuple[str, str | None]:
+    """The text of a reply that stops where a stop string is complete, and that string."""
+    out = TextStream(_tokenizer, stop, ())
+    pieces = []
+    for token in ids(text):
+        pieces.append(out.push(token))
+        if out.stopped_by:
+            return "".join(pieces), out.stopped_by
+    return "".join(pieces) + out.finish(), None
+
+
+@given(st.text(alphabet="ab é€😀\n", max_size=20))
+def test_pieces_join_to_the_whole_text(text: str) -> None:
+    assert stream(text) == (text, None)
+
+
+def test_a_character_of_several_tokens_is_never_shown_in_part() -> None:
+    out = TextStream(_tokenizer, (), ())
+    tokens = ids("😀")
+    assert len(tokens) == 4
+    assert [out.push(token) for token in tokens] == ["", "", "", "😀"]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one END two", ("END",), ("one ", "END")),
+        ("one EN two", ("END",), ("one EN two", None)),
+        ("one EN", ("END",), ("one EN", None)),
+        ("a, b\n\nc", ("\n\n", ","), ("a", ",")),
+        ("aab", ("ab",), ("a", "ab")),
+        ("ENEND", ("END",), ("EN", "END")),
+        ("stop", ("stop",), ("", "stop")),
+    ],
+)
+def test_stop_strings_end_the_text_before_them(
+    text: str, stop: tuple[str, ...], expected: tuple[str, str | None]
+) -> None:
+    assert stream(text, *stop) == expected
+
+
+@given(st.text(alphabet="ab", max_size=12), st.lists(st.text(alphabet="ab", min_size=1, max_size=3), max_size=3))
+def test_stopping_equals_cutting_the_whole_text(text: str, stops: list[str]) -> None:
+    """Token by token the earliest complete stop string wins; its text never appears."""
+    shown, stopped = stream(text, *stops)
+    assert (stopped is not None) == any(stop in text for stop in stops)
+    assert text.startswith(shown)
+    assert not any(stop in shown for stop in stops)
+
+
+def test_only_special_tokens_that_are_not_hidden_have_text() -> None:
+    special = special_tokens(_tokenizer)
+    assert set(special) == set(SPECIAL_TOKENS)
+    out = TextStream(_tokenizer, (), {special["<|im_end|>"]})
+    pieces = [out.push(token) for token in ids("a<|im_end|>b<|im_start|>c")]
+    assert pieces == ["a", "", "b", "<|im_start|>", "c"]
+    assert out.finish() == ""
+
+
+def test_a_stop_string_is_found_in_special_tokens_that_are_shown() -> None:
+    assert stream("a<|im_start|>b", "<|im_start|>b") == ("a", "<|im_start|>b")
+
+
+_WORDS = ["▁a", "b", "▁", "▁the", "日", "é", "🦀"]
+
+
+def byte_fallback() -> Any:
+    """A tokenizer as SentencePiece models have it: words, and bytes for all else."""
+    vocab = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *_WORDS]
+    backend = Tokenizer(
+        models.BPE(vocab={piece: i for i, piece in enumerate(vocab)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return SimpleNamespace(backend_tokenizer=backend)
+
+
+def streamed(*pieces: str | int, stop: tuple[str, ...] = ()) -> str:
+    """The text of words (as in the vocabulary) and bytes."""
+    out = TextStream(_byte_fallback, stop, ())
+    tokens = [1 + piece if isinstance(piece, int) else 257 + _WORDS.index(piece) for piece in pieces]
+    return "".join(out.push(token) for token in tokens) + out.finish()
+
+
+_byte_fallback = byte_fallback()
+_SUN = tuple("日".encode())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"),
+    [
+        (("▁the", *_SUN, *_SUN, "▁a", *_SUN), "the日日 a日"),
+        ((*_SUN, 0xFF, "▁the", "▁a"), "日� the a"),
+        ((*_SUN, 0xFF, *_SUN[:2], "b", *_SUN), "日���b日"),
+        ((*_SUN, 0xFF), "日�"),
+        (("▁a", *_SUN, _SUN[0], "▁the", _SUN[0], "日"), "a日� the�日"),
+        ((0xFF, "▁the", "▁the"), "� the the"),
+    ],
+)
+def test_bytes_that_make_no_character_do_not_end_the_reply(pieces: tuple[str | int, ...], text: str) -> None:
+    assert streamed(*pieces) == text
+
+
+@pytest.mark.parametrize("word", ["b", "▁the"])
+@pytest.mark.parametrize("num", [16, 17, 19, 40])
+def test_many_bytes_that_make_no_character_are_shown_before_the_next_one(num: int, word: str) -> None:
+    text = "b" + "�" * num + word.replace("▁", " ")
+    assert streamed("b", *[0xFF] * num, word) == text
+    assert streamed("b", *[0xFF] * num, *_SUN, word).endswith(word.replace("▁", " "))
+
+
+@pytest.mark.parametrize("num", [1, 5, 6, 16, 17, 29])
+def test_the_character_that_stands_for_broken_bytes_is_shown_as_it_is(num: int) -> None:
+    assert stream("a" + "�" * num + "日b") == ("a" + "�" * num + "日b", None)
+    bytes_of = tuple("�".encode())
+    assert streamed("b", *bytes_of * num, "▁the") == "b" + "�" * num + " the"
+
+
+def test_broken_bytes_are_not_decoded_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_decoded = [0]
+
+    class Stream:
+        """Decodes what it has not shown."""
+
+        def __init__(self, ids: tuple[int, ...] = (), **_: bool) -> None:
+            self.ids = list(ids)
+
+        def step(self, _: object, token: int) -> None:
+            self.ids.append(token)
+            num_decoded[0] += len(self.ids)
+
+    def decode(ids: list[int], **_: bool) -> str:
+        num_decoded[0] += len(ids)
+        return "�" * len(ids)
+
+    monkeypatch.setattr(detokenize, "DecodeStream", Stream)
+    out = TextStream(SimpleNamespace(backend_tokenizer=SimpleNamespace(decode=decode)), (), ())
+    counts = []
+    for _ in range(2):
+        for _ in range(1000):
+            out.push(1 + 0xFF)
+        counts.append(num_decoded[0])
+    assert counts[1] < 3 * counts[0]
+
+
+class CountedText(str):
+    """Counts how often a character of it is looked at, and how much of it is copied."""
+
+    looked_at = 0
+
+    def __getitem__(self, place: Any) -> str:
+        part = super().__getitem__(place)
+        CountedText.looked_at += max(1, len(part))
+        return part
+
+
+def test_a_stop_string_that_is_held_is_not_compared_again_for_each_token() -> None:
+    CountedText.looked_at = 0
+    stops = ("a" * 1000 + "x", *(CountedText("a" * num + "b" + "c" * 900) for num in range(1, 16)))
+    out = TextStream(_tokenizer, stops, ())
+    for token in ids("a" * 500):
+        out.push(token)
+    assert CountedText.looked_at < 500 * len(stops) * 8
+
+
+def test_a_stop_string_is_found_after_broken_bytes() -> None:
+    assert streamed(*_SUN, 0xFF, "▁the", stop=(" the",)) == "日�"
+
+
+@given(st.lists(st.one_of(st.sampled_from(_WORDS), st.integers(0, 255)), max_size=40))
+def test_whatever_bytes_come_the_words_are_kept(pieces: list[str | int]) -> None:
+    text = streamed("b", *pieces)
+    at = 0
+    for piece in pieces:
+        if isinstance(piece, str):
+            word = piece.replace("▁", " ")
+            at = text.index(word, at) + len(word)

@@ -1,0 +1,411 @@
+"""The engine on a real model folder: the events and limits of one request, models that bypass the cache, and what is
+recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lmdb
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from diskprefix.engine import measured_model
+from diskprefix.engine import served_model as generate
+from diskprefix.engine.loop import Engine
+from diskprefix.engine.request import Constraint, DoneEvent, FinishEvent, TextEvent
+from diskprefix.engine.sampler import Sampler
+from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
+from diskprefix.extras.simulate.geometry import SLICEABLE
+from diskprefix.extras.simulate.simulator import Policy, simulate
+from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
+from diskprefix.extras.simulate.trace_formats import read_trace
+from diskprefix.kv.arena import KVArena
+from diskprefix.model.exact import state_layout
+from diskprefix.model.exact.self_check import rehearse
+from diskprefix.model.load import memory
+from diskprefix.nouns import Scope
+from diskprefix.settings import Settings
+from tests.engine.driving import (
+    Cancelled,
+    done,
+    forget_idle,
+    load,
+    recorded_requests,
+    request,
+    run,
+    run_request,
+    tokens,
+    tokens_of,
+)
+from tests.model import tiny
+from tests.server.chat_model import write_tokenizer
+
+BLOCK = 16
+POSITIONS = 512
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=POSITIONS)
+
+
+@pytest.fixture
+def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK)
+    yield engine
+    engine.close()
+
+
+def test_the_reply_ends_at_max_tokens_or_at_the_positions(engine: Engine) -> None:
+    events = run(engine, tokens(20), max_tokens=5)
+    assert (len(tokens_of(events)), events[-2]) == (5, FinishEvent(0, "length"))
+    assert done(events).usage.completion_tokens == 5
+    events = run(engine, tokens(POSITIONS - 3), max_tokens=None)
+    assert (len(tokens_of(events)), events[-2]) == (3, FinishEvent(0, "length"))
+
+
+def test_a_request_for_no_tokens_has_its_prompt_kept(engine: Engine) -> None:
+    events = run(engine, tokens(100), max_tokens=0, n=2)
+    assert events[:-1] == [FinishEvent(0, "length"), FinishEvent(1, "length")]
+    assert done(events).usage.completion_tokens == 0
+    assert done(events).timings.ttft_ms > 0
+    assert done(run(engine, tokens(100), max_tokens=1)).usage.cached_tokens == 100
+
+
+def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None:
+    events = run(engine, tokens(20), logit_bias={2: 100.0})
+    assert events[:-1] == [TextEvent(0, "", (2,)), FinishEvent(0, "stop")]
+
+
+@pytest.mark.parametrize(("listed", "known"), [(None, {2}), (0, {0, 2}), ([0, 1], {0, 1, 2})])
+def test_a_token_that_ends_a_call_ends_the_reply_though_the_model_does_not_list_it(
+    listed: Any, known: set[int], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["<|call|>"], special_tokens=True)
+    model: Any = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=listed))
+    assert generate._eos_ids(model, tokenizer) == known | {tokenizer.convert_tokens_to_ids("<|call|>")}
+
+
+def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine) -> None:
+    asked = frozenset({"<|im_start|>", "<|im_end|>", "<|no such token|>"})
+    for shown, text in ((asked, "<|im_start|><|im_end|>"), (frozenset[str](), "")):
+        grammar = Constraint(kind="lark", source="start: <|im_start|>+")
+        events = run(engine, tokens(20), constraint=grammar, shown=shown, logit_bias={2: 100.0})
+        assert tokens_of(events) == [1, 2]
+        assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "end"),
+    [
+        ({}, "abcab", FinishEvent(0, "stop")),
+        ({"max_tokens": 5}, "abcab", FinishEvent(0, "stop")),
+        ({"max_tokens": 4}, "abca", FinishEvent(0, "length")),
+        ({"stop": ("ca",)}, "ab", FinishEvent(0, "stop", "ca")),
+        ({"stop": ("bX",)}, "abcab", FinishEvent(0, "stop")),
+    ],
+    ids=str,
+)
+def test_a_constrained_reply_ends_where_nothing_may_follow_and_where_any_reply_ends(
+    engine: Engine, params: dict[str, Any], text: str, end: FinishEvent
+) -> None:
+    events = run(engine, tokens(20), constraint=Constraint(kind="lark", source='start: "abcab"'), **params)
+    assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
+    assert events[-2] == end
+    assert done(events).usage.completion_tokens == len(tokens_of(events))
+
+
+def test_a_prompt_that_leaves_no_position_and_an_empty_one_are_refused(engine: Engine) -> None:
+    with pytest.raises(ContextTooLong, match=f"has {POSITIONS} tokens, of {POSITIONS}, the positions of this model"):
+        run(engine, tokens(POSITIONS))
+    with pytest.raises(InvalidRequest, match=r"^the prompt is empty$"):
+        run(engine, tokens(0))
+
+
+def set_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda _: free())
+
+
+def test_a_prompt_or_a_reply_whose_state_exceeds_the_memory_is_refused_and_the_next_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_folder(tmp_path / "long", dtype=torch.bfloat16, max_position_embeddings=4096)
+    free = [1 << 30]
+    set_free_memory(monkeypatch, lambda: free[0])
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK)
+    engine.pool._spare.clear()
+    free[0] = 200 << 10
+    refusal = "2000 tokens need 264.0 KiB of KV memory, 180.0 KiB are available; use a shorter prompt or a machine with"
+    with pytest.raises(ContextTooLong, match=re.escape(refusal)):
+        run(engine, tokens(2000))
+    free[0] = 300 << 10
+    assert len(tokens_of(run(engine, tokens(2000), max_tokens=2))) == 2
+    forget_idle(engine.pool)
+    engine.pool._spare = [engine.pool._new_arena()]
+    engine.pool._spare[0].reserve(1020)
+    free[0] = 0
+    with pytest.raises(ContextTooLong, match=r"^1025 tokens need"):
+        run(engine, tokens(1010), max_tokens=100)
+    engine.close()
+
+
+def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_little_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fit = SimpleNamespace(kv_limit=1 << 30)
+    parts = {"model": tiny.llama(), "tokenizer": tiny.tokenizer(), "media": None, "origin": None}
+    loaded: Any = SimpleNamespace(**parts, name="tiny", fit=fit)
+    layout = rehearse(loaded.model)
+    reserved: list[int] = []
+    monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
+    loaded.model.config.max_position_embeddings = 1 << 20
+    cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=SimpleNamespace(longest_prompt=lambda: 3000))
+    for free in (0, 200 * layout.bytes_per_token, 1 << 40):
+        set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
+        Engine(loaded, cache)
+    assert reserved == [0, 90, 5048]
+
+
+def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starved(*_args: Any, **_kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
+
+    for module, step in ((measured_model, "make_exact"), (generate, "KVPool")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, step, starved)
+            with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
+                load(folder, tmp_path / "kv")
+    load(folder, tmp_path / "kv").close()
+
+
+@pytest.mark.parametrize("scope", ["full", "auto:30", "off"])
+def test_what_a_cancelled_request_computed_is_there_after_a_restart(scope: str, folder: Path, tmp_path: Path) -> None:
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK)
+    engine.max_rows = BLOCK
+    with pytest.raises(Cancelled):
+        run(engine, tokens(100), scope=scope, steps=2)
+    engine.close()
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK)
+    again = done(run(engine, tokens(100)))
+    expected = (0, "none") if scope == "off" else (2 * BLOCK, "disk")
+    assert (again.usage.cached_tokens, again.cache.source) == expected
+    engine.close()
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("where", ["logits", "state"])
+def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_state(
+    engine: Engine, temperature: float, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the logits alone are not finite, the blocks before them are right."""
+    cold = tokens_of(run(engine, tokens(100), temperature=temperature, seed=1, scope="off"))
+    module = engine.model.lm_head if where == "logits" else engine.model.model.layers[0].self_attn.v_proj
+    forward, sound = module.forward, module.weight.data.clone()
+    with monkeypatch.context() as patch:
+        if where == "logits":
+            patch.setattr(module, "forward", lambda hidden: forward(hidden) * float("nan"))
+        else:
+            # A compiled layer reads the weights, and does not call the module.
+            module.weight.data.fill_(float("nan"))
+        with pytest.raises(NonFiniteLogits):
+            run(engine, tokens(100), temperature=temperature)
+    module.weight.data.copy_(sound)
+    engine.cache.settle()
+    assert engine.cache.writer.flush(30)
+    assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)
+    assert tokens_of(run(engine, tokens(100), temperature=temperature, seed=1)) == cold
+
+
+def test_the_file_of_another_program_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with lmdb.open(str(tmp_path / "kv"), max_dbs=1, mode=0o600) as env:
+        theirs = env.open_db(b"theirs")
+        with env.begin(write=True) as txn:
+            txn.put(b"key", b"value", db=theirs)
+    (tmp_path / "kv").chmod(0o700)
+    with pytest.raises(StoreUnavailable, match="belongs to another program"):
+        load(tmp_path / "no-such-model", tmp_path / "kv")
+
+
+# Models that bypass the cache.
+
+NUM_TOKENS = 37
+"""Two steps of the grid and a bit."""
+REPLY = 8
+_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+_LONG: dict[str, Any] = _SIZES | {"max_position_embeddings": 128}
+_XLSTM: dict[str, Any] = {"hidden_size": 64, "num_blocks": 2, "num_heads": 2, "qk_dim_factor": 0.5}
+"""Sizes that transformers itself fails with."""
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": NUM_TOKENS + 3,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+    "recurrent_gemma": ("RecurrentGemmaConfig", _SIZES | {"num_hidden_layers": 3, "lru_width": 32}),
+    "mamba": ("MambaConfig", {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}),
+    "rwkv": ("RwkvConfig", {"hidden_size": 32, "num_hidden_layers": 2}),
+    "minimax": ("MiniMaxConfig", _SIZES | {"num_local_experts": 4}),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        _SIZES
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 4, "index_head_dim": 16}
+        | {"index_topk": 16},
+    ),
+    "dynamic": (
+        "LlamaConfig",
+        _LONG | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "longrope": (
+        "Phi3Config",
+        _LONG | {"original_max_position_embeddings": NUM_TOKENS + 3, "rope_parameters": _LONGROPE},
+    ),
+}
+
+
+def write_uncached(path: Path, kind: str) -> Path:
+    """A model of that kind with random weights in float32."""
+    name, sizes = (MODELS | {"xlstm": ("xLSTMConfig", _XLSTM)})[kind]
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, name)(**(sizes | special | {"vocab_size": len(tiny.tokens())}))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path
+
+
+def one_pass(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    keeps = model._supports_logits_to_keep()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids, **({"logits_to_keep": 1} if keeps else {})).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_reply_of_a_model_that_bypasses_the_cache_is_what_generate_gives(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(write_uncached(tmp_path / "model", kind), tmp_path / "kv", block_size=BLOCK)
+    seen: list[torch.Tensor] = []
+    sample = Sampler.sample
+
+    def spied(self: Sampler, logits: torch.Tensor, *given: Any) -> int:
+        seen.append(logits.clone())
+        return sample(self, logits, *given)
+
+    monkeypatch.setattr(Sampler, "sample", spied)
+    token_ids = tokens(NUM_TOKENS)
+    ids = torch.from_numpy(token_ids).long().unsqueeze(0)
+    # Without the tokens that would end a reply.
+    special = range(len(tiny.SPECIAL_TOKENS))
+    unwanted = dict.fromkeys(special, -100.0)
+    events = run(engine, token_ids, max_tokens=REPLY, n=2, logit_bias=unwanted)
+    expected = engine.model.generate(ids, max_new_tokens=REPLY, do_sample=False, bad_words_ids=[[t] for t in special])
+    assert tokens_of(events) == tokens_of(events, 1) == expected[0, NUM_TOKENS:].tolist()
+    assert torch.equal(seen[0], one_pass(engine.model, ids))
+    assert (done(events).cache.miss_reason, done(events).usage.cached_tokens) == ("unsupported", 0)
+    assert engine.cache.stats()["state"] == "unsupported"
+    with pytest.raises(Cancelled):
+        run(engine, token_ids, steps=2)
+    assert tokens_of(run(engine, token_ids, max_tokens=REPLY, logit_bias=unwanted)) == tokens_of(events)
+    engine.close()
+
+
+def test_a_model_that_transformers_cannot_run_step_by_step_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = write_uncached(tmp_path / "model", "xlstm")
+    with pytest.raises(ModelError, match=r"^transformers cannot run xLSTMForCausalLM step by step: [^\n]+$"):
+        load(folder, tmp_path / "kv")
+    # The store was closed: it can be opened again.
+    load(tiny.write_folder(tmp_path / "llama"), tmp_path / "kv").close()
+
+
+# What is recorded: enough to tell what caching would have done.
+
+
+def recorded(model: Path, at: Path, *, scope: str = "off", cancelled: bool = False) -> Trace:
+    """Returns what a daemon recorded of a prompt that was sent twice with the daemon's own scope."""
+    record = at / "trace.jsonl"
+    engine = load(model, at / "kv", block_size=BLOCK, disk_prefix_cache=scope, record=record)
+    engine.max_rows = BLOCK
+    for _ in range(2):
+        try:
+            run_request(engine, request(tokens(100), scope=scope, max_tokens=3), steps=2 if cancelled else None)
+        except Cancelled:
+            assert cancelled
+    engine.close()
+    return read_trace(record)
+
+
+def test_a_request_that_is_computed_because_restoring_would_be_slower_is_recorded_with_that_reason(
+    folder: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "trace.jsonl"
+    options: dict[str, Any] = {"kv_memory_entries": 0, "kv_cache_gate": "auto", "record": record}
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK, **options)
+    one = request(tokens(100), max_tokens=3)
+    first = run_request(engine, one)
+    engine.cache.settle()
+    assert engine.cache.writer.flush(30)
+    again = run_request(engine, one)
+    for _ in range(32):
+        engine.cache.cost_model.record_prefill(1000, 1e-3)
+        engine.cache.cost_model.record_restore(1 << 20, 10.0)
+    assert not engine.cache.cost_model.allows(100)
+    closed = run_request(engine, one)
+    engine.close()
+    assert closed[:-1] == again[:-1] == first[:-1]
+    noted = [(line.restored, line.source, line.miss_reason) for line in recorded_requests(record)]
+    assert noted == [(0, "none", "new"), (100, "disk", None), (0, "none", "faster_to_compute")]
+    reports = [events[-1].cache for events in (first, again, closed) if isinstance(events[-1], DoneEvent)]
+    assert [(report.restored, report.source, report.miss_reason) for report in reports] == noted
+
+
+def restored(trace: Trace) -> int:
+    policy = Policy(scope=Scope("full"), block_size=BLOCK, min_tokens=BLOCK)
+    return simulate(trace, policy, SLICEABLE).restored_tokens
+
+
+@pytest.mark.parametrize("scope", ["off", "full"])
+def test_what_was_recorded_without_a_cache_tells_what_one_would_do(folder: Path, tmp_path: Path, scope: str) -> None:
+    trace = recorded(folder, tmp_path, scope=scope)
+    assert [(request.scope, request.remembered) for request in trace] == [(None, True)] * 2
+    assert restored(trace) == 100
+    daemon = trace.daemon
+    assert isinstance(daemon, RecordedDaemon)
+    assert daemon.geometry is not None
+    assert (daemon.block_size, daemon.min_tokens, daemon.geometry.state_bytes) == (BLOCK, BLOCK, 0)
+    assert min(daemon.geometry.bytes_per_token, daemon.geometry.logits_bytes, daemon.tokens_per_s) > 0
+
+
+def test_what_was_cancelled_before_its_end_is_not_remembered(folder: Path, tmp_path: Path) -> None:
+    trace = recorded(folder, tmp_path, scope="full", cancelled=True)
+    assert [request.remembered for request in trace] == [False, False]
+    assert restored(trace) == 0
+
+
+def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(state_layout.KINDS, DynamicSlidingWindowLayer)
+    tiny.write_sliding(tmp_path / "model")
+    trace = recorded(tmp_path / "model", tmp_path, scope="full")
+    assert "DynamicSlidingWindowLayer" in caplog.text, "it says why it bypasses the cache"
+    assert restored(trace) == 100
+    assert trace.daemon is not None
+    assert trace.daemon.geometry is None, "nobody knows"
