@@ -51,6 +51,11 @@ class NoteKind(IntEnum):
     are removed first."""
 
 
+ENCODED_TEXT = 4
+"""A kind that is no longer written: the tokens of a text. Such notes are left to expire."""
+_KINDS = frozenset({*NoteKind, ENCODED_TEXT})
+
+
 def note_key(root: bytes, kind: int, id_: str) -> bytes:
     """Returns the key of a note. Ids of any length are hashed (SHA-256, 16 bytes)."""
     return root + bytes([kind]) + hashlib.sha256(id_.encode("utf-8", "surrogatepass")).digest()[:HASH_BYTES]
@@ -94,7 +99,7 @@ def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: NotePrompt
 def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes]:
     """Returns the times and the content of a note. Raises `StoreCorrupt`."""
     packed = verified(key, value)
-    if len(key) != _KEY_BYTES or len(packed) < _HEADER:
+    if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _HEADER:
         raise StoreCorrupt(f"a note of {len(value)} bytes under a key of {len(key)} bytes cannot be")
     return NoteTimes(*NOTE_TIMES.unpack_from(packed)), decompress(packed[_HEADER:], max_bytes=MAX_NOTE_BYTES)
 

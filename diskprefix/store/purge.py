@@ -19,7 +19,7 @@ from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
 from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, newest_first
-from diskprefix.store.note_record import NoteKind, note_prompt
+from diskprefix.store.note_record import ENCODED_TEXT, note_prompt
 from diskprefix.store.savings import forget_hits
 from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
@@ -29,7 +29,6 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
 
-_KINDS = frozenset(NoteKind)
 _ROUNDS = 5
 """A block stays if a daemon continues it during a round. The next round removes both."""
 
@@ -303,8 +302,8 @@ class _Planner:
                     yield GoneText(root, size, seen.token_ids, num_kept, seen.key)
 
     def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
-        """Yields the keys of the notes that came from these texts, or from a beginning of one, and all under their
-        roots of kinds that are no longer written."""
+        """Yields the keys of the notes that came from these texts, or from a beginning of one, and all
+        encoded texts under their roots, which may be a part of any."""
         secret = names_of(self._snapshot).secret
         lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
         notes = [
@@ -316,7 +315,7 @@ class _Planner:
             lengths[note.root].add(prompt.num_tokens)
         gone = {one for text in texts for one in text.beginnings(secret, lengths[text.root])}
         for note, prompt in notes:
-            if note.kind not in _KINDS or (note.root, *prompt) in gone:
+            if note.kind == ENCODED_TEXT or (note.root, *prompt) in gone:
                 yield note.key
 
 

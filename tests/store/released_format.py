@@ -19,7 +19,7 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed
 from diskprefix.store.compact import copy_store
 from diskprefix.store.ghosts import recent_prompts
-from diskprefix.store.note_record import NoteKind
+from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import FORMAT_VERSION, RootRecord
@@ -74,7 +74,7 @@ def contents(store: Store) -> dict[str, str]:
             prompts = [token_ids.tolist() for _, token_ids in recent_prompts(snapshot, root, 100)]
             found[f"prompts {root.hex()}"] = str(prompts)
             # A store that was written before a kind came has no notes of it.
-            for kind in [*NoteKind, 4]:
+            for kind in [*NoteKind, ENCODED_TEXT]:
                 if (note := notes.get(root, kind, "id")) is not None:
                     found[f"note {root.hex()} {int(kind)}"] = str(note)
     return {key: hashlib.sha256(text.encode()).hexdigest()[:32] for key, text in found.items()}

@@ -19,7 +19,7 @@ from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.ghosts import recent_prompts
-from diskprefix.store.note_record import NoteKind
+from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
 from diskprefix.store.savings import SavingsLog, Tally, read_savings
@@ -302,7 +302,7 @@ def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry_of_another_p
 
 def test_notes_of_a_kind_that_is_no_longer_written_go_with_any_entry_of_their_tenant(store: Store) -> None:
     """Those were encoded texts, and an entry does not tell which of its tenant's texts are its own."""
-    text = cast(NoteKind, 4)
+    text = cast(NoteKind, ENCODED_TEXT)
     pubs = {name: saved(store, prompt(1, 2 * BLOCK), tenant=tenant) for name, tenant in (("a", ALICE), ("b", BOB))}
     alice, bob = (noted(store, pub, "resp_1") for pub in pubs.values())
     for notes in (alice, bob):
