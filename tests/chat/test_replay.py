@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
+from diskprefix.chat.output.format import PlainText
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
+from diskprefix.chat.splice import readings
+from diskprefix.chat.template import end_texts
 from diskprefix.errors import ContextTooLong
 from diskprefix.nouns import Prompt
 from tests.chat.families.conversations import (
@@ -396,3 +399,18 @@ def test_the_messages_before_make_a_difference(said: list[tuple[str, str]], data
     ids = {id_of(*(message(role, text) for role, text in listed)) for listed in (said, other)}
     stripped, others = ([(role, text.strip()) for role, text in listed] for listed in (said, other))
     assert (len(ids) == 1) == (stripped == others)
+
+
+def test_a_special_token_in_what_a_template_writes_may_be_one_that_the_engine_does_not_show() -> None:
+    read = readings(PlainText(), [], ["<|channel|>", "<|end|>"], "Hi<|end|><|channel|>Rain.<|end|>", 9, 25)
+    assert [turn.content for turn in read] == ["<|channel|>Rain.", "Rain."]
+
+
+def test_what_ends_a_reply_is_a_token_wherever_it_stands() -> None:
+    def write(messages: Sequence[dict[str, Any]], _add_generation_prompt: bool) -> str:
+        return "".join(f"{one['content']}<end>\n" for one in messages)
+
+    added = {"<end>": 5, "<eos>": 6, "<other>": 7}
+    assert end_texts(added, {6}, write, lambda text: added[text.partition("\n")[0]]) == {"<end>", "<eos>"}
+    # A tokenizer that joins it with what follows.
+    assert end_texts(added, {6}, write, lambda text: 6 if text.startswith("<eos>") else 99) == {"<eos>"}

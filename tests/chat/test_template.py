@@ -133,14 +133,6 @@ def test_how_much_to_think_is_told_to_a_template_that_knows_it(
     assert text_of(tokenizer, prompt) == f"hello{said}"
 
 
-def test_how_much_to_think_changes_nothing_for_other_templates(renderer: PromptRenderer, tokenizer: Any) -> None:
-    plain, asked = (
-        text_of(tokenizer, rendered(renderer, conversation_of(("user", "hello"), **fields)))
-        for fields in ({}, {"reasoning_effort": "high"})
-    )
-    assert plain == asked
-
-
 @pytest.mark.parametrize("text", ["The answer", "The answer ", "<|im_end|> is", "a\n\n"])
 def test_a_reply_that_was_begun_is_the_end_of_the_prompt(renderer: PromptRenderer, tokenizer: Any, text: str) -> None:
     prompt = rendered(renderer, conversation_of(("user", "hello"), ("assistant", text)))
@@ -150,28 +142,47 @@ def test_a_reply_that_was_begun_is_the_end_of_the_prompt(renderer: PromptRendere
     assert max(prompt.boundaries) == len(tokenizer(begun.removesuffix("<|im_start|>assistant\n"))["input_ids"]) + 1
 
 
-@pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "chat_template", "add_generation_prompt"])
-def test_what_the_daemon_sets_cannot_be_overridden(renderer: PromptRenderer, name: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        rendered(renderer, conversation_of(("user", "hello"), chat_template_kwargs={name: True}))
-    assert caught.value.param == f"chat_template_kwargs.{name}"
-
-
 def test_the_prompt_may_end_without_the_start_of_a_reply(renderer: PromptRenderer, tokenizer: Any) -> None:
     prompt = rendered(renderer, conversation_of(("user", "hello"), add_generation_prompt=False))
     assert text_of(tokenizer, prompt).endswith("hello<|im_end|>\n")
 
 
-def test_a_template_that_fails_over_a_message_is_a_400(renderer: PromptRenderer) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        rendered(renderer, calling("no json"))
-    assert caught.value.code == "template_error"
+HELLO = conversation_of(("user", "hello"))
+SET_BY_THE_DAEMON = ("tokenize", "messages", "tools", "chat_template", "add_generation_prompt")
 
 
-def test_a_model_without_a_template_points_to_completions(tmp_path: Path) -> None:
-    renderer = renderer_of(tokenizer_with(tmp_path, None))
-    with pytest.raises(InvalidRequest, match=r"/v1/completions.*--chat-template"):
-        rendered(renderer, conversation_of(("user", "hello")))
+@pytest.mark.parametrize(
+    ("template", "conversation", "words", "param"),
+    [
+        (CHAT_TEMPLATE, calling("no json"), "template", "messages"),
+        (None, HELLO, r"/v1/completions.*--chat-template", "messages"),
+        ("{% if messages|length > 1 %}{{ messages[1].content }}{% endif %}", HELLO, "no tokens", "messages"),
+        (
+            "{{ raise_exception('refused: ' + messages[0].content) }}",
+            conversation_of(("user", "\x1b[31m" + "x" * 5000)),
+            r"refused: \S*31mx+",
+            "messages",
+        ),
+        *(
+            (
+                CHAT_TEMPLATE,
+                conversation_of(("user", "hello"), chat_template_kwargs={name: True}),
+                name,
+                f"chat_template_kwargs.{name}",
+            )
+            for name in SET_BY_THE_DAEMON
+        ),
+    ],
+)
+def test_what_cannot_be_rendered_is_a_400_in_one_printable_line(
+    tmp_path: Path, template: str | None, conversation: Conversation, words: str, param: str
+) -> None:
+    renderer = renderer_of(tokenizer_with(tmp_path, template))
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        rendered(renderer, conversation)
+    assert caught.value.param == param
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 300
 
 
 def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -310,13 +321,6 @@ def test_special_tokens_in_a_text_stay_boundaries_beside_a_bos(tokenizer_with_bo
     assert cuts == ["<|im_start|>Name three<|im_end|>"]
 
 
-def test_a_template_that_writes_nothing_is_a_400(tmp_path: Path) -> None:
-    renderer = renderer_of(tokenizer_with(tmp_path, "{% if messages|length > 1 %}{{ messages[1].content }}{% endif %}"))
-    with pytest.raises(InvalidRequest, match="no tokens") as caught:
-        rendered(renderer, conversation_of(("user", "hello")))
-    assert caught.value.param == "messages"
-
-
 def test_a_text_that_the_tokenizer_drops_is_a_400(tmp_path: Path) -> None:
     from tokenizers.normalizers import Strip
 
@@ -335,14 +339,6 @@ def test_a_preview_holds_nothing_that_a_terminal_acts_on(renderer: PromptRendere
     for prompt in (chat, text, ids):
         assert prompt.text.isprintable()
         assert prompt.text.startswith("hi ]0;pwned[2J31m there 🦀")
-
-
-def test_what_a_template_repeats_of_a_message_is_cut_and_escaped(tmp_path: Path) -> None:
-    renderer = renderer_of(tokenizer_with(tmp_path, "{{ raise_exception('refused: ' + messages[0].content) }}"))
-    with pytest.raises(InvalidRequest) as caught:
-        rendered(renderer, conversation_of(("user", "\x1b[31m" + "x" * 5000)))
-    assert caught.value.message.isprintable()
-    assert len(caught.value.message) < 300
 
 
 def test_the_templates_markers_are_found_out_once(tokenizer: Any) -> None:

@@ -19,8 +19,7 @@ from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product
 from diskprefix.native.packing import pack
 from tests.model.quants.test_forms import quants_of
-from tests.native.test_matrix import matrix_with
-from tests.native.test_packing import ONE_OF_EACH_FORM, content_of
+from tests.native.test_products import ONE_OF_EACH_FORM, content_of, matrix_with
 from tests.native.variants import WITH_DOTS, WITH_PAIRS, of_this_cpu
 
 EXPERTS, CHOSEN, WIDTH, INNER = 5, 3, 64, 160

@@ -122,38 +122,12 @@ def test_without_tools_a_call_is_content() -> None:
     assert read(format_named("hermes"), [text], []).content == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"name": "other", "arguments": {}}',
-        '```json\n{"name": "other", "arguments": {}}\n```',
-        '{"name": "get_weather", "days": 3, "arguments": {}}',
-        '{"function": {"x", "name": "get_weather", "arguments": {}}}',
-        '{"name": "get_weather"}',
-    ],
-)
-def test_an_object_without_tags_is_a_call_only_of_a_tool_of_the_request(text: str) -> None:
-    reply = read(format_named("hermes"), [text], TOOLS)
-    assert (reply.calls, reply.content) == ([], text)
-
-
 @pytest.mark.parametrize("name", TAGGED)
 def test_an_object_without_tags_is_read_in_every_family(name: str) -> None:
     call = '{\n  "name": "get_weather",\n  "arguments": {"city": "Oslo"}\n}'
     for text in (call, f"```json\n{call}\n```", f"Let me look.\n{call}"):
         found = read(format_named(name), [text], TOOLS).calls
         assert [(called, json.loads(arguments)) for called, arguments in found] == [("get_weather", {"city": "Oslo"})]
-
-
-def test_control_characters_in_arguments_are_escaped() -> None:
-    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Os\nlo\\"\t"}}</tool_call>'
-    assert json.loads(read(format_named("hermes"), text, TOOLS).calls[0][1]) == {"city": 'Os\nlo"\t'}
-
-
-def test_harmony_drops_a_line_end_behind_a_call_and_shows_a_tag_that_begins_no_message() -> None:
-    call = '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Oslo"}\n<|call|>'
-    assert read(format_named("harmony"), [call], TOOLS).content == ""
-    assert read(format_named("harmony"), ["What is <|channel|> for?"], TOOLS).content == "What is <|channel|> for?"
 
 
 def test_calls_that_stand_in_calls_without_end_are_content() -> None:

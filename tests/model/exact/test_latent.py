@@ -9,10 +9,8 @@ import torch
 
 from diskprefix.model.exact import latent
 from diskprefix.model.exact.patterns import NotInvariant
-from diskprefix.model.exact.self_check import make_exact, rehearse
-from diskprefix.model.quants.quantised import QuantisedLinear, prepare
+from diskprefix.model.exact.self_check import rehearse
 from tests.exactness.architectures import tiny_model
-from tests.model.quantising_in_place import quantise
 
 NAMES = ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
 LATENT, ROTARY = 32, 8
@@ -72,16 +70,3 @@ def test_memory_in_two_pieces_is_refused() -> None:
     for rotary in (torch.zeros(1, 1, 4, ROTARY), row[..., LATENT - 1 : -1]):
         with pytest.raises(NotInvariant, match="one row"):
             latent.remember(expansion, row[..., :LATENT], rotary)
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_quantised_model_shares_steps_at_every_token(weights: str) -> None:
-    model = tiny_model("minicpm3", torch.bfloat16)
-    quantise(model, weights)
-    prepare(model)
-    quantised = {name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, QuantisedLinear)}
-    assert quantised >= {"q_a_proj", "q_b_proj", "o_proj"}
-    layout, reason = make_exact(model)
-    assert (layout.exact_at, reason) == ("token", "")
-    assert layout.packs

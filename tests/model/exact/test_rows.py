@@ -58,14 +58,6 @@ def test_products_of_other_numbers_are_refused(of_rows: torch.dtype, of_matrix: 
         linear(numbers(2, 8, dtype=of_rows), numbers(2, 8, dtype=of_matrix))
 
 
-def test_rows_as_they_are_depend_on_their_company() -> None:
-    """What this is for: without it, a token alone has other bits than in a prompt."""
-    x, weight = numbers(300, 576, dtype=torch.float32), numbers(192, 576, dtype=torch.float32, seed=1)
-    whole = functional.linear(x, weight)
-    alone = torch.cat([functional.linear(row, weight) for row in x.split(1)])  # type: ignore[no-untyped-call]
-    assert not torch.equal(alone, whole)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 8, 10, 96, 200])
 def test_a_function_of_one_number_has_the_same_bits_in_every_place(width: int, dtype: torch.dtype) -> None:
@@ -78,8 +70,3 @@ def test_a_function_of_one_number_has_the_same_bits_in_every_place(width: int, d
             assert torch.equal(torch.cat(parts), whole)
         beside = torch.cat([x, x], dim=1)[:, :width]
         assert torch.equal(in_whole_vectors(function, beside), whole)
-
-
-def test_functions_as_they_are_depend_on_their_place() -> None:
-    x = numbers(64, 10, dtype=torch.float32) * 4
-    assert not torch.equal(torch.cat([torch.sigmoid(row) for row in x.split(1)]), torch.sigmoid(x))  # type: ignore[no-untyped-call]

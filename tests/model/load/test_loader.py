@@ -143,9 +143,10 @@ def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_missing_path_is_refused_without_loading_torch() -> None:
+def test_a_missing_path_is_refused_and_digests_are_computed_without_torch() -> None:
     code = (
-        "import sys\nfrom diskprefix.model.load.loader import load_model\nfrom diskprefix.settings import Settings\n"
+        "import sys, diskprefix.model.load.fingerprint\n"
+        "from diskprefix.model.load.loader import load_model\nfrom diskprefix.settings import Settings\n"
         "try: load_model(Settings(model='/nope'), print)\n"
         "except Exception as error: print(type(error).__name__, 'torch' in sys.modules)"
     )

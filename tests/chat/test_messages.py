@@ -1,0 +1,171 @@
+"""What becomes of messages before a template writes them: late system messages, forms of calls, gaps to fill in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.chat.fill_in import FillIn, fill_in_tags
+from diskprefix.chat.late_system import has_late_system, late_system_as_user
+from diskprefix.chat.messages import CacheMark, Conversation, Message, Role, TextPart
+from diskprefix.chat.template_input import MessageForm
+from diskprefix.errors import InvalidRequest
+from tests.chat.rendering import rendered, renderer_of, tokenizer_with
+
+_WRITE = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+WRITES = f"{{% for message in messages %}}{_WRITE}{{% endfor %}}"
+DROPS = (
+    "{% for message in messages %}{% if loop.first or message.role != 'system' %}"
+    f"{_WRITE}{{% endif %}}{{% endfor %}}"
+)
+REFUSES = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    f"{{{{ raise_exception('System message must be at the beginning.') }}}}{{% endif %}}{_WRITE}{{% endfor %}}"
+)
+
+
+def conversation(*said: tuple[Role, str]) -> Conversation:
+    return Conversation(
+        messages=[
+            Message(role=role, content=(TextPart(text, f"messages.{k}.content"),), path=f"messages.{k}")
+            for k, (role, text) in enumerate(said)
+        ]
+    )
+
+
+def spoken(found: Conversation) -> list[tuple[str, list[str]]]:
+    return [(m.role, [part.text for part in m.content if isinstance(part, TextPart)]) for m in found.messages]
+
+
+LATE = conversation(("system", "S"), ("user", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e"))
+
+
+@pytest.mark.parametrize(
+    ("roles", "is_late"),
+    [
+        ([], False),
+        (["user"], False),
+        (["system", "developer", "user", "assistant"], False),
+        (["user", "system"], True),
+        (["system", "user", "developer", "user"], True),
+    ],
+)
+def test_a_system_message_is_late_behind_one_of_another_role(roles: list[Role], is_late: bool) -> None:
+    assert has_late_system(conversation(*((role, "x") for role in roles)).messages) is is_late
+
+
+def test_late_system_messages_are_the_users_in_their_place_and_joined_with_those_beside_them() -> None:
+    in_place = [("system", ["S"]), ("user", ["a", "b", "c"]), ("assistant", ["d"]), ("user", ["e"])]
+    assert spoken(late_system_as_user(LATE)) == in_place
+    # Messages of the user that no system message stands between stay apart.
+    apart = late_system_as_user(conversation(("user", "a"), ("user", "b"), ("assistant", "c"), ("system", "d")))
+    assert spoken(apart) == [("user", ["a"]), ("user", ["b"]), ("assistant", ["c"]), ("user", ["d"])]
+
+
+@pytest.mark.parametrize("marked", [0, 1])
+def test_a_mark_stays_on_the_message_that_its_message_is_part_of(marked: int) -> None:
+    messages = list(conversation(("user", "a"), ("system", "b")).messages)
+    messages[marked] = replace(messages[marked], mark=CacheMark(300.0))
+    [found] = late_system_as_user(Conversation(messages=messages)).messages
+    assert found.mark == CacheMark(300.0)
+
+
+@pytest.mark.parametrize(
+    ("template", "roles"),
+    [
+        (WRITES, ["system", "user", "system", "user", "assistant", "system"]),
+        (DROPS, ["system", "user", "assistant", "user"]),
+        (REFUSES, ["system", "user", "assistant", "user"]),
+    ],
+    ids=["writes", "drops", "refuses"],
+)
+def test_a_prompt_has_every_system_message(tmp_path: Path, template: str, roles: list[str]) -> None:
+    tokenizer = tokenizer_with(tmp_path, template)
+    renderer = renderer_of(tokenizer)
+    text = renderer.text_of(LATE)
+    assert [line.removeprefix("<|im_start|>") for line in text.splitlines() if line.startswith("<|im_start|>")] == roles
+    assert tokenizer.decode(rendered(renderer, LATE).token_ids.tolist()) == text
+    assert [word for word in "Sabcde" if f"\n{word}" in text] == list("Sabcde")
+
+
+# The forms in which chat templates take messages. Which real template needs which is in `output/test_choose_format.py`.
+
+
+def applied(form: MessageForm, call_id: str = "abcdefgh1", arguments: Any = None, content: str = "") -> Any:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments or {}}}
+    spoken = {"role": "assistant", "content": content, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": call_id, "content": "done"}
+    before = [{**spoken, "tool_calls": [call]}, dict(result)]
+    after = form.applied([spoken, result])
+    assert [spoken, result] == before, "what the client sent stays as it is"
+    return after
+
+
+def test_a_template_that_needs_nothing_gets_messages_as_they_are() -> None:
+    spoken, result = applied(MessageForm(), arguments={"a": 1})
+    assert spoken["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert (spoken["content"], result["tool_call_id"]) == ("", "abcdefgh1")
+
+
+def test_a_short_id_is_the_same_in_a_call_and_its_result_and_another_for_another_call() -> None:
+    ids = set()
+    for sent in ("toolu_01-A", "toolu_01-B", "call_1"):
+        spoken, result = applied(MessageForm(short_ids=True), call_id=sent)
+        assert spoken["tool_calls"][0]["id"] == result["tool_call_id"]
+        ids.add(result["tool_call_id"])
+    assert len(ids) == 3
+    assert all(len(short) == 9 and short.isalnum() for short in ids)
+    assert applied(MessageForm(short_ids=True))[1]["tool_call_id"] == "abcdefgh1"
+
+
+def test_arguments_are_text_or_an_object_as_the_template_needs_it() -> None:
+    def written(form: MessageForm, arguments: Any) -> Any:
+        return applied(form, arguments=arguments)[0]["tool_calls"][0]["function"]["arguments"]
+
+    assert written(MessageForm(text_arguments=True), {"a": "é"}) == '{"a": "é"}'
+    assert written(MessageForm(text_arguments=True), "{?") == "{?"
+    assert written(MessageForm(objects_only=True), "{?") == {"arguments": "{?"}
+    assert written(MessageForm(objects_only=True), {"a": 1}) == {"a": 1}
+
+
+def test_only_a_message_that_says_nothing_has_no_content() -> None:
+    assert applied(MessageForm(null_content=True))[0]["content"] is None
+    assert applied(MessageForm(null_content=True), content="I look.")[0]["content"] == "I look."
+
+
+# A gap to fill in, with the tags of the tokenizer.
+
+GAP = FillIn("def f(", "):", "suffix", files=(("a.py", "x = 1"),), begun="a")
+
+
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        (
+            ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"],
+            "<|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>a",
+        ),
+        (
+            ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>"],
+            "<|file_sep|>a.py\nx = 1\n<|file_sep|><|fim_prefix|>def f(<|fim_suffix|>):<|fim_middle|>a",
+        ),
+        (["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"], "<｜fim▁begin｜>def f(<｜fim▁hole｜>):<｜fim▁end｜>a"),
+        (["[PREFIX]", "[SUFFIX]"], "[SUFFIX]):[PREFIX]def f(a"),
+    ],
+)
+def test_a_gap_is_written_with_the_tags_of_the_tokenizer(added: list[str], text: str) -> None:
+    assert fill_in_tags(added, GAP).text_of(GAP) == text
+
+
+def test_only_what_the_tokenizer_has_ends_a_reply() -> None:
+    added = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
+    assert fill_in_tags(added, GAP).ends == ("<|fim_pad|>",)
+
+
+def test_a_model_that_was_not_trained_for_it_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="names no tokens for filling in") as caught:
+        fill_in_tags(["<|fim_prefix|>", "<|fim_suffix|>", "<|im_end|>"], GAP)
+    assert caught.value.param == "suffix"

@@ -1,0 +1,349 @@
+"""The compiled products with matrices: weights number for number, and rows alike in every company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.products import matrix_of as matrix_in_memory
+from diskprefix.model.quants.quant_form import FILE_FORMS, FORMS, QuantForm, form_of
+from diskprefix.native import library
+from diskprefix.native.blocks import Gated, Norm
+from diskprefix.native.dense import head_products
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix, product, rows_of
+from diskprefix.native.packing import _TYPES, pack
+from tests.model.quants.test_forms import quants_of
+from tests.native.variants import IN_FLOAT32, WITH_DOTS, of_this_cpu
+
+ROWS, COLUMNS = 48, 352
+"""An odd number of strips, and more blocks than are taken at once."""
+MOST = 70
+
+
+def matrix_of(rows: int, columns: int, bits: int) -> Matrix:
+    form = next(form for form in FORMS if form.bits == bits)
+    return matrix_with(quants_of(form, rows, columns))
+
+
+def matrix_with(quants: Quants, bias: torch.Tensor | None = None) -> Matrix:
+    return matrix_in_memory(quants.packed(), quants.form, bias)
+
+
+def product_of(
+    operators: Operators, quants: Quants, bias: torch.Tensor | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    matrix = matrix_with(quants, bias)
+    return lambda rows: product(operators, rows, matrix)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_it_computes_with_the_weights_of_the_form(operators: Operators, form: QuantForm) -> None:
+    quants = quants_of(form, ROWS, COLUMNS)
+    found = product_of(operators, quants)(torch.eye(COLUMNS).bfloat16())
+    assert torch.equal(found.t(), quants.dequantised())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_are_looked_up(operators: Operators, form: QuantForm) -> None:
+    quants = quants_of(form, ROWS, COLUMNS)
+    ids = torch.tensor([[47, 0, 17], [17, 8, 7]])
+    assert torch.equal(rows_of(operators, matrix_with(quants), ids), quants.dequantised()[ids])
+
+
+@pytest.mark.parametrize("ids", [[0, ROWS], [-1]])
+def test_rows_that_a_matrix_does_not_have_are_refused(operators: Operators, ids: list[int]) -> None:
+    with pytest.raises(IndexError, match=f"of {ROWS} rows"):
+        rows_of(operators, matrix_of(ROWS, COLUMNS, 4), torch.tensor(ids))
+
+
+@pytest.mark.parametrize("form", FORMS[:1], ids=str)
+def test_a_row_has_the_same_bits_beside_any_others(operators: Operators, form: QuantForm) -> None:
+    bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
+    check_company(product_of(operators, quants_of(form, ROWS, COLUMNS), bias))
+
+
+def check_company(product: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    rows = torch.randn(MOST, COLUMNS, generator=torch.Generator().manual_seed(4)).bfloat16()
+    whole = product(rows)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for count in (1, 2, 3, 4, 5, 15, 16, 17, 31, 32, 33, 47, 48, 49, MOST):
+            for start in {0, 1, MOST - count} if count < MOST else {0}:
+                assert torch.equal(product(rows[start : start + count]), whole[start : start + count])
+
+
+def test_rows_of_any_size_are_multiplied(operators: Operators) -> None:
+    product = product_of(operators, quants_of(FORMS[0], ROWS, COLUMNS))
+    rows = torch.randn(7, COLUMNS, generator=torch.Generator().manual_seed(9)).bfloat16()
+    expected = product(rows)
+    for power in (-60, 60):
+        assert torch.equal(product(rows * 2.0**power), expected * 2.0**power)
+    rows[3, 5] = float("inf")
+    found = product(rows)
+    assert not found[3].isfinite().any()
+    assert torch.equal(found[[0, 1, 2, 4, 5, 6]], expected[[0, 1, 2, 4, 5, 6]])
+
+
+def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
+    bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
+    matrix = Matrix(weight, (ROWS, COLUMNS), bias=bias)
+    check_company(lambda rows: product(operators, rows, matrix))
+    plain, one_by_one = Matrix(weight, (ROWS, COLUMNS)), torch.eye(COLUMNS).bfloat16()
+    assert torch.equal(product(operators, one_by_one, plain).t(), weight)
+    assert torch.equal(torch.cat([product(operators, row[None], plain) for row in one_by_one]).t(), weight)
+
+
+def test_it_is_as_near_to_the_exact_product_as_bfloat16_can_be(operators: Operators) -> None:
+    quants, bias = quants_of(FORMS[0], ROWS, COLUMNS), torch.arange(float(ROWS)) / 100
+    rows = torch.randn(33, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
+    exact = rows.double() @ quants.dequantised().double().t() + bias
+    found = product_of(operators, quants, bias)(rows)
+    assert float((found.double() - exact).abs().max()) < float(exact.abs().max()) * 2**-8
+
+
+def test_rows_of_any_shape_are_taken(operators: Operators) -> None:
+    product = product_of(operators, quants_of(FORMS[0], ROWS, COLUMNS))
+    rows = torch.randn(2, 3, COLUMNS, generator=torch.Generator().manual_seed(6)).bfloat16()
+    turned = rows.transpose(0, 1)
+    assert torch.equal(product(turned), product(turned.contiguous()))
+    assert torch.equal(product(rows).view(6, ROWS), product(rows.view(6, COLUMNS)))
+    assert product(rows[:0]).shape == (0, 3, ROWS)
+
+
+# Weights of GGUF files are packed, looked up and multiplied number for number.
+
+WIDE = 512
+ONE_OF_EACH_FORM = {form: kind for kind, form in FILE_FORMS.items()}.values()
+SPECIAL = [0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x3C00, 0xBC00, 0x0400]
+"""float16 numbers: zeros, the smallest, the largest, infinite ones, no number, ones."""
+
+
+_HALVES = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "IQ1_M": (),
+}
+"""At which bytes of a block there are float16 numbers, where not at the first one alone."""
+
+
+def content_of(kind: str, rows: int = 16, columns: int = 512) -> np.ndarray[Any, Any]:
+    """Random blocks with random finite scales."""
+    rng = np.random.default_rng(len(kind))
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = rng.integers(0, 256, (rows, columns // weights, num_bytes), dtype=np.uint8)
+    for at in _HALVES.get(kind, (0,)):
+        numbers = rng.normal(0, 0.01, blocks[..., :1].shape).astype(np.float16)
+        blocks[..., at : at + 2] = numbers.view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = rng.integers(100, 140, blocks[..., 0].shape)
+    if kind == "IQ1_M":  # The first bits of its float16.
+        blocks[..., 55] = blocks[..., 55] & 15 | 32
+    return blocks.reshape(rows, -1)
+
+
+def dequantised(kind: str, content: np.ndarray[Any, Any]) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(gguf.dequantize(content, gguf.GGMLQuantizationType[kind])).bfloat16()
+
+
+def packed(operators: Operators, kind: str, content: np.ndarray[Any, Any], order: torch.Tensor | None = None) -> Matrix:
+    """Returns the packed matrix, made in two pieces."""
+    form, rows = form_of(kind), torch.from_numpy(content)
+    assert form is not None
+    out = torch.zeros(form.packed_shape(ROWS, WIDE), dtype=torch.uint8)
+    if order is None:
+        pack(operators, kind, rows[:16], None, out[:1])
+        pack(operators, kind, rows[16:], None, out[1:])
+    else:
+        pack(operators, kind, rows, order[:32], out[:2])
+        pack(operators, kind, rows, order[32:], out[2:])
+    return matrix_in_memory(out, form, None)
+
+
+def weights_in(operators: Operators, matrix: Matrix) -> torch.Tensor:
+    return rows_of(operators, matrix, torch.arange(ROWS))
+
+
+def wide_rows(count: int) -> torch.Tensor:
+    return torch.randn(count, WIDE, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def test_the_types_are_those_with_a_form() -> None:
+    assert set(_TYPES) == set(FILE_FORMS)
+
+
+def test_memory_is_hardly_more_than_the_file() -> None:
+    """The few that take more are decoded codes of a grid."""
+    more = {}
+    for kind, form in FILE_FORMS.items():
+        weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        more[kind] = form.weight_bits / (num_bytes * 8 / weights)
+    grids = {kind for kind in FILE_FORMS if kind.startswith(("IQ1", "IQ2", "IQ3", "TQ1"))}
+    assert {kind for kind, times in more.items() if times > 1.05} == grids
+    assert form_of("F16") is None
+
+
+@pytest.mark.parametrize("kind", _TYPES)
+def test_weights_are_those_of_the_gguf_library(operators: Operators, kind: str) -> None:
+    content = content_of(kind, ROWS, WIDE)
+    matrix, expected = packed(operators, kind, content), dequantised(kind, content)
+    assert torch.equal(weights_in(operators, matrix).view(torch.int16), expected.view(torch.int16))
+    one_by_one = torch.eye(WIDE).bfloat16()
+    assert torch.equal(product(operators, one_by_one, matrix).t(), expected)
+    assert torch.equal(product(operators, one_by_one[-64:-63], matrix)[0], expected[:, -64])
+    assert torch.equal(product(operators, one_by_one[100:105], matrix).t(), expected[:, 100:105])
+
+
+@pytest.mark.parametrize("kind", _TYPES)
+def test_scales_may_be_anything(operators: Operators, kind: str) -> None:
+    """With scales of 0 and less, 0 and -0 are told apart."""
+    content = content_of(kind, ROWS, WIDE)
+    num_bytes = _TYPES[kind][2]
+    blocks = content.reshape(ROWS, -1, num_bytes)
+    numbers = np.resize(np.array(SPECIAL, np.uint16), blocks.shape[:2])
+    for at in _HALVES.get(kind, (0,)):
+        blocks[..., at : at + 2] = np.roll(numbers, at, axis=0)[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = np.resize(np.array([0, 1, 2, 3, 127, 253, 254, 255], np.uint8), blocks.shape[:2])
+    found, expected = weights_in(operators, packed(operators, kind, content)), dequantised(kind, content)
+    is_number = ~expected.isnan()
+    assert torch.equal(is_number, ~found.isnan())
+    assert torch.equal(found[is_number].view(torch.int16), expected[is_number].view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
+def test_a_row_of_a_file_has_the_same_bits_beside_any_others(operators: Operators, kind: str) -> None:
+    matrix, rows = packed(operators, kind, content_of(kind, ROWS, WIDE)), wide_rows(65)
+    whole = product(operators, rows, matrix)
+    exact = rows.double() @ weights_in(operators, matrix).double().t()
+    assert float((whole.double() - exact).abs().max()) < float(exact.abs().max()) * 2**-7
+    for count in (1, 2, 5, 6, 7, 17, 64):
+        assert torch.equal(product(operators, rows[1 : count + 1], matrix), whole[1 : count + 1])
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
+@pytest.mark.parametrize("variants", [IN_FLOAT32, WITH_DOTS])
+def test_variants_that_compute_in_the_same_way_give_the_same_bits(kind: str, variants: tuple[str, ...]) -> None:
+    content, found = content_of(kind, ROWS, WIDE), []
+    for variant in set(of_this_cpu()) & set(variants):
+        library.choose(variant)
+        operators = library.operators()
+        assert operators is not None
+        found.append(product(operators, wide_rows(7), packed(operators, kind, content)))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_rows_are_put_into_an_order(operators: Operators, kind: str) -> None:
+    content = content_of(kind, ROWS, WIDE)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    found = weights_in(operators, packed(operators, kind, content, order))
+    assert torch.equal(found, dequantised(kind, content)[order.long()])
+
+
+def test_threads_change_nothing_in_what_is_packed(operators: Operators) -> None:
+    content = content_of("Q5_K", ROWS, WIDE)
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(weights_in(operators, packed(operators, "Q5_K", content)))
+    assert torch.equal(*found)
+
+
+# Products of each head's rows with a matrix of its own.
+
+HEADS = 3
+ERRORS = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 2e-3}
+
+
+def products_of_heads(
+    operators: Operators, rows: torch.Tensor, matrices: torch.Tensor, outer: int, *, is_turned: bool
+) -> torch.Tensor:
+    out = torch.full((HEADS, rows.shape[1], outer + 3), 7.0, dtype=rows.dtype)
+    head_products(operators, rows, matrices, out[..., :outer], is_turned=is_turned)
+    assert (out[..., outer:] == 7).all(), "nothing is written beside a row"
+    return out[..., :outer]
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+@pytest.mark.parametrize("is_turned", [False, True], ids=["plain", "turned"])
+@pytest.mark.parametrize(("inner", "outer"), [(64, 96), (40, 35)])
+def test_each_head_has_its_matrix_and_a_row_the_same_bits_beside_any_others(
+    operators: Operators, dtype: torch.dtype, is_turned: bool, inner: int, outer: int
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    # Rows and matrices are parts of larger tensors, as in a model.
+    rows = torch.randn(MOST, HEADS, inner + 8, generator=random).to(dtype)[..., :inner].transpose(0, 1)
+    shape = (outer, inner) if is_turned else (inner, outer)
+    matrices = torch.randn(HEADS, shape[0] + 4, shape[1], generator=random).to(dtype)[:, : shape[0]]
+    expected = rows.double() @ (matrices.mT if is_turned else matrices).double()
+    whole = products_of_heads(operators, rows, matrices, outer, is_turned=is_turned)
+    assert (whole.double() - expected).abs().max() < ERRORS[dtype] * expected.abs().max()
+    for first, last in [(0, 1), (3, 4), (1, 9), (5, 20), (2, 35), (40, MOST)]:
+        found = products_of_heads(operators, rows[:, first:last], matrices, outer, is_turned=is_turned)
+        assert torch.equal(found, whole[:, first:last]), (first, last)
+
+
+def test_the_number_of_threads_changes_no_bit_of_head_products(operators: Operators) -> None:
+    random = torch.Generator().manual_seed(2)
+    rows, matrices = (torch.randn(HEADS, n, 64, generator=random).bfloat16() for n in (20, 32))
+    found = []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        found.append(products_of_heads(operators, rows, matrices, 32, is_turned=True))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+# Parts of a layer: each gives what its steps give one by one.
+
+
+def rows_of_any_size(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    random = torch.Generator().manual_seed(1)
+    return (torch.randn(count, width, generator=random) * torch.logspace(-3, 3, count)[:, None]).to(dtype)
+
+
+def exact_norm(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
+    numbers, weight = rows.double(), norm.weight.double()
+    numbers = numbers * torch.rsqrt(numbers.square().mean(-1, keepdim=True) + norm.epsilon)
+    if norm.kind == 0:
+        return (numbers.to(rows.dtype) * norm.weight).double()
+    return numbers * (weight + 1 if norm.kind == 2 else weight)
+
+
+@pytest.mark.parametrize("width", [1, 5, 16, 40, 576])
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_a_norm_is_exact_but_for_its_rounding(operators: Operators, dtype: torch.dtype, kind: int, width: int) -> None:
+    rows = rows_of_any_size(6, width, dtype).clamp(-6e4, 6e4)
+    norm = Norm(torch.randn(width, generator=torch.Generator().manual_seed(2)).to(dtype), kind, 1e-5)
+    found, exact = norm(operators, rows), exact_norm(norm, rows)
+    limit = 4e-6 if dtype is torch.float32 else torch.finfo(dtype).eps
+    assert ((found.double() - exact).abs() <= exact.abs() * limit + torch.finfo(dtype).smallest_normal).all()
+    assert torch.equal(torch.cat([norm(operators, row[None]) for row in rows]), found)
+
+
+@pytest.mark.parametrize("count", [1, 9, 40])
+def test_gated_products_are_those_of_the_three_matrices(operators: Operators, count: int) -> None:
+    gate, up, down = matrix_of(96, 64, 4), matrix_of(96, 64, 8), matrix_of(64, 96, 4)
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    curve = functional.pad(functional.silu(numbers), (0, 1))
+    rows = torch.randn(count, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    bits = product(operators, rows, gate).view(torch.int16).to(torch.int32) & 0xFFFF
+    inner = curve[bits] * product(operators, rows, up)
+    found = Gated(gate, up, down, curve)(operators, rows)
+    assert torch.equal(found, product(operators, inner, down))
