@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact import invariant, latent, recurrent, runner
 from diskprefix.model.exact.runner import Rows
-from diskprefix.model.exact.self_check import make_exact
+from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.native import dense
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
@@ -254,3 +255,26 @@ def test_without_a_protection_they_do_not(
     model = tiny_model(name, torch.float32)
     invariant.install(model)
     assert not all(are_equal(together(model, layout, seed), expected) for seed in range(3))
+
+
+def test_a_model_whose_forwards_stay_as_they_are_depends_on_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 has matrices of its own, and chunks that a step with others does not share."""
+    cuts = [256, 256, 48], [17, 1, 33, 1, 7, 2, 1, 1, 1, 100, 3, 5, 20, 64, 111, 144, 1, 1, 46, 1]
+
+    def computed(cut: list[int]) -> tuple[bytes, torch.Tensor]:
+        arena, ids = arena_of(model, layout), made_up_tokens(model, 0, sum(cut))
+        with torch.inference_mode():
+            *_, logits = [arena.forward(model, part) for part in torch.split(ids, cut, dim=1)]
+        return state_of(arena, sum(cut)), logits
+
+    def depends_on_its_steps() -> bool:
+        invariant.install(model)
+        (one, logits), (other, others) = map(computed, cuts)
+        return one != other or not torch.equal(logits, others)
+
+    model = tiny_model("llama4", torch.float32)
+    layout = replace(rehearse(model), exact_at="token")
+    assert not depends_on_its_steps()
+    forwards_as_they_are(monkeypatch)
+    model = tiny_model("llama4", torch.float32)
+    assert depends_on_its_steps()
