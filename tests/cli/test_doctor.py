@@ -1,22 +1,28 @@
-"""Doctor's findings, each with what to do about it."""
+"""Doctor's findings, each with what to do about it: in the machine, in a model's files, and in replies."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import signal
 import socket
 import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
-from diskprefix.errors import StoreCorrupt
+from diskprefix.errors import LoadInterrupted, StoreCorrupt
 from diskprefix.extras import daemon_call
-from diskprefix.extras.setup import doctor_machine
+from diskprefix.extras.catalogue import catalogue
+from diskprefix.extras.catalogue.catalogue import path_of
+from diskprefix.extras.setup import doctor_machine, doctor_model, this_process
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
     folder_findings,
@@ -24,18 +30,32 @@ from diskprefix.extras.setup.doctor_machine import (
     store_finding,
     torch_findings,
 )
+from diskprefix.extras.setup.doctor_model import model_findings
+from diskprefix.model.load import fit, memory
+from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
+from diskprefix.model.load.gguf import converted_folder
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.made_settings import made_settings
+from tests.model import tiny
+from tests.server.chat_model import write_tokenizer
 from tests.server.daemon_process import DaemonProcess
 from tests.store.building import open_store
 
 CHECKS = {"folder", "file system", "space", "store", "port", "torch", "kernels", "model", "tokenizer", "template"}
+GIB = 2**30
+STATE = TokenState(per_token=2**15, positions=32_768)
+"""A GiB for the longest sequence."""
 
 
-def by_check(findings: Any) -> dict[str, Finding]:
+def by_check(findings: Iterable[Finding]) -> dict[str, Finding]:
     return {finding.check: finding for finding in findings}
+
+
+def levels(findings: dict[str, Finding]) -> dict[str, str]:
+    assert all(each.advice for each in findings.values() if each.level in ("note", "problem"))
+    return {check: each.level for check, each in findings.items()}
 
 
 def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tmp_path: Path) -> None:
@@ -59,86 +79,77 @@ def test_a_client_is_served_and_a_restart_loses_nothing(run: Run, chat_model: Pa
     assert list(tmp_path.iterdir()) == [], "the store of its own is gone"
 
 
+# -- The machine -----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("cpu", "capability", "level"),
+    ("cpu", "capability", "kernels", "expected"),
     [
-        *(("x86_64", capability, "ok") for capability in ("AVX512", "AVX2")),
-        *(("x86_64", capability, "note") for capability in ("DEFAULT", "NO AVX")),
-        ("aarch64", "DEFAULT", "ok"),
+        ("x86_64", "AVX512", "native (amx)", {"torch": "ok", "kernels": "ok"}),
+        ("x86_64", "AVX2", "torch", {"torch": "ok", "kernels": "note"}),
+        ("x86_64", "DEFAULT", "native (avx2)", {"torch": "note", "kernels": "ok"}),
+        ("x86_64", "NO AVX", "torch", {"torch": "note", "kernels": "note"}),
+        ("aarch64", "DEFAULT", "torch", {"torch": "ok", "kernels": "note"}),
     ],
 )
-def test_a_cpu_without_vectors_is_told(monkeypatch: pytest.MonkeyPatch, cpu: str, capability: str, level: str) -> None:
+def test_what_could_compute_faster_is_told(
+    monkeypatch: pytest.MonkeyPatch, cpu: str, capability: str, kernels: str, expected: dict[str, str]
+) -> None:
     monkeypatch.setattr(platform, "machine", lambda: cpu)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert by_check(torch_findings(Settings()))["torch"].level == level
+    monkeypatch.setattr(library, "described", lambda: kernels)
+    found = levels(by_check(torch_findings(Settings())))
+    assert {check: found[check] for check in expected} == expected
 
 
-@pytest.mark.parametrize(("names", "level"), [("native (amx)", "ok"), ("torch", "note")])
-def test_kernels_that_could_be_faster_are_told(monkeypatch: pytest.MonkeyPatch, names: str, level: str) -> None:
-    monkeypatch.setattr(library, "described", lambda: names)
-    assert by_check(torch_findings(Settings()))["kernels"].level == level
-
-
-def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert by_check(folder_findings(Settings(kv_cache_dir=tmp_path / "a/b")))["folder"].text.endswith("will be created")
+def test_a_folder_that_cannot_be_written_or_that_others_may_write_to_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, open_to_all = Settings(kv_cache_dir=tmp_path / "a/b"), Settings(kv_cache_dir=tmp_path / "kv")
+    assert by_check(folder_findings(new))["folder"].text.endswith("will be created")
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    found = by_check(folder_findings(open_to_all))["folder"]
+    assert (found.level, "777" in found.text) == ("problem", True)
     monkeypatch.setattr(os, "access", lambda *_: False)
-    found = by_check(folder_findings(Settings(kv_cache_dir=tmp_path / "a/b")))
-    assert (list(found), found["folder"].level) == (["folder"], "problem")
-    assert str(tmp_path) in found["folder"].text
+    [found] = folder_findings(new)
+    assert (found.check, found.level, str(tmp_path) in found.text) == ("folder", "problem", True)
 
 
 @pytest.mark.parametrize(
-    ("mounts", "kind"),
+    ("mounts", "kind", "level"),
     [
-        ("/dev/a / ext4 rw", "ext4"),
-        ("none {at} tmpfs rw\n/dev/a / ext4 rw", "tmpfs"),
-        ("/dev/a / ext4 rw\nnone {at} tmpfs rw\nhost:/x {at} nfs4 rw", "nfs4"),
-        ("/dev/a / ext4 rw\nnone {at}-else tmpfs rw", "ext4"),
-        ("/dev/a / ext4 rw\nbad", "ext4"),
-        ("", ""),
+        ("/dev/a / ext4 rw", "ext4", "ok"),
+        ("none {at} tmpfs rw\n/dev/a / ext4 rw", "tmpfs", "problem"),
+        ("/dev/a / ext4 rw\nnone {at} tmpfs rw\nhost:/x {at} nfs4 rw", "nfs4", "problem"),
+        ("/dev/a / ext4 rw\nnone {at}-else tmpfs rw", "ext4", "ok"),
+        ("/dev/a / ext4 rw\nbad", "ext4", "ok"),
+        ("", "", "ok"),
     ],
 )
-def test_the_innermost_mount_counts_and_of_two_the_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounts: str, kind: str
+def test_a_file_system_that_forgets_or_is_remote_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mounts: str, kind: str, level: str
 ) -> None:
+    """The innermost mount counts, and of two the later."""
     folder = tmp_path / "with space"
     folder.mkdir()
     at = str(folder.resolve()).replace(" ", "\\040")
     monkeypatch.setattr(Path, "read_text", lambda *_args, **_how: mounts.format(at=at))
-    assert doctor_machine._file_system(folder) == kind
-
-
-def test_a_folder_that_others_may_write_to_is_a_problem(tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir(mode=0o777)
-    (tmp_path / "kv").chmod(0o777)
-    found = by_check(folder_findings(Settings(kv_cache_dir=tmp_path / "kv")))
-    assert found["folder"].level == "problem"
-    assert "777" in found["folder"].text
-
-
-@pytest.mark.parametrize(("kind", "level"), [("tmpfs", "problem"), ("nfs4", "problem"), ("ext4", "ok"), ("", "ok")])
-def test_a_file_system_that_forgets_or_is_remote_is_a_problem(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, level: str
-) -> None:
-    monkeypatch.setattr(doctor_machine, "_file_system", lambda _place: kind)
-    assert by_check(folder_findings(Settings(kv_cache_dir=tmp_path)))["file system"].level == level
+    found = by_check(folder_findings(Settings(kv_cache_dir=folder)))["file system"]
+    assert (found.level, kind in found.text) == (level, True)
 
 
 @pytest.mark.parametrize(
-    ("budget", "min_free", "level"), [(2**30, 0, "ok"), (2**50, 0, "note"), (2**30, 2**50, "problem")]
+    ("free", "min_free", "level"),
+    [(GIB, 0, "ok"), (GIB - 4000, 0, "note"), (2000, 4000, "note"), (2000, 5000, "problem")],
 )
-def test_the_budget_is_compared_with_the_free_space(tmp_path: Path, budget: int, min_free: int, level: str) -> None:
-    settings = made_settings(kv_cache_dir=tmp_path, kv_cache_budget=budget, kv_cache_min_free=min_free)
-    assert by_check(folder_findings(settings))["space"].level == level
-
-
-def test_the_room_that_the_store_has_already_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_compared_with_the_free_space_and_the_room_that_the_store_has_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, min_free: int, level: str
+) -> None:
     (tmp_path / "data.mdb").write_bytes(bytes(3000))
-    disk = SimpleNamespace(f_bavail=1, f_frsize=2000)
-    monkeypatch.setattr(os, "statvfs", lambda _path: disk)
-    for min_free, level in ((4000, "note"), (5000, "problem")):
-        settings = made_settings(kv_cache_dir=tmp_path, kv_cache_budget=2**30, kv_cache_min_free=min_free)
-        assert by_check(folder_findings(settings))["space"].level == level
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=1, f_frsize=free))
+    settings = made_settings(kv_cache_dir=tmp_path, kv_cache_budget=GIB, kv_cache_min_free=min_free)
+    assert by_check(folder_findings(settings))["space"].level == level
 
 
 def test_a_store_tells_what_it_holds_or_why_it_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,60 +170,48 @@ def test_a_store_tells_what_it_holds_or_why_it_cannot_be_read(tmp_path: Path, mo
     assert (found.level, "move it aside" in found.advice) == ("problem", True)
 
 
-@pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.6\r\n"])
-def test_a_port_that_another_program_has_is_a_problem(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("says", "level"),
+    [
+        (b"", "problem"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "problem"),
+        (b'HTTP/1.0 200 -\r\n\r\n{"status": "ok"}', "ok"),
+        (b'HTTP/1.0 503 -\r\n\r\n{"status": "loading"}', "note"),
+        (b'HTTP/1.0 200 -\r\n\r\n{"status": "degraded"}', "note"),
+        (b'HTTP/1.0 200 -\r\n\r\n{"status": 1}', "problem"),
+        (b"HTTP/1.0 200 -\r\n\r\n[1]", "problem"),
+        (b"HTTP/1.0 404 -\r\n\r\n<html>", "problem"),
+    ],
+)
+def test_what_answers_at_the_port_is_a_daemon_or_not(says: bytes, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_call, "_CONNECT_S", 1.0 if says else 0.05)
 
-    def greet() -> None:
+    def answer() -> None:
         connection, _ = other.accept()
         with connection:
+            if says.startswith(b"HTTP"):
+                connection.recv(1 << 16)
             connection.sendall(says)
+            connection.shutdown(socket.SHUT_WR) if says else None
             connection.recv(1 << 16)
 
     with socket.create_server(("127.0.0.1", 0)) as other:
-        greeting = threading.Thread(target=greet)
-        greeting.start()
+        answering = threading.Thread(target=answer)
+        answering.start()
         found = port_finding(Settings(port=other.getsockname()[1]))
-        greeting.join()
-    assert (found.level, "another program" in found.text) == ("problem", True)
+        answering.join()
+    assert found.level == level
+    assert ("another program" in found.text) == (level == "problem")
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "level"),
-    [
-        (200, b'{"status": "ok"}', "ok"),
-        (503, b'{"status": "loading"}', "note"),
-        (200, b'{"status": "degraded"}', "note"),
-        (200, b'{"status": 1}', "problem"),
-        (200, b"[1]", "problem"),
-        (404, b"<html>", "problem"),
-    ],
-)
-def test_what_answers_at_the_port_is_a_daemon_or_not(status: int, body: bytes, level: str) -> None:
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.handle_request, daemon=True).start()
-        assert port_finding(Settings(port=server.server_port)).level == level
-
-
-def test_an_address_of_another_machine_is_a_problem() -> None:
-    found = port_finding(Settings(host="192.0.2.1", port=0))
-    assert (found.level, "another --host" in found.advice) == ("problem", True)
-
-
-def test_a_daemon_at_the_port_is_no_problem_and_no_proxy_is_asked(
+def test_a_daemon_at_the_port_is_no_problem_and_an_address_of_another_machine_is_one(
     daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     found = port_finding(Settings(port=int(daemon.url.rpartition(":")[2])))
-    assert (found.level, found.text.endswith(": ok")) == ("ok", True)
+    assert (found.level, found.text.endswith(": ok")) == ("ok", True), "no proxy is asked"
+    found = port_finding(Settings(host="192.0.2.1", port=0))
+    assert (found.level, "another --host" in found.advice) == ("problem", True)
 
 
 def test_a_model_that_is_not_here_is_not_fetched(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,14 +222,24 @@ def test_a_model_that_is_not_here_is_not_fetched(run: Run, tmp_path: Path, monke
     assert "tokenizer" not in findings
 
 
-def test_each_model_that_is_known_by_name_is_checked(run: Run, tmp_path: Path) -> None:
+def test_each_model_that_is_known_by_name_is_checked_and_none_is_a_problem(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found() -> dict[str, list[tuple[str, str]]]:
+        report = run("doctor", "--models-dir", tmp_path, "--kv-cache-dir", tmp_path / "kv", "--json").json["findings"]
+        names = ("model", "models")
+        return {name: [(one["level"], one["text"]) for one in report if one["check"] == name] for name in names}
+
+    monkeypatch.setattr("diskprefix.extras.catalogue.catalogue.cached_models", lambda: iter(()))
+    assert found()["models"] == [("problem", "no model is known")]
     for name in ("one", "two"):
         (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
-    found = run("doctor", "--models-dir", tmp_path, "--kv-cache-dir", tmp_path / "kv", "--json").json["findings"]
-    models = [(each["level"], each["text"].partition(": ")[0]) for each in found if each["check"] == "model"]
-    assert models == [("problem", "one"), ("problem", "two")]
-    (together,) = (each for each in found if each["check"] == "models")
-    assert (together["level"], "loaded" in together["text"]) == ("note", False), "nothing is known of either"
+    assert [(level, text.partition(": ")[0]) for level, text in found()["model"]] == [
+        ("problem", "one"),
+        ("problem", "two"),
+    ]
+    [(level, text)] = found()["models"]
+    assert (level, "loaded" in text) == ("note", False), "nothing is known of either"
 
 
 def test_what_several_models_take_together_is_compared_with_the_limit(
@@ -254,9 +263,195 @@ def test_what_several_models_take_together_is_compared_with_the_limit(
     assert finding("16MiB")[0] == "problem"
 
 
-def test_a_folder_without_models_is_a_problem(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.extras.catalogue.catalogue.cached_models", lambda: iter(()))
-    found = run("doctor", "--models-dir", tmp_path, "--kv-cache-dir", tmp_path / "kv", "--json").json["findings"]
-    assert [(each["level"], each["text"]) for each in found if each["check"] == "models"] == [
-        ("problem", "no model is known")
-    ]
+# -- A model's files -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, sizes: Any) -> Path:  # noqa: ARG001
+    """A model's folder with a tokenizer, and a file for its weights."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Says how much memory the weights take, and how much is free."""
+
+    def set_to(needed: int, free: int) -> None:
+        def needs(folder: Path, _files: object, _weights: str, dtype: str) -> ModelNeeds:
+            num_bytes = needed * (2 if dtype == "float32" else 1)
+            return ModelNeeds(name=folder.name, weights={"bfloat16": num_bytes}, state=STATE)
+
+        monkeypatch.setattr(catalogue, "needs_of_folder", needs)
+        monkeypatch.setattr(memory, "available_ram_bytes", lambda: free)
+
+    set_to(GIB, 10 * GIB)
+    return set_to
+
+
+def found_in(folder: Path, **settings: Any) -> dict[str, Finding]:
+    return by_check(model_findings(Settings(model=str(folder), **settings), lambda _line: None))
+
+
+@pytest.mark.parametrize(
+    ("needed", "settings", "level"),
+    [
+        (5, {}, "ok"),
+        (9, {}, "note"),
+        (11, {}, "problem"),
+        (9, {"dtype": "float32"}, "problem"),
+        (11, {"device": "cuda"}, "ok"),
+    ],
+)
+def test_weights_are_compared_with_the_memory(
+    folder: Path, sizes: Any, needed: int, settings: dict[str, Any], level: str
+) -> None:
+    sizes(needed * GIB, 10 * GIB)
+    assert levels(found_in(folder, **settings))["model"] == level
+
+
+def without_a_template(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), {"model": "problem"}),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), {"model": "ok", "tokenizer": "problem"}),
+        (without_a_template, {"model": "ok", "tokenizer": "ok", "template": "note"}),
+    ],
+)
+def test_what_a_folder_lacks_is_told(folder: Path, change: Callable[[Path], object], expected: dict[str, str]) -> None:
+    change(folder)
+    assert levels(found_in(folder)) == expected
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, sizes: Any, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: ARG001
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
+
+
+def test_the_tokenizer_of_a_file_is_not_looked_at_before_it_is_converted(gguf: Path) -> None:
+    assert levels(found_in(gguf)) == {"model": "ok", "tokenizer": "skipped"}
+    converted_folder(gguf, lambda _line: None)
+    assert found_in(gguf, weights="native")["tokenizer"].level != "skipped"
+
+
+def test_a_file_is_a_problem_where_the_start_would_refuse_it(gguf: Path, sizes: Any) -> None:
+    needed = fitted(needs_of_gguf(gguf, "auto"), 0).needed_bytes
+    sizes(GIB, needed - 1)
+    found = found_in(gguf)["model"]
+    assert (found.level, dict(found.table)["room to compute"]) == ("problem", fit.ROOM_BYTES)
+    sizes(GIB, needed)
+    assert levels(found_in(gguf))["model"] == "ok"
+
+
+def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    found = found_in(tmp_path / "model.gguf")["model"]
+    assert (found.level, "cannot read" in found.text) == ("problem", True)
+
+
+def test_a_model_that_is_only_partly_here_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in (None, "org/absent", "not a name//"):
+        assert path_of(name) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "says"),
+    [
+        (None, "ok", "the system message ends at one"),
+        (
+            "<|im_start|>user\n{{ messages[0].content }}\n{{ messages[1].content }}<|im_end|>\n"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            "ok",
+            "none at the system message's end",
+        ),
+        ("{% for message in messages %}{{ message.content }} {% endfor %}", "note", "no safe boundaries"),
+        ("{{ raise_exception('no') }}", "problem", "no"),
+    ],
+)
+def test_the_boundaries_of_a_template_are_told(folder: Path, text: str | None, level: str, says: str) -> None:
+    if text is not None:
+        (folder / "template.jinja").write_text(text)
+    found = found_in(folder, chat_template=None if text is None else folder / "template.jinja")
+    assert (levels(found)["template"], says in found["template"].text) == (level, True)
+
+
+def test_a_tokenizer_that_changes_texts_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert levels(found_in(folder))["tokenizer"] == "ok"
+    decode = PreTrainedTokenizerFast.decode
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *args, **how: decode(*args, **how).lower())
+    assert levels(found_in(folder))["tokenizer"] == "note"
+
+
+@pytest.mark.parametrize(("name", "level"), [("none", "note"), ("json", "note"), ("qwen", "ok")])
+def test_calls_in_no_known_format_are_told(name: str, level: str) -> None:
+    assert doctor_model._calls_finding(name).level == level
+
+
+def reply(text: str = "hello", restored: int = 90, status: int = 200, **report: Any) -> Any:
+    body = {
+        "usage": {"prompt_tokens": 100},
+        "choices": [{"message": {"content": text}}],
+        "timings": {"ttft_ms": 12.0},
+        "prefix_cache": {"restored": restored, "source": "disk"} | report,
+    }
+    return SimpleNamespace(status=status, message="busy", body=body)
+
+
+COLD, BUSY = reply(restored=0), reply(status=503)
+
+
+@pytest.mark.parametrize(
+    ("replies", "problems"),
+    [
+        ((COLD, reply(), reply()), {}),
+        ((COLD, reply(), reply(restored=0, miss_reason="no_match")), {"restart": "no_match"}),
+        ((COLD, COLD, reply()), {"repeated": "nothing was restored: not known"}),
+        ((COLD, reply(), reply("hallo")), {"same reply": "differ"}),
+        *(((*before, BUSY), {"request": "busy"}) for before in ((), (COLD,), (COLD, reply()))),
+    ],
+)
+def test_a_store_of_its_own_without_keys_gate_and_recording_must_answer_restore_and_be_equal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, replies: tuple[Any, ...], problems: dict[str, str]
+) -> None:
+    starts: list[Settings] = []
+    answers = iter(replies)
+
+    @contextmanager
+    def in_this_process(settings: Settings, _say: Any) -> Iterator[Any]:
+        starts.append(settings)
+        model = SimpleNamespace(body={"model": {"identity": {"exact_at": "token"}}})
+        yield lambda method, _path, _body: model if method == "GET" else next(answers)
+
+    monkeypatch.setattr(this_process, "in_this_process", in_this_process)
+    settings = Settings(kv_cache_dir=tmp_path / "kv", record=tmp_path / "day.jsonl", api_keys=tmp_path / "keys")
+    found = by_check(doctor_model.client_findings(settings, lambda _line: None))
+    assert {check for check, level in levels(found).items() if level != "ok"} == problems.keys()
+    assert all(words in found[check].text for check, words in problems.items())
+    assert len(starts) == (2 if len(replies) == 3 else 1)
+    for own in starts:
+        assert (own.kv_cache_gate, own.record, own.api_keys) == ("off", None, None)
+        assert own.kv_cache_dir == starts[0].kv_cache_dir != tmp_path / "kv"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_nothing_asks_for_it_is_raised_at_the_end_of_the_load() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(LoadInterrupted), this_process._interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with this_process._interrupts_held():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before
