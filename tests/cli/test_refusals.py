@@ -1,7 +1,8 @@
 """What each command refuses: its arguments, its exit code, and the words of the one line that it prints.
 
 The folder of a row has a store (`kv`), one that is damaged (`broken`), none (`none`, and `empty` with an empty file),
-and a text (`text`). Nothing in it is changed. Refusals that need another daemon, hub or disk are with the commands.
+one that all may write to (`shared`), a text (`text`), a trace and a policy. NAME=VALUE in front sets a variable.
+Nothing is changed. Refusals that need another daemon, hub or disk are with the commands.
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ REFUSED = """
 3 | serve --model /not/there                       | error: --model: , /not/there
 3 | serve --model /not/there,/nor/here             | error: --model: , /not/there
 3 | serve --draft-model x                          | error: --draft-model: , no file or folder
+2 | DISKPREFIX_PORT=http serve                     | DISKPREFIX_PORT, http
+2 | DISKPREFIX_STANDBY=sometimes serve             | DISKPREFIX_STANDBY, sometimes
+2 | DISKPREFIX_API_KEYS= serve                     | 'DISKPREFIX_API_KEYS', it is empty
+4 | serve --model org/absent --kv-cache-dir shared | mode 1777, give a folder of your own in it
 2 | doctor --port 99999                            | --port
 2 | inspect --kv-cache-dir ''                      | it is empty
 2 | inspect --kv-cache-dir ~nobody-here/kv         | ~nobody-here is the home folder of nobody here
@@ -98,16 +103,33 @@ REFUSED = """
 2 | simulate ''                                    | it is empty
 2 | simulate text --plot ''                        | it is empty
 2 | simulate ~nobody-here/trace.jsonl              | ~nobody-here is the home folder of nobody here
+2 | simulate                                       | Missing argument 'TRACE...'
+2 | simulate nowhere.jsonl                         | nowhere.jsonl: it cannot be read: No such file
+2 | simulate .                                     | it cannot be read: Is a directory
+2 | simulate day.jsonl text                        | text:1:
+2 | simulate day.jsonl --scope autos               | --scope: 'autos' is not a cache scope
+2 | simulate day.jsonl --regime both               | 'both' is not one of 'token', 'sliceable', 'checkpoints'
+2 | simulate day.jsonl --budget much               | --budget: 'much' is not a size
+2 | simulate day.jsonl --budget 1MiB               | --budget: 1MiB is out of range
+2 | simulate day.jsonl --budget 9999TiB            | --budget: 9999TiB is out of range
+2 | simulate day.jsonl --block-size 8              | --block-size: 8 is out of range
+2 | simulate day.jsonl --kv-cache-min-tokens -1    | --kv-cache-min-tokens: -1 is out of range
+2 | simulate day.jsonl --kv-cache-ttl soon         | --kv-cache-ttl: 'soon' is not a duration
+2 | simulate day.jsonl --policy nobody             | --policy: no preset 'nobody'
+2 | simulate day.jsonl --policy bad.toml           | bad.toml:1: kv_cache_budget: 1048576 is out of range
+2 | simulate day.jsonl --plot plot.pdf             | --plot: plot.pdf must end in .png or .svg
+2 | simulate day.jsonl --plot nowhere/plot.png     | --plot: there is no folder nowhere
 2 | warm text --url ftp://x                        | --url
 2 | warm text --url http://x:port                  | --url
 2 | warm text --api-key schlüssel                  | --api-key
+2 | DISKPREFIX_PORT=http warm text                 | DISKPREFIX_PORT, http
 2 | warm text --api-key ''                         | it is empty
 2 | warm text --scope off                          | --scope
 2 | warm text --scope some                         | --scope
 2 | warm text --kv-cache-dir x                     | --kv-cache-dir
 1 | warm text --url 'http://no host'               | diskprefix serve
 1 | warm text --url http://127.0.0.1:1             | no daemon answers at http://127.0.0.1:1, diskprefix serve
-1 | chat --url http://127.0.0.1:1                  | no daemon answers
+1 | chat --url http://127.0.0.1:1                  | no daemon answers, start one with `diskprefix serve`
 2 | top                                            | top needs a terminal
 2 | clients emacs                                  | there is no recipe for 'emacs'; there are aider, claude-code,
 1 | clients llm --url http://127.0.0.1:1           | no daemon answers at http://127.0.0.1:1 (
@@ -135,7 +157,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("none", "empty"):
         (place / name).mkdir()
     (place / "empty/data.mdb").touch()
+    (place / "shared").mkdir()
+    (place / "shared").chmod(0o1777)
     (place / "text").write_text("You look after a small library.")
+    (place / "day.jsonl").write_text('{"timestamp": 0, "input_length": 9, "output_length": 3, "hash_ids": [0]}\n')
+    (place / "bad.toml").write_text("kv_cache_budget = '1MiB'")
     return place
 
 
@@ -153,5 +179,9 @@ def test_what_is_refused_is_one_line_that_says_why_and_changes_nothing(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(place / "hub"))
     monkeypatch.chdir(place)
     before = files_in(place)
-    run(*shlex.split(command)).assert_refused(int(exit_code), *words.split(", "))
+    arguments = shlex.split(command)
+    while "=" in arguments[0]:
+        name, _, value = arguments.pop(0).partition("=")
+        monkeypatch.setenv(name, value)
+    run(*arguments).assert_refused(int(exit_code), *words.split(", "))
     assert files_in(place) == before

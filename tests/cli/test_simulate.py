@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 import diskprefix.extras.simulate.plot
 from diskprefix.cli.policy_file import find_policy
 from diskprefix.extras.simulate.comparison import REGIMES
-from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace_formats import read_trace
@@ -80,28 +80,11 @@ def test_without_options_there_is_one_table_with_all_scopes(
     assert [(row["trace"], row["scope"], row["regime"], row["budget_bytes"]) for row in found] == expected
 
 
-@pytest.mark.parametrize(
-    ("regime", "geometry"), [("token", TOKEN), ("sliceable", SLICEABLE), ("checkpoints", CHECKPOINTS)]
-)
-def test_a_row_says_what_the_simulator_counts(made: Made, run: Run, regime: str, geometry: Geometry) -> None:
-    flags = "--scope", "AUTO", "--regime", regime, "--budget", "500MiB", "--json"
-    row, _ = rows(run("simulate", made("interleaved", 40), *flags))
-    policy = Policy(scope=Scope("auto", 30), budget_bytes=500 * MIB)
-    trace = read_trace(made("interleaved", 40))
-    totals = simulate(trace, policy, geometry)
-    assert totals.evictions or geometry is not CHECKPOINTS
-    for name in ("requests", "prompt_tokens", "restored_tokens", "written_tokens", "written_bytes", "evictions"):
-        assert row[name] == getattr(totals, name), name
-    for name in ("hit_rate", "restored_share", "written_share", "write_amplification", "seconds_saved"):
-        assert row[name] == getattr(totals, name), name
-    assert (row["scope"], row["policy"]) == ("auto:30", None)
-
-
 def test_options_reach_the_policy_and_the_geometry(made: Made, run: Run) -> None:
-    flags = ["--scope", "full", "--regime", "checkpoints", "--budget", "1GiB", "--budget", "unlimited"]
-    flags += ["--block-size", "64", "--kv-cache-min-tokens", "3000", "--kv-cache-ttl", "10s"]
-    flags += ["--json"]
-    found = rows(run("simulate", made("interleaved", 30), *flags))
+    flags = "--scope full --scope FULL --regime checkpoints --budget 1GiB --budget 1024MiB --budget unlimited"
+    flags += " --block-size 64 --kv-cache-min-tokens 3000 --kv-cache-ttl 10s --json"
+    found = rows(run("simulate", made("interleaved", 30), *flags.split()))
+    assert [row["scope"] for row in found] == ["full", "full", "upper-bound"], "what is given twice is one row"
     policy = Policy(scope=Scope("full"), block_size=64, min_tokens=3000, ttl_s=10.0)
     trace = read_trace(made("interleaved", 30))
     totals = simulate(trace, policy, CHECKPOINTS)
@@ -109,12 +92,6 @@ def test_options_reach_the_policy_and_the_geometry(made: Made, run: Run) -> None
     assert (found[0]["requests"], found[0]["written_bytes"]) == (30, totals.written_bytes)
     forever = simulate(trace, replace(policy, ttl_s=0.0), CHECKPOINTS)
     assert 0 < found[0]["restored_tokens"] == totals.restored_tokens < forever.restored_tokens
-
-
-def test_a_scope_that_is_given_twice_is_one_row(made: Made, run: Run) -> None:
-    flags = "--scope", "auto", "--scope", "auto:30", "--regime", "sliceable", "--budget", "1024MiB", "--budget", "1GiB"
-    found = rows(run("simulate", made("one-off", 3), *flags, "--json"))
-    assert [row["scope"] for row in found] == ["auto:30", "upper-bound"]
 
 
 def test_a_policy_file_is_a_row_of_its_own_settings(made: Made, run: Run, tmp_path: Path) -> None:
@@ -136,29 +113,20 @@ def test_a_policy_file_is_a_row_of_its_own_settings(made: Made, run: Run, tmp_pa
     assert found[str(file)]["restored_tokens"] == totals.restored_tokens > 0
 
 
-def test_traces_of_all_kinds_are_replayed_in_one_go(made: Made, run: Run, tmp_path: Path) -> None:
+def test_traces_of_all_kinds_are_replayed_in_one_go_and_told_apart(made: Made, run: Run, tmp_path: Path) -> None:
     recorded = record(tmp_path / "recorded.jsonl", block_size=256)
-    mooncake = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE, MOONCAKE)
-    traces = mooncake, recorded, made("one-off", 2)
-    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--json"
-    found = [row for row in rows(run("simulate", *traces, *flags)) if row["scope"] == "full"]
-    assert {row["trace"]: row["requests"] for row in found} == {
-        "mooncake": 2, "recorded": 8, "one-off": 2
-    }  # fmt: skip
-    restored = {row["trace"]: row["restored_tokens"] for row in found}
-    assert restored["mooncake"] == 1000
-    assert restored["recorded"] > 0
-    assert restored["one-off"] == 0
-
-
-def test_files_of_one_name_are_told_apart_by_their_folders(run: Run, tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        write_lines(tmp_path / folder / "day.jsonl", MOONCAKE)
-    other = write_lines(tmp_path / "night.jsonl", MOONCAKE)
-    paths = [str(tmp_path / folder / "day.jsonl") for folder in ("a", "b")]
-    found = rows(run("simulate", *paths, other, *SHORT, "--json"))
-    assert list(dict.fromkeys(row["trace"] for row in found)) == [*paths, "night"]
+    days = [str(write_lines(tmp_path / folder / "day.jsonl", MOONCAKE, MOONCAKE)) for folder in ("a", "b")]
+    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--json"
+    found = [
+        row for row in rows(run("simulate", *days, recorded, made("one-off", 2), *flags)) if row["scope"] == "full"
+    ]
+    counts = {days[0]: 2, days[1]: 2, "recorded": 8, "one-off": 2}
+    assert {row["trace"]: row["requests"] for row in found} == counts
+    restored = {row["trace"]: row["restored_tokens"] for row in found}
+    assert restored[days[0]] == restored[days[1]] == 1000
+    assert (restored["recorded"] > 0, restored["one-off"]) == (True, 0)
 
 
 def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None:
@@ -254,11 +222,18 @@ def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path:
         ("states", "checkpoints"): [64, 64, 1024, 5 * MIB, speed],
     }
     assert {tuple(found[:2]) for found in of("--block-size", "16", "--kv-cache-min-tokens", "8").values()} == {(16, 8)}
+    assert run("simulate", cut, "--scope", "full").stdout.splitlines()[1] == (
+        "assumed: blocks of 32 tokens, 64 at least; sliceable state of 1.0 KiB a token; prefill of 2,000 tokens/s"
+    )
     policy = Policy(scope=Scope("full"), block_size=64, min_tokens=64)
     totals = simulate(read_trace(states), policy, Geometry(1024, 5 * MIB, 800))
-    found = rows(run("simulate", states, "--scope", "full", "--budget", "unlimited", "--json"))
-    (row,) = (row for row in found if (row["scope"], row["regime"]) == ("full", "checkpoints"))
+    file = tmp_path / "mine.toml"
+    file.write_text("kv_cache_min_tokens = 100")
+    row, of_policy, _ = rows(
+        run("simulate", states, "--scope", "full", "--budget", "unlimited", "--policy", file, "--json")
+    )
     assert (row["restored_tokens"], row["written_bytes"]) == (totals.restored_tokens, totals.written_bytes)
+    assert (of_policy["block_size"], of_policy["min_tokens"]) == (64, 100), "what the file leaves open"
 
 
 def test_a_recording_of_several_models_has_a_table_of_each(run: Run, tmp_path: Path) -> None:
@@ -274,22 +249,6 @@ def test_a_recording_of_several_models_has_a_table_of_each(run: Run, tmp_path: P
     assert found["both: org/birch", "checkpoints"]["state_bytes"] == 5 * MIB
 
 
-def test_a_policy_file_leaves_open_what_the_recording_says(run: Run, tmp_path: Path) -> None:
-    recording = record(tmp_path / "cut.jsonl", block_size=32)
-    file = tmp_path / "mine.toml"
-    file.write_text("kv_cache_min_tokens = 100")
-    found = {row["policy"]: row for row in rows(run("simulate", recording, *SHORT, "--policy", file, "--json"))}
-    assert (found[str(file)]["block_size"], found[str(file)]["min_tokens"]) == (32, 100)
-    assert (found[None]["block_size"], found[None]["min_tokens"]) == (32, 64)
-
-
-def test_what_was_assumed_is_said(run: Run, tmp_path: Path) -> None:
-    recording = record(tmp_path / "cut.jsonl", block_size=32)
-    assert run("simulate", recording, "--scope", "full").stdout.splitlines()[1] == (
-        "assumed: blocks of 32 tokens, 64 at least; sliceable state of 1.0 KiB a token; prefill of 2,000 tokens/s"
-    )
-
-
 def test_a_recording_that_no_daemon_made_is_refused(run: Run, tmp_path: Path) -> None:
     recording = record(tmp_path / "cut.jsonl", block_size=16)
     recording.write_text(recording.read_text().replace('"block_size":16', '"block_size":4'))
@@ -297,20 +256,17 @@ def test_a_recording_that_no_daemon_made_is_refused(run: Run, tmp_path: Path) ->
     assert run("simulate", recording, *SHORT, "--block-size", "16").exit_code == 0
 
 
-def test_half_a_last_line_is_left_out_with_a_warning(run: Run, tmp_path: Path) -> None:
-    trace = write_lines(tmp_path / "day.jsonl", MOONCAKE, MOONCAKE)
-    with trace.open("a") as file:
-        file.write('{"timestamp": 3')
-    ended = run("simulate", trace, *SHORT, "--json")
-    assert rows(ended)[0]["requests"] == 2
-    assert ended.stderr == f"warning: {trace}:3: the last line is unfinished and is ignored\n"
-
-
-def test_what_a_file_is_called_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:
+def test_an_unfinished_line_is_warned_of_and_what_a_file_is_called_cannot_steer_the_terminal(
+    run: Run, tmp_path: Path
+) -> None:
     file = write_lines(tmp_path / "a\x07\x1b]0;title\x07[b].jsonl", MOONCAKE)
-    shown = run("simulate", file, *SHORT).stdout
-    assert not {"\x1b", "\x07"} & set(shown)
-    assert "[b]: 1 request, 1,000 prompt tokens" in shown
+    with file.open("a") as opened:
+        opened.write('{"timestamp": 3')
+    ended = run("simulate", file, *SHORT)
+    assert not {"\x1b", "\x07"} & set(ended.stdout + ended.stderr)
+    assert "[b]: 1 request, 1,000 prompt tokens" in ended.stdout
+    assert ended.stderr.startswith("warning: ")
+    assert ended.stderr.endswith(":2: the last line is unfinished and is ignored\n")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".SVG"])
@@ -325,58 +281,45 @@ def test_a_plot_is_the_same_each_time(made: Made, run: Run, tmp_path: Path, suff
     assert written[0].startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
 
 
-def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(made: Made, run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "plot.svg"
-    flags = "--scope", "off", "--scope", "auto:8", "--scope", "full", "--policy", "agent", "--plot", path
+def texts_of(plot: Path) -> set[str]:
+    """Text is drawn as shapes; matplotlib says in a comment what it was."""
+    return {line.strip()[5:-4] for line in plot.read_text().splitlines() if line.strip().startswith("<!-- ")}
+
+
+def test_a_plot_has_a_panel_for_each_regime_a_curve_for_each_scope_and_a_star_for_each_policy(
+    made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[str, object]] = []
+    plot = Axes.plot
+
+    def noting(axes: Axes, *args: Any, **how: Any) -> Any:
+        if len(args) == 3 and len(args[0]):
+            drawn.append((str(args[2]), how["color"]))
+        return plot(axes, *args, **how)
+
+    monkeypatch.setattr(Axes, "plot", noting)
+    path, trace = tmp_path / "plot.svg", made("interleaved", 30)
+    flags = "--scope off --scope auto:8 --scope full --policy agent --policy chat --budget 4GiB --plot"
     regimes = [part for regime in REGIMES for part in ("--regime", regime)]
-    assert run("simulate", made("interleaved", 30), *flags, *regimes).exit_code == 0
-    # Text is drawn as shapes; matplotlib says in a comment what it was.
-    texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
+    assert run("simulate", trace, *flags.split(), path, *regimes).exit_code == 0
+    texts = texts_of(path)
     agent = f"agent ({tomllib.loads(find_policy('agent').read_text())['disk_prefix_cache']})"
-    assert texts >= {
-        "interleaved, token",
-        "interleaved, sliceable",
-        "interleaved, checkpoints",
-        "auto:8",
-        "full",
-        agent,
-    }
+    assert texts >= {*(f"interleaved, {regime}" for regime in REGIMES), "auto:8", "full", agent}
     assert texts >= {"upper-bound", "no limit", "budget 4 GiB", "bytes written"}
     assert not {text for text in texts if text.startswith("budget ")} - {"budget 4 GiB"}, "a preset's own is no budget"
     assert "off" not in texts, "it writes nothing"
+    assert [shape for shape, _ in drawn].count("*") == 2 * len(REGIMES)
+    assert len({color for _, color in drawn}) == 4, "two scopes and two policies"
 
 
 @pytest.mark.parametrize("requests", [2, 40])
 def test_an_axis_has_ticks_on_both_sides_of_what_is_drawn(made: Made, run: Run, tmp_path: Path, requests: int) -> None:
     path = tmp_path / "plot.svg"
     flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited"
-    (row,) = (
-        row
-        for row in rows(run("simulate", made("one-off", requests), *flags, "--plot", path, "--json"))
-        if row["scope"] == "full"
-    )
-    texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
-    ticks = sorted(parse_size(text, param="tick") for text in texts if text.endswith(("MiB", "GiB")))
+    row = rows(run("simulate", made("one-off", requests), *flags, "--plot", path, "--json"))[0]
+    ticks = sorted(parse_size(text, param="tick") for text in texts_of(path) if text.endswith(("MiB", "GiB")))
     assert ticks[0] <= row["written_bytes"] <= ticks[-1]
     assert len(ticks) >= 2
-
-
-def test_policy_files_are_stars_of_a_plot(
-    made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[tuple[object, object]] = []
-    plot = Axes.plot
-
-    def noting(axes: Axes, *args: Any, **how: Any) -> Any:
-        if len(args) == 3 and len(args[0]):
-            drawn.append((args[2], how["color"]))
-        return plot(axes, *args, **how)
-
-    monkeypatch.setattr(Axes, "plot", noting)
-    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--policy", "agent", "--policy", "chat"
-    assert run("simulate", made("interleaved", 30), *flags, "--plot", tmp_path / "plot.png").exit_code == 0
-    assert sorted(str(shape) for shape, _ in drawn) == ["*", "*", "o"], "full is a circle"
-    assert len({color for _, color in drawn}) == 3
 
 
 def test_what_writes_nothing_makes_an_empty_plot(made: Made, run: Run, tmp_path: Path) -> None:
@@ -391,54 +334,6 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
     monkeypatch.setattr(diskprefix.extras.simulate.plot, "find_spec", lambda _name: None)
     ended = run("simulate", tmp_path / "missing.jsonl", "--plot", tmp_path / "plot.png")
     ended.assert_refused(2, "--plot needs matplotlib; install it with: pip install matplotlib")
-
-
-@pytest.mark.parametrize(
-    ("args", "reason"),
-    [
-        ([], "Missing argument 'TRACE...'"),
-        (["nowhere.jsonl"], "nowhere.jsonl: it cannot be read: No such file"),
-        (["."], "it cannot be read: Is a directory"),
-        (["day.jsonl", "--scope", "autos"], "--scope: 'autos' is not a cache scope"),
-        (["day.jsonl", "--regime", "both"], "'both' is not one of 'token', 'sliceable', 'checkpoints'"),
-        (["day.jsonl", "--budget", "much"], "--budget: 'much' is not a size"),
-        (["day.jsonl", "--budget", "1MiB"], "--budget: 1MiB is out of range"),
-        (["day.jsonl", "--budget", "9999TiB"], "--budget: 9999TiB is out of range"),
-        (["day.jsonl", "--block-size", "8"], "--block-size: 8 is out of range"),
-        (["day.jsonl", "--kv-cache-min-tokens", "-1"], "--kv-cache-min-tokens: -1 is out of range"),
-        (["day.jsonl", "--kv-cache-ttl", "soon"], "--kv-cache-ttl: 'soon' is not a duration"),
-        (["day.jsonl", "--policy", "nobody"], "--policy: no preset 'nobody'"),
-        (["day.jsonl", "--plot", "plot.pdf"], "--plot: plot.pdf must end in .png or .svg"),
-        (["day.jsonl", "--plot", "nowhere/plot.png"], "--plot: there is no folder nowhere"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], reason: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_lines(Path("day.jsonl"), MOONCAKE)
-    ended = run("simulate", *args, "--json")
-    ended.assert_refused(2, reason)
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("kv_cache_budget = '1MiB'", "mine.toml:1: kv_cache_budget: 1048576 is out of range"),
-        ("budget = 3", "mine.toml:1: unknown key 'budget'"),
-    ],
-)
-def test_what_is_wrong_with_a_policy_file_is_said_with_its_line(
-    made: Made, run: Run, tmp_path: Path, line: str, reason: str
-) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text(line)
-    run("simulate", made("interleaved", 30), "--policy", file).assert_refused(2, reason)
-
-
-def test_a_line_at_fault_is_named_before_anything_is_simulated(run: Run, tmp_path: Path) -> None:
-    good, bad = (write_lines(tmp_path / f"{name}.jsonl", MOONCAKE, line) for name, line in (("a", MOONCAKE), ("b", {})))
-    run("simulate", good, bad).assert_refused(2, f"{bad}:2: ")
 
 
 def test_a_terminal_shows_how_far_it_is(made: Made) -> None:
