@@ -14,16 +14,14 @@ import yaml
 
 from diskprefix.errors import NotReady
 from diskprefix.extras import daemon_call
-from diskprefix.extras.clients import clients_command
-from diskprefix.extras.clients.recipe import Recipe, RecipeFile, Served, names, recipe
-from diskprefix.extras.daemon_call import Answer
+from diskprefix.extras.clients.recipe import Recipe, Served, names, recipe
 from tests.cli.conftest import Run
+from tests.cli.small_daemon import models, small_daemon
 
 SERVED = Served(url="http://127.0.0.1:8642", model='a "model"\\1', key="k-1", context=32_768)
 """The name has what quoted strings must escape."""
 PARSERS: dict[str, Any] = {".json": json.loads, ".toml": tomllib.loads, ".yml": yaml.safe_load, ".yaml": yaml.safe_load}
 PARSERS |= {".py": ast.parse}
-FILES = [(name, file) for name in names() for file in recipe(name, SERVED).files]
 
 
 def texts_of(value: object) -> list[str]:
@@ -44,39 +42,20 @@ def all_texts(told: Recipe) -> str:
     return "\n".join([told.note, told.run, *told.environment.values(), *parsed])
 
 
-class FakeDaemon:
-    """Answers as a daemon does that serves `model-1` with 4 096 positions."""
-
-    def __init__(self, models: Answer | None = None) -> None:
-        card = {"id": "model-1", "context_length": 4096}
-        self.models = models or Answer(200, json.dumps({"data": [card]}).encode())
-        self.asked: list[tuple[str, str | None]] = []
-
-    def __call__(self, url: str, api_key: str | None, otherwise: str) -> Any:
-        assert "There are settings for aider, claude-code, " in otherwise
-        self.asked.append((url, api_key))
-        health = Answer(200, b'{"status": "ok"}')
-        return lambda _method, path, _body: health if path == "/health" else self.models
+KNOW_THE_CONTEXT = {"claude-code", "codex", "opencode", "qwen-code", "aider", "continue"}
 
 
-@pytest.fixture
-def daemon(monkeypatch: pytest.MonkeyPatch) -> FakeDaemon:
-    fake = FakeDaemon()
-    monkeypatch.setattr(clients_command, "running_daemon", fake)
-    return fake
-
-
-def test_each_client_of_the_list_has_a_recipe() -> None:
-    assert names() == [
-        *("aider", "claude-code", "cline", "codex", "continue", "goose", "langchain", "llm", "open-webui", "opencode"),
-        *("pi", "pydantic-ai", "qwen-code"),
-    ]
-
-
-@pytest.mark.parametrize(("name", "file"), FILES, ids=[f"{name}-{Path(file.path).name}" for name, file in FILES])
-def test_each_file_parses_and_keeps_the_name_of_the_model(name: str, file: RecipeFile) -> None:
-    texts = texts_of(PARSERS[Path(file.path).suffix](file.text))
-    assert any(SERVED.model in text for text in texts), f"{name}: {texts}"
+@pytest.mark.parametrize("name", names())
+def test_each_recipe_is_well_formed_and_names_the_model_the_address_and_the_key(name: str) -> None:
+    told = recipe(name, SERVED)
+    for file in told.files:
+        texts = texts_of(PARSERS[Path(file.path).suffix](file.text))
+        assert any(SERVED.model in text for text in texts), f"{file.path}: {texts}"
+    said = all_texts(told)
+    assert SERVED.url in said
+    assert SERVED.key in said
+    assert "$" not in said.replace("$schema", "")
+    assert str(SERVED.context) in said or name not in KNOW_THE_CONTEXT
 
 
 def test_a_launch_says_it_where_opencode_and_aider_read_last() -> None:
@@ -87,48 +66,27 @@ def test_a_launch_says_it_where_opencode_and_aider_read_last() -> None:
     assert f'AIDER_OPENAI_API_BASE="{SERVED.url}/v1"\n' in text
 
 
-@pytest.mark.parametrize("name", names())
-def test_each_recipe_names_the_address_and_the_key(name: str) -> None:
-    told = all_texts(recipe(name, SERVED))
-    assert SERVED.url in told
-    assert SERVED.key in told
-    assert "$" not in told.replace("$schema", "")
-
-
-@pytest.mark.parametrize("name", ["claude-code", "codex", "opencode", "qwen-code", "aider", "continue"])
-def test_clients_that_can_know_the_context_are_told_it(name: str) -> None:
-    assert str(SERVED.context) in all_texts(recipe(name, SERVED))
-
-
-def test_the_settings_are_those_of_the_running_daemon(run: Run, daemon: FakeDaemon) -> None:
-    ended = run("clients", "codex", "--url", "http://10.0.0.1:9/v1/", "--api-key", "secret", "--json")
+def test_the_settings_are_those_of_the_running_daemon(run: Run) -> None:
+    with small_daemon(models=[models({"id": "model-1", "context_length": 4096})]) as daemon:
+        ended = run("clients", "codex", "--url", f"{daemon.url}/v1/", "--api-key", "secret", "--json")
+        everything = run("clients", "--model", "model-1", "--url", daemon.url).stdout
     assert (ended.exit_code, ended.stderr) == (0, "")
     [told] = ended.json["clients"]
     settings = tomllib.loads(told["files"][0]["text"])
     assert (settings["model"], settings["model_context_window"]) == ("model-1", 4096)
-    assert settings["model_providers"]["diskprefix"]["base_url"] == "http://10.0.0.1:9/v1"
+    assert settings["model_providers"]["diskprefix"]["base_url"] == f"{daemon.url}/v1"
     assert told["environment"] == {"DISKPREFIX_API_KEY": "secret"}
-    assert daemon.asked == [("http://10.0.0.1:9/v1/", "secret")]
+    assert daemon.keys[:2] == ["Bearer secret"] * 2
+    titles = [line for line in everything.splitlines() if line.startswith("## ")]
+    assert titles == [f"## {recipe(name, SERVED).title}" for name in names()]
+    assert "export ANTHROPIC_MODEL=model-1" in everything
+    assert '    model: "model-1"' in everything
 
 
-def test_without_a_name_all_are_printed(run: Run, daemon: FakeDaemon) -> None:  # noqa: ARG001
-    ended = run("clients", "--model", "model-1")
-    assert [line for line in ended.stdout.splitlines() if line.startswith("## ")] == [
-        f"## {recipe(name, SERVED).title}" for name in names()
-    ]
-    assert "export ANTHROPIC_MODEL=model-1" in ended.stdout
-    assert '    model: "model-1"' in ended.stdout
-
-
-def test_a_refused_key_and_no_daemon_are_one_clear_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = Answer(401, b'{"error": {"message": "this key is not known"}}')
-    monkeypatch.setattr(clients_command, "running_daemon", FakeDaemon(refusal))
-    ended = run("clients", "llm", "--api-key", "wrong")
+def test_a_refused_key_is_one_clear_line(run: Run) -> None:
+    with small_daemon(models=[(401, {"error": {"message": "this key is not known"}})]) as daemon:
+        ended = run("clients", "llm", "--api-key", "wrong", "--url", daemon.url)
     assert (ended.exit_code, ended.stderr) == (2, "error: --api-key: this key is not known\n")
-    monkeypatch.undo()
-    ended = run("clients", "llm", "--url", "http://127.0.0.1:1")
-    assert ended.exit_code == 1
-    assert ended.stderr.startswith("error: no daemon answers at http://127.0.0.1:1 (")
 
 
 @pytest.mark.parametrize("command", ["clients llm", "chat", "warm prompt.txt", "launch claude --print"])

@@ -8,10 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
 from diskprefix.server.process.token_file import kept
 from tests.cli.conftest import Ended, Run
+from tests.cli.small_daemon import models, small_daemon
 from tests.waiting import wait_for
 
 MINE = Served(url="https://example.com", model="mine", key="k", context=4096)
@@ -145,31 +143,10 @@ CARDS: list[dict[str, Any]] = [
 ]
 
 
-@contextmanager
-def daemon(*cards: dict[str, Any]) -> Iterator[str]:
-    """Yields the address of a daemon in this process."""
-
-    class Daemon(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"status": "ok", "data": cards}).encode())
-
-        def log_message(self, *_args: Any) -> None:
-            """Nobody reads it."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Daemon) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
-
-
 @pytest.fixture
 def url() -> Iterator[str]:
-    with daemon(*CARDS[1:2]) as address:
-        yield address
+    with small_daemon(models=[models(CARDS[1])]) as daemon:
+        yield daemon.url
 
 
 def lines(ended: Ended) -> list[str]:
@@ -199,43 +176,40 @@ def test_each_agent_gets_the_model_and_restoring_leaves_the_users_files_byte_for
     assert lines(run("launch", "--restore")) == ["nothing to remove"]
 
 
-def test_the_exit_code_is_the_agents(run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
-    for does, code in (("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + 9)):
-        monkeypatch.setenv("AGENT_DOES", does)
-        assert run("launch", "pi", "--url", url).exit_code == code
-
-
-def test_the_daemon_is_asked_without_a_proxy(run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_is_asked_without_a_proxy_and_the_exit_code_is_the_agents(
+    run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("NO_PROXY", "a.example")
     monkeypatch.setenv("no_proxy", "b.example, a.example")
-    assert run("launch", "goose", "--url", url).exit_code == 0
+    for does, code in (("", 0), ("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + 9)):
+        monkeypatch.setenv("AGENT_DOES", does)
+        assert run("launch", "goose", "--url", url).exit_code == code
     environment = place.recorded("goose")[1]
     assert environment["NO_PROXY"] == environment["no_proxy"] == "a.example,b.example,127.0.0.1"
 
 
 def test_of_several_models_one_in_memory_is_taken_or_the_one_that_is_named(run: Run, place: Place) -> None:
     def model_of(*options: str) -> tuple[str, list[str]]:
-        ended = run("launch", "goose", "--url", address, *options)
+        ended = run("launch", "goose", "--url", daemon.url, *options)
         assert ended.exit_code == 0, ended.stderr
         return place.recorded("goose")[1]["GOOSE_MODEL"], [line for line in lines(ended) if "warning" in line]
 
-    with daemon(*CARDS) as address:
+    with small_daemon(models=[models(*CARDS)]) as daemon:
         model, [warning] = model_of()
-        assert model == "three"
-        assert "takes 4,096 tokens" in warning
-        assert "takes 4,096 tokens" in run("launch", "goose", "--url", address, "--print").stderr
+        assert (model, "takes 4,096 tokens" in warning) == ("three", True)
+        assert "takes 4,096 tokens" in run("launch", "goose", "--url", daemon.url, "--print").stderr
         assert model_of("--model", "small") == ("two", [])
-        run("launch", "goose", "--url", address, "--model", "four").assert_refused(2, "serves one, two, three", "four")
-        run("launch", "goose", "--url", address, "--model", "one").assert_refused(2, "cannot be served: no weights")
-    with daemon({"id": "x", "context_length": 32_768, "capabilities": ["chat"]}) as address:
+        for name, words in (("four", ("serves one, two, three", "four")), ("one", ("cannot be served: no weights",))):
+            run("launch", "goose", "--url", daemon.url, "--model", name).assert_refused(2, *words)
+    with small_daemon(models=[models({"id": "x", "context_length": 32_768, "capabilities": ["chat"]})]) as daemon:
         assert "not trained to call tools" in model_of()[1][0]
 
 
 def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models: dict[str, dict[str, Any]] = {
+    fetched: dict[str, dict[str, Any]] = {
         "mute": {"file_bytes": 9, "fits": True, "context": 32_768, "template": "{{ messages }}"},
         "vast": {"file_bytes": 8, "fits": False, "context": 32_768, "template": "{{ tools }}"},
         "short": {"file_bytes": 7, "fits": True, "context": 4096, "template": "{{ tools }}"},
@@ -244,12 +218,12 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
         "unread": {"file_bytes": None, "fits": None, "context": None, "template": "{{ tools }}"},
     }
     monkeypatch.setattr(
-        "diskprefix.extras.catalogue.catalogue.cached_models", lambda: [(name, place.home / name) for name in models]
+        "diskprefix.extras.catalogue.catalogue.cached_models", lambda: [(name, place.home / name) for name in fetched]
     )
-    for name in models:
+    for name in fetched:
         (place.home / name).mkdir()
-    monkeypatch.setattr(model_choice, "row_of", lambda known: {"name": known.name, **models[known.name]})
-    monkeypatch.setattr(model_choice, "template_of", lambda path: models[path.name]["template"])
+    monkeypatch.setattr(model_choice, "row_of", lambda known: {"name": known.name, **fetched[known.name]})
+    monkeypatch.setattr(model_choice, "template_of", lambda path: fetched[path.name]["template"])
     assert model_choice.flags_of_model(None) == ["--model", "right"]
     assert model_choice.flags_of_model("any") == ["--model", "any"]
     place.write(".config/diskprefix/models.toml", '[big]\nmodel = "a/b"\naliases = ["large"]\n')
@@ -266,6 +240,10 @@ def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
     ended = run("launch", "pi", "--model", "broken")
     assert (ended.exit_code, ended.stderr.count("\n")) == (1, 2), "where its daemon keeps prompts is said before"
     assert "the daemon ended: broken holds no weights (its log: " in ended.stderr
+    run("launch", "goose", "--model", "m")
+    old, new = place.launches / "daemon.log.1", place.launches / "daemon.log"
+    assert old.read_text(encoding="utf-8") == "error: broken holds no weights\n", "the log of the launch before is kept"
+    assert new.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr(launch_command, "is_ours", lambda _url: True)
     stopping = Answer(200, b'{"status": "stopping"}')
     monkeypatch.setattr(launch_command, "running_daemon", lambda _url, _key: lambda *_: stopping)
@@ -300,9 +278,9 @@ def test_what_was_changed_in_a_profile_stays_until_other_settings_are_needed_and
     assert file.read_bytes() == changed
     said = lines(run("launch", "codex", "--url", url, "--model", "small", "--api-key", "k"))
     assert (len(said), file.read_bytes()) == (1, changed)
-    with daemon({"id": "other", "context_length": 32_768}) as address:
+    with small_daemon(models=[models({"id": "other", "context_length": 32_768})]) as daemon:
         copy = file.with_name("config.toml.1")
-        said = lines(run("launch", "codex", "--url", address))
+        said = lines(run("launch", "codex", "--url", daemon.url))
         assert said[0] == f"{file} had been changed and is written anew; it was copied to {copy}"
         assert copy.read_bytes() == changed
         assert b'model = "other"' in file.read_bytes()
@@ -456,13 +434,6 @@ def test_a_daemon_that_dies_again_and_again_is_given_up_and_named_with_its_log(
     [line] = [line for line in lines(ended) if "is not started again" in line]
     assert line.startswith("the daemon at http://127.0.0.1:")
     assert line.endswith(f"(its log: {place.launches / 'daemon.log'})")
-
-
-def test_the_log_of_the_launch_before_is_kept(run: Run, place: Place) -> None:
-    run("launch", "pi", "--model", "broken")
-    run("launch", "goose", "--model", "m")
-    assert (place.launches / "daemon.log.1").read_text(encoding="utf-8") == "error: broken holds no weights\n"
-    assert (place.launches / "daemon.log").stat().st_mode & 0o777 == 0o600
 
 
 def test_only_a_daemon_of_this_user_is_taken_for_one_and_others_are_sent_nothing(url: str) -> None:

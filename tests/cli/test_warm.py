@@ -5,14 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -22,6 +17,7 @@ from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.warm.warm_prompts import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
 from tests.cli.conftest import Ended, Run
+from tests.cli.small_daemon import Reply, health, models, small_daemon
 from tests.server.daemon_process import DaemonProcess
 from tests.server.scripted import ScriptedEngine, scripted_app
 
@@ -110,7 +106,9 @@ def test_a_prompt_that_fails_is_named_and_the_others_go_on(run: Run, daemon: Dae
     assert summary.endswith(", 4 failed")
 
 
-def test_a_prompt_that_is_known_already_is_only_read(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_what_is_known_already_is_only_read_and_what_is_too_short_to_keep_is_told(
+    run: Run, daemon: DaemonProcess, tmp_path: Path
+) -> None:
     path = tmp_path / "again.json"
     path.write_text(json.dumps(question("again")))
     (first,) = rows(run("warm", path, "--url", daemon.url, "--json"))
@@ -118,14 +116,10 @@ def test_a_prompt_that_is_known_already_is_only_read(run: Run, daemon: DaemonPro
     tokens = first["prompt_tokens"]
     assert f"{tokens} tokens, {tokens} restored, saved before, " in ended.stdout
     assert f"1 prompt of {tokens} tokens, {tokens} restored and 0 computed in " in ended.stdout
-
-
-def test_what_is_too_short_to_keep_is_told(run: Run, daemon: DaemonProcess, tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("Hi")
     ended = run("warm", path, "--url", daemon.url)
-    assert ended.exit_code == 0
-    assert "not saved: " in ended.stdout.splitlines()[0]
+    assert (ended.exit_code, "not saved: " in ended.stdout.splitlines()[0]) == (0, True)
     assert ended.stdout.splitlines()[1].endswith(", 1 not saved")
 
 
@@ -154,13 +148,10 @@ def test_a_file_without_a_prompt_is_an_error(tmp_path: Path, name: str) -> None:
             items_of(tmp_path / name, content)
 
 
-def test_a_text_is_taken_as_it_stands(tmp_path: Path) -> None:
+def test_a_text_is_taken_as_it_stands_and_a_line_ends_where_json_says_so(tmp_path: Path) -> None:
     (item,) = items_of(tmp_path / "notes.md", "\ufeff{not json}\r\n  \n")
     path, body = item.request("auto:8")
     assert (path, body["prompt"], body["prefix_cache"]) == (COMPLETION, "{not json}\r\n  \n", {"scope": "auto:8"})
-
-
-def test_a_line_ends_where_json_says_so(tmp_path: Path) -> None:
     line = json.dumps({"prompt": "one\u2028two\x85three"}, ensure_ascii=False)
     items = items_of(tmp_path / "a.jsonl", f"{line}\r\n{line}\n")
     assert [item.request("full")[1]["prompt"] for item in items] == ["one\u2028two\x85three"] * 2
@@ -174,6 +165,8 @@ def test_a_body_keeps_what_has_a_say_in_the_prompt() -> None:
     cache = {"salt": "s", "scope": "full"}
     assert path == CHAT
     assert body == kept | {"max_tokens": 1, "temperature": 0, "prefix_cache": cache}
+    wrong = request_of({"prompt": "x", "prefix_cache": "full"})[1]
+    assert wrong["prefix_cache"] == "full", "it is left to the daemon to refuse"
 
 
 def test_each_field_of_a_request_either_has_a_say_in_the_prompt_or_is_dropped() -> None:
@@ -183,10 +176,6 @@ def test_each_field_of_a_request_either_has_a_say_in_the_prompt_or_is_dropped() 
     of_prompts |= {"prompt_cache_key", "prompt_cache_retention"}
     fields = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     assert fields - of_prompts == set(NOT_OF_PROMPTS)
-
-
-def test_what_is_wrong_inside_prefix_cache_is_left_to_the_daemon_to_refuse() -> None:
-    assert request_of({"prompt": "x", "prefix_cache": "full"})[1]["prefix_cache"] == "full"
 
 
 @pytest.mark.parametrize(
@@ -212,64 +201,16 @@ def test_json_that_is_nested_too_deeply_is_refused(monkeypatch: pytest.MonkeyPat
     assert [item.is_json for item in read_items("-")] == [True]
 
 
-class Scripted:
-    """A server that answers each route from a list; the last answer of a list is given again and again."""
-
-    def __init__(self, **answers: Sequence[tuple[int, Any]]) -> None:
-        self.asked: list[str] = []
-        self.bodies: list[Any] = []
-        outer = self
-        queues = {"models": [models("small")]} | {name: list(listed) for name, listed in answers.items()}
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                name = urlsplit(self.path).path.rsplit("/", 1)[-1]
-                outer.bodies.append(json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}"))
-                outer.asked.append(self.path.rsplit("/", 1)[-1])
-                queue = queues[name]
-                status, body = queue.pop(0) if len(queue) > 1 else queue[0]
-                content = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            do_POST = do_GET
-
-            def log_message(self, *_args: object) -> None:
-                pass
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-
-    def __enter__(self) -> Scripted:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def models(*names: str, **more: Any) -> tuple[int, Any]:
-    return 200, {"data": [{"id": name} | more for name in names]}
-
-
-def health(status: str) -> tuple[int, Any]:
-    return (200 if status == "ok" else 503), {"status": status, "message": "reading weights"}
-
-
-def props(**changes: Any) -> tuple[int, Any]:
+def props(**changes: Any) -> Reply:
     state = {"pending_bytes": 0, "saved_bytes": 0, "dropped": 0, "evicted_blocks": 0, "error": None} | changes
     return 200, {"full_cache": {"state": state}}
 
 
-def refusal(status: int, message: str = "no") -> tuple[int, Any]:
+def refusal(status: int, message: str = "no") -> Reply:
     return status, {"error": {"message": message}}
 
 
+SMALL = models({"id": "small"})
 SAVED = (
     200,
     {
@@ -287,7 +228,8 @@ def text(tmp_path: Path) -> Path:
 
 
 def test_a_daemon_that_loads_is_waited_for_and_so_is_a_full_queue_and_the_disk(run: Run, text: Path) -> None:
-    with Scripted(
+    with small_daemon(
+        models=[SMALL],
         health=[health("loading"), health("loading"), health("ok")],
         props=[props(), props(pending_bytes=9), props(pending_bytes=9), props()],
         completions=[refusal(503), refusal(429), SAVED],
@@ -300,8 +242,8 @@ def test_a_daemon_that_loads_is_waited_for_and_so_is_a_full_queue_and_the_disk(r
 
 
 def test_of_several_models_the_named_one_is_asked(run: Run, text: Path) -> None:
-    answers = {"models": [models("a/b", "birch", loaded=False)], "props": [props(evicted_blocks=2)]}
-    with Scripted(health=[health("ok")], completions=[SAVED], **answers) as server:
+    both = models(*({"id": name, "loaded": False} for name in ("a/b", "birch")))
+    with small_daemon(models=[both], props=[props(evicted_blocks=2)], completions=[SAVED]) as server:
         run("warm", text, "--url", server.url).assert_refused(2, "--model: name one of the daemon's models: a/b, birch")
         wrong = run("warm", text, "--url", server.url, "--model", "ash")
         wrong.assert_refused(2, "--model: the daemon has no model ash: a/b, birch")
@@ -310,6 +252,82 @@ def test_of_several_models_the_named_one_is_asked(run: Run, text: Path) -> None:
     assert (ended.exit_code, "2 blocks had to be evicted" in ended.stderr) == (0, True)
     assert server.asked[-2:] == ["completions", "props?model=a%2Fb"], "what is not loaded has no properties before"
     assert server.bodies[-2]["model"] == "a/b"
+
+
+PENDING = {"pending_bytes": 9}
+
+
+@pytest.mark.parametrize(
+    ("states", "completion", "exit_code", "words"),
+    [
+        ([props(dropped=1)], SAVED, 1, "1 prompt did not fit into the cache meanwhile"),
+        ([props(evicted_blocks=7)], SAVED, 0, "7 blocks had to be evicted meanwhile"),
+        ([props(error="no space")], SAVED, 0, "nothing is kept on disk: no space"),
+        ([props(**PENDING)], SAVED, 1, "has not written"),
+        ([props()], refusal(503, "the queue is full"), 1, "prompt.txt: the queue is full\n"),
+    ],
+)
+def test_what_was_not_kept_after_all_is_told(
+    run: Run,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    states: list[Reply],
+    completion: Reply,
+    exit_code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(diskprefix.extras.warm.warm_command, "_PATIENCE_S", 0.0)
+    with small_daemon(models=[SMALL], props=[props(), *states], completions=[completion]) as server:
+        ended = run("warm", text, "--url", server.url)
+    assert (ended.exit_code, ended.stderr.count("\n")) == (exit_code, 1)
+    assert words in ended.stderr
+
+
+def test_what_others_have_written_is_not_waited_for(run: Run, text: Path) -> None:
+    written = [props(saved_bytes=done, **PENDING) for done in (50, 58, 59)]
+    with small_daemon(models=[SMALL], props=[props(), *written], completions=[SAVED]) as server:
+        ended = run("warm", text, "--url", server.url)
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert server.asked.count("props?model=small") == 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (health("failed"), "its status is failed"),
+        (health("stopping"), "its status is stopping"),
+        ((200, {"hello": "world"}), "is no diskprefix daemon"),
+        ((404, None), "is no diskprefix daemon"),
+    ],
+)
+def test_what_does_not_serve_is_one_line(run: Run, text: Path, answer: Reply, words: str) -> None:
+    with small_daemon(health=[answer]) as server:
+        run("warm", text, "--url", server.url).assert_refused(1, words)
+
+
+def test_the_port_of_the_variable_is_asked(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_daemon(models=[SMALL], props=[props()], completions=[SAVED]) as server:
+        monkeypatch.setenv("DISKPREFIX_PORT", server.url.rpartition(":")[2])
+        assert run("warm", text).exit_code == 0
+
+
+def test_a_key_is_sent_where_one_is_asked_for(
+    run: Run, text: Path, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"somebody {KEY}\nadmin {ADMIN_KEY}\n")
+    keys.chmod(0o600)
+    engine = ScriptedEngine()
+    engine.stats["pending_bytes"] = 0
+    with scripted_app(chat_model, engine, api_keys=keys) as server:
+        refused = run("warm", text, "--url", server.url)
+        refused.assert_refused(2, "error: --api-key: an API key is needed")
+        ended = run("warm", text, "--url", server.url, "--api-key", KEY)
+        warning = "only the key named admin may ask whether everything is on disk; the daemon writes within seconds"
+        assert (ended.exit_code, ended.stderr) == (0, f"warning: {warning}\n")
+        monkeypatch.setenv("DISKPREFIX_API_KEY", ADMIN_KEY)
+        ended = run("warm", text, "--url", server.url)
+        assert (ended.exit_code, ended.stderr) == (0, "")
 
 
 def test_a_system_prompt_is_restored_by_every_chat_that_begins_with_it(
@@ -324,94 +342,3 @@ def test_a_system_prompt_is_restored_by_every_chat_that_begins_with_it(
             body = {"messages": [system, {"role": "user", "content": question}], "max_tokens": 1}
             found = client.post(CHAT, json=body).json()["prefix_cache"]
             assert found["restored"] > row["prompt_tokens"] - 32, "all but the user's message, to a block"
-
-
-def test_what_others_have_written_is_not_waited_for(run: Run, text: Path) -> None:
-    written = [props(pending_bytes=9, saved_bytes=done) for done in (50, 58, 59)]
-    with Scripted(health=[health("ok")], props=[props(), *written], completions=[SAVED]) as server:
-        ended = run("warm", text, "--url", server.url)
-    assert (ended.exit_code, ended.stderr) == (0, "")
-    assert server.asked.count("props?model=small") == 4
-
-
-def test_a_disk_that_hangs_is_not_waited_for_for_ever(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diskprefix.extras.warm.warm_command, "_PATIENCE_S", 0.0)
-    with Scripted(health=[health("ok")], props=[props(pending_bytes=9)], completions=[SAVED]) as server:
-        ended = run("warm", text, "--url", server.url)
-    assert (ended.exit_code, ended.stderr.count("\n"), "has not written" in ended.stderr) == (1, 1, True)
-
-
-def test_a_queue_that_stays_full_fails_the_prompt(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diskprefix.extras.warm.warm_command, "_PATIENCE_S", 0.0)
-    with Scripted(health=[health("ok")], props=[props()], completions=[refusal(503, "the queue is full")]) as server:
-        ended = run("warm", text, "--url", server.url)
-    assert (ended.exit_code, ended.stderr) == (1, f"error: {text}: the queue is full\n")
-
-
-@pytest.mark.parametrize(
-    ("after", "exit_code", "words"),
-    [
-        (props(dropped=1), 1, "1 prompt did not fit into the cache meanwhile"),
-        (props(evicted_blocks=7), 0, "7 blocks had to be evicted meanwhile"),
-        (props(error="no space"), 0, "nothing is kept on disk: no space"),
-    ],
-)
-def test_what_was_not_kept_after_all_is_told(
-    run: Run, text: Path, after: tuple[int, Any], exit_code: int, words: str
-) -> None:
-    with Scripted(health=[health("ok")], props=[props(), after], completions=[SAVED]) as server:
-        ended = run("warm", text, "--url", server.url)
-    assert ended.exit_code == exit_code
-    assert words in ended.stderr
-    assert ended.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("answer", "words"),
-    [
-        (health("failed"), "its status is failed"),
-        (health("stopping"), "its status is stopping"),
-        ((200, {"hello": "world"}), "is no diskprefix daemon"),
-        ((404, None), "is no diskprefix daemon"),
-    ],
-)
-def test_what_does_not_serve_is_one_line(run: Run, text: Path, answer: tuple[int, Any], words: str) -> None:
-    with Scripted(health=[answer]) as server:
-        ended = run("warm", text, "--url", server.url)
-    ended.assert_refused(1, words)
-
-
-def test_the_port_of_the_variable_is_asked(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Scripted(health=[health("ok")], props=[props()], completions=[SAVED]) as server:
-        monkeypatch.setenv("DISKPREFIX_PORT", server.url.rpartition(":")[2])
-        assert run("warm", text).exit_code == 0
-    monkeypatch.setenv("DISKPREFIX_PORT", "http")
-    run("warm", text).assert_refused(2, "DISKPREFIX_PORT", "http")
-
-
-@contextmanager
-def locked_app(model: Path, folder: Path) -> Iterator[str]:
-    """A daemon that asks for a key. Its engine is scripted."""
-    keys = folder / "keys"
-    keys.write_text(f"somebody {KEY}\nadmin {ADMIN_KEY}\n")
-    keys.chmod(0o600)
-    engine = ScriptedEngine()
-    engine.stats["pending_bytes"] = 0
-    with scripted_app(model, engine, api_keys=keys) as server:
-        yield server.url
-
-
-def test_a_key_is_sent_where_one_is_asked_for(
-    run: Run, text: Path, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with locked_app(chat_model, tmp_path) as url:
-        refused = run("warm", text, "--url", url)
-        refused.assert_refused(2)
-        assert refused.stderr.startswith("error: --api-key: an API key is needed")
-        ended = run("warm", text, "--url", url, "--api-key", KEY)
-        assert ended.exit_code == 0
-        warning = "only the key named admin may ask whether everything is on disk; the daemon writes within seconds"
-        assert ended.stderr == f"warning: {warning}\n"
-        monkeypatch.setenv("DISKPREFIX_API_KEY", ADMIN_KEY)
-        ended = run("warm", text, "--url", url)
-        assert (ended.exit_code, ended.stderr) == (0, "")
