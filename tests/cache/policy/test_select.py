@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import pytest
 from hypothesis import given
@@ -33,6 +33,8 @@ LIKELY = Sighting(trials=10, again=5)
 UNLIKELY = Sighting(trials=10)
 """Of a prompt whose kind never came again."""
 CONTINUES = replace(UNLIKELY, continues=True)
+Shown: TypeAlias = "Prompt | TokenIds"
+"""An earlier prompt."""
 
 
 def tokens(scope: int) -> Scope:
@@ -81,28 +83,29 @@ def seen(num_blocks: int, sighting: Sighting = UNLIKELY) -> Sighting:
     return replace(sighting, num_blocks=num_blocks)
 
 
+def earlier(prompt: Prompt, before: Shown) -> Earlier:
+    token_ids = before.token_ids if isinstance(before, Prompt) else before
+    return Earlier(SeenPrompt((), token_ids.tobytes()), common_prefix_length(prompt.token_ids, token_ids))
+
+
 def select(
     scope: Scope,
     prompt: Prompt,
-    recent: Sequence[TokenIds],
+    recent: Sequence[Shown],
     *,
     restored: int = 0,
     sighting: Sighting = UNLIKELY,
-    older: TokenIds | None = None,
     **rules: Any,
 ) -> Selection:
-    def earlier(token_ids: TokenIds) -> Earlier:
-        return Earlier(SeenPrompt((), token_ids.tobytes()), common_prefix_length(prompt.token_ids, token_ids))
-
-    known = replace(sighting, recent=tuple(map(earlier, recent)), older=None if older is None else earlier(older))
+    known = replace(sighting, recent=tuple(earlier(prompt, one) for one in recent))
     return select_by(scope, prompt, Rules(**rules), known, restored=restored)
 
 
-def pick(scope: Scope, prompt: Prompt, *recent: TokenIds, **changes: Any) -> Selection:
+def pick(scope: Scope, prompt: Prompt, *recent: Shown, **changes: Any) -> Selection:
     return select(scope, prompt, recent, **(DEFAULTS | changes))
 
 
-def pick_checkpoints(prompt: Prompt, *recent: TokenIds, **changes: Any) -> Selection:
+def pick_checkpoints(prompt: Prompt, *recent: Shown, **changes: Any) -> Selection:
     return select(AUTO, prompt, recent, **(COARSE | {"state": "checkpoints"} | changes))
 
 
@@ -148,137 +151,99 @@ def test_full_and_a_number_keep_so_many_tokens_whatever_was_seen(
 SYSTEM, ASKED, SAID, TOLD = (1, 1000), (2, 300), (3, 400), (4, 500)
 """Messages of a conversation."""
 FIRST_TURN, TURN = chat(SYSTEM, ASKED), chat(SYSTEM, ASKED, SAID, TOLD)
-OTHERS = [chat((n, 1000), (50, 300)).token_ids for n in range(10, 18)]
+WITHOUT_BOUNDARY = Prompt(TURN.token_ids, FIRST_TURN.boundaries, FIRST_TURN.system_end)
+OTHERS = [chat((n, 1000), (50, 300)) for n in range(10, 18)]
 """Eight prompts, each with a system message of its own."""
 REMINDED, LENGTHILY = chat(SYSTEM, ASKED, SAID, TOLD, (9, 150)), chat(SYSTEM, ASKED, SAID, TOLD, (9, 400))
 TOOLS = chat((1, 700), (5, 300))
-MARKED = Prompt(ids(4123), (1, 1432, 4100), 1432, marks=(Mark(600), Mark(1432, 300.0), Mark(3000)))
+OTHER_TOOLS = as_token_ids([*TOOLS.token_ids[:600], *ids(600, 7), END])
+THINKING = chat(SYSTEM, ASKED, ending=(BEGIN, ROLE, THINK, 77, 78))
+"""The template rewrites what has the model reply."""
 QUOTING = Prompt(TURN.token_ids.copy(), TURN.boundaries, TURN.system_end)
 QUOTING.token_ids[[1200, 2100]] = END
-REWRITTEN = chat(SYSTEM, ASKED, (9, 100)).token_ids
-UNLIKE = [chat((7, 400), (8, 300)).token_ids] * 3
+REWRITTEN, UNLIKE = chat(SYSTEM, ASKED, (9, 100)), [chat((7, 400), (8, 300))] * 3
+MARKED = Prompt(ids(4123), (1, 1432, 4100), 1432, marks=(Mark(600), Mark(1432, 300.0), Mark(3000)))
+MARKED_EARLY = Prompt(ids(4123), (1, 1432), 1432, marks=(Mark(300), Mark(500)))
+TRUSTING, TRUSTED = Sighting(trials=9, is_trusting=True), Sighting(trials=10, is_trusting=True)
+SEEN_4, SEEN_5, SEEN_6 = seen(4), seen(5), seen(6)
+GOES_ON = replace(SEEN_5, older=earlier(TURN, REWRITTEN))
 
-KEPT_BY_AUTO: dict[str, tuple[Prompt, list[TokenIds], dict[str, Any], tuple[int, int, Reason, bool]]] = {
+KEPT_BY_AUTO: dict[str, tuple[Prompt, list[Shown], Sighting, int, int, Reason, bool]] = {
     "the last safe boundary of the best match": (
         Prompt(ids(4123), (1, 700, 1432, 1990), 700),
         [sharing(4000, 90), sharing(3000, 1500), sharing(5000, 800)],
-        {},
-        (1432, 1280, "shared_prefix", False),
+        *(UNLIKELY, 1432, 1280, "shared_prefix", False),
     ),
-    "a new system message": (TURN, [], {}, (1001, 768, "new_system_prompt", False)),
-    "a new one beside seven others": (TURN, OTHERS[:7], {}, (1001, 768, "new_system_prompt", False)),
-    "where none of eight came again": (TURN, OTHERS, {}, (1, 0, "short_prefix", False)),
-    "where one of them came again": (TURN, [*OTHERS, OTHERS[7]], {}, (1001, 768, "new_system_prompt", False)),
-    "a known system message": (TURN, [chat(SYSTEM, (9, 300)).token_ids], {}, (1001, 768, "shared_prefix", False)),
-    "known from before the window": (TURN, [ids(4000, 7)], {"sighting": seen(4)}, (1001, 768, "shared_prefix", False)),
-    "a system message known in part": (
-        TOOLS, [as_token_ids([*TOOLS.token_ids[:600], *ids(600, 7), END])], {}, (701, 512, "new_system_prompt", False)
+    "a new system message": (TURN, [], UNLIKELY, 1001, 768, "new_system_prompt", False),
+    "a new one beside seven others": (TURN, [*OTHERS[:7]], UNLIKELY, 1001, 768, "new_system_prompt", False),
+    "where none of eight came again": (TURN, [*OTHERS], UNLIKELY, 1, 0, "short_prefix", False),
+    "where one came again": (TURN, [*OTHERS, OTHERS[7]], UNLIKELY, 1001, 768, "new_system_prompt", False),
+    "a known system message": (TURN, [chat(SYSTEM, (9, 300))], UNLIKELY, 1001, 768, "shared_prefix", False),
+    "known from before the window": (TURN, [ids(4000, 7)], SEEN_4, 1001, 768, "shared_prefix", False),
+    "a system message known in part": (TOOLS, [OTHER_TOOLS], UNLIKELY, 701, 512, "new_system_prompt", False),
+    "raw text before": (TURN, [ids(4000, 1)], UNLIKELY, 1001, 768, "new_system_prompt", False),
+    "nothing was seen": (LONG, [], UNLIKELY, 0, 0, "no_history", False),
+    "nothing is shared": (Prompt(ids(4123), (1,)), [sharing(4000, 0)], UNLIKELY, 0, 0, "no_match", False),
+    "no boundary": (Prompt(ids(4123), (900,)), [sharing(4000, 899)], UNLIKELY, 0, 0, "no_safe_boundary", False),
+    "a short prompt": (Prompt(ids(511)), [ids(511)], UNLIKELY, 511, 0, "short_prompt", False),
+    "a repeat": (LONG, [ids(4123)], UNLIKELY, 4123, 4123, "shared_prefix", False),
+    "the beginning of another": (LONG, [ids(5000)], UNLIKELY, 4123, 4123, "shared_prefix", False),
+    "an end on a boundary": (Prompt(ids(999), (1, 999)), [ids(999)], UNLIKELY, 999, 999, "shared_prefix", False),
+    "a conversation grew": (TURN, [FIRST_TURN], CONTINUES, 2201, 2048, "continues", True),
+    "the reply begins otherwise": (TURN, [THINKING], UNLIKELY, 1701, 1536, "continues", False),
+    "a message is missing": (
+        TURN, [chat(SYSTEM, ASKED, (6, 400), (7, 300))], UNLIKELY, 1301, 1280, "shared_prefix", False
     ),
-    "after raw text with the same marker": (
-        TURN, [as_token_ids([BEGIN, *range(20, 4000)])], {}, (1001, 768, "new_system_prompt", False)
-    ),
-    "nothing was seen": (LONG, [], {}, (0, 0, "no_history", False)),
-    "nothing is shared": (Prompt(ids(4123), (1,)), [sharing(4000, 0)], {}, (0, 0, "no_match", False)),
-    "shared to no boundary": (Prompt(ids(4123), (900,)), [sharing(4000, 899)], {}, (0, 0, "no_safe_boundary", False)),
-    "a short prompt": (Prompt(ids(511)), [ids(511)], {}, (511, 0, "short_prompt", False)),
-    "a repeat": (LONG, [ids(4123)], {}, (4123, 4123, "shared_prefix", False)),
-    "the beginning of another": (LONG, [ids(5000)], {}, (4123, 4123, "shared_prefix", False)),
-    "a repeat that ends on a boundary": (
-        Prompt(ids(1030), (1, 1030)), [ids(1030)], {}, (1030, 1030, "shared_prefix", False)
-    ),
-    "a conversation grew": (TURN, [FIRST_TURN.token_ids], {"sighting": CONTINUES}, (2201, 2048, "continues", True)),
-    "its template rewrote the reply's beginning": (
-        TURN,
-        [chat(SYSTEM, ASKED, ending=(BEGIN, ROLE, THINK, 77, 78)).token_ids],
-        {},
-        (1701, 1536, "continues", False),
-    ),
-    "a message of it is missing": (
-        TURN, [chat(SYSTEM, ASKED, (6, 400), (7, 300)).token_ids], {}, (1301, 1280, "shared_prefix", False)
-    ),
-    "something else was asked in a word": (
-        TURN, [chat(SYSTEM, (6, 9)).token_ids], {}, (1001, 768, "shared_prefix", False)
-    ),
-    "something else was asked at length": (
-        TURN, [chat(SYSTEM, (6, 400)).token_ids], {}, (1001, 768, "shared_prefix", False)
-    ),
+    "another question of a word": (TURN, [chat(SYSTEM, (6, 9))], UNLIKELY, 1001, 768, "shared_prefix", False),
+    "another long question": (TURN, [chat(SYSTEM, (6, 400))], UNLIKELY, 1001, 768, "shared_prefix", False),
     "a short reminder moves": (
-        REMINDED, [chat(SYSTEM, ASKED, SAID, (9, 150)).token_ids], {}, (2201, 2048, "continues", False)
+        REMINDED, [chat(SYSTEM, ASKED, SAID, (9, 150))], UNLIKELY, 2201, 2048, "continues", False
     ),
     "a long reminder moves": (
-        LENGTHILY, [chat(SYSTEM, ASKED, SAID, (9, 400)).token_ids], {}, (1701, 1536, "shared_prefix", False)
+        LENGTHILY, [chat(SYSTEM, ASKED, SAID, (9, 400))], UNLIKELY, 1701, 1536, "shared_prefix", False
     ),
     "without what will be rewritten again": (
-        LENGTHILY,
-        [chat(SYSTEM, ASKED, SAID, (9, 400)).token_ids],
-        {"sighting": LIKELY},
-        (2201, 2048, "likely_repeat", False),
+        LENGTHILY, [chat(SYSTEM, ASKED, SAID, (9, 400))], LIKELY, 2201, 2048, "likely_repeat", False
     ),
-    "an eighth was rewritten": (LONG, [sharing(1600, 1400)], {}, (3923, 3840, "continues", False)),
-    "more was rewritten": (LONG, [sharing(1601, 1400)], {}, (1400, 1280, "shared_prefix", False)),
+    "an eighth was rewritten": (LONG, [sharing(1600, 1400)], UNLIKELY, 3923, 3840, "continues", False),
+    "more was rewritten": (LONG, [sharing(1601, 1400)], UNLIKELY, 1400, 1280, "shared_prefix", False),
     "of as good matches the one that lost least": (
-        LONG, [sharing(3000, 1400), sharing(1500, 1400)], {}, (4023, 3840, "continues", False)
+        LONG, [sharing(3000, 1400), sharing(1500, 1400)], UNLIKELY, 4023, 3840, "continues", False
     ),
     "a better match that lost more": (
-        LONG, [sharing(1500, 1400), sharing(3000, 1450)], {}, (1450, 1280, "shared_prefix", False)
+        LONG, [sharing(1500, 1400), sharing(3000, 1450)], UNLIKELY, 1450, 1280, "shared_prefix", False
     ),
     "it grew by less than it will lose": (
-        Prompt(ids(2100)), [sharing(2200, 2000)], {}, (2000, 1792, "shared_prefix", False)
+        Prompt(ids(2100)), [sharing(2200, 2000)], UNLIKELY, 2000, 1792, "shared_prefix", False
     ),
-    "a marker's text in a message": (
-        QUOTING, [QUOTING.token_ids[:1304]], {"sighting": CONTINUES}, (2201, 2048, "continues", True)
-    ),
-    "raw text grew": (LONG, [ids(1500)], {"sighting": CONTINUES}, (4123, 4096, "continues", True)),
-    "it grew without a new boundary": (
-        Prompt(TURN.token_ids, FIRST_TURN.boundaries, FIRST_TURN.system_end),
-        [FIRST_TURN.token_ids],
-        {},
-        (1301, 1280, "shared_prefix", False),
-    ),
-    "seen before the window": (
-        TURN, [chat(SYSTEM, (6, 300)).token_ids], {"sighting": seen(6)}, (1301, 1280, "shared_prefix", False)
-    ),
-    "its kind comes again": (TURN, [ids(4000, 7)], {"sighting": LIKELY}, (2201, 2048, "likely_repeat", True)),
-    "raw text of a kind that comes again": (LONG, [], {"sighting": LIKELY}, (4123, 4096, "likely_repeat", True)),
-    "its kind comes again, and it grew": (
-        TURN, [FIRST_TURN.token_ids], {"sighting": replace(LIKELY, continues=True)}, (2201, 2048, "continues", True)
-    ),
-    "a word is shared with another text": (
-        LONG, [sharing(4000, 300)], {"sighting": LIKELY}, (4123, 4096, "likely_repeat", True)
-    ),
-    "its kind is not known yet": (
-        TURN, [], {"sighting": Sighting(trials=9, is_trusting=True)}, (2201, 2048, "learning", True)
-    ),
-    "its kind is known": (
-        TURN, [], {"sighting": Sighting(trials=10, is_trusting=True)}, (1001, 768, "new_system_prompt", False)
-    ),
-    "its kind is not known, nor trusted": (TURN, [], {"sighting": Sighting()}, (1001, 768, "new_system_prompt", False)),
-    "others filled the window": (TURN, UNLIKE, {"sighting": seen(5)}, (1001, 768, "shared_prefix", False)),
-    "and it goes on from before it": (
-        TURN, UNLIKE, {"sighting": seen(5), "older": REWRITTEN}, (1701, 1536, "continues", False)
-    ),
-    "and goes on from within it": (
-        TURN, [*UNLIKE, REWRITTEN], {"sighting": seen(5)}, (1701, 1536, "continues", False)
-    ),
+    "a marker's text in a message": (QUOTING, [QUOTING.token_ids[:1304]], CONTINUES, 2201, 2048, "continues", True),
+    "raw text grew": (LONG, [ids(1500)], CONTINUES, 4123, 4096, "continues", True),
+    "it grew within a message": (WITHOUT_BOUNDARY, [FIRST_TURN], UNLIKELY, 1301, 1280, "shared_prefix", False),
+    "seen before the window": (TURN, [chat(SYSTEM, (6, 300))], SEEN_6, 1301, 1280, "shared_prefix", False),
+    "its kind comes again": (TURN, [ids(4000, 7)], LIKELY, 2201, 2048, "likely_repeat", True),
+    "raw text of such a kind": (LONG, [], LIKELY, 4123, 4096, "likely_repeat", True),
+    "it grew too": (TURN, [FIRST_TURN], replace(LIKELY, continues=True), 2201, 2048, "continues", True),
+    "little is shared": (LONG, [sharing(4000, 300)], LIKELY, 4123, 4096, "likely_repeat", True),
+    "its kind is not known yet": (TURN, [], TRUSTING, 2201, 2048, "learning", True),
+    "its kind is known": (TURN, [], TRUSTED, 1001, 768, "new_system_prompt", False),
+    "its kind is not trusted": (TURN, [], Sighting(), 1001, 768, "new_system_prompt", False),
+    "others filled the window": (TURN, [*UNLIKE], SEEN_5, 1001, 768, "shared_prefix", False),
+    "it goes on from before them": (TURN, [*UNLIKE], GOES_ON, 1701, 1536, "continues", False),
+    "it goes on from one of them": (TURN, [*UNLIKE, REWRITTEN], SEEN_5, 1701, 1536, "continues", False),
     # Claude Code marks its newest message of the user, and then sends a message of the system.
-    "what is marked": (MARKED, [sharing(4000, 90)], {}, (3000, 2816, "marks", False)),
-    "more than is marked": (MARKED, [sharing(4000, 90)], {"sighting": LIKELY}, (4100, 4096, "likely_repeat", True)),
-    "what is marked at the end": (Prompt(ids(4123), marks=(Mark(5000),)), [], {}, (4123, 4123, "marks", False)),
-    "two marks with too little before them": (
-        Prompt(ids(4123), (1, 1432), 1432, marks=(Mark(300), Mark(500))),
-        [],
-        {},
-        (1432, 1280, "new_system_prompt", False),
-    ),
+    "what is marked": (MARKED, [sharing(4000, 90)], UNLIKELY, 3000, 2816, "marks", False),
+    "more than is marked": (MARKED, [sharing(4000, 90)], LIKELY, 4100, 4096, "likely_repeat", True),
+    "a mark behind the end": (Prompt(ids(4123), marks=(Mark(5000),)), [], UNLIKELY, 4123, 4123, "marks", False),
+    "marks with little before them": (MARKED_EARLY, [], UNLIKELY, 1432, 1280, "new_system_prompt", False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", KEPT_BY_AUTO)
 def test_auto_keeps_what_will_be_asked_for_again_and_says_why(case: str) -> None:
-    prompt, recent, changes, expected = KEPT_BY_AUTO[case]
-    selection = pick(AUTO, prompt, *recent, **changes)
-    assert (selection.selected, selection.kept, selection.reason, selection.keeps_reply) == expected
-    assert (selection.window, selection.recent) == (30, len(recent))
+    prompt, recent, sighting, *expected = KEPT_BY_AUTO[case]
+    found = pick(AUTO, prompt, *recent, sighting=sighting)
+    assert [found.selected, found.kept, found.reason, found.keeps_reply] == expected
+    assert (found.window, found.recent) == (30, len(recent))
 
 
 class Counted(list[Earlier]):
@@ -341,7 +306,7 @@ AT_TOKENS = {"state": "token_checkpoints", "sighting": CONTINUES}
 LARGE = {"state": "token_checkpoints", "state_bytes": 600 * (256 << 10)}
 CUT_AT_900 = Prompt(ids(3000), boundaries=(900,))
 
-CHECKPOINTS_OF_AUTO: dict[str, tuple[Prompt, list[TokenIds], dict[str, Any], tuple[dict[int, int], Reason]]] = {
+CHECKPOINTS_OF_AUTO: dict[str, tuple[Prompt, list[Shown], dict[str, Any], tuple[dict[int, int], Reason]]] = {
     "a vote for each": (RAW, [leaving(RAW, n) for n in (650, 650, 1720)], {}, ({600: 3, 1700: 1}, "best_checkpoints")),
     "below a boundary": (CHAT, [leaving(CHAT, 1999)], {}, ({900: 1}, "best_checkpoints")),
     "at a boundary": (CHAT, [leaving(CHAT, 2000)], {}, ({2000: 1}, "best_checkpoints")),
@@ -357,7 +322,7 @@ CHECKPOINTS_OF_AUTO: dict[str, tuple[Prompt, list[TokenIds], dict[str, Any], tup
     ),
     "a new system message": (CHAT, [], {}, ({900: 1}, "new_system_prompt")),
     "a known system message": (CHAT, [leaving(CHAT, 950)], {}, ({900: 1}, "best_checkpoints")),
-    "others have their own": (CHAT, OTHERS, {}, ({}, "no_match")),
+    "others have their own": (CHAT, [*OTHERS], {}, ({}, "no_match")),
     # Else the next prompt with it, which asks another thing, restores nothing.
     "a new one beside its end": (CHAT, [], {"sighting": LIKELY}, ({900: 2, 2800: 1}, "likely_repeat")),
     "the last one's reason": (
