@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -163,6 +164,12 @@ def running_daemon(model: Path, cache: Path, **changes: Any) -> Iterator[DaemonP
     """A daemon that is ready; killed in the end if it still runs."""
     with DaemonProcess(*serve_flags(model, cache, **changes)) as daemon:
         yield daemon.wait_ready()
+
+
+def command(name: str, folder: Path, *arguments: str) -> Any:
+    """What a `diskprefix` command about a cache folder says with --json. It must succeed."""
+    said = [sys.executable, "-m", "diskprefix", name, *arguments, "--kv-cache-dir", str(folder), "--json"]
+    return json.loads(subprocess.run(said, capture_output=True, env=clean_environment(), check=True).stdout)
 
 
 def cache_states(client: httpx.Client) -> list[dict[str, Any]]:

@@ -2,28 +2,89 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.schema import DATABASES
+from diskprefix.store.store import Store
 from tests.server.daemon_process import (
     DaemonProcess,
-    clean_environment,
+    command,
     family,
     props,
     running_daemon,
     serve_flags,
     wait_until,
 )
-from tests.server.remains import is_in_memory, left_in, records, traces
 
 FIELDS: dict[str, Any] = {"model": "tiny-chat", "max_output_tokens": 24, "temperature": 0}
 WORDS = "The vixen {0} sleeps under elder {1}, where the miller's {2} lantern hangs. "
+
+
+_LEAST_BYTES = 12
+"""A shorter piece of a record may stand in the file by chance."""
+_AT_ONCE_BYTES = 64 << 20
+
+Record = tuple[str, bytes, bytes]
+
+
+def records(folder: Path) -> set[Record]:
+    """All that is stored, but for counts, which change with each use and say nothing of a prompt."""
+    with closing(Store(folder, read_only=True)) as store, store.snapshot() as snapshot:
+        return {
+            (database, key, bytes(value))
+            for database in DATABASES
+            if database not in ("meta", "usage")
+            for key, value in snapshot.records(database)
+            if database != "notes" or key[16] != NoteKind.SAVINGS
+        }
+
+
+def traces(records: set[Record]) -> set[bytes]:
+    """Pieces of records: what names them, and of what they hold the middle and the end. Checksums and names of others
+    stand at the beginning."""
+    found = {key[16:] if database in ("seen", "ghosts", "notes") else key for database, key, _ in records}
+    for _, _, value in records:
+        found |= {value[len(value) // 2 :][:64], value[-64:]}
+    return {trace for trace in found if len(trace) >= _LEAST_BYTES and trace.strip(b"\0")}
+
+
+def left_in(folder: Path, wanted: set[bytes]) -> list[bytes]:
+    content = (folder / "data.mdb").read_bytes()
+    return [trace for trace in wanted if trace in content]
+
+
+def is_in_memory(pid: int, wanted: bytes) -> bool:
+    """Says whether the memory of a process has these bytes."""
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for line in maps:
+            addresses, access, *_ = line.split()
+            if "r" in access and not line.rstrip().endswith(("[vvar]", "[vvar_vclock]", "[vsyscall]")):
+                start, end = (int(address, 16) for address in addresses.split("-"))
+                if any(wanted in part for part in _parts(memory, start, end)):
+                    return True
+    return False
+
+
+def _parts(memory: FileIO, start: int, end: int) -> Iterator[bytes]:
+    try:
+        while start < end:
+            memory.seek(start)
+            part = memory.read(min(_AT_ONCE_BYTES, end - start))
+            if not part:
+                return
+            yield part
+            start += len(part)
+    except OSError:
+        """It was given back meanwhile, or cannot be read."""
 
 
 def text_of(seed: int, num_lines: int = 24) -> str:
@@ -94,20 +155,7 @@ def test_a_purge_that_erases_beside_a_daemon_leaves_no_byte_in_the_file(chat_mod
         wanted = {trace for trace in traces(records(folder) - before) if trace not in content}
         assert len(wanted) > 100
         [entry] = entries_with(client, "vixen 2 ")
-        command = [
-            sys.executable,
-            "-m",
-            "diskprefix",
-            "purge",
-            entry["id"],
-            "--yes",
-            "--erase",
-            "--json",
-            "--kv-cache-dir",
-            folder,
-        ]
-        purged = subprocess.run(command, capture_output=True, check=True, env=clean_environment())
-        assert json.loads(purged.stdout)["is_erased"]
+        assert command("purge", folder, entry["id"], "--yes", "--erase")["is_erased"]
         assert left_in(folder, wanted) == []
         # The daemon saves in the new file, and has no buffers of the old one. The new prompt has some tokens at the
         # places that they had in the other one.

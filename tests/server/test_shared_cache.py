@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +17,7 @@ from tests.object_server import object_server
 from tests.server.daemon_process import (
     DaemonProcess,
     ask,
-    clean_environment,
+    command,
     props,
     reply_to,
     running_daemon,
@@ -144,12 +141,6 @@ def test_tenants_stay_apart_after_a_kill_and_nothing_on_disk_or_in_the_log_holds
     for secret in (ALICE, ADMIN, "swordfish"):
         assert secret.encode() not in stored
         assert secret not in "".join(logs)
-
-
-def command(name: str, folder: Path) -> Any:
-    """What a `diskprefix` command says with --json. It must succeed."""
-    arguments = [sys.executable, "-m", "diskprefix", name, "--kv-cache-dir", str(folder), "--json"]
-    return json.loads(subprocess.run(arguments, capture_output=True, env=clean_environment(), check=True).stdout)
 
 
 def test_two_daemons_see_each_other_and_commands_run_beside_them(chat_model: Path, tmp_path: Path) -> None:
