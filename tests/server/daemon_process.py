@@ -217,29 +217,20 @@ def props(client: httpx.Client) -> Any:
     return client.get("/props").json()
 
 
-def open_request(
-    port: int,
-    body: bytes = b"",
-    *,
-    num_bytes: int | None = None,
-    headers: dict[str, str] | None = None,
-    path: str = CHAT,
-    receive_bytes: int | None = None,
+def open_raw(
+    port: int, body: dict[str, Any] | None = None, *, announced_bytes: int | None = None, **headers: str
 ) -> socket.socket:
-    """A connection with a POST that announces `num_bytes`. If its body is shorter, it waits for a 100.
-
-    `receive_bytes` is the size of the kernel's buffer.
-    """
-    announced = len(body) if num_bytes is None else num_bytes
-    sent = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(announced)}
-    sent |= {"Expect": "100-continue"} if announced > len(body) else {}
+    """A chat request on a bare socket that the test can close when it likes. With `announced_bytes` the body never
+    ends. The system takes little that is not read from the socket."""
+    payload = b"" if body is None else json.dumps(body).encode()
+    sent = {"Host": "localhost", "Content-Type": "application/json"} | headers
+    sent["Content-Length"] = str(announced_bytes or len(payload))
     connection = socket.socket()
-    connection.settimeout(60)
-    if receive_bytes is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.settimeout(30)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", port))
-    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in (sent | (headers or {})).items())]
-    connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+    lines = [f"POST {CHAT} HTTP/1.1", *(f"{name}: {value}" for name, value in sent.items()), "", ""]
+    connection.sendall("\r\n".join(lines).encode() + payload)
     return connection
 
 

@@ -299,24 +299,6 @@ class AppServer:
         assert not self._thread.is_alive()
 
 
-def open_raw(
-    server: AppServer, body: dict[str, Any] | None, *, announced_bytes: int | None = None, header: str = "X: y"
-) -> socket.socket:
-    """A chat request on a bare socket that the test can close when it likes. With `announced_bytes` the body never
-    ends. The system takes little that is not read from the socket."""
-    payload = b"" if body is None else json.dumps(body).encode()
-    connection = socket.socket()
-    connection.settimeout(30)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.connect(("127.0.0.1", server.port))
-    head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {announced_bytes or len(payload)}\r\n{header}\r\n\r\n"
-    )
-    connection.sendall(head.encode() + payload)
-    return connection
-
-
 def read_all(connection: socket.socket) -> bytes:
     """What is received until the server closes the connection."""
     received = b""

@@ -33,7 +33,7 @@ from diskprefix.server.answer import MAX_LOGPROBS
 from diskprefix.server.process import process
 from diskprefix.server.status import WELCOME
 from diskprefix.tenant_ids import group_of
-from tests.server.daemon_process import wait_until
+from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
     CHOSEN,
     AppServer,
@@ -41,7 +41,6 @@ from tests.server.scripted import (
     ScriptedEngine,
     done,
     events_of,
-    open_raw,
     read_all,
     say_hello,
     scripted_app,
@@ -225,14 +224,14 @@ def test_a_disk_that_does_not_answer_stops_neither_health_nor_requests(
 def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: ScriptedEngine) -> None:
     engine.script = until_cancelled
     with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
-        running = open_raw(server, HELLO)
+        running = open_raw(server.port, HELLO)
         assert engine.entered.wait(30)
-        waiting = open_raw(server, HELLO)
+        waiting = open_raw(server.port, HELLO)
         wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
         answer = client.post(CHAT, json=HELLO)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
-        with open_raw(server, HELLO, announced_bytes=20_000_000) as refused:
+        with open_raw(server.port, HELLO, announced_bytes=20_000_000) as refused:
             assert refused.recv(1000).startswith(b"HTTP/1.1 503 "), "before the body is sent"
         running.close()
         waiting.close()
@@ -242,7 +241,7 @@ def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: Scripted
 
 
 def test_a_client_that_waits_for_100_continue_is_refused_before_it_sends_anything(server: AppServer) -> None:
-    with open_raw(server, None, announced_bytes=99_000_000, header="Expect: 100-continue") as connection:
+    with open_raw(server.port, None, announced_bytes=99_000_000, Expect="100-continue") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
@@ -251,7 +250,7 @@ def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
 ) -> None:
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.2)
     with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
-        silent = [open_raw(server, HELLO, announced_bytes=1000) for _ in range(2)]
+        silent = [open_raw(server.port, HELLO, announced_bytes=1000) for _ in range(2)]
         for connection in silent:
             head, _, answer = read_all(connection).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 408 ")
@@ -263,7 +262,7 @@ def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
 
 def test_a_body_that_trickles_is_a_408(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.2)
-    with open_raw(server, HELLO, announced_bytes=1_000_000) as connection:
+    with open_raw(server.port, HELLO, announced_bytes=1_000_000) as connection:
         connection.settimeout(0.01)
         for _ in range(3000):
             connection.sendall(b" ")
@@ -281,7 +280,7 @@ def test_a_large_body_has_the_longer_to_arrive_the_more_of_it_has(
     monkeypatch.setattr(reading, "_PATIENCE_S", 0.2)
     monkeypatch.setattr(reading, "_LEAST_BYTES_PER_S", 1)
     payload = json.dumps(HELLO).encode()
-    with open_raw(server, HELLO, announced_bytes=len(payload) + 1) as connection:
+    with open_raw(server.port, HELLO, announced_bytes=len(payload) + 1) as connection:
         threading.Event().wait(0.4)
         connection.sendall(b" ")
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
@@ -307,7 +306,7 @@ def test_a_client_that_leaves_cancels_its_request_and_the_log_says_how_far_it_ca
 
     engine.script = endless
     with caplog.at_level(logging.INFO), server.client() as client:
-        with open_raw(server, HELLO | {"stream": stream}) as connection:
+        with open_raw(server.port, HELLO | {"stream": stream}) as connection:
             assert engine.entered.wait(30)
             received = b""
             while has_begun and b"first" not in received:
@@ -332,10 +331,10 @@ def test_a_client_that_leaves_while_it_waits_never_reaches_the_engine(
         say_hello(request, emit, is_cancelled)
 
     engine.script = hold
-    first = open_raw(server, HELLO)
+    first = open_raw(server.port, HELLO)
     assert engine.entered.wait(30)
     with server.client() as client:
-        second = open_raw(server, HELLO | {"seed": 2})
+        second = open_raw(server.port, HELLO | {"seed": 2})
         wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
         second.close()
         left = 'status="499"} 1.0'

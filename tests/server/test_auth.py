@@ -21,7 +21,7 @@ from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.guards import BrowserGuard, is_loopback
 from diskprefix.server.keys import ApiKeys, Caller
 from diskprefix.server.status import WELCOME
-from tests.server.daemon_process import DaemonProcess, open_request, running_daemon, serve_flags, wait_until
+from tests.server.daemon_process import DaemonProcess, open_raw, running_daemon, serve_flags, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
 CHAT = "/v1/chat/completions"
@@ -233,14 +233,14 @@ def test_a_key_of_the_file_opens_all_but_what_is_counted_of_everybody_which_is_f
 def test_a_key_is_asked_for_before_the_body_is_read_and_who_sends_it_at_once_reads_the_refusal(
     keyed: AppServer, client: httpx.Client
 ) -> None:
-    with open_request(keyed.port, num_bytes=1_000_000) as connection:
+    with open_raw(keyed.port, announced_bytes=1_000_000, Expect="100-continue") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
     assert_unauthorized(client.post(CHAT, content=b"x" * 20_000_000))
 
 
 def arriving(server: AppServer, key: str) -> socket.socket:
     """A request with this key whose body is waited for."""
-    connection = open_request(server.port, num_bytes=1000, headers=bearer(key))
+    connection = open_raw(server.port, announced_bytes=1000, Expect="100-continue", Authorization=f"Bearer {key}")
     assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
     return connection
 

@@ -31,7 +31,7 @@ from diskprefix.server.log_context import LogContext
 from diskprefix.server.process import connection as connections
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
-from tests.server.daemon_process import open_request, wait_until
+from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
 
 MIB = 1 << 20
@@ -341,7 +341,7 @@ def connect(server: AppServer, data: bytes = b"") -> socket.socket:
 
 def connect_busy(server: AppServer) -> socket.socket:
     """A connection with a request whose body the server waits for."""
-    connection = open_request(server.port, num_bytes=10)
+    connection = open_raw(server.port, announced_bytes=10, Expect="100-continue")
     assert connection.recv(25) == b"HTTP/1.1 100 Continue\r\n\r\n"
     return connection
 
@@ -403,11 +403,11 @@ def test_a_connection_with_a_request_is_not_closed_for_a_new_one(three: AppServe
 
 def test_a_connection_whose_client_has_not_taken_the_whole_response_is_not_idle(three: AppServer) -> None:
     three.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    body = b'{"messages": [{"role": "user", "content": "hello"}]}'
+    body = {"messages": [{"role": "user", "content": "hello"}]}
     with ExitStack() as stack:
         for _ in range(3):
-            # Small buffers in the kernel: it soon takes no more.
-            connection = stack.enter_context(open_request(three.port, body, receive_bytes=4096))
+            # The kernel soon takes no more.
+            connection = stack.enter_context(open_raw(three.port, body))
             received = b""
             while b"xxx" not in received:
                 received += connection.recv(1024)

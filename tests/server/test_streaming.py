@@ -37,7 +37,7 @@ from diskprefix.server.generation import EventBuffer, Generation
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.streaming import EventStream, HeldResponse, PatientResponse
 from tests.engine.driving import Cancelled
-from tests.server.daemon_process import wait_until
+from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
     AppServer,
     Emit,
@@ -45,7 +45,6 @@ from tests.server.scripted import (
     ScriptedEngine,
     done,
     events_of,
-    open_raw,
     read_all,
     say_hello,
     scripted_app,
@@ -352,7 +351,7 @@ def small_buffers(model: Path, script: Script) -> Iterator[tuple[AppServer, Scri
 
 
 def stream_without_reading(server: AppServer, **fields: Any) -> socket.socket:
-    return open_raw(server, BODY | {"stream": True} | fields, header="Connection: close")
+    return open_raw(server.port, BODY | {"stream": True} | fields, Connection="close")
 
 
 def read_events(connection: socket.socket) -> list[Any]:

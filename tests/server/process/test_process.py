@@ -27,7 +27,7 @@ from tests.server.daemon_process import (
     CHAT,
     DaemonProcess,
     clean_environment,
-    open_request,
+    open_raw,
     running_daemon,
     serve_flags,
     wait_until,
@@ -95,7 +95,8 @@ def test_a_request_that_outlasts_the_grace_gets_an_error_event_when_port_and_tok
 
 def test_a_body_that_is_still_arriving_does_not_delay_the_end(chat_model: Path, cache: Path) -> None:
     with running_daemon(chat_model, cache) as daemon:
-        with open_request(int(daemon.url.rpartition(":")[2]), num_bytes=10) as client:
+        port = int(daemon.url.rpartition(":")[2])
+        with open_raw(port, announced_bytes=10, Expect="100-continue") as client:
             assert client.recv(1000).startswith(b"HTTP/1.1 100 "), "the body is being read"
             client.sendall(b"{")
             assert daemon.stop() == 0
