@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,42 +129,35 @@ def test_a_switch_can_be_turned_off_again_by_what_wins(
     assert settings_of("--standby").standby
 
 
-def test_the_policy_may_come_from_its_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
-    monkeypatch.setenv("DISKPREFIX_POLICY", "agent")
-    assert settings_of().kv_cache_budget == 16 * 2**30
-
-
-def test_an_empty_variable_is_no_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
-    monkeypatch.setenv("DISKPREFIX_MODEL", "")
-    monkeypatch.setenv("DISKPREFIX_PORT", "")
-    assert settings_of() == Settings()
-
-
-def test_an_empty_file_of_keys_is_refused_wherever_it_comes_from(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("variables", "args", "name", "value"),
+    [
+        ({"DISKPREFIX_POLICY": "agent"}, [], "kv_cache_budget", 16 * 2**30),
+        ({"DISKPREFIX_PORT": ""}, [], "port", Settings().port),
+        ({"DISKPREFIX_API_KEYS": ""}, ["--api-keys", "~/keys"], "api_keys", Path("/home/me/keys")),
+        ({}, ["--kv-cache-dir", "~/kv"], "kv_cache_dir", Path("/home/me/kv")),
+        ({"DISKPREFIX_MODEL": ""}, [], "model_names", ()),
+        ({"DISKPREFIX_MODEL": "org/a, org/b:Q4_K_M"}, [], "model_names", ("org/a", "org/b:Q4_K_M")),
+        ({"DISKPREFIX_MODEL": "org/a, org/b"}, ["--model", "org/c"], "model_names", ("org/c",)),
+        ({}, ["--model", "org/c", "--model", "org/d,org/e"], "model_names", ("org/c", "org/d", "org/e")),
+        ({}, ["--model", "a,b"], "model_names", ("a,b",)),
+    ],
+)
+def test_a_setting_comes_from_variables_that_are_not_empty_and_from_flags(
+    monkeypatch: pytest.MonkeyPatch,
+    settings_of: SettingsOf,
+    tmp_path: Path,
+    variables: dict[str, str],
+    args: list[str],
+    name: str,
+    value: object,
 ) -> None:
-    """Without keys anybody is served: a variable that came out empty must not mean that."""
-    policy = tmp_path / "mine.toml"
-    policy.write_text('api_keys = ""\n')
-    run("serve", "--policy", policy).assert_refused(2, "mine.toml:1: api_keys:", "it is empty")
-    monkeypatch.setenv("DISKPREFIX_API_KEYS", "")
-    run("serve").assert_refused(2, "'DISKPREFIX_API_KEYS'", "it is empty")
-
-
-def test_a_flag_wins_over_an_empty_variable_of_keys(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
-    monkeypatch.setenv("DISKPREFIX_API_KEYS", "")
-    assert settings_of("--api-keys", "~/keys").api_keys == Path("~/keys").expanduser()
-
-
-def test_a_home_folder_is_expanded(settings_of: SettingsOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert settings_of("--kv-cache-dir", "~/kv").kv_cache_dir == tmp_path / "kv"
-
-
-@pytest.mark.parametrize(("variable", "value"), [("DISKPREFIX_PORT", "http"), ("DISKPREFIX_STANDBY", "sometimes")])
-def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
-    monkeypatch.setenv(variable, value)
-    run("serve").assert_refused(2, variable, value)
+    """Models may be given with commas, or one after the other."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a,b").mkdir()
+    for variable, text in ({"HOME": "/home/me"} | variables).items():
+        monkeypatch.setenv(variable, text)
+    assert getattr(settings_of(*args), name) == value
 
 
 @pytest.mark.parametrize(
@@ -205,6 +199,26 @@ def test_a_policy_file_that_is_no_toml_is_one_line(run: Run, tmp_path: Path, tex
     run("serve", "--policy", policy).assert_refused(2, f"{policy} is not valid TOML: ")
 
 
+def test_print_config_names_the_source_of_each_value(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tmp_path / "p.toml"
+    policy.write_text('port = 1234\nmax_queue = 7\nkv_cache_budget = "3GiB"\n')
+    monkeypatch.setenv("DISKPREFIX_MAX_QUEUE", "8")
+    ended = run("serve", "--policy", policy, "--port", "4321", "--standby", "--idle-unload", "0s", "--print-config")
+    lines = {line.lstrip("# ").split(" ")[0]: line for line in ended.stdout.splitlines()}
+    assert list(lines) == list(SETTINGS)
+    assert lines["port"].split() == ["port", "=", "4321", "#", "the", "flag", "--port"]
+    assert lines["max_queue"].endswith("# the variable DISKPREFIX_MAX_QUEUE")
+    assert lines["kv_cache_budget"].endswith(f"# the policy {policy}")
+    assert lines["idle_unload"].split()[2] == "0.0"
+    assert lines["host"].endswith("# default")
+    assert lines["model"].startswith("# model =")
+    assert f"# default: {SETTINGS['model'].unset}" in lines["model"]
+    assert tomllib.loads(ended.stdout)["standby"] is True
+    (tmp_path / "again.toml").write_text(ended.stdout)
+    again = run("serve", "--policy", tmp_path / "again.toml", "--print-config").stdout
+    assert tomllib.loads(again) == tomllib.loads(ended.stdout), "what is printed can be read again"
+
+
 @pytest.mark.parametrize(("error", "code"), [(ModelError("no\nmodel"), 3), (KeyboardInterrupt(), 130)])
 def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
@@ -235,33 +249,11 @@ def test_the_group_lists_its_commands_and_its_version(run: Run) -> None:
     listed = re.findall(r"^  (\w+)  ", text[text.index("Commands:") :], re.MULTILINE)
     assert listed == command_names()
     assert __version__ in run("--version").stdout
+    ended = run()
+    assert (ended.exit_code, ended.stderr.rstrip()) == (2, text.rstrip()), "without a command the help is shown"
 
 
 def test_the_first_page_has_the_commands_in_the_order_of_the_help() -> None:
     page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `diskprefix (\w+)", page, re.MULTILINE)
     assert rows == [name for name in command_names() if name in rows]
-
-
-def test_a_folder_that_others_may_write_to_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv").chmod(0o1777)
-    ended = run("serve", "--model", "org/absent", "--kv-cache-dir", tmp_path / "kv")
-    ended.assert_refused(4, "mode 1777", "give a folder of your own in it")
-
-
-def test_without_a_command_the_help_is_shown(run: Run) -> None:
-    ended = run()
-    assert (ended.exit_code, "Commands:" in ended.stderr) == (2, True)
-
-
-def test_models_are_given_with_commas_or_one_after_the_other(
-    settings_of: SettingsOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("DISKPREFIX_MODEL", "org/a, org/b:Q4_K_M")
-    assert settings_of().model_names == ("org/a", "org/b:Q4_K_M")
-    assert settings_of("--model", "org/c").model_names == ("org/c",)
-    assert settings_of("--model", "org/c", "--model", "org/d,org/e").model_names == ("org/c", "org/d", "org/e")
-    (tmp_path / "a,b").mkdir()
-    assert settings_of("--model", str(tmp_path / "a,b")).model_names == (str(tmp_path / "a,b"),)
-    assert Settings().model_names == ()
