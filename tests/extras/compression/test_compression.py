@@ -83,17 +83,13 @@ def test_the_oldest_exchanges_are_left_out_until_half_of_the_threshold_remains(
     assert left_of(conversation_of(roles), threshold) == left.split()
 
 
-def test_the_reply_is_told_what_was_left_out() -> None:
-    _, left_out = shortened(conversation_of("suauauau"), 700, count)
-    assert left_out == LeftOut(5, "messages.2", "messages.6")
-    assert shortened(conversation_of("suauauau"), 800, count)[1] is None
-
-
-def test_marks_of_what_is_left_out_are_gone_and_others_stay() -> None:
+def test_marks_of_what_is_left_out_are_gone_and_the_reply_is_told_what_was() -> None:
     sent = conversation_of("suauauau")
     marked = [replace(m, mark=CacheMark()) if i in (2, 7) else m for i, m in enumerate(sent.messages)]
-    kept, _ = shortened(replace(sent, messages=marked), 700, count)
+    kept, left_out = shortened(replace(sent, messages=marked), 700, count)
     assert [m.path for m in kept.messages if m.mark] == ["messages.7"]
+    assert left_out == LeftOut(5, "messages.2", "messages.6")
+    assert shortened(sent, 800, count)[1] is None
 
 
 def test_tools_and_reasoning_count() -> None:
@@ -125,7 +121,7 @@ def requests_of(roles: str, sizes: Sequence[int]) -> list[Conversation]:
 
 
 @given(conversations, st.integers(200, 3000))
-def test_what_was_left_out_stays_left_out_and_turns_in_between_only_add(
+def test_what_must_stay_stays_what_was_left_out_stays_left_out_and_turns_in_between_only_add(
     drawn: tuple[str, list[int]], threshold: int
 ) -> None:
     sent = requests_of(*drawn)
@@ -135,24 +131,17 @@ def test_what_was_left_out_stays_left_out_and_turns_in_between_only_add(
         assert now >= was
         if now == was:
             assert list(later.messages[: len(kept.messages)]) == list(kept.messages)
-
-
-@given(conversations, st.integers(200, 3000))
-def test_what_must_stay_stays(drawn: tuple[str, list[int]], threshold: int) -> None:
-    for sent in requests_of(*drawn):
-        kept = shortened(sent, threshold, count)[0].messages
-        roles = [m.role for m in sent.messages]
+    for conversation, (shorter, _) in zip(sent, answers, strict=True):
+        messages, stay = conversation.messages, shorter.messages
+        roles = [m.role for m in messages]
         head = roles.index("assistant") if "assistant" in roles else len(roles)
-        assert list(kept[:head]) == list(sent.messages[:head])
-        assert kept[-1] is sent.messages[-1]
-        for before, after in pairwise([m.role for m in kept]):
+        assert list(stay[:head]) == list(messages[:head])
+        assert stay[-1] is messages[-1]
+        for before, after in pairwise([m.role for m in stay]):
             assert after != "tool" or before in ("assistant", "tool")
-        calls, sent_calls = (
-            [sum(1 for m in listed if m.role == "tool"), sum(1 for m in listed if m.tool_calls)]
-            for listed in (kept, sent.messages)
-        )
-        assert (calls[0] == 0) == (calls[1] == 0)
-        assert calls[0] <= sent_calls[0]
+        results, sent_results = (sum(m.role == "tool" for m in listed) for listed in (stay, messages))
+        assert (results == 0) == (not any(m.tool_calls for m in stay))
+        assert results <= sent_results
 
 
 @pytest.fixture(scope="module")

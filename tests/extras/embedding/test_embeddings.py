@@ -6,6 +6,7 @@ import base64
 import json
 import shutil
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tests.agent_bodies import words
 from tests.model.tiny import write_gguf
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import wait_until
-from tests.server.scripted import ScriptedEngine, real_app, say_hello, scripted_app
+from tests.server.scripted import AppServer, ScriptedEngine, real_app, say_hello, scripted_app
 
 INSTRUCTION = words(1, 60)
 TEXTS = [f"{INSTRUCTION}\n{words(seed, 5 * seed + 1)}" for seed in range(7)]
@@ -43,6 +44,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_modules(folder, "Transformer", "Pooling", "Normalize")
     write_pooling(folder, pooling_mode_lasttoken=True, pooling_mode_mean_tokens=False, include_prompt=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    with real_app(folder, tmp_path_factory.mktemp("kv"), kv_cache_gate="off") as server:
+        yield server
+
+
+@pytest.fixture
+def client(daemon: AppServer) -> Iterator[httpx.Client]:
+    with daemon.client() as client:
+        yield client
 
 
 def write_modules(folder: Path, *names: str) -> None:
@@ -123,23 +136,24 @@ def test_a_mean_is_that_of_all_tokens_with_the_same_bits_in_company(
         np.testing.assert_allclose(np.frombuffer(found, "<f4"), unit(hidden.mean(0)), rtol=0, atol=2e-6)
 
 
-def test_fewer_dimensions_are_the_beginning_at_length_one(client: httpx.Client) -> None:
+def test_fewer_dimensions_are_the_beginning_at_length_one_and_null_stands_for_the_default(
+    client: httpx.Client,
+) -> None:
     [whole], [short] = vectors(client, TEXTS[0]), vectors(client, TEXTS[0], dimensions=8)
+    nothing = {"encoding_format": None, "dimensions": None, "model": None, "prefix_cache": None}
+    assert embed(client, TEXTS[0], **nothing)["data"] == embed(client, TEXTS[0])["data"]
     beginning = np.frombuffer(whole, "<f4")[:8]
     np.testing.assert_allclose(np.frombuffer(short, "<f4"), beginning / np.linalg.norm(beginning), rtol=1e-6)
 
 
-def test_the_texts_for_an_embedding_model_in_a_gguf_file_end_as_the_file_says(tmp_path: Path) -> None:
+def test_the_texts_for_an_embedding_model_in_a_gguf_file_end_and_are_pooled_as_the_file_says(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "embedder.gguf", pooling=3)
     with real_app(file, tmp_path / "kv") as server, server.client() as client:
         tokens = client.post("/tokenize", json={"content": "rivers"}).json()["tokens"]
         assert vectors(client, "rivers") == vectors(client, [*tokens, 2]) != vectors(client, tokens)
-
-
-@pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last")])
-def test_the_pooling_is_that_of_a_gguf_file(number: int, pooling: str, tmp_path: Path) -> None:
-    found = read_purpose(write_gguf(tmp_path / "m.gguf", pooling=number))
-    assert (found.pooling, found.end_id, found.problem) == (pooling, 2, None)
+    for number, pooling in ((0, "last"), (1, "mean"), (3, "last")):
+        found = read_purpose(write_gguf(tmp_path / f"{number}.gguf", pooling=number))
+        assert (found.pooling, found.end_id, found.problem) == (pooling, 2, None)
     assert read_purpose(write_gguf(tmp_path / "rank.gguf", pooling=4)).problem == "its file asks for pooling of type 4"
 
 
@@ -177,9 +191,7 @@ def test_the_pooling_is_that_of_sentence_transformers_and_another_is_refused(
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("modules.json", "[{"),
-        ("modules.json", "{}"),
-        ("modules.json", "[" * 100_000),
+        *(("modules.json", content) for content in ("[{", "{}", "[" * 100_000)),
         ("1_Pooling/config.json", "[]"),
         ("1_Pooling/config.json", None),
     ],
@@ -187,10 +199,8 @@ def test_the_pooling_is_that_of_sentence_transformers_and_another_is_refused(
 def test_a_damaged_file_is_never_taken_for_the_last_token(name: str, content: str | None, tmp_path: Path) -> None:
     write_modules(tmp_path, "Transformer", "Pooling")
     write_pooling(tmp_path, pooling_mode="mean")
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    if content is None:
-        (tmp_path / name).unlink()
-    else:
+    (tmp_path / name).unlink()
+    if content is not None:
         (tmp_path / name).write_text(content)
     assert read_purpose(tmp_path).problem is not None
 
@@ -207,27 +217,20 @@ def test_a_damaged_file_is_never_taken_for_the_last_token(name: str, content: st
         ({"input": [1, 99999]}, "input.1"),
         ({"input": [[1], [2, 99999]]}, "input.1.1"),
         ({"input": ["a", "word " * 9000]}, "input.1"),
+        ({"input": [[1, 2, 3], [1, 2], [3]]}, "input.2"),
         ({"input": "a", "dimensions": 65}, "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
     ],
 )
-def test_bad_bodies_are_refused_with_the_path(client: httpx.Client, body: dict[str, Any], param: str) -> None:
+def test_bad_bodies_are_refused_with_the_path(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], param: str
+) -> None:
+    if param == "input.2":
+        # All together have too many tokens, and none is computed.
+        monkeypatch.setattr(embeddings, "MAX_TOKENS", 5)
+        assert embed(client, body["input"][:2])["usage"]["total_tokens"] == 5
     reply = client.post("/v1/embeddings", json=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-
-
-def test_a_request_with_too_many_tokens_is_refused_before_any_is_computed(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(embeddings, "MAX_TOKENS", 5)
-    reply = client.post("/v1/embeddings", json={"input": [[1, 2, 3], [1, 2], [3]]})
-    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input.2")
-    assert embed(client, [[1, 2, 3], [1, 2]])["usage"]["total_tokens"] == 5
-
-
-def test_null_stands_for_the_default(client: httpx.Client) -> None:
-    nothing = {"encoding_format": None, "dimensions": None, "model": None, "prefix_cache": None}
-    assert embed(client, "a", **nothing)["data"] == embed(client, "a")["data"]
 
 
 def test_many_requests_at_once_take_a_place_each_and_fail_nobody(chat_model: Path) -> None:
