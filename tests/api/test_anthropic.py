@@ -174,7 +174,7 @@ def test_marks_are_those_of_the_blocks(fields: dict[str, str], ttl_s: float | No
     mark, neutral = {"cache_control": {"type": "ephemeral"} | fields}, CacheMark(ttl_s)
     found = conversation(
         user(text("a", **mark), text("b")),
-        assistant(CALL | mark),
+        assistant(CALL | MARK, CALL | mark),
         user(result() | mark),
         system=[text("s", **mark)],
         tools=[TOOLS[0], SEARCH, TOOLS[1] | mark],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import pytest
@@ -243,95 +244,79 @@ def whole(events: Iterable[ReplyEvent], **fields: Any) -> Json:
 
 
 HELLO: list[list[ReplyDelta]] = [[ContentDelta("stream")], [ContentDelta("ed")]]
-_PIECES: list[list[ReplyDelta]] = [[ToolCallDelta(0, "x")] for _ in range(12)]
-CALL: list[list[ReplyDelta]] = [[CallBegin(0, "call_1", "get_weather")], *_PIECES]
-THOUGHT: list[list[ReplyDelta]] = [[ReasoningDelta("hm")] for _ in range(26)]
-
-ADDED, DONE = "output_item.added", "output_item.done"
-PART_ADDED, PART_DONE = "content_part.added", "content_part.done"
-TEXT = [ADDED, PART_ADDED, *["output_text.delta"] * 2, "output_text.done", PART_DONE, DONE]
-CALLED_EVENTS = [ADDED, *["function_call_arguments.delta"] * 12, "function_call_arguments.done", DONE]
-THOUGHT_OF = [ADDED, PART_ADDED, *["reasoning_text.delta"] * 26, "reasoning_text.done", PART_DONE, DONE]
-
-
-SUMMARY_PART = "reasoning_summary_part"
-SUMMED_UP = [ADDED, f"{SUMMARY_PART}.added", *["reasoning_summary_text.delta"] * 26, "reasoning_summary_text.done"]
-
-
-@pytest.mark.parametrize(
-    ("parts", "summary", "said"),
-    [
-        (HELLO, None, TEXT),
-        (CALL, None, CALLED_EVENTS),
-        ([*THOUGHT, *HELLO], None, [*THOUGHT_OF, *TEXT]),
-        ([*THOUGHT, *HELLO], "auto", [*SUMMED_UP, f"{SUMMARY_PART}.done", DONE, *TEXT]),
-    ],
-    ids=["text", "a call", "reasoning and text", "a summary and text"],
-)
-def test_the_events_of_a_stream_come_in_the_order_of_openai_s(parts: Any, summary: str | None, said: list[str]) -> None:
-    """Recorded of gpt-4.1, gpt-5 and OpenRouter's gpt-oss-20b. `test_specifications.py` reads their fields."""
-    events = streamed(events_of(parts), reasoning={"summary": summary})
-    kinds = [event["type"].removeprefix("response.") for event in events]
-    assert kinds == ["created", "in_progress", *said, "completed"]
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert events[0]["response"]["status"] == "in_progress"
-    assert not events[2]["item"].get("content")
-    item = events[-1]["response"]["output"][0]
-    if summary is not None:
-        assert (item["summary"], "content" in item) == ([{"type": "summary_text", "text": "hm" * 26}], False)
-
-
 ORDER = ["reasoning", "message", "function_call"]
 """The order of a whole response; a stream has the items as they come."""
-deltas = st.one_of(
-    st.builds(ContentDelta, st.sampled_from(["", "a", "b\n"])),
-    st.builds(ReasoningDelta, st.sampled_from(["r", "s"])),
-    st.tuples(st.just("call"), st.sampled_from(["", "{", "{}"])),
+
+
+def of_part(part: str, text: str) -> str:
+    return f"{part}.added ({text}.delta )*{text}.done {part}.done "
+
+
+CALL = "(function_call_arguments.delta )*function_call_arguments.done "
+TEXT = of_part("content_part", "output_text")
+THOUGHTS = {
+    None: of_part("content_part", "reasoning_text"),
+    "auto": of_part("reasoning_summary_part", "reasoning_summary_text"),
+}
+"""The events of a thought, by the summary that is asked for."""
+
+
+def numbered(parts: list[list[Any]]) -> list[list[ReplyDelta]]:
+    """Parts of a reply, in which a text stands for a call with these arguments."""
+    calls = count()
+    return [
+        [delta for one in part for delta in (call(next(calls), one) if isinstance(one, str) else [one])]
+        for part in parts
+    ]
+
+
+def call(index: int, arguments: str) -> list[ReplyDelta]:
+    return [CallBegin(index, f"call_{index}", "f"), ToolCallDelta(index, arguments)]
+
+
+DELTAS = (
+    st.builds(ContentDelta, st.sampled_from(["", "a", "b\n"]))
+    | st.builds(ReasoningDelta, st.sampled_from(["r", "s"]))
+    | st.sampled_from(["", "{", "{}"])
 )
 
 
 @settings(max_examples=80)
 @given(
-    st.lists(st.lists(deltas, max_size=4), max_size=6),
+    st.lists(st.lists(DELTAS, max_size=4), max_size=6).map(numbered),
     st.sampled_from(["stop", "length", "tool_calls"]),
     st.sampled_from([None, "auto"]),
 )
-def test_items_open_and_close_one_after_the_other_and_the_last_event_holds_them_all_and_is_the_whole_response(
-    parts: list[list[Any]], reason: str, summary: str | None
+def test_a_stream_has_openai_s_events_in_order_and_its_last_one_is_the_whole_response(
+    parts: list[list[ReplyDelta]], reason: str, summary: str | None
 ) -> None:
-    num_calls, sent = 0, []
-    for part in parts:
-        mapped: list[ReplyDelta] = []
-        for delta in part:
-            if isinstance(delta, tuple):
-                mapped += [CallBegin(num_calls, f"call_{num_calls}", "f"), ToolCallDelta(num_calls, delta[1])]
-                num_calls += 1
-            else:
-                mapped.append(delta)
-        sent.append(mapped)
-    open_item: Any = None
-    finished: list[Any] = []
-    *events, end = streamed(events_of(sent, reason, tokens=4), reasoning={"summary": summary})
-    for event in events:
-        kind = event["type"]
-        if kind == "response.output_item.added":
-            assert open_item is None
-            open_item = event["item"]["id"]
-        elif kind == "response.output_item.done":
-            assert event["item"]["id"] == open_item == f"{open_item.partition('_')[0]}_{HEX}_{len(finished)}"
-            finished.append(event["item"])
-            open_item = None
-        elif "item_id" in event:
-            assert event["item_id"] == open_item
-    assert open_item is None
-    last = end["response"]
+    """Recorded of gpt-4.1, gpt-5 and OpenRouter's gpt-oss-20b. `test_specifications.py` reads their fields."""
+    events = streamed(events_of(parts, reason, tokens=4), reasoning={"summary": summary})
+    status = "incomplete" if reason == "length" else "completed"
+    kinds = " ".join(event["type"].removeprefix("response.") for event in events)
+    item = f"output_item.added ({TEXT}|{CALL}|{THOUGHTS[summary]})output_item.done "
+    assert re.fullmatch(f"created in_progress ({item})+{status}", kinds)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[0]["response"]["status"] == "in_progress"
+
+    last = events[-1]["response"]
+    finished = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert last["output"] == finished
-    assert last["status"] == ("incomplete" if reason == "length" else "completed") == end["type"].partition(".")[2]
-    assert last["incomplete_details"] == ({"reason": "max_output_tokens"} if reason == "length" else None)
-    assert [item["status"] for item in finished] == ["completed"] * (len(finished) - 1) + [last["status"]]
-    response = whole(events_of(sent, reason, tokens=4), reasoning={"summary": summary})
-    kinds = [kind for kind, _ in groupby(item["type"] for item in finished)]
-    if kinds == [kind for kind in ORDER if kind in kinds]:
+    assert [item["id"].partition("_")[2] for item in finished] == [f"{HEX}_{index}" for index in range(len(finished))]
+    assert [item["status"] for item in finished] == ["completed"] * (len(finished) - 1) + [status]
+    assert (last["status"], last["incomplete_details"]) == (
+        status,
+        {"reason": "max_output_tokens"} if status == "incomplete" else None,
+    )
+    of_items = [event.get("item_id") or event["item"]["id"] for event in events[2:-1]]
+    assert [id_ for id_, _ in groupby(of_items)] == [item["id"] for item in finished]
+    for item in finished:
+        if item["type"] == "reasoning":
+            assert ("content" in item, bool(item["summary"])) == (summary is None, summary is not None)
+
+    response = whole(events_of(parts, reason, tokens=4), reasoning={"summary": summary})
+    in_turn = [kind for kind, _ in groupby(item["type"] for item in finished)]
+    if in_turn == [kind for kind in ORDER if kind in in_turn]:
         assert response["output"] == finished
     changing = {"completed_at": None, "output": None}
     assert response | changing == last | changing

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, cast
 
 import pytest
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
 
 from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
@@ -35,7 +34,7 @@ from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, QueueFu
 from diskprefix.server import generation
 from diskprefix.server.generation import EventBuffer, Generation
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.streaming import EventStream, HeldResponse, PatientResponse
+from diskprefix.server.streaming import EventStream, PatientResponse
 from tests.engine.driving import Cancelled
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
@@ -223,29 +222,6 @@ def test_an_error_counts_as_what_it_is_also_behind_a_status_of_200(
     context = respond(Prepared(*before, error)).context
     context.wants_reply = True
     assert (context.outcome, context.status) == (outcome, error.http_status)
-
-
-def test_a_request_that_cannot_be_served_after_a_long_wait_counts_as_refused() -> None:
-    async def refused() -> Response:
-        raise NotReady("the model could not be loaded")
-
-    async def never() -> Any:
-        await asyncio.Event().wait()
-
-    async def test() -> None:
-        context = LogContext(wants_reply=True)
-        scope = {"type": "http", "path": "/v1/completions", "headers": [], "state": {"record": context}}
-        sent: list[Any] = []
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
-        response = HeldResponse(asyncio.create_task(refused()), is_stream=False)
-        await response(scope, never, send)
-        assert sent[0]["status"] == 200
-        assert (context.outcome, context.status) == ("rejected", 503)
-
-    asyncio.run(test())
 
 
 def test_progress_is_told_in_chunks_without_choices() -> None:
