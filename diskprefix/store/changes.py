@@ -143,10 +143,9 @@ class Changes(Snapshot):
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Stores the record of a root unless there is a sound one."""
-        try:
+        is_stored = False
+        with suppress(StoreCorrupt):
             is_stored = self.root(root) is not None
-        except StoreCorrupt:
-            is_stored = False
         if not is_stored:
             self._put("roots", root, encode_record(root, record))
 
@@ -319,16 +318,11 @@ class Changes(Snapshot):
 
     def _delete_children_keys(self, name: bytes) -> None:
         """Removes a node from the index of children. If its record cannot be read, all keys are searched."""
-        keys: Iterable[bytes]
-        try:
+        node = None
+        with suppress(StoreCorrupt):
             node = self.node(name)
-        except StoreCorrupt:
-            node = None
-        if node is None:
-            keys = [key for key in self.keys("children") if key.endswith(name)]
-        else:
-            keys = self.child_keys(name, node)
-        for key in keys:
+        every = (key for key in self.keys("children") if key.endswith(name))
+        for key in list(every if node is None else self.child_keys(name, node)):
             self.delete_record("children", key)
 
     def _keep_for(self, name: bytes, ttl_s: int) -> None:

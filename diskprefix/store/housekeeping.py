@@ -46,7 +46,7 @@ class Housekeeping:
         try:
             step()
         except CacheError as error:
-            self._report(error)
+            self._say(self._store.told(error))
             if isinstance(error, StoreCorrupt):
                 self._remove_damaged(error)
         except Exception as error:
@@ -56,7 +56,7 @@ class Housekeeping:
     def look(self) -> None:
         """Reports what is wrong with the folder, once."""
         if self._store.problem is not None:
-            self._report(self._store.problem)
+            self._say(self._store.problem)
 
     def recover(self) -> None:
         """A prompt was saved."""
@@ -126,8 +126,7 @@ class Housekeeping:
         except CacheError as failure:
             log.debug("[disk-cache] not removed: %s, because of %s", error, failure)
 
-    def _report(self, error: CacheError | str) -> None:
-        told = error if isinstance(error, str) else self._store.told(error)
+    def _say(self, told: str) -> None:
         if self.error is None:
             log.warning("[disk-cache] serving without saving until this is repaired: %s", told)
         self.error = told

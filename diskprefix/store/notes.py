@@ -140,9 +140,7 @@ class Notes:
 
     def write(self) -> None:
         """Writes what waits in one transaction, then makes the notes fit their shares. Raises `CacheError`."""
-        with self.writing() as part:
-            if part is not None:
-                self._store.write([part])
+        self._store.write_from(self.writing)
         self.make_fit()
 
     @contextmanager

@@ -7,7 +7,7 @@ a second, so a kill loses no more than that. Several processes may add to one re
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date
 from functools import partial
@@ -140,10 +140,8 @@ class SavingsLog:
     """The counts of this process that are not in the store yet. `record` and `total` are for any thread, the others for
     the writing thread alone."""
 
-    def __init__(self, store: StoreFile, write: Callable[[Sequence[Part]], None]) -> None:
-        """`write` is `Store.write`."""
+    def __init__(self, store: StoreFile) -> None:
         self._store = store
-        self._write = write
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         """Held while counts are on their way to the store. A reader would find them in neither place."""
@@ -169,12 +167,6 @@ class SavingsLog:
                 for _, new in self._waiting.values():
                     total.add(new)
         return total
-
-    def write(self) -> None:
-        """Adds the waiting counts to the store. Raises `CacheError`."""
-        with self.writing() as part:
-            if part is not None:
-                self._write([part])
 
     @contextmanager
     def writing(self) -> Iterator[Part | None]:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -217,6 +217,12 @@ class Store(StoreFile):
         with self.changes() as changes:
             for part in parts:
                 part.put(changes)
+
+    def write_from(self, source: Callable[[], AbstractContextManager[Part | None]]) -> None:
+        """Writes the part that a source yields, if there is one. Raises what `publish` does."""
+        with source() as part:
+            if part is not None:
+                self.write([part])
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
         """Removes a damaged node and all that continues it. Returns the number of removed nodes. `parent` is the node

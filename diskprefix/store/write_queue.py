@@ -1,7 +1,4 @@
-"""The queue of the writer: publications in order, uses of nodes, damaged nodes. Bounded in bytes.
-
-A caller reserves room for its data first, and no request waits for that.
-"""
+"""The queue of the writer: publications in order within a number of bytes, uses of nodes, and damaged nodes."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ _MAX_HELD_S = 10.0
 
 
 class WriteQueue:
-    """The methods for any thread do not wait for the disk and do not raise. Those with an underscore are for the
-    writing thread."""
+    """A caller reserves room for its data first, and no request waits for that. The methods are for any thread, do not
+    wait for the disk and do not raise; those with an underscore are for the writing thread."""
 
     def __init__(self, evictor: Evictor, buffer_bytes: int) -> None:
         self._evictor = evictor

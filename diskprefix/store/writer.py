@@ -36,7 +36,7 @@ class Writer(WriteQueue):
         self._store = store
         self.house = Housekeeping(store, ttl_s)
         self.notes = Notes(store, self._wake)
-        self.savings = SavingsLog(store, store.write)
+        self.savings = SavingsLog(store)
         self.dropped = self.evicted = self.written_bytes = self.written_tokens = 0
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
@@ -85,15 +85,16 @@ class Writer(WriteQueue):
 
     @property
     def is_alive(self) -> bool:
-        """Returns whether the thread still runs, since another process may hold LMDB's lock. Then the store must stay
-        open."""
+        """Returns whether the thread still runs: another process may hold LMDB's lock. Keep the store open then."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
         attempt = self.house.attempt
         while True:
             with self._changed:
-                self._changed.wait_for(self._has_work, _TOUCH_INTERVAL_S)
+                self._changed.wait_for(
+                    lambda: self._next() or self._damaged or self._closing or self.notes.is_waiting, _TOUCH_INTERVAL_S
+                )
                 publication = self._next()
                 damaged, self._damaged = self._damaged, {}
                 closing = self._closing
@@ -111,9 +112,6 @@ class Writer(WriteQueue):
             if publication is None or self._store.problem is not None:
                 attempt(self.house.maintain)
 
-    def _has_work(self) -> bool:
-        return bool(self._next() or self._damaged or self._closing or self.notes.is_waiting)
-
     def _write_all(self, publication: Publication | None) -> None:
         """Writes what waits in one transaction. If that fails, each part is tried alone: none keeps the others back."""
         if publication is not None and publication.chain.is_lost:
@@ -122,33 +120,22 @@ class Writer(WriteQueue):
             publication = publication if publication.prompt is not None else None
         # Uses come first, as the publication may replace what was used.
         sources = (self._using, self.notes.writing, self.savings.writing)
-        parts, refused = [], None
         try:
             with ExitStack() as writing:
                 found = [writing.enter_context(source()) for source in sources]
-                parts = [part for part in found if part is not None]
+                parts = tuple(part for part in found if part is not None)
                 if publication is not None:
-                    self._publish(replace(publication, parts=tuple(parts)))
+                    self._publish(replace(publication, parts=parts))
                 elif parts:
                     self._store.write(parts)
-            return
-        except Exception as error:  # noqa: BLE001 (it is told below)
-            # With parts, one of them may have failed, or taken the room.
-            refused = None if parts else error
-        for write in (self._write_uses, self.notes.write, self.savings.write):
-            self.house.attempt(write)
-        if publication is not None:
-            self.house.attempt(partial(self._publish_alone, publication, refused))
+        except Exception:  # noqa: BLE001 (what fails alone is told)
+            for source in sources:
+                self.house.attempt(partial(self._store.write_from, source))
+            if publication is not None:
+                self.house.attempt(partial(self._publish_alone, publication))
 
-    def _write_uses(self) -> None:
-        with self._using() as part:
-            if part is not None:
-                self._store.write([part])
-
-    def _publish_alone(self, publication: Publication, refused: BaseException | None) -> None:
+    def _publish_alone(self, publication: Publication) -> None:
         try:
-            if refused is not None:
-                raise refused
             self._publish(publication)
         except BaseException as error:
             # The publications of a chain count as one that is dropped.
@@ -166,4 +153,3 @@ class Writer(WriteQueue):
             self.house.recover()
         self.written_bytes += publication.payload_bytes
         self.written_tokens += sum(len(node.token_ids) for node in publication.nodes)
-        log.debug("[disk-cache] wrote %d nodes, %.1f MB", len(publication.nodes), publication.payload_bytes / 1e6)

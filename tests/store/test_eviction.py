@@ -360,7 +360,7 @@ def test_where_free_pages_are_too_scattered_for_a_payload_more_is_evicted_each_t
 
 def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store: Store, clock: Clock) -> None:
     """A client who chooses salts makes many."""
-    log = SavingsLog(store, store.write)
+    log = SavingsLog(store)
     for number in range(250):
         clock.now += 11
         identity = f"{number:04000}"
@@ -368,7 +368,7 @@ def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store
         record = structs.replace(pub.root_record, identity=identity, tenant=f"{number:032x}")
         store.publish(replace(pub, root_record=record))
         log.record(pub.root, record, Tally(requests=1), None)
-        log.write()
+        store.write_from(log.writing)
     with store.snapshot() as snapshot:
         with_nodes = {node_root(value) for _, value in snapshot.records("nodes")}
         roots = set(snapshot.keys("roots"))

@@ -357,10 +357,10 @@ def test_a_recent_prompt_that_a_saved_one_begins_with_stays_with_that_one(store:
 
 def test_the_last_hits_of_a_purged_prompt_are_not_remembered(store: Store) -> None:
     gone, kept = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(2, 2 * BLOCK))
-    log = SavingsLog(store, store.write)
+    log = SavingsLog(store)
     for pub in (gone, kept):
         log.record(pub.root, pub.root_record, Tally(requests=1), pub.nodes[1].name)
-    log.write()
+    store.write_from(log.writing)
     purge_now(store, PurgeFilter(entries=frozenset({last_node(gone)})))
     with store.snapshot() as snapshot:
         [found] = read_savings(snapshot).values()

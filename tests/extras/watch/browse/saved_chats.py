@@ -77,10 +77,10 @@ class SavedChats:
             prompt=prompt.token_ids,
         )
         self.store.publish(made)
-        log = SavingsLog(self.store, self.store.write)
+        log = SavingsLog(self.store)
         counts = Tally(requests=2, prompt_tokens=200, restored_tokens=100, saved_s=1.5)
         log.record(root, made.root_record, counts, made.nodes[0].name)
-        log.write()
+        self.store.write_from(log.writing)
         return made
 
 
