@@ -105,16 +105,6 @@ def test_it_is_exact_wherever_a_checkpoint_is(kind: str, tmp_path: Path) -> None
     runner.close()
 
 
-def test_a_repeat_of_a_whole_prompt_runs_no_forward(kind: str, tmp_path: Path) -> None:
-    runner, prompt = open_runner(kind, tmp_path), random_prompt(4, 3 * BLOCK + 5)
-    cold = runner.run(prompt, "full", reply=4)
-    runner.reopen()
-    warm = runner.run(prompt, "full", reply=4)
-    assert (warm.report.restored, warm.num_forwards) == (len(prompt), 0)
-    assert same(cold, warm)
-    runner.close()
-
-
 def test_a_boundary_that_the_end_of_a_shorter_prompt_holds_is_stored(kind: str, tmp_path: Path) -> None:
     runner, prompt = open_runner(kind, tmp_path), random_prompt(4, 3 * BLOCK + 5)
     runner.run(prompt, "full")

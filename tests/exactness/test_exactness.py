@@ -1,9 +1,11 @@
-"""A restored run is the cold run, bit for bit, for every architecture; and the suite that says so can fail."""
+"""A restored run is the cold run, bit for bit, for every architecture, alone and among several behind one front; and
+the suite that says so can fail."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
-from diskprefix.engine.forward import prefill
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.capturer import Capturer
+from diskprefix.kv.layers import SlidingWindowLayer
 from diskprefix.kv.layout import Group
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.store.schema import Kind as NodeKind
@@ -27,6 +31,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import TokenIds
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, tiny_model
+from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows
 from tests.exactness.jobs import Job, Kind, Lengths, cases_of, expected
 from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
 from tests.examples import examples
@@ -177,10 +182,25 @@ def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restored runs go on in other steps than the cold run."""
+    """Restored runs go on in other steps than the cold run, without the check that `prefill` makes."""
 
-    def other_steps(*args: Any, start: int, block_size: int, **others: Any) -> torch.Tensor:
-        return prefill(*args, start=start, block_size=5 if start else block_size, **others)
+    def other_steps(
+        model: Any,
+        arena: KVArena,
+        token_ids: TokenIds,
+        *,
+        start: int,
+        block_size: int,
+        after_step: Callable[[KVArena], None],
+        stops: Sequence[int] = (),
+    ) -> torch.Tensor:
+        ids = torch.from_numpy(token_ids).long()[None]
+        step = 5 if start else block_size
+        ends = {*range(start + step, len(token_ids), step), *(stop for stop in stops if stop > start), len(token_ids)}
+        for end in sorted(ends):
+            logits = arena.forward(model, ids[:, arena.num_tokens : end])
+            after_step(arena)
+        return logits
 
     monkeypatch.setattr("tests.runner.prefill", other_steps)
 
@@ -204,6 +224,60 @@ def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:
     name_nodes(monkeypatch, name)
 
 
+def late_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the disk is slow: nothing is captured before a prompt's end."""
+    has_ended = threading.Event()
+    publish, find = CachedRequest.publish, Capturer._next
+
+    def ending(self: CachedRequest, *args: Any) -> None:
+        publish(self, *args)
+        has_ended.set()
+        self.cache.capturer.wake()
+
+    monkeypatch.setattr(CachedRequest, "publish", ending)
+    monkeypatch.setattr(Capturer, "_next", lambda self: find(self) if has_ended.is_set() else None)
+
+
+def shared_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not copied shows what the model has made of its states, in place, when it is written."""
+
+    def shared(arena: KVArena, room_bytes: int = 0, **_later: object) -> memoryview:
+        # These models have states of one form, so that all of them lie in one piece of memory.
+        (states,) = arena.states
+        found = states.view(-1).view(torch.uint8).numpy()
+        return np.pad(found, (0, room_bytes)).data if room_bytes else found.data
+
+    late_captures(monkeypatch)
+    monkeypatch.setattr(KVArena, "read_states", shared)
+
+
+def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers' own layer, which keeps the last window only: what slid out is gone when it is written."""
+    update = SlidingWindowLayer.update
+
+    def forgetful(self: SlidingWindowLayer, *args: Any, **kwargs: Any) -> Any:
+        shown = tuple(part.clone() for part in update(self, *args, **kwargs))
+        for part in (self.keys, self.values):
+            part[:, :, : self._first_visible()] = 0
+        return shown
+
+    late_captures(monkeypatch)
+    monkeypatch.setattr(SlidingWindowLayer, "update", forgetful)
+
+
+def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has the states of one step before its place."""
+    read_states, compute = KVArena.read_states, KVArena.forward
+    before: list[memoryview] = []
+
+    def forward(self: KVArena, *args: Any) -> torch.Tensor:
+        before[:] = [read_states(self)]
+        return compute(self, *args)
+
+    monkeypatch.setattr(KVArena, "forward", forward)
+    monkeypatch.setattr(KVArena, "read_states", lambda _, room_bytes=0, **_k: np.pad(before[0], (0, room_bytes)).data)
+
+
 def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """… and its tokens are not compared."""
     colliding_names(monkeypatch)
@@ -217,8 +291,10 @@ def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mamba2", no_copies),
         ("gemma3", no_window),
         ("mamba2", no_states),
-        ("llama", no_grid),
-        ("qwen3_next", no_grid),
+        ("lfm2", shared_states),
+        ("gemma3", forgetful_windows),
+        ("qwen3_next", earlier_states),
+        *((name, no_grid) for name in ("llama", "gemma3", "qwen3_next", "mamba2")),
         ("llama", no_last_token),
         ("llama", no_comparison),
     ],
@@ -226,8 +302,8 @@ def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_suite_goes_red_when_a_protection_is_gone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, broken: Break
 ) -> None:
-    # Without AVX-512, products in bfloat16 have the same bits in all steps.
-    dtype = "float32" if broken is no_grid else "bfloat16"
+    # The last bits show more than in a tiny model's bfloat16. Without AVX-512, that has the same bits in all steps.
+    dtype = "float32"
     # The check at load would find out some of them, and not cache such a model at all.
     layout = rehearse(tiny_model(name, getattr(torch, dtype)))
     monkeypatch.setattr("tests.runner.rehearse", lambda _: layout)
@@ -256,9 +332,14 @@ def test_what_is_exact_at_every_token_needs_no_grid(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_colliding_names_change_no_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    colliding_names(monkeypatch)
-    row = in_this_process("llama", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "harmless"), [("llama", colliding_names), ("lfm2", late_captures), ("gemma3", late_captures)]
+)
+def test_what_protections_are_for_changes_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, harmless: Break
+) -> None:
+    harmless(monkeypatch)
+    row = in_this_process(name, tmp_path, dtype="float32")
     assert row.bitwise, row.reason
 
 
@@ -276,16 +357,12 @@ def invoke(*arguments: str) -> Any:
     return CliRunner().invoke(exactness.main, list(arguments))
 
 
-def test_an_unknown_architecture_is_refused() -> None:
+def test_an_unknown_architecture_and_a_table_of_one_dtype_are_refused(tmp_path: Path) -> None:
     answer = invoke("--only", "llama,lama")
     assert answer.exit_code == 2
     assert "lama" in answer.stderr
     assert "smollm2" in answer.stderr
-
-
-def test_a_table_of_one_dtype_is_not_written(tmp_path: Path) -> None:
-    answer = invoke("--dtype", "bf16", "--write-table", str(tmp_path / "table.json"))
-    assert answer.exit_code == 2
+    assert invoke("--dtype", "bf16", "--write-table", str(tmp_path / "table.json")).exit_code == 2
     assert not (tmp_path / "table.json").exists()
 
 
@@ -331,3 +408,49 @@ def test_the_tool_prints_rows_and_exits_with_1_if_one_is_not_exact(
     # The same rows once more, of which now one is not as it should be.
     monkeypatch.setattr(rows, "UNSUPPORTED", frozenset())
     assert invoke(*arguments).exit_code == 1
+
+
+# Several architectures behind one front.
+
+SEVERAL = ["gemma3", "qwen3_next"]
+"""With windows, and with states that cannot be cut. `tools/bench exactness --form several` runs all."""
+
+
+@pytest.mark.slow
+def test_models_that_are_swapped_unloaded_and_killed_answer_and_save_what_they_do_alone(tmp_path: Path) -> None:
+    rows = several_rows(SEVERAL, "bfloat16", tmp_path, LONGER, 4)
+    assert [(row.architecture, row.different) for row in rows] == [(name, []) for name in SEVERAL]
+    assert all(row.comparisons > 100 for row in rows)
+    assert all(min(row.restored.values()) > 0 for row in rows)
+
+
+def test_other_bits_other_tokens_and_lost_state_are_found() -> None:
+    cold, restored = {"repeat": Answered("a", 0, "none")}, {"repeat": Answered("a", 9, "disk")}
+    alone = Alone(cold, restored, {b"k": b"1"})
+    same, other = Comparison("llama", alone), Comparison("llama", alone)
+    same.compare_restored("again", restored)
+    same.compare_saved({b"k": b"1", b"of another model": b"2"})
+    same.require_restored(9)
+    assert (same.different, same.comparisons) == ([], 6)
+    other.compare_restored("again", {"repeat": Answered("b", 8, "disk")})
+    other.compare_saved({b"k": b"2"})
+    other.require_restored(9)
+    assert len(other.different) == 5
+
+
+def test_the_tool_goes_on_without_what_fails_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows_of(names: Sequence[str], dtype: str, *_: Any) -> list[SeveralRow]:
+        if "gemma3" in names:
+            raise ValueError("it breaks")
+        return [SeveralRow(name, dtype, 7, [], {"repeat": 9}) for name in names]
+
+    monkeypatch.setattr(exactness, "several_rows", rows_of)
+    arguments = ["--form", "several", "--dtype", "bf16", "--json", "--only"]
+    assert invoke(*arguments, "llama,mamba2").exit_code == 0
+    failed = invoke(*arguments, "llama,gemma3")
+    assert failed.exit_code == 1
+    llama, gemma3 = json.loads(failed.stdout)
+    assert (llama["comparisons"], llama["different"]) == (7, [])
+    assert gemma3["different"] == ["ValueError: it breaks"]
+    assert "    gemma3, bfloat16: ValueError: it breaks\n" in failed.stderr
+    assert invoke(*arguments, "smollm2").exit_code == 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,13 @@ import pytest
 import torch
 
 from diskprefix.tokens import TokenIds, as_token_ids
+from tests import forked
+from tests.exactness import restart_worker
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
-from tests.exactness.test_restart import Request, run_in_a_process
 from tests.model.load import test_gguf_models as gguf_models
 from tests.runner import Runner, random_prompt, tiny_settings
 
+Request = dict[str, Any]
 BLOCK = 32
 
 
@@ -65,6 +69,14 @@ def test_conversations_that_part_anywhere_are_the_cold_runs_bit_for_bit(
         stored += [prompt, np.concatenate([prompt, as_token_ids(warm.greedy)])]
     assert num_inside > 5
     runner.close()
+
+
+def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: str, **changes: Any) -> Any:
+    """`changes` are further values of the worker's plan."""
+    plan, out = folder / f"{name}.json", folder / f"{name}.npz"
+    plan.write_text(json.dumps({"folder": str(folder / "kv"), "dtype": dtype, "requests": requests} | changes))
+    assert forked.run(restart_worker.main, str(plan), str(out)) == -signal.SIGKILL
+    return np.load(out)
 
 
 def requests(seed: int, count: int) -> list[Request]:
