@@ -27,12 +27,7 @@ class _Symbol:
     """sympy's class of symbols. While sympy is not imported, no object is one."""
 
 
-class _Sharded:
-    """torch's class of tensors on several machines. torch imports it to ask of each tensor of a class of its own."""
-
-
 _TRACER, _SHAPES = "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
-_SHARDED, _SHARDING = "torch.distributed.tensor", "transformers.distributed.sharding_utils"
 _MARKS = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _mark)
 """Decorators that tell the tracer how to compile a function. What is not compiled does not need them."""
 _CONDITIONS = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true")
@@ -70,9 +65,6 @@ def without_tracer() -> Iterator[None]:
     tracer = _StandIn(_TRACER, _MARKS, file=torch.__file__)
     stand_ins = [tracer, *(_StandIn(*module) for module in _QUESTIONED.items()), _StandIn(_SHAPES, _NUMBERS)]
     stand_ins.append(_StandIn("sympy", {"Basic": _Symbol}))
-    if _SHARDING in sys.modules:
-        # That import takes more from that module.
-        stand_ins.append(_StandIn(_SHARDED, {"DTensor": _Sharded}))
     for stand_in in stand_ins:
         sys.modules.setdefault(stand_in.__name__, stand_in)
     try:
