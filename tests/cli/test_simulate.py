@@ -24,7 +24,7 @@ from diskprefix.nouns import CacheOptions, CacheReport, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
 from diskprefix.units import parse_size
-from tests.cli.conftest import Ended, Run, run_fresh
+from tests.cli.conftest import Ended, Run
 from tests.cli.terminal import Terminal
 from tests.extras.simulate.workloads import CATALOG, interleaved
 
@@ -341,10 +341,3 @@ def test_a_terminal_shows_how_far_it_is(made: Made) -> None:
     terminal.wait_for("simulating")
     assert terminal.wait() == 0
     assert "interleaved: 20 requests" in terminal.shown
-
-
-def test_what_needs_no_tokenizer_needs_no_torch(made: Made, tmp_path: Path) -> None:
-    trace = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE)
-    shown, imported = run_fresh(["simulate", str(trace), str(made("one-off", 2)), *SHORT, "--json"])
-    assert len(json.loads("".join(shown))) == 4
-    assert imported <= {"rich", "pydantic"}

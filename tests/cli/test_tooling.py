@@ -1,30 +1,67 @@
+"""What all commands share: help, completion, versions, imports, output, waits, units, and the log."""
+
 from __future__ import annotations
 
+import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from diskprefix.cli import command_names, tooling
+from diskprefix.cli.logs import TextFormatter
 from diskprefix.cli.tooling import status
 from diskprefix.errors import SettingsError
 from diskprefix.units import parse_duration, parse_size
-from tests.cli.conftest import Run, run_fresh
+from tests.cli.conftest import Run, run_fresh, saved
 from tests.cli.terminal import Terminal
+from tests.model import tiny
 from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-_WITHOUT_STORE = {"chat", "clients", "completion", "doctor", "launch", "list", "pull", "remote", "rm", "show", "top"}
-STORE_TOOLS = sorted(set(TOOLS) - _WITHOUT_STORE - {"simulate", "warm"})
+WITHOUT_STORE = {"chat", "clients", "completion", "doctor", "launch", "list", "pull", "rm", "show", "top"}
+STORE_TOOLS = set(TOOLS) - WITHOUT_STORE - {"simulate", "warm"}
 
 
-def test_a_command_shows_its_help_without_what_takes_long_to_import() -> None:
-    shown, imported = run_fresh(*([command, "--help"] for command in command_names()))
-    assert sum(line.startswith("Usage: ") for line in shown) == len(command_names())
-    assert imported == set()
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store, a model and a trace."""
+    place = tmp_path_factory.mktemp("place")
+    saved(place / "kv", prompt(1, 2 * BLOCK))
+    tiny.write_folder(place / "models/made", dtype=torch.bfloat16)
+    line = {"timestamp": 0, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]}
+    (place / "day.jsonl").write_text(f"{json.dumps(line)}\n")
+    return place
+
+
+@pytest.mark.parametrize(
+    ("commands", "needed"),
+    [
+        ([f"{command} --help" for command in command_names()], set()),
+        (["--version"], set()),
+        (["inspect", "inspect --tree", "inspect --stats"], {"rich"}),
+        (["export ENTRY -o e.safetensors", "import e.safetensors"], {"rich"}),
+        (["list --models-dir models", "show models/made", "list --architectures"], {"rich"}),
+        (["simulate day.jsonl --scope full --budget unlimited"], {"rich", "pydantic"}),
+    ],
+)
+def test_a_command_starts_without_what_takes_long_to_import(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch, commands: list[str], needed: set[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", "kv")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(place / "config"))
+    entry = run("inspect", "--json").json["entries"][0]["id"]
+    shown, imported = run_fresh(*(command.replace("ENTRY", entry).split() for command in commands))
+    assert len(shown) >= len(commands)
+    assert imported <= needed
 
 
 @pytest.mark.parametrize("command", TOOLS)
@@ -33,31 +70,52 @@ def test_the_help_of_a_tool_teaches(run: Run, command: str) -> None:
     assert shown.count(f"  diskprefix {command}") >= 2, "examples"
     assert "--json" in shown or command in ("chat", "completion", "launch", "top"), "which are for no script"
     assert "Exit codes: 0 " in shown
+    folder = ("--kv-cache-dir", "DISKPREFIX_KV_CACHE_DIR", "$XDG_CACHE_HOME/diskprefix/kv")
+    assert command not in STORE_TOOLS or all(words in shown for words in folder)
 
 
-@pytest.mark.parametrize("command", STORE_TOOLS)
-def test_the_help_of_a_tool_names_the_folder_of_the_store(run: Run, command: str) -> None:
-    shown = run(command, "--help").stdout
-    assert "--kv-cache-dir" in shown
-    assert "DISKPREFIX_KV_CACHE_DIR" in shown
-    assert "$XDG_CACHE_HOME/diskprefix/kv" in shown
+def test_versions_name_what_decides_what_is_computed(run: Run) -> None:
+    shown = run("--version").stdout
+    assert shown.startswith("diskprefix ")
+    assert all(f"{name} " in shown for name in ("Python", "torch", "transformers", "lmdb", "kernels:"))
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A store with one saved prompt."""
-    store = open_store(tmp_path / "kv")
-    store.publish(publication(store, prompt(1, 2 * BLOCK)))
-    store.close()
-    return tmp_path / "kv"
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_options(run: Run, shell: str) -> None:
+    script = run("completion", shell).stdout
+    assert "_DISKPREFIX_COMPLETE" in script
+    if (program := shutil.which(shell)) and shell != "fish":
+        subprocess.run([program, "-n"], input=script, text=True, check=True)
+
+
+def test_what_the_scripts_ask_is_answered() -> None:
+    """As bash asks it: the words of the line, and which of them the cursor is at."""
+
+    def completed(line: str) -> list[str]:
+        words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1), "_DISKPREFIX_COMPLETE": "bash_complete"}
+        command = [sys.executable, "-c", "from diskprefix.cli import main; main()"]
+        ended = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
+        return [answer.partition(",")[2] for answer in ended.stdout.split()]
+
+    assert completed("diskprefix in") == [name for name in command_names() if name.startswith("in")]
+    assert "--kv-cache-dir" in completed("diskprefix inspect --kv")
 
 
 WRITERS = [["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--json"], ["purge", "--all", "--dry-run"]]
+HELP = [["--help"], ["serve", "--help"]]
 
 
-@pytest.mark.parametrize("args", WRITERS)
-def test_output_that_cannot_be_written_is_one_line_and_exit_code_4(folder: Path, args: list[str]) -> None:
-    command = [sys.executable, "-m", "diskprefix", *args, "--kv-cache-dir", str(folder)]
+@pytest.mark.parametrize("args", [*([*args, "--kv-cache-dir", "kv"] for args in WRITERS), *HELP])
+def test_output_that_nobody_reads_or_that_cannot_be_written_ends_it_with_its_exit_code(
+    place: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    monkeypatch.chdir(place)
+    command = [sys.executable, "-m", "diskprefix", *args]
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, ""), "that of a shell"
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     message = "error: cannot write the output: No space left on device\n"
@@ -78,40 +136,24 @@ def test_a_long_wait_shows_a_line_and_a_short_one_none(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-HELP = [["--help"], ["serve", "--help"]]
-
-
-@pytest.mark.parametrize("args", [*([*args, "--kv-cache-dir", "kv"] for args in WRITERS), *HELP])
-def test_a_pipe_that_nobody_reads_ends_it_quietly_with_the_code_of_a_shell(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, args: list[str]
-) -> None:
-    monkeypatch.chdir(folder.parent)
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "diskprefix", *args]
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writer)
-    assert (ended.returncode, ended.stderr) == (141, "")
-
-
 def test_the_folder_of_the_environment_may_begin_with_a_tilde(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_store(tmp_path / "kv").close()
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(place))
     monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", "~/kv")
     ended = run("verify")
-    assert (ended.exit_code, ended.stdout.endswith(f"in {tmp_path / 'kv'}\n")) == (0, True)
+    assert (ended.exit_code, ended.stdout.endswith(f"in {place / 'kv'}\n")) == (0, True)
 
 
-@pytest.mark.parametrize("args", [["verify"], ["compact"], ["purge", "--all", "--yes"]])
-def test_at_a_terminal_the_bar_goes_to_stderr_and_is_gone_in_the_end(tmp_path: Path, args: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "verb"), [("verify", "verifying"), ("compact", "compacting"), ("purge --all --yes", "purging")]
+)
+def test_at_a_terminal_the_bar_goes_to_stderr_and_is_gone_in_the_end(tmp_path: Path, command: str, verb: str) -> None:
     store = open_store(tmp_path)
     store.publish(publication(store, prompt(1, 4 * BLOCK), payload_bytes=400_000))
     store.close()
-    terminal = Terminal(*args, "--json", "--kv-cache-dir", str(tmp_path))
+    terminal = Terminal(*command.split(), "--json", "--kv-cache-dir", str(tmp_path))
     assert terminal.wait() == 0
-    verb = {"verify": "verifying", "compact": "compacting", "purge": "purging"}[args[0]]
     assert verb in terminal.shown
     # What stays on the screen is the JSON; the bar was erased before it.
     assert terminal.shown.rindex("{") > terminal.shown.rindex("\x1b[2K")
@@ -120,14 +162,8 @@ def test_at_a_terminal_the_bar_goes_to_stderr_and_is_gone_in_the_end(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("50ms", 0.05),
-        ("90s", 90),
-        ("15m", 900),
-        ("12h", 43_200),
-        ("7d", 604_800),
-        ("2w", 1_209_600),
-        ("45", 45),
-        (" 1.5 h ", 5400),
+        *(("50ms", 0.05), ("90s", 90), ("15m", 900), ("12h", 43_200), ("7d", 604_800), ("2w", 1_209_600)),
+        *(("45", 45), (" 1.5 h ", 5400)),
     ],
 )
 def test_a_duration_is_read(text: str, seconds: float) -> None:
@@ -159,3 +195,21 @@ def test_a_size_is_read_to_the_byte_in_either_case(text: str | int, num_bytes: i
 def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--budget: .* is not a size; write for example 4GiB"):
         parse_size(text, param="--budget")
+
+
+def logged(message: str, *values: object, exc_info: Any = None) -> str:
+    record = logging.LogRecord("diskprefix", logging.INFO, "file", 1, message, values, exc_info)
+    return TextFormatter().format(record)
+
+
+def test_a_record_of_the_log_is_one_line_and_only_a_traceback_has_more() -> None:
+    line = logged("client says %s", 'x\n2026-01-01 ERROR forged \x1b[31m "quoted" \u2028 \ud800')
+    assert len(line.splitlines()) == 1
+    assert line.isprintable()
+    try:
+        raise ValueError("\x1b[2J\x9b31m")
+    except ValueError:
+        lines = logged("failed", exc_info=sys.exc_info()).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert "Traceback" in lines[1]
+    assert lines[-1] == r"ValueError: \x1b[2J\x9b31m"
