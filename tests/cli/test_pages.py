@@ -40,7 +40,7 @@ _NOT_RUN = {
     r"(echo|chmod) .*/etc/": "writes to /etc, as root",
     r"podman ": "there is no builder in CI; tests/systemd/test_unit.py reads the file",
     r"diskprefix doctor": "imports a model's tokenizer and measures the disk; tests/cli/test_doctor.py does it",
-    r"diskprefix (pull|list|show|rm) ": "needs a hub, or models; tests/cli/test_pull.py and test_list.py do it",
+    r"diskprefix (pull|list|show|rm) ": "needs a hub, or models; test_pull.py and test_catalogue.py do it",
     r"diskprefix launch": "starts an agent; tests/cli/test_launch.py does it",
     r"diskprefix simulate .*--plot": "takes seconds; tests/cli/test_simulate.py does it",
 }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 
 from diskprefix.errors import ModelError
 from diskprefix.extras.catalogue import pull_command
@@ -23,14 +23,8 @@ from tests.cli.conftest import Run
 from tests.model import tiny
 from tests.model.hub import FakeHub, fake_hub
 
+pytestmark = pytest.mark.usefixtures("own_places")
 REPO = "org/tiny-GGUF"
-
-
-@pytest.fixture(autouse=True)
-def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of this test alone."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +100,19 @@ def test_the_best_quant_that_fits_is_chosen_with_the_reason_and_16_bits_only_if_
     assert "F32, " in run("pull", REPO).stderr
 
 
-def test_a_quant_that_is_here_is_taken_again_where_none_is_named(
+def test_of_the_quants_that_are_here_the_largest_with_its_parts_is_taken_where_none_is_named(
     run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run("pull", f"{REPO}:Q4_0")
+    tiny.write_gguf(hub.repos[REPO] / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
+    for quant in ("Q4_0", "Q5_1"):
+        run("pull", f"{REPO}:{quant}")
+    fetched = hub.fetched()
+    found = hub_module.cached_model(REPO)
+    assert found is not None
+    assert found.name == "tiny-Q5_1-00001-of-00003.gguf"
     free_memory(monkeypatch, 1 << 40)
-    assert "tiny-q4_0.gguf is on this machine" in run("pull", REPO).stderr
-    assert hub.fetched() == ["tiny-q4_0.gguf"]
+    assert f"{found.name} is on this machine" in run("pull", REPO).stderr
+    assert hub.fetched() == fetched
 
 
 def test_a_quant_that_does_not_fit_is_fetched_with_a_note_and_refused_by_the_start_with_those_that_do(
@@ -129,7 +129,9 @@ def test_a_quant_that_does_not_fit_is_fetched_with_a_note_and_refused_by_the_sta
     assert (ended.exit_code, hub.fetched()) == (0, ["tiny-q8_0.gguf"])
 
 
-def test_all_parts_come_from_their_folder_and_a_projector_does_not(run: Run, hub: FakeHub) -> None:
+def test_all_parts_come_from_their_folder_without_a_projector_and_what_cannot_be_read_is_an_error(
+    run: Run, hub: FakeHub
+) -> None:
     folder = hub.repos[REPO]
     (folder / "Q5_1").mkdir()
     tiny.write_gguf(folder / "Q5_1" / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
@@ -138,46 +140,97 @@ def test_all_parts_come_from_their_folder_and_a_projector_does_not(run: Run, hub
     assert hub.fetched() == [f"tiny-Q5_1-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
     assert "its mmproj file is left out" in ended.stderr
     assert listed(run) == [f"{REPO}:Q5_1"]
-
-
-def test_an_unknown_quant_is_refused_with_those_there_are(run: Run, hub: FakeHub) -> None:
+    (folder / "tiny-Q6_K.gguf").write_bytes(b"GGUF")
     ended = run("pull", f"{REPO}:Q6_K")
-    assert ended.exit_code == 3
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith(f"error: {REPO} has no quant 'Q6_K'; it has Q4_0 (")
-    assert "Q8_0 (" in last
-    assert hub.fetched() == []
+    assert (ended.exit_code, "Q6_K is here, and cannot be served: " in ended.stderr) == (3, True)
 
 
-def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
-    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+Change = Callable[[FakeHub, pytest.MonkeyPatch], object]
+
+
+def nothing(_hub: FakeHub, _monkeypatch: pytest.MonkeyPatch) -> None: ...
+
+
+def told(listing: Any) -> Change:
+    return lambda hub, _monkeypatch: setattr(hub, "listing", listing)
+
+
+def tagged(where: str, tag: str) -> Change:
+    return lambda hub, _monkeypatch: hub.tags.update({where: tag})
+
+
+def full(_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diskprefix.model.load.gguf.shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
-    ended = run("pull", f"{REPO}:Q8_0")
-    assert ended.exit_code == 3
-    assert "needed, 1000 B free; free some, or set HF_HOME to" in ended.stderr
-    assert not [path for path in hub.sent if path.startswith("elsewhere")]
 
 
-@pytest.mark.parametrize("quant", ["", ":Q8_0"])
+def changing(_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is gone after the listing."""
+    commit, found = hub_module.repository_files(REPO)
+    monkeypatch.setattr(hub_module, "repository_files", lambda _repo: (commit, found | {"tiny-Q6_K.gguf": 5}))
+
+
+def failing(error: Exception) -> Change:
+    def listing(*args: Any, dry_run: bool = False, **kwargs: Any) -> Any:
+        if dry_run:
+            raise error
+        return snapshot_download(*args, **kwargs)
+
+    return lambda _hub, monkeypatch: monkeypatch.setattr("huggingface_hub.snapshot_download", listing)
+
+
+NOT_GIVEN = {
+    "org/unknown": "there is no such model, or it is private",
+    "org/private": "there is no such model, or it is private",
+    "org/gated": "access must be granted first",
+    "org/broken": "500",
+    "a/b/c": "neither an existing file or folder nor a hub id",
+}
+MALFORMED = [
+    *([], {"siblings": [{}]}, {"siblings": [7]}, {"siblings": [{"rfilename": 7}]}, {"siblings": "x"}),
+    *({"siblings": [{"rfilename": "x.gguf", "size": size}]} for size in ("many", [1])),
+    *({"siblings": [{"rfilename": "x.gguf", "lfs": {"size": 1}}]}, {"sha": "../../../stolen"}, {"sha": None}),
+]
+Q8 = f"{REPO}:Q8_0"
+
+
 @pytest.mark.parametrize(
-    ("repo", "words"),
+    ("name", "change", "words"),
     [
-        ("org/unknown", "there is no such model, or it is private"),
-        ("org/private", "there is no such model, or it is private"),
-        ("org/gated", "access must be granted first"),
-        ("org/broken", "500"),
-        ("a/b/c", "neither an existing file or folder nor a hub id"),
+        *((f"{repo}{quant}", nothing, words) for repo, words in NOT_GIVEN.items() for quant in ("", ":Q8_0")),
+        (f"{REPO}:Q6_K", nothing, f"error: {REPO} has no quant 'Q6_K'; it has Q4_0 ("),
+        ("org/none", nothing, "org/none holds no model"),
+        (Q8, full, "needed, 1000 B free; free some, or set HF_HOME to"),
+        (f"{REPO}:Q6_K", changing, "was changed while it was fetched; fetch it again"),
+        *((Q8, failing(error), "from the hub: it breaks") for error in (OSError("it breaks"), ValueError("it breaks"))),
+        *(
+            (Q8, tagged(where, tag), f"the tag of tiny-q8_0.gguf is {tag!r}, which is no digest")
+            for where in ("header", "listing")
+            for tag in ("../../../stolen", "A" * 64, "a" * 41)
+        ),
+        *((Q8, told(listing), f"error: cannot fetch '{REPO}' from the hub: ") for listing in MALFORMED),
     ],
 )
-def test_a_repository_that_the_hub_does_not_give_is_an_error_with_the_reason(
-    repo: str, words: str, quant: str, run: Run, hub: FakeHub
+def test_what_cannot_be_fetched_is_one_error_with_the_reason_and_nothing_is_written(
+    name: str,
+    change: Change,
+    words: str,
+    run: Run,
+    hub: FakeHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub.private.add("org/private")
     hub.gated.add("org/gated")
     hub.broken.add("org/broken")
-    ended = run("pull", repo + quant)
-    assert (ended.exit_code, words in ended.stderr) == (3, True), ended.stderr
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "README.txt").write_text("nothing")
+    hub.repos["org/none"] = tmp_path / "none"
+    change(hub, monkeypatch)
+    ended = run("pull", name)
+    assert (ended.exit_code, ended.stdout, words in ended.stderr.splitlines()[-1]) == (3, "", True), ended.stderr
+    assert not [path for path in hub.sent if path.startswith("elsewhere")]
+    assert not list(tmp_path.rglob("*stolen*"))
+    assert name == "org/none" or not leftovers(tmp_path)
 
 
 @pytest.mark.usefixtures("hub")
@@ -185,32 +238,12 @@ def test_a_repository_that_the_hub_does_not_give_is_an_error_with_the_reason(
 def test_offline_what_is_here_is_found_and_the_rest_is_an_error(
     quant: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
     run("pull", f"{REPO}:Q8_0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run("pull", REPO + quant).stdout.startswith(f"{REPO}:Q8_0 is in ")
     for absent in ("org/other" + quant, f"{REPO}:Q4_0"):
         ended = run("pull", absent)
         assert (ended.exit_code, "HF_HUB_OFFLINE is set" in ended.stderr) == (3, True), ended.stderr
-
-
-def test_a_file_that_is_gone_after_the_listing_is_an_error(
-    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit, found = hub_module.repository_files(REPO)
-    monkeypatch.setattr(hub_module, "repository_files", lambda _repo: (commit, found | {"tiny-Q6_K.gguf": 5}))
-    ended = run("pull", f"{REPO}:Q6_K")
-    assert (ended.exit_code, "was changed while it was fetched; fetch it again" in ended.stderr) == (3, True)
-    assert hub.fetched() == []
-
-
-def test_a_repository_without_a_model_is_an_error(run: Run, hub: FakeHub, tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "README.txt").write_text("nothing")
-    hub.repos["org/none"] = tmp_path / "none"
-    ended = run("pull", "org/none")
-    assert (ended.exit_code, "org/none holds no model" in ended.stderr) == (3, True)
 
 
 def test_safetensors_are_fetched_where_there_are_some(run: Run, hub: FakeHub, tmp_path: Path) -> None:
@@ -239,48 +272,15 @@ def test_a_quant_that_two_files_have_is_fetched_and_found_by_the_name_of_the_fil
     assert run("pull", f"{REPO}:Q4_0").stdout.startswith(f"{REPO}:Q4_0 is in {path}\n")
 
 
-def test_the_largest_quant_here_is_that_with_the_largest_parts_together(run: Run, hub: FakeHub) -> None:
-    tiny.write_gguf(hub.repos[REPO] / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
-    for quant in ("Q4_0", "Q5_1"):
-        run("pull", f"{REPO}:{quant}")
-    found = hub_module.cached_model(REPO)
-    assert found is not None
-    assert found.name == "tiny-Q5_1-00001-of-00003.gguf"
-
-
 def test_16_bits_are_the_last_choice_by_any_name_and_what_is_no_model_is_none() -> None:
     files = {"a-F16.gguf": 200, "b-F16.gguf": 200, "a-Q8_0.gguf": 100, "b-Q8_0.gguf": 100, "imatrix.gguf": 300}
     chosen = {hub_module.choose_quant("org/x", dict(order), "", 1 << 40)[0] for order in permutations(files.items())}
     assert chosen == {"a-Q8_0"}
 
 
-@pytest.mark.usefixtures("hub")
-def test_a_file_that_cannot_be_read_is_an_error_when_it_was_fetched(run: Run, repository: Path) -> None:
-    (repository / "tiny-Q6_K.gguf").write_bytes(b"GGUF")
-    ended = run("pull", f"{REPO}:Q6_K")
-    assert (ended.exit_code, "Q6_K is here, and cannot be served: " in ended.stderr) == (3, True)
-
-
-@pytest.mark.parametrize("error", [OSError("it breaks"), ValueError("it breaks")])
-def test_an_error_before_the_download_ends_it_with_the_reason(
-    error: Exception, run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def listing(*args: Any, dry_run: bool = False, **kwargs: Any) -> Any:
-        if dry_run:
-            raise error
-        return snapshot_download(*args, **kwargs)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", listing)
-    ended = run("pull", f"{REPO}:Q8_0")
-    assert (ended.exit_code, "from the hub: it breaks" in ended.stderr) == (3, True)
-    assert hub.fetched() == []
-
-
 def test_an_update_that_is_refused_leaves_the_model_that_is_here(
     run: Run, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
     hub.repos["org/whole"] = tiny.write_folder(tmp_path / "whole")
     path = run("pull", "org/whole", "--json").json["path"]
     (tmp_path / "whole" / "added.json").write_text("{}")
@@ -300,8 +300,6 @@ def test_an_update_that_is_refused_leaves_the_model_that_is_here(
 def test_no_message_holds_a_password_or_control_characters(
     run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from huggingface_hub import constants
-
     (repository / "tiny-\x1b[31m-Q6_K.gguf").touch()
     (repository / "other-Q6_K.gguf").touch()
     refused = run("pull", f"{REPO}:Q5_0")
@@ -312,50 +310,6 @@ def test_no_message_holds_a_password_or_control_characters(
     refused = run("pull", "org/broken")
     assert (refused.exit_code, "geheim" in refused.stderr) == (3, False)
     assert "127.0.0.1" in refused.stderr
-
-
-def test_weights_of_which_a_part_is_missing_are_no_model_also_without_an_index(tmp_path: Path) -> None:
-    folder = tiny.write_folder(tmp_path / "whole")
-    assert hub_module.is_model_folder(folder)
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    assert not hub_module.is_model_folder(folder)
-
-
-@pytest.mark.parametrize("where", ["header", "listing"])
-@pytest.mark.parametrize("tag", ["../../../stolen", "A" * 64, "a" * 41])
-def test_a_tag_that_is_no_digest_is_refused_and_nothing_is_written(
-    tag: str, where: str, run: Run, hub: FakeHub, tmp_path: Path
-) -> None:
-    hub.tags[where] = tag
-    ended = run("pull", f"{REPO}:Q8_0")
-    assert (ended.exit_code, ended.stdout) == (3, "")
-    assert f"the tag of tiny-q8_0.gguf is {tag!r}, which is no digest" in ended.stderr.splitlines()[-1]
-    assert not list(tmp_path.rglob("*stolen*"))
-    assert not leftovers(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "listing",
-    [
-        [],
-        {"siblings": [{}]},
-        {"siblings": [7]},
-        {"siblings": [{"rfilename": 7}]},
-        {"siblings": [{"rfilename": "x.gguf", "size": "many"}]},
-        {"siblings": [{"rfilename": "x.gguf", "size": [1]}]},
-        {"siblings": [{"rfilename": "x.gguf", "lfs": {"size": 1}}]},
-        {"siblings": "x"},
-        {"sha": "../../../stolen"},
-        {"sha": None},
-    ],
-    ids=str,
-)
-def test_a_malformed_listing_is_one_line(listing: Any, run: Run, hub: FakeHub, tmp_path: Path) -> None:
-    hub.listing = listing
-    ended = run("pull", f"{REPO}:Q8_0")
-    assert (ended.exit_code, ended.stdout) == (3, "")
-    assert ended.stderr.splitlines()[-1].startswith(f"error: cannot fetch '{REPO}' from the hub: ")
-    assert not list(tmp_path.rglob("*stolen*"))
 
 
 # -- rm --------------------------------------------------------------------------------------------------------------

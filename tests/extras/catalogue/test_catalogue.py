@@ -1,21 +1,25 @@
-"""The models that are known by name, and what `models.toml` may say of them."""
+"""The models that are known by name, what `models.toml` may say of them, and what `list` and `show` tell."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
-from diskprefix.extras.catalogue import catalogue
+from diskprefix.extras.catalogue import architectures, catalogue
+from diskprefix.extras.catalogue.architectures import installed_versions, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalogue
 from diskprefix.extras.front.listing import Listing
-from diskprefix.model.load.fit import needs_of_folder, needs_of_gguf
+from diskprefix.model.load.fit import fitted, needs_of_folder, needs_of_gguf
+from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.settings import Settings
+from tests.cli.conftest import Run
+from tests.cli.conftest import run as run
 from tests.model import tiny
 
 pytestmark = pytest.mark.usefixtures("own_places")
@@ -69,16 +73,11 @@ def test_a_folder_gives_files_split_files_once_and_folders_with_weights(models_d
     assert split.settings.served_model_name == "split"
 
 
-def test_models_with_one_name_are_told_apart_by_their_folders(models_dir: Path) -> None:
-    (models_dir / "deep" / "tiny-Q8_0.gguf").write_bytes(b"GGUF")
-    (models_dir / "deep" / "er" / "tiny-Q8_0.gguf").write_bytes(b"GGUF")
-    found = names(Settings(models_dir=models_dir))
-    assert {"tiny-Q8_0", "deep/tiny-Q8_0", "deep/er/tiny-Q8_0"} <= {*found}
-
-
-def test_a_file_beside_a_folder_of_its_name_keeps_the_extension(models_dir: Path) -> None:
-    (models_dir / "made.gguf").write_bytes(b"GGUF")
-    assert [name for name in names(Settings(models_dir=models_dir)) if "made" in name] == ["made", "made.gguf"]
+def test_models_with_one_name_are_told_apart_by_their_folders_or_the_extension(models_dir: Path) -> None:
+    for name in ("deep/tiny-Q8_0", "deep/er/tiny-Q8_0", "made"):
+        (models_dir / f"{name}.gguf").write_bytes(b"GGUF")
+    found = {*names(Settings(models_dir=models_dir))}
+    assert found == {"tiny-Q8_0", "deep/tiny-Q8_0", "deep/er/tiny-Q8_0", "made", "made.gguf", "other", "split"}
 
 
 @pytest.mark.parametrize("model", ["~nouser/x", "x" * 300])
@@ -118,6 +117,7 @@ def test_one_model_is_served_as_before_and_needs_no_catalogue(tmp_path: Path) ->
     several = open_catalogue(Settings(model="org/a, org/b:Q4_K_M"))
     assert several is not None
     assert [model.name for model in several.models()] == ["org/a", "org/b:Q4_K_M"]
+    assert needs(Settings(model="org/absent")) is needs(Settings()) is None
 
 
 def test_the_file_in_the_folder_of_configuration_is_read_where_no_model_is_given(tmp_path: Path) -> None:
@@ -197,6 +197,7 @@ def test_pulled_models_are_known_by_repository_and_quant(tmp_path: Path) -> None
     )
     pulled(tmp_path, "org/whole", "config.json", "model.safetensors")
     pulled(tmp_path, "org/half", "config.json", "model.safetensors.index.json")
+    pulled(tmp_path, "org/part", "config.json", "model-00001-of-00002.safetensors")
     empty = written(tmp_path, "")
     found = ["org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF:UD-Q8_K_XL", "org/tiny-GGUF:odd", "org/whole"]
     assert sorted(names(Settings(models_file=empty))) == sorted(found)
@@ -271,22 +272,134 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         Catalogue(Settings(models_dir=tmp_path / "nowhere"))
 
 
-def test_needs_are_those_of_the_load_and_are_found_without_torch(tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
-    folder = tiny.write_folder(tmp_path / "made", dtype=torch.bfloat16)
-    code = (
-        "import sys; from diskprefix.extras.catalogue.catalogue import needs; "
-        "from diskprefix.settings import Settings; found = [needs(Settings(model=name)) for name in sys.argv[1:]]; "
-        "print(*(one.weights_bytes for one in found), *(one.state.per_token for one in found)); "
-        "assert not {'torch', 'transformers'} & {*sys.modules}"
-    )
-    command = [sys.executable, "-c", code, str(file), str(folder)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    of_file = needs_of_gguf(file, "auto")
-    of_folder = needs_of_folder(folder, [folder / "model.safetensors"], "auto", "auto")
-    assert shown == [
-        *map(str, (of_file.weights_bytes, of_folder.weights_bytes)),
-        *map(str, (of_file.state.per_token, of_folder.state.per_token)),
-    ]
-    assert needs(Settings(model="org/absent")) is None
-    assert needs(Settings()) is None
+# -- list and show ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    folder = tmp_path / "readable"
+    folder.mkdir()
+    tiny.write_gguf(folder / "tiny.gguf", quantised="Q4_0", tensors_in_a_part=8)
+    tiny.write_folder(folder / "made", dtype=torch.bfloat16)
+    (folder / "bad.gguf").write_bytes(b"GGUF")
+    capsys.readouterr()  # transformers shows how it writes.
+    return folder
+
+
+def test_models_are_listed_with_what_they_need_and_where_they_are(
+    run: Run, readable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run("list", "--models-dir", readable, "--kv-memory", "1GiB", "--json").json
+    rows = {row["name"]: row for row in found["models"]}
+    assert list(rows) == ["bad", "made", "tiny"]
+    needed = fitted(needs_of_gguf(readable / "tiny-00001-of-00003.gguf", "auto"), 0, 1 << 30).needed_bytes
+    tiny_row = rows["tiny"]
+    assert (tiny_row["kind"], tiny_row["needed_bytes"], tiny_row["context"]) == ("Q4_0", needed, 128)
+    assert tiny_row["file_bytes"] == sum(file.stat().st_size for file in readable.glob("tiny-*"))
+    assert (tiny_row["origin"], tiny_row["fits"]) == ("--models-dir", needed <= found["free_bytes"])
+    assert (rows["made"]["kind"], rows["made"]["context"]) == ("bfloat16", 128)
+    assert "cannot read" in rows["bad"]["problem"]
+    lines = run("list", "--models-dir", readable).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["name", "bad", "made", "tiny", "3"]
+    made = readable / "made"
+    weights = [made / "model.safetensors"]
+    assert needs(Settings(model=str(made))) == needs_of_folder(made, weights, "auto", "auto")
+    # A folder that was made of a file is as large as that file.
+    tiny.write_gguf(made / "tiny.gguf", quantised="Q4_0")
+    (made / MATRICES).touch()
+    capsys.readouterr()
+    assert run("show", made, "--json").json["file_bytes"] == (made / "tiny.gguf").stat().st_size
+
+
+def test_the_embedded_model_is_listed_where_it_is_the_default(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    [row] = [row for row in run("list", "--json").json["models"] if row["origin"] == "embedded"]
+    assert (row["name"], row["path"]) == ("SmolLM2-135M-Instruct", None)
+    run("show", row["name"]).assert_refused(3, "`diskprefix serve` fetches it")
+
+
+def test_a_model_is_shown_with_its_sum_its_template_and_its_own_settings(
+    run: Run, readable: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(f'[small]\nmodel = "{readable}/made"\naliases = ["haiku"]\nkv_memory = "1MiB"\nweights = "int8"\n')
+    found = run("show", "haiku", "--models-file", file, "--json").json
+    assert (found["name"], found["aliases"], found["template"]) == ("small", ["haiku"], True)
+    assert found["settings"] == {"weights": "int8", "kv_memory": 1 << 20}
+    assert {"weights in bfloat16", "weights in Q8_0", "room to compute"} <= found["memory"].keys()
+    assert sum(found["memory"].values()) >= found["needed_bytes"]
+    shown = run("show", "small", "--models-file", file).stdout
+    assert "small, haiku (models.toml)" in shown
+    assert "weights = int8, kv_memory = 1048576" in shown
+    assert "128 of 128 tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "forms"),
+    [
+        ("tiny-00002-of-00003.gguf", "auto", {"Q4_0", "bfloat16"}),
+        ("made", "int4", {"Q4_1", "bfloat16"}),
+        ("made", "native", {"bfloat16"}),
+    ],
+)
+def test_the_forms_of_weights_are_shown_as_they_are_served(
+    name: str, weights: str, forms: set[str], run: Run, readable: Path
+) -> None:
+    memory = run("show", readable / name, "--weights", weights, "--json").json["memory"]
+    assert {row.removeprefix("weights in ") for row in memory if row.startswith("weights")} == forms
+
+
+def test_a_name_goes_before_a_folder_that_is_called_so_and_what_cannot_be_shown_is_refused(
+    run: Run, readable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(readable)
+    file = tmp_path / "models.toml"
+    file.write_text(f'[made]\nmodel = "{readable}/tiny-00001-of-00003.gguf"\n')
+    for name, origin in (("made", "models.toml"), ("./made", "--model"), ("tiny-00002-of-00003.gguf", "--model")):
+        assert run("show", name, "--models-file", file, "--json").json["origin"] == origin
+    run("show", "bad.gguf").assert_refused(3, "cannot read")
+    run("show", "tinny", "--models-dir", readable).assert_refused(2, "the nearest name is 'tiny'")
+
+
+def test_architectures_are_listed_as_they_were_verified(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entry(kind: str, *dtypes: str, tokens: int = 0, reason: str | None = None) -> dict[str, object]:
+        return {"model_type": "", "kind": kind, "dtypes": dtypes, "exact_at_tokens": dtypes[:tokens], "reason": reason}
+
+    found = {
+        "llama": entry("cut", "bfloat16", "float32", tokens=1),
+        "mamba2": entry("checkpoint", "bfloat16", "float32"),
+        "qwen4_exp": entry("unsupported", reason="unsupported: positions of its own"),
+    }
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(installed_versions() | {"architectures": found}))
+    monkeypatch.setattr(architectures, "TABLE", table)
+    rows = {row["architecture"]: row for row in run("list", "--architectures", "--json").json["architectures"]}
+    assert rows["mamba2"]["restored"] == "at checkpoints"
+    assert (rows["qwen4_exp"]["verified"], rows["qwen4_exp"]["note"]) == ([], "unsupported: positions of its own")
+    lines = run("list", "--architectures").stdout.splitlines()
+    assert ["token (bf16)" in lines[1], "bf16, fp32" in lines[1], "grid" in lines[2]] == [True] * 3
+    assert lines[-1].startswith("3 architectures, 2 verified with torch ")
+    table.write_text(json.dumps({"torch": "2", "transformers": "5", "architectures": found}))
+    assert "other versions are installed" in run("list", "--architectures").stdout
+
+
+def test_a_model_is_shown_with_what_was_verified_of_its_architecture(
+    run: Run, readable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("made", "tiny-00001-of-00003.gguf"):
+        assert "llama: restored anywhere, exact at token, verified in bf16, fp32" in run("show", readable / name).stdout
+    config = readable / "made" / "config.json"
+    unknown = "none of `diskprefix list --architectures`, so it may not be served"
+    config.write_text('{"model_type": "llama-of-tomorrow"}')
+    assert verified_of(readable / "made") == f"llama-of-tomorrow: {unknown}"
+    config.write_text('{"model_type": "mistral3", "text_config": {"model_type": "mistral"}}')
+    assert verified_of(readable / "made").startswith("mistral3: restored anywhere, exact at token, ")
+    config.unlink()
+    assert verified_of(readable / "made") == f"not known: {unknown}"
+    header = SimpleNamespace(values={"general.architecture": "deepseek2"})
+    monkeypatch.setattr(architectures, "read_header", lambda _path: header)
+    assert verified_of(readable / "bad.gguf").startswith("deepseek2: restored anywhere, exact at token, ")
