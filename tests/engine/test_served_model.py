@@ -12,7 +12,6 @@ from typing import Any
 import lmdb
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -44,6 +43,7 @@ from tests.engine.driving import (
     tokens,
     tokens_of,
 )
+from tests.exactness.architectures import OVERRIDES, shrink
 from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
 
@@ -242,49 +242,29 @@ def test_the_file_of_another_program_is_refused_before_the_model_is_loaded(tmp_p
 NUM_TOKENS = 37
 """Two steps of the grid and a bit."""
 REPLY = 8
-_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-_SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-_LONG: dict[str, Any] = _SIZES | {"max_position_embeddings": 128}
-_XLSTM: dict[str, Any] = {"hidden_size": 64, "num_blocks": 2, "num_heads": 2, "qk_dim_factor": 0.5}
-"""Sizes that transformers itself fails with."""
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0, 3.0, 4.0, 5.0],
-    "original_max_position_embeddings": NUM_TOKENS + 3,
-}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
-    "recurrent_gemma": ("RecurrentGemmaConfig", _SIZES | {"num_hidden_layers": 3, "lru_width": 32}),
-    "mamba": ("MambaConfig", {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}),
-    "rwkv": ("RwkvConfig", {"hidden_size": 32, "num_hidden_layers": 2}),
-    "minimax": ("MiniMaxConfig", _SIZES | {"num_local_experts": 4}),
-    "deepseek_v32": (
-        "DeepseekV32Config",
-        _SIZES
-        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16}
-        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 4, "index_head_dim": 16}
-        | {"index_topk": 16},
-    ),
-    "dynamic": (
-        "LlamaConfig",
-        _LONG | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
-    ),
+    **{name: (name, {}) for name in ("openai-gpt", "recurrent_gemma", "mamba", "rwkv", "minimax", "deepseek_v32")},
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}),
     "longrope": (
-        "Phi3Config",
-        _LONG | {"original_max_position_embeddings": NUM_TOKENS + 3, "rope_parameters": _LONGROPE},
+        "phi3",
+        {
+            "original_max_position_embeddings": NUM_TOKENS + 3,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0, 3.0, 4.0, 5.0] * 2,
+                "original_max_position_embeddings": NUM_TOKENS + 3,
+            },
+        },
     ),
 }
 
 
-def write_uncached(path: Path, kind: str) -> Path:
-    """A model of that kind with random weights in float32."""
-    name, sizes = (MODELS | {"xlstm": ("xLSTMConfig", _XLSTM)})[kind]
-    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = getattr(transformers, name)(**(sizes | special | {"vocab_size": len(tiny.tokens())}))
+def write_uncached(path: Path, model_type: str, **fields: Any) -> Path:
+    """A model of that type with random weights in float32."""
     torch.manual_seed(0)
+    config = shrink(model_type, **(OVERRIDES.get(model_type, {}) | fields))
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tiny.tokenizer().save_pretrained(path)
     return path
@@ -297,11 +277,11 @@ def one_pass(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("model_type", "fields"), MODELS.values(), ids=MODELS)
 def test_the_reply_of_a_model_that_bypasses_the_cache_is_what_generate_gives(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = load(write_uncached(tmp_path / "model", kind), tmp_path / "kv", block_size=BLOCK)
+    engine = load(write_uncached(tmp_path / "model", model_type, **fields), tmp_path / "kv", block_size=BLOCK)
     seen: list[torch.Tensor] = []
     sample = Sampler.sample
 
@@ -328,7 +308,7 @@ def test_the_reply_of_a_model_that_bypasses_the_cache_is_what_generate_gives(
 
 
 def test_a_model_that_transformers_cannot_run_step_by_step_is_refused_in_one_line(tmp_path: Path) -> None:
-    folder = write_uncached(tmp_path / "model", "xlstm")
+    folder = write_uncached(tmp_path / "model", "xlstm", hidden_size=64, num_blocks=2, num_heads=2, qk_dim_factor=0.5)
     with pytest.raises(ModelError, match=r"^transformers cannot run xLSTMForCausalLM step by step: [^\n]+$"):
         load(folder, tmp_path / "kv")
     # The store was closed: it can be opened again.

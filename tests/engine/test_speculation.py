@@ -29,9 +29,8 @@ class One:
     guesser: Guesser | None = field(default_factory=lambda: Guesser(np.array(REPEATED * 2, np.int32), 10_000))
 
 
-def of_counts(drafter: Any = None) -> Any:
-    """A `Speculation` that is given sequences of this file."""
-    return Speculation(drafter)
+of_counts: Any = Speculation
+"""It is given sequences of this file."""
 
 
 def tokens_a_second(counts: list[int], chances: list[list[float]], row_cost: float) -> float:
@@ -62,12 +61,6 @@ def test_guesses_of_a_step_are_bounded_and_the_likeliest_come_first() -> None:
     counts = worth_computing([[0.97**n for n in range(1, 100)], [0.9**n for n in range(1, 100)]], 0.001)
     assert sum(counts) == MOST_ROWS
     assert counts[0] > counts[1] > 0
-
-
-def test_beside_others_fewer_guesses_are_worth_it() -> None:
-    chances = [0.8**n for n in range(1, 30)]
-    alone, together = worth_computing([chances], 0.03), worth_computing([chances, *[[]] * 15], 0.03)
-    assert alone[0] > together[0] > 0
 
 
 def test_rates_follow_what_was_right_by_the_length_of_the_match() -> None:
@@ -172,22 +165,14 @@ def test_text_that_guesses_do_not_fit_switches_them_off_and_on_again() -> None:
     assert sum(reply(REPEATED)[-20:]) > 20
 
 
-def test_a_draft_fits_the_room_of_its_sequence() -> None:
-    speculation, one = of_counts(), One()
-    drafted(speculation, one, 0.01)
+def test_a_draft_fits_the_room_of_its_sequence_and_needs_a_guesser() -> None:
+    speculation, one, other = of_counts(), One(), One(arrived=1, draft=[1, 2], guesser=None)
+    speculation.plan([one, other])
+    speculation.record_step([one, other], 2, 0, 1.0)
     for room in (5, 1, 0, -3):
         one.room_for_draft = room
-        speculation.plan([one])
-        assert len(one.draft) == max(0, room)
-
-
-def test_a_sequence_without_a_guesser_has_no_draft() -> None:
-    speculation, one, other = of_counts(), One(), One(arrived=1, draft=[1, 2], guesser=None)
-    for _ in range(2):
         speculation.plan([one, other])
-        speculation.record_step([one, other], 2 + len(one.draft), len(one.draft), 1.0)
-    assert one.draft
-    assert other.draft == []
+        assert (len(one.draft), other.draft) == (max(0, room), [])
 
 
 def test_a_draft_model_is_worth_what_the_best_number_of_guesses_gives() -> None:
@@ -249,12 +234,6 @@ def test_a_draft_model_is_asked_where_the_tokens_before_tell_less() -> None:
 # What follows the last tokens where they came before.
 
 
-def index_of(token_ids: Sequence[int]) -> NgramIndex:
-    index = NgramIndex()
-    index.extend(token_ids)
-    return index
-
-
 def slowly(token_ids: Sequence[int], most: int) -> Guess | None:
     """The guess by its definition: the longest match, and of several the latest."""
     found, best = -1, 1
@@ -272,34 +251,24 @@ def slowly(token_ids: Sequence[int], most: int) -> Guess | None:
     return Guess(guess[len(token_ids) :], best)
 
 
+SHORT = [[], [1], [1, 2], [1, 1], [1, 2, 3, 2], [1, 2, 3, 4, 3], [7, 7, 7], [5, 1, 2, 3, 1, 2, 3]]
+
+
 @pytest.mark.parametrize("num_kinds", [2, 3, 10, 100])
 def test_a_guess_is_what_followed_the_longest_match(num_kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever parts the tokens come in. What reaches the end goes on as it began."""
     monkeypatch.setattr(guesser_module, "_MOST_PLACES", 1000)
     chance = random.Random(num_kinds)
+    texts = list(SHORT)
     for _ in range(200):
         token_ids = [chance.randrange(num_kinds) for _ in range(chance.randrange(60))]
         # Text that repeats itself.
-        token_ids += token_ids[chance.randrange(60) :] * chance.randrange(3)
-        assert index_of(token_ids).guess(8) == slowly(token_ids, 8), token_ids
-
-
-def test_tokens_may_come_in_any_parts() -> None:
-    token_ids = [1, 2, 3, 4, 1, 2, 3, 9, 1, 2]
-    whole, parts = index_of(token_ids), NgramIndex()
-    for token in token_ids:
-        parts.extend([])
-        parts.extend([token])
-    assert parts.guess(5) == whole.guess(5) == Guess([3, 9, 1, 2, 3], 2)
-
-
-@pytest.mark.parametrize("token_ids", [[], [1], [1, 2], [1, 1], [1, 2, 3, 2], [1, 2, 3, 4, 3]])
-def test_without_a_pair_that_came_before_there_is_no_guess(token_ids: list[int]) -> None:
-    assert index_of(token_ids).guess(4) is None
-
-
-def test_what_reaches_the_end_goes_on_as_it_began() -> None:
-    assert index_of([7, 7, 7]).guess(5) == Guess([7] * 5, 2)
-    assert index_of([5, 1, 2, 3, 1, 2, 3]).guess(7) == Guess([1, 2, 3, 1, 2, 3, 1], 3)
+        texts.append(token_ids + token_ids[chance.randrange(60) :] * chance.randrange(3))
+    for token_ids in texts:
+        index, cut = NgramIndex(), chance.randrange(60)
+        for part in ([], token_ids[:cut], token_ids[cut:]):
+            index.extend(part)
+        assert index.guess(8) == slowly(token_ids, 8), token_ids
 
 
 def test_a_guess_looks_at_a_bounded_number_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +282,9 @@ def test_a_guess_looks_at_a_bounded_number_of_places(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(NgramIndex, "_agreeing", counted)
     # A pair that comes everywhere, before different tokens.
     token_ids = [token for number in range(5000) for token in (1, 2, 1000 + number)] + [1, 2]
-    guess = index_of(token_ids).guess(4)
+    index = NgramIndex()
+    index.extend(token_ids)
+    guess = index.guess(4)
     assert guess is not None
     assert guess.token_ids[0] == 5999
     assert len(looked) <= guesser_module._MOST_PLACES
