@@ -32,6 +32,7 @@ from tests.server.daemon_process import (
     serve_flags,
     wait_until,
 )
+from tests.server.test_auth import ALICE, write_keys
 
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name three rivers and tell me where each begins. " * 3}],
@@ -176,6 +177,7 @@ def notifications(tmp_path: Path) -> Iterator[tuple[str, Notifications]]:
     [
         ("port", 2, "--port: cannot listen on 127.0.0.1:PORT: Address already in use; is a daemon running already?"),
         ("folder", 4, "FOLDER/file"),
+        ("keys", 2, "--api-keys: others may read or write FOLDER/keys (mode 0644); run `chmod 600` on it"),
         ("no model", 3, "FOLDER/nothing"),
         ("damaged", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
         ("damaged, with a spare", 3, "FOLDER/damaged/model.safetensors is damaged or cut short"),
@@ -194,11 +196,13 @@ def test_a_daemon_that_cannot_serve_ends_with_one_line_and_is_never_ready(
     address, heard = notifications
     port = daemon.url.rpartition(":")[2]
     (tmp_path / "file").write_text("not a folder")
+    write_keys(tmp_path / "keys", ALICE).chmod(0o644)
     damaged = shutil.copytree(chat_model, tmp_path / "damaged")
     os.truncate(damaged / "model.safetensors", (damaged / "model.safetensors").stat().st_size // 2)
     flags = {
         "port": serve_flags(chat_model, cache, port=port),
         "folder": serve_flags(chat_model, tmp_path / "file" / "kv"),
+        "keys": serve_flags(chat_model, cache, api_keys=tmp_path / "keys"),
         "no model": serve_flags(tmp_path / "nothing", cache),
         "damaged": serve_flags(damaged, cache),
         "damaged, with a spare": [*serve_flags(damaged, cache), "--standby"],
