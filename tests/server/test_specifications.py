@@ -6,7 +6,10 @@ The clients themselves read leniently: they take a reply that lacks a field, or 
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
+import tempfile
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -20,7 +23,8 @@ import pytest
 from openai.types import Completion
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from tests.server import open_responses
+from diskprefix.settings import cache_home
+from tests.chat.families.sources import Package, SourcesMissing, download
 from tests.server.agent_model import call, saying, thought
 from tests.server.scripted import ScriptedEngine, scripted_app
 
@@ -140,6 +144,29 @@ def test_each_chunk_of_a_completion_has_its_type_but_for_the_reason_that_is_stil
         assert [error["loc"] for error in caught.value.errors()] == [("choices", 0, "finish_reason")]
 
 
+OPEN_RESPONSES = Package(
+    "openresponses-types==2.4.0", "186406592bc115bf12d9ee88320f8051ab1ade0a8fa8941fd1e44b0be16684f1"
+)
+"""The types of Open Responses, as this package (Apache-2.0) generates them from the specification."""
+
+
+@pytest.fixture(scope="module")
+def types() -> Any:
+    """pip downloads them at the first test that needs them, as it does the sources of `tests/chat/families`. Tests are
+    skipped where they cannot be had."""
+    folder = cache_home() / "test-specifications"
+    wheel = folder / "openresponses_types-2.4.0-py3-none-any.whl"
+    if not wheel.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as work:
+            try:
+                download(OPEN_RESPONSES, Path(work)).replace(wheel)
+            except SourcesMissing as error:
+                pytest.skip(f"the types of Open Responses are not here: {error}")
+    sys.path.append(str(wheel))
+    return importlib.import_module("openresponses_types.types")
+
+
 def event_type(types: Any, name: str) -> Any:
     kinds = {
         value: kind
@@ -157,8 +184,9 @@ def _values(annotation: Any) -> list[str]:
 
 # In the document of Open Responses, the `schema` of a format is null.
 @pytest.mark.parametrize("name", sorted(RESPONSES.keys() - {"format"}))
-def test_a_response_and_its_events_are_of_the_types_of_open_responses(client: httpx.Client, name: str) -> None:
-    types = open_responses.types()
+def test_a_response_and_its_events_are_of_the_types_of_open_responses(
+    client: httpx.Client, types: Any, name: str
+) -> None:
     read(types.ResponseResource, client.post("/v1/responses", json=RESPONSES[name]).text)
     found = events(client.post("/v1/responses", json=RESPONSES[name] | {"stream": True}))
     assert json.loads(found[-1])["type"] == "response.completed"
@@ -168,6 +196,6 @@ def test_a_response_and_its_events_are_of_the_types_of_open_responses(client: ht
         read(event_type(types, json.loads(as_named)["type"]), as_named)
 
 
-def test_a_compacted_conversation_is_of_the_type_of_open_responses(client: httpx.Client) -> None:
+def test_a_compacted_conversation_is_of_the_type_of_open_responses(client: httpx.Client, types: Any) -> None:
     answer = client.post("/v1/responses/compact", json=RESPONSES["turns"])
-    read(open_responses.types().CompactResource, answer.text)
+    read(types.CompactResource, answer.text)
