@@ -38,7 +38,7 @@ def of_a_conversation(rng: random.Random, stored: list[TokenIds]) -> TokenIds:
     [
         ("llama", torch.bfloat16),
         ("gemma2", torch.bfloat16),
-        ("gpt_oss", torch.float32),
+        pytest.param("gpt_oss", torch.float32, marks=pytest.mark.slow),
         ("deepseek_v3", torch.bfloat16),
         ("qwen3_moe", torch.bfloat16),
         ("qwen3_moe", "int4"),

@@ -246,6 +246,7 @@ def replies(daemon: DaemonProcess, model: str) -> list[str]:
         return [reply for reply, _ in conversation(client, model)]
 
 
+@pytest.mark.slow
 def test_two_models_that_do_not_fit_together_take_turns_and_compute_nothing_twice(
     folder: Path, tmp_path: Path, daemon: DaemonProcess
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import resource
-import subprocess
-import sys
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -19,24 +17,25 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from diskprefix.errors import ModelError
 from diskprefix.model.load.memory import LINE_BYTES, available_bytes, available_ram_bytes, large_pages, trim_heap
 from diskprefix.model.load.stored_tensors import StoredTensor, stored_tensors
+from tests import forked
 from tests.model import tiny
 from tests.model.load.test_loader import load
 
 MIB = 1 << 20
-PROGRAM = """
-import sys
-from transformers.models.qwen3_moe import modeling_qwen3_moe
-from diskprefix.model.load.loader import load_model
-from diskprefix.settings import Settings
 
-def memory(name):
-    lines = open("/proc/self/status").read().splitlines()
-    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
-before = memory("VmRSS")
-load_model(Settings(model=sys.argv[1]), lambda _line: None)
-print(memory("VmHWM") - before)
-"""
+def note_growth(model: str, file: Path) -> None:
+    """Writes how many bytes of memory more than before a process has, at most, while it loads the model."""
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    def memory(name: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+    assert modeling_qwen3_moe
+    before = memory("VmRSS")
+    load(model)
+    file.write_text(str(memory("VmHWM") - before))
 
 
 def write_mixture(folder: Path, kind: str, each: int) -> int:
@@ -88,10 +87,9 @@ def test_loading_takes_the_memory_of_the_weights_and_of_a_layer_of_experts(
 ) -> None:
     size = write_mixture(tmp_path, kind, each)
     assert size > 200 * MIB
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert forked.run(note_growth, str(tmp_path), tmp_path / "growth") == 0
     # The experts of a layer are read before they are put together.
-    assert size <= int(ended.stdout) <= size + size // 3 * (1 + each // 2) + 64 * MIB
+    assert size <= int((tmp_path / "growth").read_text()) <= size + size // 3 * (1 + each // 2) + 64 * MIB
 
 
 def test_weights_lie_side_by_side_and_begin_with_a_line(tmp_path: Path) -> None:
