@@ -14,7 +14,7 @@ import pytest
 
 from diskprefix.api import asked
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.server import limits
+from diskprefix.server import limits, model_routes
 from tests.server.chat_model import VOCAB_SIZE
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import ScriptedEngine, scripted_app
@@ -285,6 +285,13 @@ def test_a_text_comes_back_from_its_tokens(client: httpx.Client) -> None:
     assert (tokens[0], tokens[-1]) == (1, 2)
     assert client.post("/detokenize", json={"tokens": tokens}).json() == {"content": TEXT}
     assert tokens_of(client, "") == []
+
+
+def test_a_text_to_tokenize_has_a_largest_size_in_bytes(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_routes, "_MOST_BYTES", 10)
+    assert tokens_of(client, "\u00e9" * 5)
+    refused = client.post("/tokenize", json={"content": "\u00e9" * 6})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "content")
 
 
 def test_pieces_are_the_texts_of_the_tokens_and_each_is_made_once(
