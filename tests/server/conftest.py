@@ -19,7 +19,7 @@ def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def agent_daemon(agent_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
     """A real engine over random weights: it writes what it must, and nothing sensible besides."""
     with real_app(agent_model, tmp_path_factory.mktemp("kv"), kv_cache_gate="off") as server:
