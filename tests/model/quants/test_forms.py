@@ -50,6 +50,8 @@ def test_four_bits_are_nearer_than_equal_steps_from_the_least_to_the_largest() -
 @pytest.mark.parametrize("scale", [0.0, 1e-2, 1.0, 1e4])
 def test_weights_of_any_size_stay_what_they_are_relative_to_the_largest(bits: int, scale: float) -> None:
     weight = torch.linspace(-1, 1, 16 * 64).view(16, 64) * scale
+    # A group of equal weights.
+    weight[0, :32] = 0.75 * scale
     found = quantised(weight, bits).dequantised().float()
     assert torch.isfinite(found).all()
     assert float((found - weight).abs().max()) <= scale * (0.01 if bits == 8 else 0.06)
