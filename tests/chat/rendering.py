@@ -1,10 +1,12 @@
-"""The tests' tokenizer with a chat template, its renderer, and prompts without remembered replies."""
+"""The tests' tokenizer with a chat template, its renderer, and texts that are hard to cut."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
+from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.nouns import Prompt
@@ -25,3 +27,30 @@ def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS, **options: An
 def rendered(renderer: PromptRenderer, conversation: Conversation) -> Prompt:
     """Returns the prompt of a conversation, all of it as the template writes it."""
     return renderer.replay(conversation, None).prompt
+
+
+PIECES = [
+    "a", "word", "  two blanks", " \n\n ", "\t", "Zürich", "\U0001f642\u200d\U0001f467", "e\u0301", "1234567", "it's",
+    "<", "<|", "|>", "[", "]", '{"x": [1]}', "日本語", "\u00a0", "\u200b", "\r\n", "\ufb01", " ", "x" * 40,
+]  # fmt: skip
+
+
+def encoder_of(tokenizer: Any) -> Encoder:
+    return Encoder(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 20)
+
+
+def some_text(chosen: random.Random, added: list[str]) -> str:
+    pieces = [chosen.choice(added) if chosen.random() < 0.3 else chosen.choice(PIECES) for _ in range(120)]
+    return "".join(pieces)
+
+
+def assert_whole(tokenizer: Any, text: str, encoder: Encoder | None = None) -> None:
+    """The library's own call is the reference."""
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    found = (encoder or encoder_of(tokenizer)).encode(text, param="prompt")
+    assert found.token_ids.tolist() == whole["input_ids"], text
+    assert found.offsets.tolist() == [list(span) for span in whole["offset_mapping"]], text
+    with_added = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    found = (encoder or encoder_of(tokenizer)).encode(text, adds_special=True, param="prompt")
+    assert found.token_ids.tolist() == with_added["input_ids"], text
+    assert found.offsets.tolist() == [list(span) for span in with_added["offset_mapping"]], text

@@ -14,7 +14,7 @@ from diskprefix.chat import encoder as encoder_module
 from diskprefix.chat.encoder import Encoder, TextParts
 from diskprefix.chat.known_parts import Encoding, KnownParts, OwnedParts
 from diskprefix.errors import ContextTooLong, InvalidRequest
-from tests.chat.whole_texts import assert_whole, encoder_of
+from tests.chat.rendering import assert_whole, encoder_of
 
 
 @pytest.fixture(autouse=True)

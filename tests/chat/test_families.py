@@ -49,8 +49,7 @@ from tests.chat.families.families import (
     tokenizer_of,
 )
 from tests.chat.families.sources import PARTED_BY, VOCABULARIES
-from tests.chat.rendering import rendered
-from tests.chat.whole_texts import assert_whole, encoder_of, some_text
+from tests.chat.rendering import assert_whole, encoder_of, rendered, some_text
 
 TOOL_FAMILIES = [family for family in FAMILIES if family.takes_tools]
 QUESTION = user("How is the weather in my two cities?")
