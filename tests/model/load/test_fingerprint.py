@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
+from diskprefix import PrefixCacheSession
 from diskprefix.model.load import fingerprint
 from diskprefix.model.load.fingerprint import Fingerprint, remembered_digest, weights_digest
 from diskprefix.model.load.kernel_settings import cpu_kind
+from diskprefix.settings import Settings
 from diskprefix.tokens import file_digest, root_hash
+from tests.engine.driving import done, load, run, tokens
 from tests.model.tiny import llama as tiny
+from tests.model.tiny import write_folder
 
 LAYOUT = '{"groups":[{"heads":2,"head_dim":8,"dtype":"float32"}]}'
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -364,3 +368,44 @@ def test_a_broken_memory_is_ignored_and_rewritten(
     forbid_reading(monkeypatch)
     assert remembered_digest(file) == expected
     assert [path.name for path in cache.parent.iterdir()] == ["digests.json"]
+
+
+# The number of compute threads belongs to the identity: kernels cut their sums by it.
+
+BLOCK = 16
+
+
+@pytest.fixture
+def threads_put_back() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def restored_after(folder: Path, kv: Path, before: int, after: int, **changes: Any) -> int:
+    """Tokens that a daemon with `after` threads restores of what one with `before` threads saved."""
+    for num_threads in (before, after):
+        torch.set_num_threads(num_threads)
+        engine = load(folder, kv, block_size=BLOCK, **changes)
+        restored = done(run(engine, tokens(100))).usage.cached_tokens
+        assert engine.close()
+    return restored
+
+
+@pytest.mark.usefixtures("cache", "threads_put_back")
+def test_daemons_do_not_share_a_store_over_numbers_of_threads(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=512)
+    assert restored_after(folder, tmp_path / "a", 1, 3) == 0
+    assert restored_after(folder, tmp_path / "b", 3, 3) == 100
+    assert restored_after(folder, tmp_path / "c", 1, 3, fingerprint="portable") == 100
+
+
+@pytest.mark.usefixtures("cache", "threads_put_back")
+def test_a_session_notices_that_the_number_of_threads_was_changed(tmp_path: Path) -> None:
+    settings = Settings(kv_cache_dir=tmp_path, block_size=BLOCK, kv_cache_min_tokens=BLOCK, kv_cache_gate="off")
+    restored = []
+    with PrefixCacheSession(tiny(), scope="full", settings=settings) as session:
+        for num_threads in (1, 2, 2, 1):
+            torch.set_num_threads(num_threads)
+            restored.append(session.prefill(tokens(100).tolist())[1])
+    assert restored == [0, 0, 96, 96]
