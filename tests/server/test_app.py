@@ -454,7 +454,12 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
         assert client.post(CHAT, json=HELLO | {"return_progress": True, "stream": True}).status_code == 200
         text = {"prompt": "x", "structured_outputs": {"choice": ["a"]}}
         assert client.post("/v1/completions", json=text | ASKED).status_code == 200
-    chat, streamed, continued = engine.requests
+        for is_strict in (True, False):
+            tool = {"type": "function", "function": {"name": "f", "strict": is_strict}}
+            assert client.post(CHAT, json=HELLO | {"tools": [tool]}).is_success
+    chat, streamed, continued, strict, free = engine.requests
+    assert strict.constraint is not None
+    assert (strict.constraint.kind, free.constraint) == ("lark", None)
     assert chat.sampling == SamplingParams(
         max_tokens=7,
         temperature=0.5,
@@ -470,31 +475,10 @@ def test_the_request_reaches_the_engine_with_what_the_body_said(server: AppServe
     )
     assert chat.constraint == Constraint(kind="json_schema", source=json.dumps(SCHEMA))
     assert (streamed.constraint, continued.constraint) == (None, Constraint(kind="choice", source='["a"]'))
-    assert [request.reports_progress for request in engine.requests] == [False, True, False], "in streams only"
+    assert (chat.reports_progress, streamed.reports_progress) == (False, True), "in streams only"
     for cache in (chat.cache, continued.cache):
         assert (cache.group, cache.ttl_s, cache.save) == (group_of("agent"), 86400.0, False)
-    assert [[mark.ttl_s for mark in request.prompt.marks] for request in engine.requests] == [[300.0], [], []]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "tool"),
-    [
-        (CHAT, HELLO, {"type": "function", "function": {"name": "f", "strict": True}}),
-        ("/v1/responses", {"input": "hello"}, {"type": "function", "name": "f", "strict": True}),
-        ("/v1/messages", HELLO | {"max_tokens": 9}, {"name": "f", "input_schema": {}, "strict": True}),
-    ],
-)
-def test_a_strict_tool_reaches_the_engine_as_a_constraint_of_each_api(
-    server: AppServer, engine: ScriptedEngine, path: str, body: dict[str, Any], tool: dict[str, Any]
-) -> None:
-    lax = {"type": "function", "function": {"name": "f", "strict": False}} if path == CHAT else tool | {"strict": False}
-    with server.client() as client:
-        for offered in (tool, lax):
-            assert client.post(path, json=body | {"tools": [offered]}).is_success
-    strict, free = (request.constraint for request in engine.requests)
-    assert strict is not None
-    assert strict.kind == "lark"
-    assert free is None
+    assert [[mark.ttl_s for mark in request.prompt.marks] for request in (chat, continued)] == [[300.0], []]
 
 
 def test_the_engine_shows_the_special_tokens_that_the_parser_reads(server: AppServer, engine: ScriptedEngine) -> None:
