@@ -115,6 +115,11 @@ PAGES = [
 ]
 
 
+def test_a_page_has_at_most_12_kb() -> None:
+    pages = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "diskprefix").rglob("*.md")]
+    assert [str(page) for page in pages if page.stat().st_size > 12 * 1024] == []
+
+
 def test_no_page_installs_from_an_index_before_one_has_the_package() -> None:
     texts = {str(page.relative_to(ROOT)): " ".join(page.read_text(encoding="utf-8").split()) for page in PAGES}
     if "No index has the package yet" in texts["README.md"]:
