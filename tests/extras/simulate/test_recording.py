@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import recording
@@ -24,7 +27,7 @@ from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import as_token_ids, common_prefix_length
 from tests.runner import BLOCK, random_prompt
 from tests.waiting import wait_for
 
@@ -182,6 +185,44 @@ def test_equal_tokens_beside_media_are_not_equal(record: Record) -> None:
     prompt = Prompt(random_prompt(8, 32), media={"pixel_values": None})
     first, second = record(prompt, prompt)
     assert not set(first.hashes) & set(second.hashes)
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=8), st.integers(0, 2**16))
+@settings(max_examples=60)
+def test_prompts_put_together_from_their_hashes_share_what_the_real_ones_do(
+    tmp_path_factory: pytest.TempPathFactory, choices: list[list[int]], seed: int
+) -> None:
+    """Pieces of 5 tokens, each one of two: prompts branch, repeat and go on."""
+    pieces = np.random.default_rng(seed).integers(0, 400, (12, 2, 5)).astype(np.int32)
+    prompts = [np.concatenate([pieces[i, c] for i, c in enumerate(chosen)]) for chosen in choices if chosen]
+    path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
+    recorder = open_recorder(path)
+    for prompt in prompts:
+        # Cut at every fifth token, at every seventh, or at grid points alone: what they share is cut differently.
+        step = (5, 7, BLOCK)[len(prompt) % 3]
+        note(recorder, Prompt(prompt, tuple(range(step, len(prompt) + 1, step))))
+    recorder.close()
+    records = read(path)
+    before = joined(records)
+    chains = [_chain(before, record.hashes[-1]) for record in records]
+    position_of = {digest: cut for record in records for cut, digest in zip(record.cuts, record.hashes, strict=True)}
+    for record, chain in zip(records, chains, strict=True):
+        assert set(record.hashes) <= set(chain), "a prompt keeps its own cuts"
+        assert [position_of[digest] for digest in chain] == sorted(position_of[digest] for digest in chain)
+    for i, a in enumerate(prompts):
+        for j, b in enumerate(prompts[:i]):
+            truly = common_prefix_length(a, b)
+            both = [digest for digest, other in zip(chains[i], chains[j], strict=False) if digest == other]
+            assert set(both) == set(chains[i]) & set(chains[j]), "they part once, and for good"
+            assert max((position_of[digest] for digest in both), default=0) == truly
+
+
+def _chain(before: dict[str, str], end: str) -> list[str]:
+    chain = []
+    while end:
+        chain.append(end)
+        end = before[end]
+    return chain[::-1]
 
 
 def test_a_recording_is_private_and_goes_on_after_a_restart(record: Record, path: Path) -> None:
