@@ -382,6 +382,14 @@ def test_where_a_model_is_exact_at_every_token_nothing_of_it_is_computed_again(o
     assert is_sound(runner)
 
 
+def test_it_goes_on_also_where_it_is_cancelled_again_and_again(opened: Opened) -> None:
+    runner = opened("qwen3_next")
+    for done in range(6):
+        assert runner.cancelled(Prompt(PROMPT), FULL, 1).restored == done * BLOCK
+        runner.reopen()
+    assert runner.run_prompt(Prompt(PROMPT), FULL).num_forwards == 1
+
+
 @pytest.mark.parametrize(("asked_s", "kept_s"), [(None, 600), (60.0, 600), (3600.0, 3600)])
 def test_what_the_policy_would_not_keep_is_kept_for_ten_minutes_or_as_long_as_the_request_asks(
     asked_s: float | None, kept_s: int, opened: Opened
