@@ -14,7 +14,7 @@ _TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
 _VALUE = re.compile(
     r"\b(?:(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?"
     r"|jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sep(?:tember)?|oct(?:ober)?"
-    r"|nov(?:ember)?|dec(?:ember)?|[\w-]*\d[\w.:,/-]*)\b",
+    r"|nov(?:ember)?|dec(?:ember)?)\b|(?<![\w-])[\w-]*\d[\w.:,/-]*\b",
     re.IGNORECASE,
 )
 """A day, a month, or a word with a digit."""
