@@ -103,7 +103,7 @@ class RequestContext:
             return "not_stored"
         leaves_early = selection.common < (prompt.system_end or settings.block_size)
         is_like = selection.common >= LEAST_TOKENS or any(
-            same_behind(prompt.token_ids, earlier.prompt.token_ids) for earlier in self._sighting.recent
+            same_behind(prompt.token_ids, earlier.prompt.token_ids) >= LEAST_TOKENS for earlier in self._sighting.recent
         )
         return "diverged" if broken is not None or (leaves_early and is_like) else "new"
 

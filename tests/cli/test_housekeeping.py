@@ -196,17 +196,23 @@ def test_what_only_the_bucket_has_is_purged_there_and_told(run: Run, elsewhere: 
     assert num_objects(tmp_path) == 1
 
 
-def test_what_cannot_be_deleted_in_the_bucket_is_an_error(
-    run: Run, elsewhere: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_deleted_in_the_bucket_is_an_error_and_goes_with_the_next_purge(
+    run: Run, bucket_flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    flags = ["--salt", "alice", "--kv-cache-dir", str(tmp_path / "kv"), *bucket_flags]
+
     def refuse(_objects: ObjectStore, _paths: list[str]) -> None:
         raise RemoteUnavailable("this key may not delete")
 
-    monkeypatch.setattr(ObjectStore, "delete", refuse)
-    ended = run(*elsewhere, "--yes")
-    why = "this key may not delete; remove them with the bucket's own tools"
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "delete", refuse)
+        ended = run("purge", *flags, "--yes")
+    why = "this key may not delete; run this again"
     assert (ended.exit_code, ended.stderr) == (1, f"objects in the bucket stay: {why}\n")
     assert num_objects(tmp_path) == 2
+    # Nothing is left here that says whose they are.
+    ended = run("purge", *flags, "--yes")
+    assert (ended.exit_code, num_objects(tmp_path)) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket
 
 _OWN_TOOLS = "remove them with the bucket's own tools"
+_AGAIN = {True: "a lifecycle rule of the bucket removes them", False: "run this again"}
+"""What to do when the bucket failed, by whether prompts were named: what is gone here can no longer be named."""
 
 
 @click.command(short_help="Remove saved prompts: by id, model, tenant or age.")
@@ -107,14 +109,16 @@ def purge(
             names = frozenset(bytes.fromhex(info.id) for info in chosen_infos)
             purge_filter = PurgeFilter(entries=names, model=model, salt=salt, older_than_s=older_than_s)
             plan = plan_purge(snapshot, purge_filter, now)
-            _require_known(snapshot, model, salt)
+            if remote_tier is None:
+                # A bucket may have what this store never had, or what an earlier purge removed here alone.
+                _require_known(snapshot, model, salt)
         chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
         if not as_json:
             _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
         purged = bucket = why_not = None
         if not dry_run:
             # Opened first: what is gone here can no longer be named there.
-            if store.names.namespace:
+            if store.names.namespace or remote_tier is not None:
                 bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
             if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
                 click.echo("nothing was purged", err=True)
@@ -170,8 +174,7 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> 
         else:
             purged.remote_objects = bucket.purge(purge_filter.is_of)
     except CacheError as error:
-        # What is gone here can no longer be named here.
-        purged.remote_error = f"{error}; {_OWN_TOOLS}"
+        purged.remote_error = f"{error}; {_AGAIN[bool(purge_filter.entries)]}"
 
 
 def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:
@@ -206,7 +209,7 @@ def _amounts(num_entries: int, num_blocks: int, num_bytes: int) -> str:
 
 def _others(num_prompts: int, num_notes: int) -> str:
     prompts = counted(num_prompts, "recent prompt")
-    return f"{prompts}, {counted(num_notes, 'record')} of replies and texts" if num_notes else prompts
+    return f"{prompts}, {counted(num_notes, 'record')} of replies" if num_notes else prompts
 
 
 def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:

@@ -230,7 +230,7 @@ def state_of(tensors: Sequence[StoredShape | FileTensor], config: Mapping[str, A
     rows, recurrent = _rows_of(tensors)
     heads, window = size("num_attention_heads", "n_head", "n_heads"), size("sliding_window")
     head_dim = size("head_dim") or size("hidden_size", "n_embd", "d_model") // max(heads, 1)
-    row = 2 * (size("num_key_value_heads") or heads) * head_dim
+    row = 2 * (1 if text.get("multi_query") else size("num_key_value_heads") or heads) * head_dim
     if size("kv_lora_rank"):
         row = size("kv_lora_rank") + size("qk_rope_head_dim")
     num_layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers") or max(rows, default=-1) + 1

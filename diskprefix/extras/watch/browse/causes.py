@@ -10,7 +10,7 @@ from diskprefix.chat.template_input import common_chars
 
 LATER = "put what changes behind what stays: into the last message, not into the system prompt"
 _NAME = re.compile(r'"name": ?"([^"]*)"')
-_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d)?")
+_TIME = re.compile(r"\d{1,2}:\d\d(?::\d\d(?:\.\d+)?)?")
 _VALUE = re.compile(
     r"\b(?:(?:mon|tues?|wed(?:nes)?|thu(?:rs)?|fri|sat(?:ur)?|sun)(?:day)?"
     r"|jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sep(?:tember)?|oct(?:ober)?"
