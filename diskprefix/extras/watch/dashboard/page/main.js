@@ -53,7 +53,7 @@ function readEntries() {
 }
 
 async function readOnce() {
-  const before = state.now.cache?.saved_bytes ?? 0;
+  const before = state.now?.cache?.saved_bytes ?? 0;
   try {
     const found = await ask("GET", "/dashboard/entries");
     // An answer that was kept may be without what was saved last.
