@@ -93,8 +93,8 @@ class PrefixCache(CacheResources):
 
     def owner(self, tenant: Tenant) -> Hashable:
         """Returns a value that tells a tenant's state in memory from that of others, and from its own before a
-        purge."""
-        return Owner(self.namespaces.get(tenant).root, self.namespaces.purged_at)
+        purge; for any thread."""
+        return Owner(root_hash(self._root_record(tenant).identity), self.namespaces.purged_at)
 
     def is_gone(self, owner: Hashable) -> bool:
         """Returns whether the state in memory of an `owner` can no longer be found."""

@@ -47,8 +47,8 @@ class Writer(WriteQueue):
         return self.house.error
 
     def add_model(self, model: ModelRecord) -> None:
-        """Adds a model to those that the store is served with. They are recorded within a second, and again if a new
-        file replaces the store's."""
+        """Adds a model to those that the store is served with. They are recorded when nothing waits to be written,
+        and again if a new file replaces the store's."""
         with self._changed:
             self.house.models += (model,)
 

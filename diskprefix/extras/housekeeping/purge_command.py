@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket
 
 _OWN_TOOLS = "remove them with the bucket's own tools"
-_AGAIN = {True: "a lifecycle rule of the bucket removes them", False: "run this again"}
-"""What to do when the bucket failed, by whether prompts were named: what is gone here can no longer be named."""
 
 
 @click.command(short_help="Remove saved prompts: by id, model, tenant or age.")
@@ -174,7 +172,9 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> 
         else:
             purged.remote_objects = bucket.purge(purge_filter.is_of)
     except CacheError as error:
-        purged.remote_error = f"{error}; {_AGAIN[bool(purge_filter.entries)]}"
+        # A prompt that is gone here can no longer be named here; a tenant and a model can.
+        next_step = "a lifecycle rule of the bucket removes them" if purge_filter.entries else "run this again"
+        purged.remote_error = f"{error}; {next_step}"
 
 
 def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:
