@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -376,6 +377,27 @@ def test_an_interrupted_start_ends_the_daemon(place: Place) -> None:
     assert process.returncode == 130
     assert not place.is_daemon_alive()
     assert not (place.records / "qwen.json").exists()
+
+
+def test_an_interrupt_between_the_start_and_the_agent_ends_the_daemon(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the launch holds the lock that it takes to end the daemon."""
+    own = launched_daemon.locked
+
+    def interrupted(file: Path, kind: int = fcntl.LOCK_EX) -> Any:
+        if file.name == "daemon.users" and kind == fcntl.LOCK_SH:
+            raise KeyboardInterrupt
+        return own(file, kind)
+
+    monkeypatch.setattr(launched_daemon, "locked", interrupted)
+    shared = launched_daemon.LaunchedDaemon(folder=place.launches)
+    with pytest.raises(KeyboardInterrupt), shared.mutex(), shared.used(0, ["--model", "m"], print):
+        """The agent would run."""
+    assert place.served()
+    assert not place.is_daemon_alive()
+    with own(place.launches / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+        """The next launch can begin."""
 
 
 def left_daemon(place: Place) -> subprocess.Popen[bytes]:

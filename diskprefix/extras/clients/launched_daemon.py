@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -59,6 +59,9 @@ class LaunchedDaemon:
     """The daemon that launches share. `folder` has its files, and the profiles of agents."""
 
     folder: Path
+    _turn: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
+    _held: list[bool] = field(default_factory=list, init=False, repr=False)
+    """Not empty while a thread of this process holds `mutex`."""
 
     @property
     def log(self) -> Path:
@@ -66,8 +69,13 @@ class LaunchedDaemon:
 
     @contextmanager
     def mutex(self) -> Iterator[None]:
-        """Lets one launch at a time look and change."""
-        with locked(self.folder / "lock"):
+        """Lets one launch at a time look and change. A thread that holds it may take it again: an interrupt may come
+        anywhere, and what it then cleans up takes it."""
+        with self._turn, ExitStack() as stack:
+            if not self._held:
+                stack.enter_context(locked(self.folder / "lock"))
+                self._held.append(True)
+                stack.callback(self._held.clear)
             yield
 
     def url(self) -> str | None:
