@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.eviction import expiry_interval_s
@@ -48,7 +49,7 @@ class Housekeeping:
         except CacheError as error:
             self._say(self._store.told(error))
             if isinstance(error, StoreCorrupt):
-                self._remove_damaged(error)
+                self.attempt(partial(self._remove_damaged, error))
         except Exception as error:
             log.exception("[disk-cache] the writer failed")
             self.error = f"internal error: {error!r}"

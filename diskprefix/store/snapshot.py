@@ -100,6 +100,16 @@ class Snapshot:
         """Returns a record, None if there is none."""
         return self._txn.get(key, db=self._databases[database])
 
+    def listed(self, database: str, key: bytes) -> Any:
+        """Returns the record of a key that was listed. If it is not found, the order of the file's pages is broken, which
+        LMDB does not notice itself. Raises its error for that, and `StoreCorrupt` where a writer may have removed it."""
+        found = self.record(database, key)
+        if found is None and not self._copy_payloads:
+            raise lmdb.CorruptedError(f"a key of {database!r} that it lists is not found")
+        if found is None:
+            raise StoreCorrupt("it is listed and not found")
+        return found
+
     def has_record(self, database: str, key: bytes) -> bool:
         """Returns whether there is a record of this key, sound or not."""
         return self.record(database, key) is not None

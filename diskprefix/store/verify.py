@@ -168,13 +168,12 @@ class RecordCheck:
         keys in the index of children. Elsewhere it is only asked whether there is such a node.
         """
         try:
+            value = self._snapshot.listed(database, key)
             match database:
                 case "nodes":
                     return self._wrong_node(key)
                 case "usage" | "children" | "payloads":
                     return self._wrong_part(database, key)
-            value = self._snapshot.record(database, key)
-            match database:
                 case "roots":
                     _checked_root(key, value)
                 case "entries":

@@ -55,6 +55,18 @@ def test_no_damage_leads_to_a_wrong_byte_a_crash_a_hang_or_a_crash_loop(tmp_path
     assert all(verdicts[kind].total() == CASES for kind in KINDS)
 
 
+@pytest.mark.parametrize(("kind", "seed"), [("swapped pages", 454), ("lost writes", 603)])
+def test_a_file_that_lists_keys_and_does_not_find_them_is_moved_aside(kind: str, seed: int, tmp_path: Path) -> None:
+    """LMDB reads such a file to its end, and the writer comes upon it."""
+    made = f"run_case(folder / 'case', build(folder / 'original'), {kind!r}, {seed})"
+    program = (
+        "from pathlib import Path\nfrom tools.faults.corruption import build, run_case\n"
+        f"folder = Path({str(tmp_path)!r})\nprint({made}.verdict)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
+    assert done.stdout == "fresh store\n"
+
+
 def records(data: bytes) -> tuple[list[int], dict[bytes, list[tuple[int, bytes]]]]:
     """The pages of a file that LMDB reads, and the place and bytes of every record. Between records, LMDB leaves bytes
     that differ from run to run, such as addresses in memory."""
