@@ -101,8 +101,9 @@ class Snapshot:
         return self._txn.get(key, db=self._databases[database])
 
     def listed(self, database: str, key: bytes) -> Any:
-        """Returns the record of a key that was listed. If it is not found, the order of the file's pages is broken, which
-        LMDB does not notice itself. Raises its error for that, and `StoreCorrupt` where a writer may have removed it."""
+        """Returns the record of a key that was listed. If it is not found, the order of the file's pages is broken,
+        which LMDB does not notice itself. Raises its error for that, and `StoreCorrupt` where a writer may have removed
+        it."""
         found = self.record(database, key)
         if found is None and not self._copy_payloads:
             raise lmdb.CorruptedError(f"a key of {database!r} that it lists is not found")
