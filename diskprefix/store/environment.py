@@ -22,7 +22,10 @@ import lmdb
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors, places
 
-_DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError)
+_DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, SystemError)
+"""The last one comes where the binding did not expect what LMDB said of a page."""
+_LAST_PAGE_AT = 136
+"""The place of the number of the last page in each of the two meta pages (`MDB_meta` in LMDB's mdb.c)."""
 _PAGE_BYTES = 4096
 _DELETE_BYTES = 16 << 20
 """Room for the B-tree pages that a deletion copies, in a file that is larger than its budget."""
@@ -162,9 +165,7 @@ class Environment:
         except lmdb.MapFullError as error:
             raise StoreFull(f"{self.path}: the store is full") from error
         except _DAMAGED as error:
-            self.broken = f"{self.path / DATA} is damaged: {error}"
-            self.damage = StoreCorrupt(self.broken)
-            raise StoreCorrupt(self.broken) from error
+            raise self._damaged(error) from error
         except lmdb.BadTxnError as error:
             # An earlier read in the transaction failed.
             raise StoreCorrupt(f"{self.path / DATA} is damaged: {error}") from error
@@ -174,6 +175,8 @@ class Environment:
         except struct.error as error:
             raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
         except lmdb.Error as error:
+            if getattr(error, "code", 0) == errno.ENOMEM and _names_pages_far_away(self.path / DATA):
+                raise self._damaged(error) from error
             problem = f"--kv-cache-dir {self.path}: {error}; repair it or choose another folder"
             if isinstance(error, lmdb.PanicError):
                 self.broken = problem
@@ -182,6 +185,11 @@ class Environment:
             if number in PASSING:
                 raise FolderUnavailable(self.path, OSError(number, str(error))) from error
             raise StoreUnavailable(problem) from error
+
+    def _damaged(self, error: Exception) -> StoreCorrupt:
+        self.broken = f"{self.path / DATA} is damaged: {error}"
+        self.damage = StoreCorrupt(self.broken)
+        return StoreCorrupt(self.broken)
 
     def _begin(self, write: bool) -> Any:
         """Begins a transaction. If another process let the file grow beyond the map, enlarges the map first."""
@@ -241,6 +249,17 @@ def other_lmdb(data: Path, what: str) -> StoreUnavailable:
         f"{data} {what}, which LMDB {version} cannot use on this machine; use the Python package lmdb and the kind of "
         "machine that made it, or choose another --kv-cache-dir"
     )
+
+
+def _names_pages_far_away(file: Path) -> bool:
+    """Returns whether a meta page says that the file is far longer than it is. LMDB maps all of it, and says no more
+    than that memory is short."""
+    with file.open("rb") as opened:
+        first = opened.read(2 * _PAGE_BYTES)
+    if len(first) < 2 * _PAGE_BYTES:
+        return False
+    last = max(struct.unpack_from("<Q", first, page + _LAST_PAGE_AT)[0] for page in (0, _PAGE_BYTES))
+    return bool(last * _PAGE_BYTES > 2 * file.stat().st_size + 2**30)
 
 
 def _map_size(path: Path, budget_bytes: int) -> int:

@@ -341,10 +341,14 @@ def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
     starts = partial(live, folder, original, seed)
     try:
         answer = run_isolated(starts, FIRST_TIMEOUT_S)
-        has_died = answer.startswith(("signal", "hang"))
-        first = _outcome(run_isolated(starts, CASE_TIMEOUT_S) if has_died else answer, "start")
+        death = answer if _has_died(answer) else ""
+        first = _outcome(run_isolated(starts, CASE_TIMEOUT_S) if death else answer, "start")
         set_aside = (folder / DAMAGED).exists()
-        second = _outcome(run_isolated(starts, CASE_TIMEOUT_S), "second start")
+        answer = run_isolated(starts, CASE_TIMEOUT_S)
+        if not death and _has_died(answer):
+            # What the first start lived with ended this one. The next finds its mark.
+            death, answer = answer, run_isolated(starts, CASE_TIMEOUT_S)
+        second = _outcome(answer, "second start")
         if second.store_id != first.store_id and not set_aside:
             # What the first start lived with, or found at its end, the second one moved aside.
             set_aside, first = True, second
@@ -353,8 +357,8 @@ def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
         return Case(kind=kind, seed=seed, verdict=failure.verdict, detail=failure.detail)
     if second.store_id != first.store_id:
         return Case(kind=kind, seed=seed, verdict="fresh store again", detail="the last start found damage again")
-    if has_died:
-        return Case(kind=kind, seed=seed, verdict="died once", detail=answer)
+    if death:
+        return Case(kind=kind, seed=seed, verdict="died once", detail=death)
     if set_aside:
         return Case(kind=kind, seed=seed, verdict="fresh store")
     lost = first.restored < first.nodes
@@ -365,11 +369,15 @@ def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
     return Case(kind=kind, seed=seed, verdict="part lost" if lost else "nothing lost")
 
 
+def _has_died(answer: str) -> bool:
+    return answer.startswith(("signal", "hang"))
+
+
 def _outcome(answer: str, when: str) -> Life:
     try:
         values = json.loads(answer)
     except json.JSONDecodeError:
-        verdict = answer if answer.startswith(("signal", "hang")) else "error"
+        verdict = answer if _has_died(answer) else "error"
         raise Failure(verdict, f"{when}: {answer}") from None
     if "verdict" in values:
         raise Failure(values["verdict"], f"{when}: {values['detail']}")
