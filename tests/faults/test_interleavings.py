@@ -34,6 +34,11 @@ def test_without_a_protection_a_history_is_wrong(mutant: str, tmp_path: Path) ->
     assert run_histories(range(40), tmp_path, without=mutant, until=MUTANTS[mutant].shows).failures
 
 
+def test_each_protection_that_can_be_taken_away_is_there() -> None:
+    patches = [patch for mutant in MUTANTS.values() for patch in mutant.patches]
+    assert [attribute for holder, attribute, _ in patches if not hasattr(holder, attribute)] == []
+
+
 def test_a_history_that_fails_in_another_way_does_not_find_a_mutant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,6 @@ from unittest.mock import patch
 from diskprefix.cache import namespaces
 from diskprefix.cache.cache import Owner, PrefixCache
 from diskprefix.cache.resources import CacheResources
-from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
 from diskprefix.kv.arena import KVArena
@@ -69,9 +68,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
     "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
-    "the bound of the queue": Mutant(
-        "requests wait", ((Inbox, "_check_room", lambda _self, _num_ahead, _limit: None),)
-    ),
     "the room that is given back": Mutant(
         _LEFT + "{'pending bytes'", ((Writer, "release", lambda _self, _size: None),)
     ),
