@@ -27,11 +27,10 @@ from diskprefix.model.load.gguf_file import (
     write_header,
 )
 from diskprefix.model.load.gguf_header import GgufHeader
-from diskprefix.model.load.gguf_keys import complete, require_all_read, require_rotary
 from diskprefix.model.load.gguf_rope import SCALING, scale_positions
 from diskprefix.model.load.gguf_splits import set_splits
 from diskprefix.model.load.imports import without_tracer
-from diskprefix.model.load.kinds import LATER_TOKENS, not_served
+from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, not_served
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.native.library import has_rows
 from diskprefix.printable import first_line
@@ -42,7 +41,7 @@ from diskprefix.tokens import file_digest
 from diskprefix.trusted_path import distrusted_by_root
 from diskprefix.units import format_size
 
-CONVERSION_FORMAT = 3
+CONVERSION_FORMAT = 4
 """The format of converted folders. Increase it when the conversion makes other files: older folders are then made
 again."""
 
@@ -54,11 +53,6 @@ _LOCK, _PARTIAL = ".lock-", ".partial-"
 _GGUF = "model.load.gguf"
 _STRINGS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
 """Arrays of strings that transformers reads."""
-_WIDTHS = {
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-"""What the file says about experts, and transformers takes from its defaults for some architectures."""
 
 
 def enough_to_make(needs: ModelNeeds) -> None:
@@ -261,11 +255,12 @@ def _convert(
     check: Check,
 ) -> None:
     """Converts, and reports progress in per cent."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
-    from diskprefix.model.load.gguf_architectures import know_architectures
+    from diskprefix.model.gguf.known_families import architecture_of
+    from diskprefix.model.gguf.configuration import make_configuration, require_rotary
+    from diskprefix.model.gguf.metadata import Metadata
 
-    know_architectures()
     parts = part_paths(gguf)
     header, tensors = read_tensors(parts)
     _require_causal(gguf, header)
@@ -279,34 +274,42 @@ def _convert(
         write_header(parts[0], header, tensors, source / _GGUF)
     facts = _facts(header)
     advance(2)
+    metadata = Metadata(header, tensors)
+    architecture = architecture_of(metadata)
+    if predictors := metadata.get("nextn_predict_layers", 0):
+        report(f"{gguf.name}: {predictors} of its blocks predict further tokens, which is not used")
+    config = make_configuration(architecture, metadata)
+    used = scale_positions(config, header.values, tensors, report)
+    advance(4)
     with without_gguf_reader(source / _GGUF):
-        config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
-        _set_widths(config, header)
-        complete(config, header, [tensor.name for tensor in tensors])
-        used = scale_positions(config, header.values, tensors, report)
-        require_all_read(config, header)
-        advance(4)
-        tokenizer = AutoTokenizer.from_pretrained(source, config=config, gguf_file=_GGUF, trust_remote_code=False)
-        if facts["tokenizer"] == "gpt2":
-            set_splits(tokenizer, facts["pre"], report)
-        tokenizer.save_pretrained(made)
-        advance(8)
-        # It imports the code of all models.
-        from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
-        from diskprefix.model.quants.quantised import save_configurations
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(source, gguf_file=_GGUF)
+    if facts["tokenizer"] == "gpt2":
+        set_splits(tokenizer, facts["pre"], report)
+    tokenizer.save_pretrained(made)
+    advance(8)
+    # It imports the code of all models.
+    from diskprefix.model.quants.gguf_conversion import GgufConversion
+    from diskprefix.model.quants.quantised import save_configurations
 
-        total = sum(tensor.num_elements for tensor in tensors)
-        others = [tensor for tensor in tensors if tensor.name not in used]
-        conversion = TensorwiseConversion(others, weights, made, lambda done: advance(8 + 92 * done / total))
-        before = [file_stamp(part) for part in parts]
-        model = conversion.run(source, _GGUF, config)
-        require_rotary(model, header)
-        if [file_stamp(part) for part in parts] != before:
-            raise ModelError(f"{gguf} was changed while it was converted; start again")
+    model = _skeleton(config)
+    require_rotary(model, architecture, metadata)
+    total = sum(tensor.num_elements for tensor in tensors)
+    others = [tensor for tensor in tensors if tensor.name not in used]
+    before = [file_stamp(part) for part in parts]
+    GgufConversion(model, architecture, others, weights, made, lambda done: advance(8 + 92 * done / total)).run()
+    if [file_stamp(part) for part in parts] != before:
+        raise ModelError(f"{gguf} was changed while it was converted; start again")
     if len(facts["stop_ids"]) > 1:
         # transformers reads only the end of text from a GGUF, not the end of a turn.
         model.generation_config.eos_token_id = facts["stop_ids"]
     save_configurations(model, made)
+
+
+def _skeleton(config: Any) -> Any:
+    """Returns the model, without weights, on torch's meta device."""
+    from transformers import AutoModelForCausalLM
+
+    return ModelKind(AutoModelForCausalLM, is_multimodal=False, has_own_generate=False).skeleton(config)
 
 
 def _require_causal(gguf: Path, header: GgufHeader) -> None:
@@ -314,13 +317,6 @@ def _require_causal(gguf: Path, header: GgufHeader) -> None:
     architecture = header.values.get("general.architecture")
     if header.values.get(f"{architecture}.attention.causal", True) is False:
         raise not_served(gguf, str(architecture), LATER_TOKENS)
-
-
-def _set_widths(config: Any, header: GgufHeader) -> None:
-    for name, attribute in _WIDTHS.items():
-        width = header.values.get(f"{header.values['general.architecture']}.{name}")
-        if width is not None and hasattr(config, attribute):
-            setattr(config, attribute, width)
 
 
 def _facts(header: GgufHeader) -> dict[str, Any]:

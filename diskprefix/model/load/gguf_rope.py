@@ -13,7 +13,8 @@ from diskprefix.progress import Report
 if TYPE_CHECKING:
     import numpy as np
 
-_LATENT = "deepseek2"
+_MSCALES = {"deepseek2": 10, "mistral3": 1, "mistral4": 1}
+"""What the value of the file is multiplied with to be `mscale` and `mscale_all_dim`, which are equal in all models."""
 SCALING = ".rope.scaling."
 """In the keys of the metadata about it, after the architecture."""
 _DIVISORS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -22,7 +23,6 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 """What every model has whose frequencies are scaled as those of Llama 3. The file has only the divisors."""
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _MSCALE = "yarn_log_multiplier"
-"""A tenth of `mscale` and `mscale_all_dim` of DeepSeek's models, which are equal in all of them."""
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "alpha": (0, 1),
     "attn_factor": (0, 1),
@@ -101,18 +101,18 @@ def _scaling(scaling: Mapping[str, Any], *, is_long: bool) -> dict[str, Any]:
     kind, factor = values.get("type", "linear"), float(values.get("factor", 1))
     if kind == "none":
         return {}
-    is_latent = any(key.startswith(f"{_LATENT}.") for key in scaling)
+    times = next((times for name, times in _MSCALES.items() if any(key.startswith(f"{name}.") for key in scaling)), 0)
     read = {"factor"} | ({"type"} if kind in ("linear", "yarn") or (kind == "longrope" and is_long) else set())
     read |= {"attn_factor"} if is_long and kind != "yarn" else set()
-    _require_read(scaling, read | ({_MSCALE} if is_latent and kind == "yarn" else set()))
+    _require_read(scaling, read | ({_MSCALE} if times and kind == "yarn" else set()))
     found: dict[str, Any] = {}
     if "original_context_length" in values:
         found["original_max_position_embeddings"] = int(values["original_context_length"])
     if kind == "yarn":
         found |= {known: float(values[name]) for name, known in _YARN.items() if name in values}
-        if _MSCALE in values and is_latent:
+        if _MSCALE in values and times:
             # The file has it in float32.
-            found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * float(values[_MSCALE]), 5))
+            found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(times * float(values[_MSCALE]), 5))
     elif is_long and values.get("attn_factor"):
         found["attention_factor"] = float(values["attn_factor"])
     if kind in ("linear", "yarn") and factor not in (0, 1):

@@ -1,9 +1,4 @@
-"""Matrices that stay in a `.gguf` file: the rows of its tensors that each is made of.
-
-transformers puts the rows of some tensors into another order, and makes one matrix of several. It is shown tensors
-whose rows hold their own numbers instead of weights, and what it makes of them says where each row of a matrix comes
-from.
-"""
+"""Matrices that stay in a `.gguf` file: the rows of its tensors that each is made of, in their order."""
 
 from __future__ import annotations
 
@@ -29,36 +24,11 @@ from diskprefix.native import ROWS
 from diskprefix.native.library import Operators
 from diskprefix.native.packing import pack, pack_file
 
-_DIGITS = 4
 _PIECE_BYTES = 1 << 24
 """What is read of a file at a time."""
 _TASK_BYTES = 1 << 26
 """What a thread packs before it waits for Python's lock again, which an import may hold for milliseconds."""
 _DESCRIBED, _ORDER = "described", "order of "
-
-
-def numbered(first: int, shape: Sequence[int]) -> torch.Tensor:
-    """Returns float32 [.., 5] for a tensor of this shape: its rows, numbered from `first`, in digits that bfloat16
-    holds exactly, and a number that shows whether anybody computed with them."""
-    rows = torch.arange(first, first + prod(shape[:-1]))
-    digits = [rows >> (8 * digit) & 255 for digit in range(_DIGITS)]
-    return torch.stack([*digits, _check(rows)], dim=-1).float().view(*shape[:-1], -1)
-
-
-def numbers_in(made: torch.Tensor) -> np.ndarray | None:
-    """Returns the row numbers, int64 [..], in what was made of tensors from `numbered`; None if it has something
-    else."""
-    if made.shape[-1] != _DIGITS + 1:
-        return None
-    found = made.to(torch.int64)
-    rows = sum(found[..., digit] << (8 * digit) for digit in range(_DIGITS))
-    assert isinstance(rows, torch.Tensor)
-    is_same = torch.equal(found.float(), made.float()) and torch.equal(_check(rows), found[..., -1])
-    return rows.numpy() if is_same else None
-
-
-def _check(rows: torch.Tensor) -> torch.Tensor:
-    return (rows * 37 + 11) % 251
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from diskprefix.errors import ModelError
@@ -34,8 +34,7 @@ from diskprefix.model.load.gguf import (
 )
 from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.model.quants.file_matrix import load_matrices
-from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
-from diskprefix.model.quants.parameter_stream import TensorOnRequest
+from diskprefix.model.quants.gguf_conversion import GgufConversion
 from tests.model import tiny
 
 Usage = namedtuple("Usage", "total used free")
@@ -260,13 +259,13 @@ def test_a_file_that_is_replaced_meanwhile_is_refused(
 ) -> None:
     file = tiny.write_gguf(tmp_path / "tiny.gguf")
 
-    def replace_and_run(self: TensorwiseConversion, *arguments: Any) -> PreTrainedModel:
+    def replace_and_run(self: GgufConversion) -> None:
         shutil.copyfile(file, tmp_path / "other.gguf")
         (tmp_path / "other.gguf").replace(file)
-        return run(self, *arguments)
+        run(self)
 
-    run = TensorwiseConversion.run
-    monkeypatch.setattr(TensorwiseConversion, "run", replace_and_run)
+    run = GgufConversion.run
+    monkeypatch.setattr(GgufConversion, "run", replace_and_run)
     with pytest.raises(ModelError, match="was changed while it was converted"):
         converted_folder(file, print)
     assert not list((cache / "models").glob("tiny-*"))
@@ -319,25 +318,28 @@ def test_transformers_has_the_configuration_that_the_library_would_read(
 
 
 @pytest.mark.usefixtures("cache")
-def test_only_a_tensor_and_the_one_before_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("weights", "count"), [("native", 21), ("auto", 7)])
+def test_only_a_tensor_and_the_one_before_are_in_memory(
+    weights: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
     alive: set[int] = set()
     numbers = itertools.count()
     most = 0
-    read = TensorOnRequest.__getitem__
+    put = GgufConversion._put
 
-    def counted(self: Any, key: Any) -> torch.Tensor:
+    def counted(self: GgufConversion, users: list[str], tensor: torch.Tensor) -> None:
         nonlocal most
-        tensor, number = read(self, key), next(numbers)
+        number = next(numbers)
         alive.add(number)
         weakref.finalize(tensor, alive.discard, number)
         most = max(most, len(alive))
-        return tensor
+        put(self, users, tensor)
 
-    monkeypatch.setattr(TensorOnRequest, "__getitem__", counted)
-    converted_folder(file, print, "auto")
-    assert next(numbers) == 21
-    assert most == 2
+    monkeypatch.setattr(GgufConversion, "_put", counted)
+    converted_folder(file, print, weights)
+    assert next(numbers) == count
+    assert most <= 2
 
 
 @pytest.mark.usefixtures("cache")

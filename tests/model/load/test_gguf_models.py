@@ -508,7 +508,7 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     [
         ({"attention.kv_lora_rank": None}, "the file lacks deepseek2.attention.kv_lora_rank"),
         ({"expert_weights_norm": True}, "experts that are weighted so are not served"),
-        ({"attention.temperature_scale": 0.1}, "queries that are scaled by their position"),
+        ({"attention.temperature_scale": 0.1}, "deepseek2.attention.temperature_scale is 0.1"),
     ],
 )
 def test_what_no_model_computes_is_refused(values: dict[str, Any], message: str, tmp_path: Path) -> None:

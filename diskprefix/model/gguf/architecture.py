@@ -1,0 +1,92 @@
+"""An architecture of `.gguf` files: a configuration, and the tensors of which each parameter is made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diskprefix.errors import ModelError
+from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.gguf.names import NAMES
+from diskprefix.model.gguf.sources import Sources, TensorSource
+from diskprefix.model.load.gguf_header import FileTensor
+
+
+@dataclass(frozen=True)
+class SourcedParameter:
+    """A parameter's source, with the tensors of the file. `is_bias`: rows have one number each."""
+
+    source: TensorSource
+    tensors: tuple[FileTensor, ...]
+    is_bias: bool
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if rows of the file are rows of the parameter, and nothing else happens to them."""
+        return not self.is_bias and self.source.values is None and min(len(one.shape) for one in self.tensors) > 1
+
+
+_LAYER = re.compile(r"\w+\.layers\.(\d+)\.(.+)")
+_ENDING = re.compile(r"(.+)(\.weight|\.bias|_bias)")
+
+
+def _no_values(_metadata: Metadata, _found: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """An architecture that becomes transformers' model of the type `model_type`.
+
+    `fixed` are values of its configuration that no file has, and `config` returns those that it makes of the metadata
+    and of what is in the configuration already. `gate` is how its routers make weights of scores, as files count it.
+    """
+
+    model_type: str
+    sources: Sources = field(default_factory=dict)
+    """Those that are not as in `NAMES`."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    config: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = _no_values
+    gate: int | None = None
+    unused: Collection[str] = ()
+    """Tensors that a file may have, and that no model has."""
+    is_rotary: bool = True
+    """False without rotary positions. Files may have their sizes all the same."""
+
+    def parts_of(self, parameters: Iterable[str], tensors: Mapping[str, FileTensor]) -> dict[str, SourcedParameter]:
+        """Returns what each parameter is made of. Raises `ModelError` if the file lacks a tensor for one, or has one of
+        which nothing is made."""
+        found = {name: self._part(name, tensors) for name in parameters}
+        used = {tensor.name for part in found.values() for tensor in part.tensors} | set(self.unused)
+        if surplus := [name for name in tensors if name not in used]:
+            raise ModelError(f"nothing in the model takes these tensors of the file: {', '.join(surplus[:3])}")
+        return found
+
+    def _part(self, name: str, tensors: Mapping[str, FileTensor]) -> SourcedParameter:
+        layer = _LAYER.fullmatch(name)
+        block, inner = (f"blk.{layer[1]}.", layer[2]) if layer else ("", name)
+        stem, end = inner, ".weight"
+        if self._of(inner) is None and (found := _ENDING.fullmatch(inner)) is not None:
+            stem, end = found[1], found[2].replace("_bias", ".bias")
+        missing = ""
+        for source in self._sources(stem):
+            names = [_name_in(tensors, f"{block}{tensor}", end) for tensor in source.tensors]
+            if all(one in tensors for one in names):
+                return SourcedParameter(source, tuple(tensors[one] for one in names), is_bias=end == ".bias")
+            missing = missing or next(one for one in names if one not in tensors)
+        raise ModelError(f"the file lacks the tensor {missing}" if missing else f"no tensor of the file is {name}")
+
+    def _of(self, stem: str) -> str | TensorSource | tuple[str | TensorSource, ...] | None:
+        return self.sources.get(stem) or NAMES.get(stem)
+
+    def _sources(self, stem: str) -> Iterable[TensorSource]:
+        found = self._of(stem) or ()
+        several = found if isinstance(found, tuple) else (found,)
+        return [TensorSource((one,)) if isinstance(one, str) else one for one in several]
+
+
+def _name_in(tensors: Mapping[str, FileTensor], stem: str, end: str) -> str:
+    """Returns the name of a tensor, which may be without an ending."""
+    return stem if stem in tensors and end == ".weight" else f"{stem}{end}"

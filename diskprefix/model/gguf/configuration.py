@@ -1,0 +1,206 @@
+"""The configuration of transformers that the metadata of a `.gguf` file describe.
+
+What most architectures have in common is in `_COMMON`; an `Architecture` says the rest. A key that is not there has the
+value that llama.cpp takes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from diskprefix.errors import ModelError
+from diskprefix.model.gguf.metadata import Metadata, shown
+from diskprefix.model.gguf.sources import head_dim
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from diskprefix.model.gguf.architecture import Architecture
+
+_LEFT = object()
+"""No default: what the class has stays, or the architecture says it."""
+BASE = 10000.0
+"""The base of rotary positions where a file has none."""
+_ROTARY, _ROTARY_OF_WINDOWS = "rope.dimension_count", "rope.dimension_count_swa"
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_EPSILON_KEYS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+
+_COMMON: tuple[tuple[str, tuple[str, ...], Any], ...] = (
+    ("embedding_length", ("hidden_size",), None),
+    ("context_length", ("max_position_embeddings",), None),
+    ("attention.head_count", ("num_attention_heads",), _LEFT),
+    ("feed_forward_length", ("intermediate_size",), _LEFT),
+    ("attention.sliding_window", ("sliding_window",), 0),
+    ("attn_logit_softcapping", ("attn_logit_softcapping",), 0),
+    ("final_logit_softcapping", ("final_logit_softcapping",), 0),
+    ("expert_count", ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _LEFT),
+    ("expert_used_count", ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_k"), _LEFT),
+    ("expert_feed_forward_length", ("moe_intermediate_size",), _LEFT),
+    (
+        "expert_shared_feed_forward_length",
+        ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        _LEFT,
+    ),
+    ("expert_shared_count", ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), _LEFT),
+    ("expert_weights_scale", ("routed_scaling_factor",), 1.0),
+    ("expert_weights_norm", ("norm_topk_prob",), _LEFT),
+    ("expert_group_count", ("n_group",), 1),
+    ("expert_group_used_count", ("topk_group",), 1),
+    ("leading_dense_block_count", ("first_k_dense_replace",), _LEFT),
+    ("attention.q_lora_rank", ("q_lora_rank",), _LEFT),
+    ("attention.kv_lora_rank", ("kv_lora_rank",), _LEFT),
+    ("embedding_scale", ("embedding_multiplier",), 1.0),
+    ("residual_scale", ("residual_multiplier",), 1.0),
+    ("attention.scale", ("attention_multiplier",), _LEFT),
+    ("logit_scale", ("logits_scaling", "logit_scale"), _LEFT),
+)
+"""Keys, the names that configurations have for them, and what a file without the key means. None: it must be there."""
+_OFF_AS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
+"""What has no value where a file has zero."""
+
+
+def is_declared(kind: type[PreTrainedConfig], name: str) -> bool:
+    """Returns whether a class of configurations has a value of this name, which can be set."""
+    return not isinstance(getattr(kind, name, property()), property)
+
+
+def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTrainedConfig:
+    """Returns the configuration, without the scaling of positions. Raises `ModelError` for a key that is missing, that
+    nothing reads, or that says something else than the model has."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[architecture.model_type]
+    found = {"num_hidden_layers": metadata.num_layers, **_tokens(metadata)}
+    expected = _common(kind, metadata, found)
+    _attention(kind, metadata, found)
+    found |= _epsilon(kind, metadata)
+    if is_declared(kind, "rope_parameters"):
+        found["rope_parameters"] = _rotary(metadata, found)
+    elif not architecture.is_rotary:
+        for key in ("rope.freq_base", _ROTARY):
+            metadata.get(key)
+    own = dict(architecture.fixed) | architecture.config(metadata, found)
+    config = kind(**(found | own))
+    # transformers changes some values when it reads a folder.
+    config = kind.from_dict(config.to_dict())
+    config.allow_global_per_layer_attribute_access = True
+    gate = metadata.get("expert_gating_func")
+    if metadata.get("expert_count", 0) and gate not in (None, 0, architecture.gate):
+        raise ModelError(f"experts that are weighted so are not served: expert_gating_func {gate}")
+    _require_scale(config, metadata)
+    metadata.require_read()
+    for key, name in expected.items():
+        if not _is_same(metadata(key), getattr(config, name)):
+            raise _differs(metadata, key, metadata(key), getattr(config, name))
+    return config
+
+
+def _require_scale(config: PreTrainedConfig, metadata: Metadata) -> None:
+    """Raises `ModelError` if the file scales scores in another way than the model, which has no value for it."""
+    if is_declared(type(config), "attention_multiplier") or not (scale := metadata.get("attention.scale", 0)):
+        return
+    expected = float(getattr(config, "query_pre_attn_scalar", None) or head_dim(config)) ** -0.5
+    if not _is_same(scale, expected):
+        raise _differs(metadata, "attention.scale", scale, expected)
+
+
+def _differs(metadata: Metadata, key: str, value: Any, has: Any) -> ModelError:
+    return ModelError(
+        f"the file's {metadata.architecture}.{key} is {shown(value)}, and the model would have {shown(has)}"
+    )
+
+
+def _tokens(metadata: Metadata) -> dict[str, Any]:
+    embeddings = metadata.tensors.get("token_embd.weight")
+    if embeddings is None:
+        raise ModelError("the file lacks the tensor token_embd.weight")
+    return {
+        "vocab_size": embeddings.shape[0],
+        "tie_word_embeddings": "output.weight" not in metadata.tensors,
+        "bos_token_id": metadata.token("bos"),
+        "eos_token_id": metadata.token("eos"),
+        "pad_token_id": metadata.token("padding"),
+    }
+
+
+def _common(kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str, Any]) -> dict[str, str]:
+    """Puts what most architectures have into `found`. Returns the names of values by the keys that the file has."""
+    expected = {}
+    for key, names, default in _COMMON:
+        name = next((name for name in names if is_declared(kind, name)), None)
+        # Lists are for the architectures that know them.
+        if name is None or metadata.is_list(key):
+            continue
+        value = metadata(key) if default is None else metadata.get(key, default)
+        if value is _LEFT:
+            continue
+        found[name] = value or None if name in _OFF_AS_NONE else value
+        if key in metadata:
+            expected[key] = name
+    return expected
+
+
+def _attention(kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str, Any]) -> None:
+    heads, keys = found.get("num_attention_heads"), "attention.head_count_kv"
+    if heads is None:
+        return
+    if is_declared(kind, "num_key_value_heads") and not metadata.is_list(keys):
+        found["num_key_value_heads"] = metadata.get(keys, heads)
+    plain = found["hidden_size"] // heads if heads else 0
+    width = metadata.get("attention.key_length", plain)
+    if not is_declared(kind, "v_head_dim") and (values := metadata.get("attention.value_length", width)) != width:
+        raise _differs(metadata, "attention.value_length", values, width)
+    # Some classes take it and do not declare it. Those that do not have matrices of other shapes.
+    if is_declared(kind, "head_dim") or width != plain:
+        found["head_dim"] = width
+    if is_declared(kind, "attention_bias"):
+        found["attention_bias"] = metadata.has("attn_q.bias", "attn_qkv.bias", "attn_output.bias")
+    if is_declared(kind, "mlp_bias"):
+        found["mlp_bias"] = metadata.has("ffn_up.bias", "ffn_down.bias")
+
+
+def _epsilon(kind: type[PreTrainedConfig], metadata: Metadata) -> dict[str, float]:
+    """Returns what is added to variances. A file may have two numbers, of which the class says by its name which."""
+    names = [name for name in _EPSILONS if is_declared(kind, name)]
+    order = _EPSILON_KEYS if any("rms" in name for name in names) else _EPSILON_KEYS[::-1]
+    key = next((key for key in order if key in metadata), _EPSILON_KEYS[0])
+    if order is not _EPSILON_KEYS:
+        metadata.get(_EPSILON_KEYS[0])
+    return dict.fromkeys(names, metadata(key))
+
+
+def _rotary(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of positions, without their scaling."""
+    heads = found.get("num_attention_heads") or 1
+    width = found.get("head_dim") or found["hidden_size"] // heads
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base", BASE)}
+    if (part := metadata.get("rope.dimension_count", width)) != width:
+        parameters["partial_rotary_factor"] = part / width
+    return parameters
+
+
+def _is_same(expected: Any, found: Any) -> bool:
+    if isinstance(expected, int | float) and isinstance(found, int | float | None):
+        return math.isclose(float(expected), float(found or 0), rel_tol=1e-6)
+    return bool(expected == found)
+
+
+def require_rotary(model: PreTrainedModel, architecture: Architecture, metadata: Metadata) -> None:
+    """Raises `ModelError` if the model rotates another part of its heads than the file says."""
+    found = {
+        2 * int(buffer.numel())
+        for name, buffer in model.named_buffers()
+        if name.endswith("inv_freq") and "original" not in name
+    }
+    has_none = not architecture.is_rotary or metadata.scaling().get("finetuned") is False
+    if not found and (has_none or _ROTARY not in metadata):
+        return
+    heads = getattr(model.config, "num_attention_heads", 0)
+    plain = model.config.hidden_size // heads if heads else 0
+    expected = metadata.get(_ROTARY, metadata.get("attention.key_length", plain))
+    of_windows = metadata.get(_ROTARY_OF_WINDOWS, expected)
+    if found != {expected, of_windows}:
+        key, value = (_ROTARY, expected) if expected not in found else (_ROTARY_OF_WINDOWS, of_windows)
+        rotated = " and ".join(map(str, sorted(found))) or "nothing"
+        raise ModelError(f"the file's {metadata.architecture}.{key} is {value}, and the model would rotate {rotated}")

@@ -1,0 +1,171 @@
+"""Architectures whose layers are attention and a feed-forward part, alike in all layers or with windows in some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diskprefix.model.gguf.architecture import Architecture
+from diskprefix.model.gguf.configuration import BASE
+from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.gguf.sources import (
+    Sources,
+    attention_part,
+    changed,
+    minus_one,
+    moved,
+    paired_keys,
+    paired_queries,
+)
+
+PAIRED: Sources = {
+    "self_attn.q_proj": (moved("attn_q", paired_queries), attention_part(0, paired_queries)),
+    "self_attn.k_proj": (moved("attn_k", paired_keys), attention_part(1, paired_keys)),
+}
+"""Rotary pairs of queries and keys lie side by side in files of Llama's kind."""
+
+
+def plus_one(**norms: str) -> Sources:
+    """Returns sources of norms that files have with one more than the model."""
+    return {name.replace("__", "."): changed(tensor, minus_one) for name, tensor in norms.items()}
+
+
+AROUND: Sources = {"post_attention_layernorm": "post_attention_norm"}
+"""There is a norm behind attention, whether or not one stands before the feed-forward part."""
+GEMMA = plus_one(
+    input_layernorm="attn_norm",
+    post_attention_layernorm="post_attention_norm",
+    pre_feedforward_layernorm="ffn_norm",
+    post_feedforward_layernorm="post_ffw_norm",
+    self_attn__q_norm="attn_q_norm",
+    self_attn__k_norm="attn_k_norm",
+    model__norm="output_norm",
+)
+
+
+def _windows_and_all(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the positions of models that have others in layers with a window."""
+    windows = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", BASE)}
+    return {"rope_parameters": {"sliding_attention": windows, "full_attention": found["rope_parameters"]}}
+
+
+def _query_scale(metadata: Metadata, found: dict[str, Any], largest: int) -> dict[str, Any]:
+    """Returns the scale of queries. llama.cpp has another one for the models with 27B parameters, which have `largest`
+    layers."""
+    is_largest = metadata.num_layers == largest
+    plain = found["hidden_size"] // found["num_attention_heads"]
+    return {"query_pre_attn_scalar": plain if is_largest else found["head_dim"]}
+
+
+def _gemma_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Older files lack the window and the caps."""
+    return _query_scale(metadata, found, 46) | {
+        "sliding_window": metadata.get("attention.sliding_window", 4096) or None,
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0) or None,
+    }
+
+
+def _gemma_3(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return _query_scale(metadata, found, 62) | _windows_and_all(metadata, found)
+
+
+def kinds_of_layers(metadata: Metadata, every: int = 0) -> list[str]:
+    """Returns which layers have a window: those that the file says, or else all but each `every`th."""
+    pattern = metadata.get("attention.sliding_window_pattern", every)
+    if not isinstance(pattern, tuple):
+        step = int(pattern)
+        pattern = tuple(bool(step) and (i + 1) % step != 0 for i in range(metadata.num_layers))
+    return ["sliding_attention" if has_window else "full_attention" for has_window in pattern[: metadata.num_layers]]
+
+
+def _windows(every: int) -> Any:
+    def config(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+        if not found.get("sliding_window"):
+            return {"layer_types": ["full_attention"] * metadata.num_layers}
+        return {"layer_types": kinds_of_layers(metadata, every)}
+
+    return config
+
+
+def of_text(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    """Pictures are what else is put into the first layers."""
+    metadata.get("n_deepstack_layers")
+    return {}
+
+
+def _stable_lm(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "use_qkv_bias": metadata.has("attn_q.bias"),
+        "qk_layernorm": metadata.has("attn_q_norm.weight"),
+        "use_parallel_residual": not metadata.has("ffn_norm.weight"),
+    }
+
+
+def _use_bias(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    return {"use_bias": metadata.has("attn_q.bias")}
+
+
+def _seed_oss(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_bias": metadata.has("attn_q.bias"), "attention_out_bias": metadata.has("attn_output.bias")}
+
+
+def _smol_lm_3(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    """Each fourth layer has no positions."""
+    return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(metadata.num_layers)], "no_rope_layer_interval": 4}
+
+
+def _logit_factor(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    return {"logit_scale": metadata("logit_scale")}
+
+
+def granite_factors(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    return {"logits_scaling": metadata.get("logit_scale", 1.0), "attention_multiplier": metadata("attention.scale")}
+
+
+def _ministral(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Queries are scaled by their position."""
+    scale = metadata.get("attention.temperature_scale", 0.0)
+    original = metadata.scaling().get("original_context_length", found["max_position_embeddings"])
+    own = {"llama_4_scaling_beta": scale, "original_max_position_embeddings": original}
+    return {"rope_parameters": found["rope_parameters"] | own, "sliding_window": None}
+
+
+DENSE: dict[str, Architecture] = {
+    "llama": Architecture(model_type="llama", sources=PAIRED),
+    "mistral3": Architecture(model_type="ministral3", sources=PAIRED, config=_ministral),
+    "qwen2": Architecture(model_type="qwen2"),
+    "qwen3": Architecture(model_type="qwen3"),
+    "qwen3vl": Architecture(model_type="qwen3", config=of_text),
+    "gemma2": Architecture(model_type="gemma2", sources=GEMMA, config=_gemma_2),
+    "gemma3": Architecture(model_type="gemma3_text", sources=GEMMA, config=_gemma_3),
+    "phi3": Architecture(model_type="phi3"),
+    "glm4": Architecture(
+        model_type="glm4",
+        sources={"post_self_attn_layernorm": "post_attention_norm", "post_attention_layernorm": "ffn_norm"},
+    ),
+    "granite": Architecture(model_type="granite", sources=PAIRED, config=granite_factors),
+    "olmo2": Architecture(model_type="olmo2", sources=AROUND),
+    "olmo3": Architecture(
+        model_type="olmo3",
+        sources=AROUND,
+        config=lambda metadata, found: _windows(4)(metadata, found) | _windows_and_all(metadata, found),
+    ),
+    "exaone4": Architecture(model_type="exaone4", sources=AROUND, config=_windows(4)),
+    "ernie4_5": Architecture(model_type="ernie4_5"),
+    "seed_oss": Architecture(model_type="seed_oss", config=_seed_oss),
+    "smollm3": Architecture(model_type="smollm3", sources=PAIRED, config=_smol_lm_3),
+    "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense"),
+    "command-r": Architecture(model_type="cohere", config=_logit_factor),
+    "cohere2": Architecture(
+        model_type="cohere2",
+        config=lambda metadata, found: _logit_factor(metadata, found) | _windows(4)(metadata, found),
+    ),
+    "starcoder2": Architecture(
+        model_type="starcoder2",
+        config=_use_bias,
+    ),
+    "stablelm": Architecture(
+        model_type="stablelm",
+        config=_stable_lm,
+    ),
+}

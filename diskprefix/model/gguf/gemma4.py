@@ -1,0 +1,87 @@
+"""Gemma 4: windows in most layers, heads of two widths, layers that share keys and values, inputs of each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diskprefix.errors import ModelError
+from diskprefix.model.gguf.architecture import Architecture
+from diskprefix.model.gguf.configuration import BASE
+from diskprefix.model.gguf.dense_families import kinds_of_layers
+from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.gguf.names import NAMES
+from diskprefix.model.gguf.sources import Sources
+
+_FREQUENCIES = "rope_freqs.weight"
+_PER_LAYER = "per_layer_token_embd.weight"
+
+SOURCES: Sources = {
+    "post_attention_layernorm": "post_attention_norm",
+    "layer_scalar": "layer_output_scale.weight",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "experts.gate_up_proj": NAMES["mlp.experts.gate_up_proj"],
+    "experts.down_proj": "ffn_down_exps",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
+
+
+def _config(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    metadata("attention.sliding_window_pattern")
+    kinds = kinds_of_layers(metadata)
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    windowed = [i for i, kind in enumerate(kinds) if kind != "full_attention"]
+    heads, widths = metadata.each_layer("attention.head_count_kv"), metadata.each_layer("feed_forward_length")
+    if not full or not windowed:
+        raise ModelError("Gemma 4 has layers with a window and layers without one")
+    shared = metadata.get("attention.shared_kv_layers", 0)
+    per_layer = metadata.tensors.get(_PER_LAYER)
+    own_values = f"blk.{full[0]}.attn_v.weight" in metadata.tensors
+    metadata.get("attention.value_length_swa")
+    return {
+        "layer_types": kinds,
+        "num_key_value_heads": heads[windowed[0]],
+        "num_global_key_value_heads": None if own_values else heads[full[0]],
+        "attention_k_eq_v": not own_values,
+        "head_dim": metadata("attention.key_length_swa"),
+        "global_head_dim": metadata("attention.key_length"),
+        "num_kv_shared_layers": shared,
+        "intermediate_size": widths[0],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": per_layer.shape[0] if per_layer else 0,
+        "enable_moe_block": bool(metadata.get("expert_count", 0)),
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", BASE)},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": metadata.get("rope.freq_base", BASE),
+                "partial_rotary_factor": _rotated(metadata),
+            },
+        },
+    }
+
+
+def _rotated(metadata: Metadata) -> float:
+    """Returns which part of a head is rotated in layers without a window: where the divisor of the frequencies is one.
+    Raises `ModelError` for others."""
+    tensor = metadata.tensors.get(_FREQUENCIES)
+    if tensor is None:
+        return 1.0
+    divisors = tensor.content()
+    count = int((divisors == 1).sum())
+    if not ((divisors[:count] == 1).all() and (divisors[count:] > 1e20).all()):
+        raise ModelError(f"{_FREQUENCIES} scales frequencies in a way that is not known")
+    return count / len(divisors)
+
+
+GEMMA_4 = Architecture(model_type="gemma4_text", sources=SOURCES, config=_config, unused=(_FREQUENCIES,))

@@ -1,0 +1,142 @@
+"""Architectures with mixtures of experts, and those with latent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from diskprefix.errors import ModelError
+from diskprefix.model.gguf.architecture import Architecture
+from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, of_text
+from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, same
+
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+"""How routers make weights of scores, as files count it."""
+
+
+def _in_turn(_: Any, gate: Array, up: Array) -> Array:
+    """Returns rows of gate and up, [experts, rows, ..], turn about."""
+    return np.stack([gate, up], axis=2).reshape(len(gate), -1, *gate.shape[2:])
+
+
+def _gpt_oss(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "intermediate_size": metadata.get("expert_feed_forward_length") or metadata("feed_forward_length"),
+        "head_dim": metadata.get("attention.key_length", 64),
+        "sliding_window": metadata.get("attention.sliding_window", 128),
+        # How all of its models scale positions, as far as no file says.
+        "rope_parameters": found["rope_parameters"] | {"truncate": False},
+    }
+
+
+def width_of_experts(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    """For configurations that have no width but that of experts."""
+    return {"intermediate_size": metadata.get("expert_feed_forward_length") or metadata("feed_forward_length")}
+
+
+def _granite_moe(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return width_of_experts(metadata, found) | granite_factors(metadata, found)
+
+
+def _glm_4_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    return {"use_qk_norm": metadata.has("attn_q_norm.weight"), "first_k_dense_replace": _dense_layers(metadata)}
+
+
+def _dense_layers(metadata: Metadata) -> int:
+    return int(metadata.get("leading_dense_block_count", 0))
+
+
+def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    step = metadata.get("interleave_moe_layer_step", 1)
+    first = _dense_layers(metadata)
+    width = metadata("expert_feed_forward_length")
+    return {
+        "moe_layer_start_index": first,
+        "moe_layer_end_index": metadata.num_layers - 1,
+        "moe_layer_interval": step,
+        "use_bias": metadata.has("attn_q.bias"),
+        "moe_num_shared_experts": metadata.get("expert_shared_feed_forward_length", 0) // width,
+    }
+
+
+def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Newer files have the sizes of heads under names with `mla`, and those of the latents under the older ones."""
+    rotary_dim = metadata("rope.dimension_count")
+    for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
+        metadata.get(key)
+    key_dim = metadata.get("attention.key_length_mla") or metadata("attention.key_length")
+    own = {
+        "num_key_value_heads": found["num_attention_heads"],
+        "q_lora_rank": metadata.get("attention.q_lora_rank"),
+        "kv_lora_rank": metadata("attention.kv_lora_rank"),
+        "head_dim": rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
+        "qk_nope_head_dim": key_dim - rotary_dim,
+        "v_head_dim": metadata.get("attention.value_length_mla") or metadata("attention.value_length"),
+        "first_k_dense_replace": _dense_layers(metadata),
+    }
+    if "rope_parameters" in found:
+        own["rope_parameters"] = {
+            name: value for name, value in found["rope_parameters"].items() if name != "partial_rotary_factor"
+        }
+    if not metadata.get("expert_count", 0):
+        return own | {"first_k_dense_replace": metadata.num_layers}
+    groups = metadata.get("expert_group_count", 1)
+    return own | {
+        "n_shared_experts": metadata.get("expert_shared_count", 0),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
+
+
+LATENT: Sources = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": ("attn_kv_b", TensorSource(("attn_k_b", "attn_v_b"), expansion_of_latents, same)),
+}
+
+
+def deepseek(metadata: Metadata) -> Architecture:
+    """Returns DeepSeek V2 or V3, by how routers make weights of scores. Files without that value are older than the
+    models that need another one than this."""
+    has_bias, is_normed = metadata.has("exp_probs_b.bias"), bool(metadata.get("expert_weights_norm", False))
+    gate = metadata.get("expert_gating_func") or (SIGMOID if has_bias else SOFTMAX)
+    if metadata.get("expert_count", 0) and gate == SOFTMAX and not is_normed:
+        return Architecture(model_type="deepseek_v2", sources=LATENT, config=latent_sizes, gate=SOFTMAX)
+    if metadata.get("expert_count", 0) and gate != SIGMOID:
+        raise ModelError(f"experts that are weighted so are not served: expert_gating_func {gate}, normed: {is_normed}")
+    return Architecture(model_type="deepseek_v3", sources=LATENT, config=latent_sizes, gate=gate)
+
+
+MIXTURES: dict[str, Architecture] = {
+    "qwen2moe": Architecture(model_type="qwen2_moe", gate=SOFTMAX, fixed={"norm_topk_prob": False}),
+    "qwen3moe": Architecture(model_type="qwen3_moe", gate=SOFTMAX, fixed={"norm_topk_prob": True}),
+    "qwen3vlmoe": Architecture(model_type="qwen3_moe", gate=SOFTMAX, fixed={"norm_topk_prob": True}, config=of_text),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss",
+        sources={
+            "post_attention_layernorm": "post_attention_norm",
+            "mlp.experts.gate_up_proj": TensorSource(("ffn_gate_exps", "ffn_up_exps"), _in_turn),
+        },
+        config=_gpt_oss,
+        gate=SOFTMAX_OF_CHOSEN,
+    ),
+    "minimax-m2": Architecture(
+        model_type="minimax_m2",
+        config=width_of_experts,
+        gate=SIGMOID,
+    ),
+    "granitemoe": Architecture(model_type="granitemoe", sources=PAIRED, config=_granite_moe),
+    "glm4moe": Architecture(model_type="glm4_moe", config=_glm_4_moe, gate=SIGMOID),
+    "ernie4_5-moe": Architecture(
+        model_type="ernie4_5_moe",
+        config=_ernie_moe,
+        gate=SOFTMAX,
+    ),
+}
+MIXTRAL = Architecture(model_type="mixtral", sources=PAIRED, gate=SOFTMAX)

@@ -1,0 +1,98 @@
+"""The tensors of which transformers' parameters are made in most architectures.
+
+The names of tensors are llama.cpp's (`gguf-py/gguf/tensor_mapping.py`). Where a parameter means something else, the
+architecture says so.
+"""
+
+from __future__ import annotations
+
+from diskprefix.model.gguf.sources import Sources, attention_part, changed, joined, log_of_negative, of_experts
+
+
+def _experts(owner: str) -> Sources:
+    return {
+        f"{owner}.experts.gate_up_proj": ("ffn_gate_up_exps", of_experts("ffn_gate_exps", "ffn_up_exps")),
+        f"{owner}.experts.up_proj": "ffn_up_exps",
+        f"{owner}.experts.down_proj": "ffn_down_exps",
+        f"{owner}.gate": "ffn_gate_inp",
+        f"{owner}.router": "ffn_gate_inp",
+    }
+
+
+def _shared_experts(owner: str) -> Sources:
+    return {f"{owner}.{name}_proj": f"ffn_{name}_shexp" for name in ("gate", "up", "down")}
+
+
+def _mamba(owner: str) -> Sources:
+    """Returns the sources of a layer of Mamba 2."""
+    return {
+        f"{owner}.A_log": changed("ssm_a", log_of_negative),
+        f"{owner}.D": "ssm_d",
+        f"{owner}.dt_bias": "ssm_dt.bias",
+        f"{owner}.conv1d": "ssm_conv1d",
+        f"{owner}.in_proj": "ssm_in",
+        f"{owner}.norm": "ssm_norm",
+        f"{owner}.out_proj": "ssm_out",
+    }
+
+
+NAMES: Sources = {
+    # Outside of the layers.
+    **dict.fromkeys(("model.embed_tokens", "model.embeddings", "backbone.embeddings"), "token_embd"),
+    **dict.fromkeys(("model.norm", "model.norm_f", "backbone.norm_f", "model.final_layernorm"), "output_norm"),
+    "model.embedding_norm": ("token_embd_norm", "output_norm"),
+    "lm_head": ("output", "token_embd"),
+    # Norms.
+    **dict.fromkeys(("input_layernorm", "operator_norm", "norm"), "attn_norm"),
+    "post_attention_layernorm": ("ffn_norm", "post_attention_norm"),
+    **dict.fromkeys(("pre_feedforward_layernorm", "pre_ff_layernorm", "ffn_norm"), "ffn_norm"),
+    **dict.fromkeys(("post_feedforward_layernorm", "post_mlp_layernorm"), "post_ffw_norm"),
+    # Attention.
+    "self_attn.q_proj": ("attn_q", attention_part(0)),
+    "self_attn.k_proj": ("attn_k", attention_part(1)),
+    "self_attn.v_proj": ("attn_v", attention_part(2)),
+    "self_attn.qkv_proj": ("attn_qkv", joined("attn_q", "attn_k", "attn_v")),
+    **dict.fromkeys(("self_attn.o_proj", "self_attn.out_proj"), "attn_output"),
+    **dict.fromkeys(("self_attn.q_norm", "self_attn.q_layernorm", "self_attn.query_layernorm"), "attn_q_norm"),
+    **dict.fromkeys(("self_attn.k_norm", "self_attn.k_layernorm", "self_attn.key_layernorm"), "attn_k_norm"),
+    "self_attn.sinks": "attn_sinks.weight",
+    # Feed-forward parts.
+    **dict.fromkeys(("mlp.gate_proj", "feed_forward.gate_proj", "feed_forward.w1"), "ffn_gate"),
+    **dict.fromkeys(("mlp.up_proj", "feed_forward.up_proj", "feed_forward.w3", "mlp.c_fc", "mixer.up_proj"), "ffn_up"),
+    **dict.fromkeys(
+        ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2", "mlp.c_proj", "mixer.down_proj"), "ffn_down"
+    ),
+    "mlp.gate_up_proj": ("ffn_up", joined("ffn_gate", "ffn_up")),
+    # Mixtures.
+    **_experts("mlp"),
+    **_experts("feed_forward"),
+    **_experts("block_sparse_moe"),
+    **_experts("mixer"),
+    **_shared_experts("mlp.shared_expert"),
+    **_shared_experts("mlp.shared_experts"),
+    **_shared_experts("mixer.shared_experts"),
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "shared_mlp.input_linear": (joined("ffn_gate_shexp", "ffn_up_shexp"), joined("ffn_gate", "ffn_up")),
+    "shared_mlp.output_linear": ("ffn_down_shexp", "ffn_down"),
+    **dict.fromkeys(
+        (
+            "mlp.gate.e_score_correction_bias",
+            "mlp.gate.moe_statics.e_score_correction_bias",
+            "mlp.e_score_correction_bias",
+            "mixer.gate.e_score_correction_bias",
+            "feed_forward.expert_bias",
+        ),
+        "exp_probs_b.bias",
+    ),
+    # Layers with a state.
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    **_mamba("mamba"),
+    **_mamba("mixer"),
+    # Attention in the layers of Nemotron-H.
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+}

@@ -1,0 +1,252 @@
+"""Architectures with layers that keep a state of their own: short convolutions, the gated delta rule, Mamba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from diskprefix.model.gguf.architecture import Architecture
+from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, plus_one
+from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.gguf.mixture_families import LATENT, SIGMOID, SOFTMAX, latent_sizes
+from diskprefix.model.gguf.sources import (
+    Array,
+    Sources,
+    TensorSource,
+    changed,
+    grouped_behind_keys,
+    grouped_columns,
+    grouped_heads,
+    grouped_values,
+    log_of_negative,
+    moved,
+    same,
+)
+
+
+def _heads_by_layer(metadata: Metadata, _: dict[str, Any], other: str) -> dict[str, Any]:
+    """Returns the kinds of layers of files that count no heads in those without attention."""
+    heads = metadata.each_layer("attention.head_count_kv")
+    return {
+        "num_key_value_heads": max(heads),
+        "layer_types": ["full_attention" if number else other for number in heads],
+    }
+
+
+def _lfm_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return _heads_by_layer(metadata, found, "conv") | {
+        # The width of the file is the final one, which the configuration would change.
+        "block_auto_adjust_ff_dim": False,
+        "conv_L_cache": metadata("shortconv.l_cache"),
+        "conv_bias": metadata.has("shortconv.in_proj.bias"),
+    }
+
+
+def _lfm_2_moe(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in _lfm_2(metadata, found).items() if not name.startswith("block_")} | {
+        "num_dense_layers": metadata.get("leading_dense_block_count", 0),
+        "use_expert_bias": metadata.has("exp_probs_b.bias"),
+        "norm_topk_prob": True,
+    }
+
+
+DELTA: Sources = {
+    **plus_one(
+        input_layernorm="attn_norm",
+        post_attention_layernorm="post_attention_norm",
+        self_attn__q_norm="attn_q_norm",
+        self_attn__k_norm="attn_k_norm",
+        model__norm="output_norm",
+    ),
+    "linear_attn.in_proj_qkv": moved("attn_qkv", grouped_behind_keys),
+    "linear_attn.in_proj_z": moved("attn_gate", grouped_values),
+    "linear_attn.in_proj_a": moved("ssm_alpha", grouped_heads),
+    "linear_attn.in_proj_b": moved("ssm_beta", grouped_heads),
+    "linear_attn.conv1d": moved("ssm_conv1d", grouped_behind_keys),
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.A_log": changed("ssm_a", log_of_negative, grouped_heads),
+    "linear_attn.dt_bias": moved("ssm_dt.bias", grouped_heads),
+    "linear_attn.out_proj": changed("ssm_out", grouped_columns),
+}
+NEXT: Sources = {
+    **DELTA,
+    "linear_attn.in_proj_qkvz": TensorSource(("attn_qkv", "attn_gate"), lambda *rows: _by_key_head(*rows)),
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.A_log": changed("ssm_a", log_of_negative),
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.out_proj": "ssm_out",
+}
+
+
+def _delta(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    """The layers with attention are those that are not recurrent, or each one of an interval."""
+    every = metadata.get("full_attention_interval", 4)
+    flags = metadata.get("attention.recurrent_layers")
+    recurrent = flags if isinstance(flags, tuple) else [(i + 1) % every != 0 for i in range(metadata.num_layers)]
+    value_heads = metadata("ssm.time_step_rank")
+    return {
+        "layer_types": [
+            "linear_attention" if is_so else "full_attention" for is_so in recurrent[: metadata.num_layers]
+        ],
+        "linear_conv_kernel_dim": metadata("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata("ssm.state_size"),
+        "linear_num_key_heads": metadata("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": metadata("ssm.inner_size") // value_heads,
+    }
+
+
+def _by_key_head(config: Any, both: Array, gates: Array) -> Array:
+    """Returns rows of queries, keys, values and their gates by key heads, of which files have one kind behind the
+    other."""
+    heads = config.linear_num_key_heads
+    width = heads * config.linear_key_head_dim
+    parts = both[:width], both[width : 2 * width], both[2 * width :], gates
+    by_head = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
+    return np.concatenate(by_head, axis=1).reshape(-1, *both.shape[1:])
+
+
+def _qwen_3_5(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    sections = [section for section in metadata.get("rope.dimension_sections", ()) if section]
+    return _delta(metadata, found) | {
+        "rope_parameters": found["rope_parameters"] | {"mrope_section": sections, "mrope_interleaved": True}
+    }
+
+
+def _mamba_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    heads, inner = metadata("ssm.time_step_rank"), metadata("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": metadata("ssm.group_count"),
+        "mamba_d_state": metadata("ssm.state_size"),
+        "mamba_d_conv": metadata("ssm.conv_kernel"),
+        "mamba_expand": inner // found["hidden_size"],
+        "mamba_conv_bias": metadata.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has("ssm_in.bias"),
+    }
+
+
+def _granite_hybrid(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    has_positions = metadata.scaling().get("finetuned", True)
+    width = metadata("feed_forward_length")
+    return (
+        _heads_by_layer(metadata, found, "linear_attention")
+        | _mamba_sizes(metadata, found)
+        | granite_factors(metadata, found)
+        | {
+            "position_embedding_type": "rope" if has_positions else "nope",
+            "intermediate_size": width,
+            "shared_intermediate_size": metadata.get("expert_shared_feed_forward_length") or width,
+        }
+    )
+
+
+def _nemotron_h(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    """A layer has one of: attention, experts, a feed-forward part, Mamba."""
+    heads, widths = metadata.each_layer("attention.head_count_kv"), metadata.each_layer("feed_forward_length")
+    has_experts = [f"blk.{i}.ffn_gate_inp.weight" in metadata.tensors for i in range(metadata.num_layers)]
+    kinds = [
+        "full_attention" if number else "moe" if is_mixture else "mlp" if width else "linear_attention"
+        for number, width, is_mixture in zip(heads, widths, has_experts, strict=True)
+    ]
+    mamba_heads, inner = metadata("ssm.time_step_rank"), metadata("ssm.inner_size")
+    plain = [width for width, is_mixture in zip(widths, has_experts, strict=True) if not is_mixture]
+    return {
+        "layers_block_type": kinds,
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(plain, default=0) or max(widths),
+        "mamba_num_heads": mamba_heads,
+        "mamba_head_dim": inner // mamba_heads,
+        "n_groups": metadata("ssm.group_count"),
+        "ssm_state_size": metadata("ssm.state_size"),
+        "conv_kernel": metadata("ssm.conv_kernel"),
+        "use_conv_bias": metadata.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has("ssm_in.bias"),
+    }
+
+
+def _mamba_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    sizes = _mamba_sizes(metadata, found)
+    return {
+        "num_heads": sizes["mamba_n_heads"],
+        "head_dim": sizes["mamba_d_head"],
+        "n_groups": sizes["mamba_n_groups"],
+        "state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "expand": sizes["mamba_expand"],
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "use_bias": sizes["mamba_proj_bias"],
+    }
+
+
+def _falcon_h1(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """The factors of the model are in the weights of the file."""
+    ones = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+    return _mamba_sizes(metadata, found) | {
+        **{f"{name}_multiplier": 1.0 for name in ones},
+        "mlp_multipliers": [1.0, 1.0],
+        "ssm_multipliers": [1.0] * 5,
+        "mamba_d_ssm": metadata("ssm.inner_size"),
+        "mamba_rms_norm": metadata.has("ssm_norm.weight"),
+    }
+
+
+def _kimi(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    latent = latent_sizes(metadata, found)
+    dense = latent.pop("first_k_dense_replace")
+    return (
+        {name: value for name, value in latent.items() if name not in ("rope_parameters", "topk_method")}
+        | _heads_by_layer(metadata, found, "linear_attention")
+        | {
+            "num_key_value_heads": found["num_attention_heads"],
+            "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(metadata.num_layers)],
+            "norm_topk_prob": metadata.get("expert_weights_norm", True),
+            "linear_head_dim": metadata("kda.head_dim"),
+            "linear_num_heads": found["num_attention_heads"],
+            "linear_conv_kernel_dim": metadata("ssm.conv_kernel"),
+        }
+    )
+
+
+def _convolutions(_: Any, *parts: Array) -> Array:
+    """Returns the kernels of queries, keys and values, which files have as [1, channels, 1, width]."""
+    return np.concatenate([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+KIMI: Sources = {
+    **LATENT,
+    "self_attn.conv1d": TensorSource(("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v"), _convolutions, same),
+    "self_attn.forget_gate.A_log": changed("ssm_a", log_of_negative),
+    "self_attn.forget_gate.dt_bias": "ssm_dt.bias",
+    "self_attn.forget_gate.f_a_proj": "ssm_f_a",
+    "self_attn.forget_gate.f_b_proj": "ssm_f_b",
+    "self_attn.b_proj": "ssm_beta",
+    "self_attn.g_a_proj": "ssm_g_a",
+    "self_attn.g_b_proj": "ssm_g_b",
+    "self_attn.o_norm": "ssm_norm",
+}
+
+RECURRENT: dict[str, Architecture] = {
+    "lfm2": Architecture(model_type="lfm2", config=_lfm_2),
+    "lfm2moe": Architecture(model_type="lfm2_moe", config=_lfm_2_moe, gate=SIGMOID),
+    "qwen35": Architecture(model_type="qwen3_5_text", sources=DELTA, config=_qwen_3_5),
+    "qwen35moe": Architecture(model_type="qwen3_5_moe_text", sources=DELTA, config=_qwen_3_5, gate=SOFTMAX),
+    "granitehybrid": Architecture(model_type="granitemoehybrid", sources=PAIRED, config=_granite_hybrid),
+    "nemotron_h": Architecture(model_type="nemotron_h", config=_nemotron_h, is_rotary=False),
+    "nemotron_h_moe": Architecture(
+        model_type="nemotron_h",
+        config=_nemotron_h,
+        gate=SIGMOID,
+        fixed={"norm_topk_prob": True},
+        is_rotary=False,
+    ),
+    "mamba2": Architecture(model_type="mamba2", config=_mamba_2),
+    "qwen3next": Architecture(
+        model_type="qwen3_next", sources=NEXT, config=_delta, gate=SOFTMAX, fixed={"norm_topk_prob": True}
+    ),
+    "falcon-h1": Architecture(model_type="falcon_h1", config=_falcon_h1),
+    "kimi-linear": Architecture(model_type="kimi_linear", sources=KIMI, config=_kimi, gate=SIGMOID, is_rotary=False),
+}
