@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from diskprefix.cli.tooling import plain, print_json, print_table
+from diskprefix.model.gguf.known_families import MODEL_TYPES
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.units import counted
 
@@ -18,8 +19,6 @@ TABLE = Path(__file__).with_name("verified_models.json")
 """The table that `tools/bench exactness --write-table` writes."""
 
 _RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "unsupported": "not"}
-_SERVED_AS = {"deepseek2": "deepseek_v3"}
-"""What .gguf files call otherwise. DeepSeek V2, which is called so too, is verified like V3."""
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -29,23 +28,31 @@ def installed_versions() -> dict[str, str]:
 
 
 def show_architectures(as_json: bool) -> None:
-    """Prints the table: how the state of each architecture is restored, and in which dtypes a restored run was equal to
-    the cold run, bit for bit."""
+    """Prints the table: what folders and `.gguf` files call each architecture, how its state is restored, and in which
+    dtypes a restored run was equal to the cold run, bit for bit."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))
     rows = [_row(name, entry) for name, entry in table["architectures"].items()]
     versions = {name: table[name] for name in installed_versions()}
     if as_json:
         print_json({"installed": installed_versions(), "verified_with": versions, "architectures": rows})
         return
-    titles = ("architecture", "restored", "exact at", "verified", "note")
+    titles = ("from folders", "from files", "restored", "exact at", "verified", "note")
     cells = [
-        (row["architecture"], row["restored"], _exact_at(row), _named(row["verified"]) or "no", plain(row["note"]))
+        (
+            row["architecture"],
+            ", ".join(row["files"]),
+            row["restored"],
+            _exact_at(row),
+            _named(row["verified"]) or "no",
+            plain(row["note"]),
+        )
         for row in rows
     ]
-    print_table(titles, cells, wrapped=("note",))
+    print_table(titles, cells, wrapped=("from files", "note"))
     with_these = " and ".join(f"{name} {number}" for name, number in versions.items())
     number = sum(bool(row["verified"]) for row in rows)
-    click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {with_these}")
+    files = {name for row in rows for name in row["files"]}
+    click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {with_these}; {len(files)} from files")
     if versions != installed_versions():
         click.echo("other versions are installed: tools/bench exactness verifies them")
 
@@ -53,12 +60,9 @@ def show_architectures(as_json: bool) -> None:
 def verified_of(path: Path) -> str:
     """Returns what was verified of the architecture of a model's file or folder, for people."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))["architectures"]
-    names = _architectures_of(path)
+    name, types = _architecture_of(path)
     by_type = {entry["model_type"]: entry for entry in table.values()} | table
-    # A .gguf file writes `qwen3moe` for `qwen3_moe`.
-    by_letters = {_letters(known): entry for known, entry in by_type.items()}
-    found = next((by_letters[_letters(name)] for name in names if _letters(name) in by_letters), None)
-    name = next(iter(names), "not known")
+    found = next((by_type[one] for one in types if one in by_type), None)
     if found is None:
         return f"{name}: none of `diskprefix list --architectures`, so it may not be served"
     row = _row(name, found)
@@ -67,25 +71,23 @@ def verified_of(path: Path) -> str:
     )
 
 
-def _architectures_of(path: Path) -> list[str]:
-    """Returns the names of a model's architecture, its own first, and then that of what computes its text."""
+def _architecture_of(path: Path) -> tuple[str, Sequence[str]]:
+    """Returns the name of a model's architecture, and what transformers may call it or the part that computes text."""
     if path.is_file():
-        own = read_header(path).values.get("general.architecture")
-        names = [own, _SERVED_AS.get(str(own))]
-    else:
-        file = path / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        names = [config.get("model_type"), (config.get("text_config") or {}).get("model_type")]
-    return [str(name) for name in names if name]
-
-
-def _letters(name: str) -> str:
-    return name.replace("-", "").replace("_", "")
+        name = str(read_header(path).values.get("general.architecture"))
+        return name, MODEL_TYPES.get(name, ())
+    file = path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    names = (config.get("model_type"), (config.get("text_config") or {}).get("model_type"))
+    types = [str(name) for name in names if name]
+    return next(iter(types), "not known"), types
 
 
 def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     return {
         "architecture": name,
+        "model_type": entry["model_type"],
+        "files": sorted(file for file, types in MODEL_TYPES.items() if entry["model_type"] in types),
         "restored": _RESTORED[entry["kind"]],
         "verified": entry["dtypes"],
         "exact_at_tokens": entry["exact_at_tokens"],

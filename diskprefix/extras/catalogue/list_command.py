@@ -30,7 +30,7 @@ _PLACES = ("models_dir", "models_file", "kv_memory")
 
 
 @click.command("list", short_help="List the models that are known by name.")
-@click.option("--architectures", is_flag=True, help="List the architectures, and how the state of each is restored.")
+@click.option("--architectures", is_flag=True, help="List the architectures of folders and files.")
 @setting_options(_PLACES)
 @json_option
 def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
@@ -40,10 +40,11 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
 
     Headers are read, and nothing else. A model that does not fit into the free memory has a "no" in the column fits.
 
-    With --architectures, a prefix is restored anywhere (at every token or block) or at checkpoints. Exact at token: the
-    state of a token has the same bits however the prompt is cut into steps; grid: only in steps of --block-size tokens.
-    Verified are the types in which restored and cold runs gave the same bits. The daemon tests a restore when it loads
-    a model for the first time; one that fails is served without the cache.
+    With --architectures, the names in folders and in .gguf files have a column each. A prefix is restored anywhere (at
+    every token or block) or at checkpoints. Exact at token: the state of a token has the same bits however the prompt
+    is cut into steps; grid: only in steps of --block-size tokens. Verified are the types in which restored and cold
+    runs gave the same bits. The daemon tests a restore when it loads a model for the first time; one that fails is
+    served without the cache.
 
     \b
     diskprefix list

@@ -145,11 +145,6 @@ DENSE: dict[str, Architecture] = {
     ),
     "granite": Architecture(model_type="granite", sources=PAIRED, config=granite_factors),
     "olmo2": Architecture(model_type="olmo2", sources=AROUND),
-    "olmo3": Architecture(
-        model_type="olmo3",
-        sources=AROUND,
-        config=lambda metadata, found: _windows(4)(metadata, found) | _windows_and_all(metadata, found),
-    ),
     "exaone4": Architecture(model_type="exaone4", sources=AROUND, config=_windows(4)),
     "ernie4_5": Architecture(model_type="ernie4_5"),
     "seed_oss": Architecture(model_type="seed_oss", config=_seed_oss),
@@ -169,3 +164,9 @@ DENSE: dict[str, Architecture] = {
         config=_stable_lm,
     ),
 }
+OLMO_3 = Architecture(
+    model_type="olmo3",
+    sources=AROUND,
+    config=lambda metadata, found: _windows(4)(metadata, found) | _windows_and_all(metadata, found),
+)
+"""Its files are called `olmo2`, and have a window."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
-from diskprefix.model.gguf.dense_families import DENSE
+from diskprefix.model.gguf.dense_families import DENSE, OLMO_3
 from diskprefix.model.gguf.gemma4 import GEMMA_4
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.mixture_families import MIXTRAL, MIXTURES, deepseek
 from diskprefix.model.gguf.recurrent_families import RECURRENT
 
 _BY_NAME = DENSE | MIXTURES | RECURRENT | {"gemma4": GEMMA_4}
-NAMES = frozenset({*_BY_NAME, "deepseek2"})
+MODEL_TYPES: Mapping[str, tuple[str, ...]] = {name: (one.model_type,) for name, one in _BY_NAME.items()} | {
+    "deepseek2": ("deepseek_v2", "deepseek_v3"),
+    "llama": ("llama", MIXTRAL.model_type),
+    "olmo2": ("olmo2", OLMO_3.model_type),
+}
+"""The names of files' architectures, and what transformers calls the models that such files become."""
+NAMES = MODEL_TYPES.keys()
 
 
 def architecture_of(metadata: Metadata) -> Architecture:
@@ -22,7 +30,7 @@ def architecture_of(metadata: Metadata) -> Architecture:
     if name == "llama" and metadata.get("expert_count"):
         return MIXTRAL
     if name == "olmo2" and metadata.get("attention.sliding_window"):
-        return DENSE["olmo3"]
+        return OLMO_3
     if name not in _BY_NAME:
         raise ModelError(f"files of the architecture {name} are not read; those of {', '.join(sorted(NAMES))} are")
     return _BY_NAME[name]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from diskprefix.extras.catalogue import architectures, catalogue
 from diskprefix.extras.catalogue.architectures import installed_versions, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalogue
 from diskprefix.extras.front.listing import Listing
+from diskprefix.model.exact import verified
+from diskprefix.model.gguf.known_families import NAMES, architecture_of
 from diskprefix.model.load.fit import fitted, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.settings import Settings
@@ -23,6 +27,8 @@ from tests.cli.conftest import run as run
 from tests.model import tiny
 
 pytestmark = pytest.mark.usefixtures("own_places")
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -366,13 +372,14 @@ def test_a_name_goes_before_a_folder_that_is_called_so_and_what_cannot_be_shown_
 def test_architectures_are_listed_as_they_were_verified(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def entry(kind: str, *dtypes: str, tokens: int = 0, reason: str | None = None) -> dict[str, object]:
-        return {"model_type": "", "kind": kind, "dtypes": dtypes, "exact_at_tokens": dtypes[:tokens], "reason": reason}
+    def entry(name: str, kind: str, *dtypes: str, tokens: int = 0, reason: str | None = None) -> dict[str, object]:
+        exact = {"exact_at_tokens": dtypes[:tokens], "reason": reason}
+        return {"model_type": name, "kind": kind, "dtypes": dtypes, **exact}
 
     found = {
-        "llama": entry("cut", "bfloat16", "float32", tokens=1),
-        "mamba2": entry("checkpoint", "bfloat16", "float32"),
-        "qwen4_exp": entry("unsupported", reason="unsupported: positions of its own"),
+        "llama": entry("llama", "cut", "bfloat16", "float32", tokens=1),
+        "mamba2": entry("mamba2", "checkpoint", "bfloat16", "float32"),
+        "qwen4_exp": entry("qwen4_exp_text", "unsupported", reason="unsupported: positions of its own"),
     }
     table = tmp_path / "table.json"
     table.write_text(json.dumps(installed_versions() | {"architectures": found}))
@@ -383,8 +390,27 @@ def test_architectures_are_listed_as_they_were_verified(
     lines = run("list", "--architectures").stdout.splitlines()
     assert ["token (bf16)" in lines[1], "bf16, fp32" in lines[1], "grid" in lines[2]] == [True] * 3
     assert lines[-1].startswith("3 architectures, 2 verified with torch ")
+    assert lines[-1].endswith("; 2 from files")
     table.write_text(json.dumps({"torch": "2", "transformers": "5", "architectures": found}))
     assert "other versions are installed" in run("list", "--architectures").stdout
+
+
+def test_the_columns_of_folders_and_files_are_those_of_the_tables_and_the_pages_say_both_numbers(run: Run) -> None:
+    rows = run("list", "--architectures", "--json").json["architectures"]
+    assert {row["model_type"] for row in rows if row["exact_at_tokens"]} == set(verified.MODEL_TYPES.split())
+    types = {name: {row["model_type"] for row in rows if name in row["files"]} for name in NAMES}
+
+    def served_as(name: str, **values: int) -> str:
+        metadata: Any = SimpleNamespace(
+            architecture=name, get=lambda *asked: values.get(*asked), has=lambda _ending: False
+        )
+        return architecture_of(metadata).model_type
+
+    each: tuple[dict[str, int], ...] = ({}, {"expert_count": 8}, {"attention.sliding_window": 9})
+    assert types == {name: {served_as(name, **values) for values in each} for name in NAMES}
+    for page in ("README.md", "diskprefix/model/README.md", "CHANGELOG.md"):
+        numbers = re.findall(r"(\d+) architectures", (ROOT / page).read_text(encoding="utf-8"))
+        assert numbers == [str(sum(bool(row["verified"]) for row in rows)), str(len(NAMES))], page
 
 
 def test_a_model_is_shown_with_what_was_verified_of_its_architecture(
