@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from diskprefix.extras.catalogue import proposals
 from diskprefix.extras.clients import launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
@@ -231,6 +232,20 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
     assert model_choice.flags_of_model(None) == []
     assert model_choice.flags_of_model("large") == []
     assert model_choice.flags_of_model("any") == ["--model", "any"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "name"),
+    [
+        (1, "unsloth/Qwen3.5-2B-GGUF:Q4_K_M"),
+        (6, "unsloth/Qwen3.5-4B-GGUF:Q4_K_M"),
+        (14, "ggml-org/gpt-oss-20b-GGUF:MXFP4"),
+        (99, "unsloth/Qwen3.6-35B-A3B-GGUF:UD-Q4_K_M"),
+    ],
+)
+def test_the_largest_model_that_fits_is_proposed(gib: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proposals, "available_ram_bytes", lambda: gib << 30)
+    assert proposals.proposed() == name
 
 
 def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
+from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf import SUFFIXES, finished_folder, is_finished, suffix_of
@@ -97,7 +98,7 @@ class Catalogue:
             more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
             hint = f"there are {', '.join(names[:_SHOWN_NAMES])}{more}"
         else:
-            hint = "no model is known; fetch one with `diskprefix pull`"
+            hint = f"no model is known; fetch one with `diskprefix pull {proposed()}`"
         raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
 
     def read_again(self) -> None:

@@ -89,7 +89,7 @@ def show(name: str, as_json: bool, **flags: Any) -> None:
     forms of its weights, its context, its template and its settings.
 
     \b
-    diskprefix show Qwen/Qwen3-4B-GGUF:Q8_0
+    diskprefix show unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix show ~/models/qwen --weights int4
     diskprefix show claude-haiku-4-5 --json
 

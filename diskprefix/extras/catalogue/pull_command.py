@@ -41,8 +41,8 @@ def pull(name: str, as_json: bool) -> None:
     whose variables apply: HF_HOME, HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, and those of proxies.
 
     \b
-    diskprefix pull Qwen/Qwen3-4B-GGUF
-    diskprefix pull Qwen/Qwen3-4B-GGUF:Q8_0 && diskprefix serve --model Qwen/Qwen3-4B-GGUF:Q8_0
+    diskprefix pull unsloth/Qwen3.5-4B-GGUF
+    diskprefix pull unsloth/Qwen3.5-4B-GGUF:Q8_0 && diskprefix serve --model unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix pull HuggingFaceTB/SmolLM2-360M-Instruct
 
     \b
@@ -91,7 +91,7 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
     purge --model`.
 
     \b
-    diskprefix rm Qwen/Qwen3-4B-GGUF:Q8_0
+    diskprefix rm unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix rm HuggingFaceTB/SmolLM2-360M-Instruct --yes
 
     \b

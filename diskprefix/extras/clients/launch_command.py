@@ -70,9 +70,9 @@ def launch(
     set in OpenCode and Aider; `diskprefix clients` prints what to add to them. --restore removes the profile.
 
     \b
-    diskprefix pull Qwen/Qwen3-4B-GGUF
+    diskprefix pull unsloth/Qwen3.5-4B-GGUF
     diskprefix launch claude
-    diskprefix launch codex --model Qwen/Qwen3-4B-GGUF:Q8_0 -- exec "say what this repository is for"
+    diskprefix launch codex --model unsloth/Qwen3.5-4B-GGUF:Q8_0 -- exec "say what this repository is for"
     diskprefix launch claude --print
     diskprefix launch claude --restore
 

@@ -11,17 +11,14 @@ from diskprefix.cli.tooling import status
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, plain_name
 from diskprefix.extras.catalogue.list_command import row_of, template_of
+from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.extras.clients.recipe import NO_KEY, Served
 from diskprefix.extras.daemon_call import Call, wait_ready
-from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 
 LEAST_CONTEXT = 16_384
 """Positions. The first prompts of agents have 2 000 to 19 000 tokens."""
-_PROPOSED = ((24, "Qwen/Qwen3-30B-A3B-GGUF"), (12, "Qwen/Qwen3-8B-GGUF"), (6, "Qwen/Qwen3-4B-GGUF"))
-_SMALLEST = "Qwen/Qwen3-1.7B-GGUF"
-"""Models that call tools well, by the GiB of memory that should be free. `pull` chooses the quant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +99,3 @@ def flags_of_model(model: str | None) -> list[str]:
             f"`diskprefix pull {proposed()}`, or name any with --model"
         )
     return ["--model", max(fit, key=lambda row: int(row["file_bytes"]))["name"]]
-
-
-def proposed() -> str:
-    """Returns a model of the hub that calls tools well and fits into the free memory."""
-    free = available_ram_bytes()
-    return next((name for gib, name in _PROPOSED if free >= gib * 2**30), _SMALLEST)

@@ -250,7 +250,7 @@ def test_an_unknown_name_is_a_404_that_names_the_nearest(models_dir: Path, tmp_p
     with pytest.raises(ModelNotFound, match=r"there are other, split, made, tiny-Q8_0$"):
         catalogue.find("zzz")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelNotFound, match="`diskprefix pull`"):
+    with pytest.raises(ModelNotFound, match=r"`diskprefix pull \S+:\S+`"):
         Catalogue(Settings(models_dir=tmp_path / "empty")).find("zzz")
 
 

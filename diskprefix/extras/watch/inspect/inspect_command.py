@@ -87,7 +87,7 @@ def inspect(
     \b
     diskprefix inspect
     diskprefix inspect 3fa9
-    diskprefix inspect --tree --model Qwen/Qwen3-4B-GGUF:Q8_0
+    diskprefix inspect --tree --model unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix inspect --why request.json
     diskprefix inspect --json | jq '.entries[] | {id, num_tokens, hits}'
 
