@@ -96,9 +96,9 @@ def curves_of(module: Any) -> GateCurves | None:
 
     with torch.inference_mode():
         gate = compute(numbers, torch.ones_like(numbers))
-        # Where the value is a power of two, nothing is rounded.
+        # Where the value is a power of two, nothing is rounded. A smaller one than 1 would round subnormal numbers.
         mantissa, exponent = torch.frexp(gate.float())
-        distance = torch.where(mantissa == 0.5, (exponent - 1).abs(), 1 << 10)
+        distance = torch.where((mantissa == 0.5) & (exponent > 0), exponent - 1, 1 << 10)
         at = int(distance.argmin())
         up = (compute(numbers[at].expand(len(numbers)), numbers).float() / gate[at].float()).bfloat16()
         if gate.dtype is not torch.bfloat16 or distance[at] == 1 << 10:

@@ -16,7 +16,7 @@ QUANTISED = {"int8": "Q8_0", "int4": "Q4_1"}
 """Forms that are made of weights in floating point: what the matrices become. That of the logits becomes `_HEAD`."""
 _HEAD, _FLOATING = "Q8_0", re.compile(r"B?F\d")
 _KEPT_IN_FILE = re.compile(
-    r"(output|token_embd|blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa)|ffn_(gate|up|down)(_exps|_shexp)?"
+    r"(output|token_embd|blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa)|ffn_(gate|up|down|gate_up)(_exps|_shexp)?"
     r"|shortconv\.(in|out)_proj))\.weight"
 )
 """Names of matrices of `.gguf` files that may be quants."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.activations import ACT2FN
 
 from diskprefix.model.exact.mixtures import curves_of, experts, experts_of, is_mixture, matrices_of
 from diskprefix.model.exact.rows import linear
@@ -50,6 +51,13 @@ def test_matrices_and_curves_are_those_of_the_module(name: str) -> None:
 def test_a_gate_that_is_no_product_of_two_curves_has_none(name: str) -> None:
     """One multiplies in float32, the other has one function of both."""
     assert curves_of(mixture_of(name)) is None
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
+def test_a_gate_with_gelu_has_curves(name: str) -> None:
+    module = mixture_of("mixtral")
+    module.act_fn = ACT2FN[name]
+    assert curves_of(module) is not None
 
 
 @pytest.mark.parametrize("name", ["mixtral", "minimax_m3_vl_text", "nemotron_h"])
