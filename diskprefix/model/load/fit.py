@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
 from diskprefix.model.load.gguf_file import part_paths, read_tensors
-from diskprefix.model.load.gguf_header import FileTensor
+from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.published import read_config, require_plain_weights, text_config
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
 from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
@@ -183,10 +183,18 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
     return ModelNeeds(
         name=gguf.name,
         weights=served,
-        state=state_of(tensors, config | {"model_type": kind}, dtype_bytes),
+        state=state_of(tensors, config | {"model_type": kind, "layer_types": _kinds_in(header, kind)}, dtype_bytes),
         making_bytes=working + _MAKING_BYTES,
         disk_bytes=written + _MAKING_BYTES,
     )
+
+
+def _kinds_in(header: GgufHeader, kind: str) -> list[str]:
+    """Returns what the layers of a `.gguf` file see, without those that share the keys of a layer before. Empty if the
+    file does not say it."""
+    windows = header.lists.get(f"{kind}.attention.sliding_window_pattern") or ()
+    num_own = len(windows) - header.values.get(f"{kind}.attention.shared_kv_layers", 0)
+    return ["sliding_attention" if has_window else "full_attention" for has_window in windows[:num_own]]
 
 
 def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:

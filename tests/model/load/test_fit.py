@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from diskprefix.errors import ModelError
 from diskprefix.kv.arena import bytes_for, tokens_within
 from diskprefix.model.exact.self_check import rehearse
+from diskprefix.model.load import fit
 from diskprefix.model.load.alternatives import other_forms, require_fit
 from diskprefix.model.load.fit import (
     ROOM_BYTES,
@@ -184,6 +187,22 @@ def test_the_state_of_a_file_is_that_of_its_folder(cache: Path, tmp_path: Path) 
     (made,) = cache.glob("tiny-*")
     config = json.loads((made / "config.json").read_text())
     assert needs_of_gguf(file, "auto").state == state_of([], config, 2)
+
+
+def test_a_file_says_which_layers_have_windows_and_share_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Gemma 4. Gate and up of its experts are one tensor of quants."""
+    keys = {f"attn_{name}.weight": (32, 64) for name in "kv"}
+    tensors: list[Any] = [replace(one, name=one.name.replace("layers", "blk")) for one in layers_of(keys, 3, "")]
+    tensors.append(StoredShape("blk.0.ffn_gate_up_exps.weight", "Q8_0", (2, 64, 32), 0, 0))
+    values = {"attention.sliding_window": 512, "attention.shared_kv_layers": 1, "attention.head_count": 8}
+    header = SimpleNamespace(
+        values={"general.architecture": "x"} | {f"x.{key}": value for key, value in values.items()},
+        lists={"x.attention.sliding_window_pattern": (True, True, False, True)},
+    )
+    monkeypatch.setattr(fit, "read_tensors", lambda _parts: (header, tensors))
+    needs = needs_of_gguf(Path("x.gguf"), "auto")
+    assert needs.state == TokenState(2 * 64, 2 * 2 * 64, 512)
+    assert needs.weights["Q8_0"] == 2 * 64 * 34
 
 
 @pytest.mark.parametrize("state", [TokenState(10), TokenState(10, 5, 100), TokenState(0, 5, 100), TokenState(0)])
