@@ -28,6 +28,7 @@ class SourcedParameter:
         return not self.is_bias and self.source.values is None and min(len(one.shape) for one in self.tensors) > 1
 
 
+_BLOCK = re.compile(r"^blk\.\d+\.")
 _LAYER = re.compile(r"\w+\.layers\.(\d+)\.(.+)")
 _ENDING = re.compile(r"(.+)(\.weight|\.bias|_bias)")
 
@@ -42,6 +43,7 @@ class Architecture:
 
     `fixed` are values of its configuration that no file has, and `config` returns those that it makes of the metadata
     and of what is in the configuration already. `gate` is how its routers make weights of scores, as files count it.
+    `own` are keys that most architectures have in common and that `config` reads in another way.
     """
 
     model_type: str
@@ -50,8 +52,9 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     config: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = _no_values
     gate: int | None = None
+    own: Collection[str] = ()
     unused: Collection[str] = ()
-    """Tensors that a file may have, and that no model has."""
+    """Tensors that a file may have, and that no model has. Names within a layer stand for each layer."""
     is_rotary: bool = True
     """False without rotary positions. Files may have their sizes all the same."""
 
@@ -59,8 +62,8 @@ class Architecture:
         """Returns what each parameter is made of. Raises `ModelError` if the file lacks a tensor for one, or has one of
         which nothing is made."""
         found = {name: self._part(name, tensors) for name in parameters}
-        used = {tensor.name for part in found.values() for tensor in part.tensors} | set(self.unused)
-        if surplus := [name for name in tensors if name not in used]:
+        used = {tensor.name for part in found.values() for tensor in part.tensors}
+        if surplus := [name for name in tensors if name not in used and _BLOCK.sub("", name) not in self.unused]:
             raise ModelError(f"nothing in the model takes these tensors of the file: {', '.join(surplus[:3])}")
         return found
 

@@ -7,6 +7,7 @@ value that llama.cpp takes.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
@@ -35,7 +36,11 @@ _COMMON: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("attn_logit_softcapping", ("attn_logit_softcapping",), 0),
     ("final_logit_softcapping", ("final_logit_softcapping",), 0),
     ("expert_count", ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _LEFT),
-    ("expert_used_count", ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_k"), _LEFT),
+    (
+        "expert_used_count",
+        ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_k", "moe_topk"),
+        _LEFT,
+    ),
     ("expert_feed_forward_length", ("moe_intermediate_size",), _LEFT),
     (
         "expert_shared_feed_forward_length",
@@ -72,7 +77,7 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTra
 
     kind = CONFIG_MAPPING[architecture.model_type]
     found = {"num_hidden_layers": metadata.num_layers, **_tokens(metadata)}
-    expected = _common(kind, metadata, found)
+    expected = _common(kind, metadata, found, architecture.own)
     _attention(kind, metadata, found)
     found |= _epsilon(kind, metadata)
     if is_declared(kind, "rope_parameters"):
@@ -124,13 +129,16 @@ def _tokens(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _common(kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str, Any]) -> dict[str, str]:
-    """Puts what most architectures have into `found`. Returns the names of values by the keys that the file has."""
+def _common(
+    kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str, Any], own: Collection[str]
+) -> dict[str, str]:
+    """Puts what most architectures have into `found`, but for the `own` keys of this one. Returns the names of values
+    by the keys that the file has."""
     expected = {}
     for key, names, default in _COMMON:
         name = next((name for name in names if is_declared(kind, name)), None)
         # Lists are for the architectures that know them.
-        if name is None or metadata.is_list(key):
+        if name is None or metadata.is_list(key) or key in own:
             continue
         value = metadata(key) if default is None else metadata.get(key, default)
         if value is _LEFT:

@@ -42,7 +42,7 @@ GEMMA = plus_one(
 )
 
 
-def _windows_and_all(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+def windows_and_all(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     """Returns the positions of models that have others in layers with a window."""
     windows = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", BASE)}
     return {"rope_parameters": {"sliding_attention": windows, "full_attention": found["rope_parameters"]}}
@@ -66,7 +66,7 @@ def _gemma_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma_3(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    return _query_scale(metadata, found, 62) | _windows_and_all(metadata, found)
+    return _query_scale(metadata, found, 62) | windows_and_all(metadata, found)
 
 
 def kinds_of_layers(metadata: Metadata, every: int = 0) -> list[str]:
@@ -167,6 +167,6 @@ DENSE: dict[str, Architecture] = {
 OLMO_3 = Architecture(
     model_type="olmo3",
     sources=AROUND,
-    config=lambda metadata, found: _windows(4)(metadata, found) | _windows_and_all(metadata, found),
+    config=lambda metadata, found: _windows(4)(metadata, found) | windows_and_all(metadata, found),
 )
 """Its files are called `olmo2`, and have a window."""

@@ -13,7 +13,8 @@ from diskprefix.model.gguf.names import NAMES
 from diskprefix.model.gguf.sources import Sources
 
 _FREQUENCIES = "rope_freqs.weight"
-_PER_LAYER = "per_layer_token_embd.weight"
+OF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+"""Files may have them in layers that share those of other layers."""
 
 SOURCES: Sources = {
     "post_attention_layernorm": "post_attention_norm",
@@ -26,12 +27,6 @@ SOURCES: Sources = {
     "router.per_expert_scale": "ffn_down_exps.scale",
     "experts.gate_up_proj": NAMES["mlp.experts.gate_up_proj"],
     "experts.down_proj": "ffn_down_exps",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 
 
@@ -44,7 +39,6 @@ def _config(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     if not full or not windowed:
         raise ModelError("Gemma 4 has layers with a window and layers without one")
     shared = metadata.get("attention.shared_kv_layers", 0)
-    per_layer = metadata.tensors.get(_PER_LAYER)
     own_values = f"blk.{full[0]}.attn_v.weight" in metadata.tensors
     metadata.get("attention.value_length_swa")
     return {
@@ -58,7 +52,7 @@ def _config(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": widths[0],
         "use_double_wide_mlp": widths[-1] == 2 * widths[0],
         "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
-        "vocab_size_per_layer_input": per_layer.shape[0] if per_layer else 0,
+        "vocab_size_per_layer_input": metadata.num_rows("per_layer_token_embd.weight"),
         "enable_moe_block": bool(metadata.get("expert_count", 0)),
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa", BASE)},
@@ -84,4 +78,4 @@ def _rotated(metadata: Metadata) -> float:
     return count / len(divisors)
 
 
-GEMMA_4 = Architecture(model_type="gemma4_text", sources=SOURCES, config=_config, unused=(_FREQUENCIES,))
+GEMMA_4 = Architecture(model_type="gemma4_text", sources=SOURCES, config=_config, unused=(_FREQUENCIES, *OF_SHARED))

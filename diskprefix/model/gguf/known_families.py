@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.dense_families import DENSE, OLMO_3
+from diskprefix.model.gguf.gemma3n import GEMMA_3N
 from diskprefix.model.gguf.gemma4 import GEMMA_4
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.mixture_families import MIXTRAL, MIXTURES, deepseek
 from diskprefix.model.gguf.recurrent_families import RECURRENT
 
-_BY_NAME = DENSE | MIXTURES | RECURRENT | {"gemma4": GEMMA_4}
+_BY_NAME = DENSE | MIXTURES | RECURRENT | {"gemma3n": GEMMA_3N, "gemma4": GEMMA_4}
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {name: (one.model_type,) for name, one in _BY_NAME.items()} | {
     "deepseek2": ("deepseek_v2", "deepseek_v3"),
     "llama": ("llama", MIXTRAL.model_type),

@@ -114,6 +114,10 @@ class Metadata:
         """Returns whether a tensor ends so."""
         return any(name.endswith(endings) for name in self.tensors)
 
+    def num_rows(self, tensor: str) -> int:
+        """Returns the rows of a tensor, or 0 if it is not there."""
+        return self.tensors[tensor].shape[0] if tensor in self.tensors else 0
+
     def scaling(self) -> dict[str, Any]:
         """Returns what the file says of the scaling of positions."""
         return {key.removeprefix(SCALING): value for key, value in self._values.items() if key.startswith(SCALING)}

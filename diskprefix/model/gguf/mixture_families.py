@@ -8,9 +8,10 @@ import numpy as np
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
-from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, of_text
+from diskprefix.model.gguf.configuration import BASE
+from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, kinds_of_layers, of_text
 from diskprefix.model.gguf.metadata import Metadata
-from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, same
+from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, of_experts, same, turned
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """How routers make weights of scores, as files count it."""
@@ -58,6 +59,42 @@ def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
         "moe_layer_interval": step,
         "use_bias": metadata.has("attn_q.bias"),
         "moe_num_shared_experts": metadata.get("expert_shared_feed_forward_length", 0) // width,
+    }
+
+
+def _llama_4(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    """Each fourth layer has no positions and sees all tokens, the others see their chunk. The file does not say it, nor
+    that the model with 128 experts lacks norms of queries and keys: llama.cpp knows (`llama_model_llama4`)."""
+    has_chunks = metadata.get("attention.sliding_window") != 0
+    return {
+        "intermediate_size": metadata("expert_feed_forward_length"),
+        "intermediate_size_mlp": metadata("feed_forward_length"),
+        "interleave_moe_layer_step": metadata("interleave_moe_layer_step"),
+        "use_qk_norm": metadata("expert_count") != 128,
+        "no_rope_layers": [int(not has_chunks or (i + 1) % 4 != 0) for i in range(metadata.num_layers)],
+        "layer_types": None if has_chunks else ["full_attention"] * metadata.num_layers,
+    }
+
+
+def _mimo_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """A window has so many tokens before the present one. transformers counts that one, too (`MiMoV2FlashConfig`)."""
+    kinds, heads = kinds_of_layers(metadata), metadata.each_layer("attention.head_count_kv")
+    if "full_attention" not in kinds:
+        raise ModelError("MiMo 2 has layers without a window")
+    full = found["rope_parameters"]
+    return {
+        "layer_types": kinds,
+        "mlp_layer_types": [
+            "sparse" if f"blk.{i}.ffn_gate_inp.weight" in metadata.tensors else "dense" for i in range(len(kinds))
+        ],
+        "num_key_value_heads": heads[kinds.index("full_attention")],
+        "v_head_dim": metadata("attention.value_length"),
+        "attention_value_scale": metadata.get("attention.value_scale", 1.0),
+        "sliding_window": metadata("attention.sliding_window") + 1,
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": full | {"rope_theta": metadata.get("rope.freq_base_swa", BASE)},
+        },
     }
 
 
@@ -113,6 +150,11 @@ def deepseek(metadata: Metadata) -> Architecture:
     return Architecture(model_type="deepseek_v3", sources=LATENT, config=latent_sizes, gate=gate)
 
 
+LLAMA_4: Sources = {
+    "feed_forward.experts.gate_up_proj": of_experts("ffn_gate_exps", "ffn_up_exps", values=turned),
+    "feed_forward.experts.down_proj": of_experts("ffn_down_exps", values=turned),
+}
+
 MIXTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(model_type="qwen2_moe", gate=SOFTMAX, fixed={"norm_topk_prob": False}),
     "qwen3moe": Architecture(model_type="qwen3_moe", gate=SOFTMAX, fixed={"norm_topk_prob": True}),
@@ -132,6 +174,23 @@ MIXTURES: dict[str, Architecture] = {
         gate=SIGMOID,
     ),
     "granitemoe": Architecture(model_type="granitemoe", sources=PAIRED, config=_granite_moe),
+    "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", gate=SOFTMAX),
+    "dots1": Architecture(model_type="dots1", gate=SIGMOID),
+    "llama4": Architecture(
+        model_type="llama4_text",
+        sources=LLAMA_4,
+        config=_llama_4,
+        gate=SIGMOID,
+        own=("feed_forward_length",),
+        fixed={"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True},
+    ),
+    "mimo2": Architecture(
+        model_type="mimo_v2_flash",
+        config=_mimo_2,
+        gate=SIGMOID,
+        own=("attention.sliding_window",),
+        fixed={"norm_topk_prob": True},
+    ),
     "glm4moe": Architecture(model_type="glm4_moe", config=_glm_4_moe, gate=SIGMOID),
     "ernie4_5-moe": Architecture(
         model_type="ernie4_5_moe",

@@ -15,6 +15,7 @@ def _experts(owner: str) -> Sources:
         f"{owner}.experts.up_proj": "ffn_up_exps",
         f"{owner}.experts.down_proj": "ffn_down_exps",
         f"{owner}.gate": "ffn_gate_inp",
+        f"{owner}.gate.wg": "ffn_gate_inp",
         f"{owner}.router": "ffn_gate_inp",
     }
 
@@ -70,7 +71,9 @@ NAMES: Sources = {
     **_experts("mixer"),
     **_shared_experts("mlp.shared_expert"),
     **_shared_experts("mlp.shared_experts"),
+    **_shared_experts("mlp.shared_mlp"),
     **_shared_experts("mixer.shared_experts"),
+    **_shared_experts("feed_forward.shared_expert"),
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "shared_mlp.input_linear": (joined("ffn_gate_shexp", "ffn_up_shexp"), joined("ffn_gate", "ffn_up")),
     "shared_mlp.output_linear": ("ffn_down_shexp", "ffn_down"),
@@ -84,6 +87,13 @@ NAMES: Sources = {
         ),
         "exp_probs_b.bias",
     ),
+    # Inputs of each layer.
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
     # Layers with a state.
     "conv.conv": "shortconv.conv",
     "conv.in_proj": "shortconv.in_proj",

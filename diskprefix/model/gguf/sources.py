@@ -43,9 +43,14 @@ def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def of_experts(*tensors: str) -> TensorSource:
+def of_experts(*tensors: str, values: Values | None = None) -> TensorSource:
     """Returns the source of matrices of experts that lie below each other."""
-    return TensorSource(tensors, lambda _, *parts: np.concatenate(parts, axis=1))
+    return TensorSource(tensors, lambda _, *parts: np.concatenate(parts, axis=1), values)
+
+
+def turned(_: Any, one: Array) -> Array:
+    """Returns matrices of experts with rows and columns exchanged."""
+    return one.swapaxes(1, 2)
 
 
 def joined(*tensors: str) -> TensorSource:

@@ -19,8 +19,10 @@ SCALING = ".rope.scaling."
 """In the keys of the metadata about it, after the architecture."""
 _DIVISORS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 """Tensors of numbers that the frequencies are divided by."""
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA_3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 """What every model has whose frequencies are scaled as those of Llama 3. The file has only the divisors."""
+_HIGH_FACTORS = (4.0, 1.0)
+"""Llama 3's `high_freq_factor`, and that of Llama 4, which has no frequencies between the high and the low ones."""
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _MSCALE = "yarn_log_multiplier"
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
@@ -76,8 +78,9 @@ def scale_positions(config: Any, values: Mapping[str, Any], tensors: Sequence[Fi
     elif _DIVISORS in divisors:
         of_file = divisors[_DIVISORS]
         factor = float(of_file.max())
-        if np.allclose(of_file, _llama_3_divisors(parameters["rope_theta"], factor, of_file.size), rtol=1e-3):
-            parameters |= {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
+        made = {high: _llama_3_divisors(parameters["rope_theta"], factor, high, of_file.size) for high in _HIGH_FACTORS}
+        if known := [high for high, numbers in made.items() if np.allclose(of_file, numbers, rtol=1e-3)]:
+            parameters |= {"rope_type": "llama3", "factor": factor, "high_freq_factor": known[0], **_LLAMA_3}
         else:
             report(f"warning: without the cache: {_DIVISORS} does not scale the frequencies as Llama 3 does")
             parameters |= _divided_by(of_file, of_file) | {"attention_factor": 1.0}
@@ -124,11 +127,11 @@ def _divided_by(short: np.ndarray[Any, Any], long: np.ndarray[Any, Any]) -> dict
     return {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist()}
 
 
-def _llama_3_divisors(base: float, factor: float, size: int) -> np.ndarray[Any, Any]:
+def _llama_3_divisors(base: float, factor: float, high: float, size: int) -> np.ndarray[Any, Any]:
     """Returns what llama.cpp's converter writes for a model of this family."""
     import numpy as np
 
-    low, high, original = _LLAMA_3.values()
+    low, original = _LLAMA_3.values()
     turns = original / (2 * math.pi * base ** (np.arange(size) / size))
-    smooth = ((turns - low) / (high - low)).clip(0, 1)
+    smooth = ((turns - low) / max(high - low, 1e-9)).clip(0, 1)
     return np.asarray(1 / ((1 - smooth) / factor + smooth))
