@@ -10,7 +10,7 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.names import NAMES
-from diskprefix.model.gguf.sources import Sources, TensorSource
+from diskprefix.model.gguf.sources import Array, Sources, TensorSource
 from diskprefix.model.load.gguf_header import FileTensor
 
 
@@ -26,6 +26,18 @@ class SourcedParameter:
     def is_matrix(self) -> bool:
         """True if rows of the file are rows of the parameter, and nothing else happens to them."""
         return not self.is_bias and self.source.values is None and min(len(one.shape) for one in self.tensors) > 1
+
+    @property
+    def names(self) -> str:
+        return " and ".join(tensor.name for tensor in self.tensors)
+
+    def rows(self, config: Any, arrays: Iterable[Array]) -> Array:
+        """Returns the rows of the parameter, from an array for each tensor. Raises `ModelError` if tensors have other
+        shapes than those of the model, so that their rows cannot be moved."""
+        try:
+            return self.source.rows(config, *arrays)
+        except (ValueError, IndexError) as error:
+            raise ModelError(f"the tensors have other shapes than those of the model: {self.names}") from error
 
 
 _BLOCK = re.compile(r"^blk\.\d+\.")

@@ -94,6 +94,7 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTra
     if metadata.get("expert_count", 0) and gate not in (None, 0, architecture.gate):
         raise ModelError(f"experts that are weighted so are not served: expert_gating_func {gate}")
     _require_scale(config, metadata)
+    _require_experts(metadata)
     metadata.require_read()
     for key, name in expected.items():
         if not _is_same(metadata(key), getattr(config, name)):
@@ -108,6 +109,13 @@ def _require_scale(config: PreTrainedConfig, metadata: Metadata) -> None:
     expected = float(getattr(config, "query_pre_attn_scalar", None) or head_dim(config)) ** -0.5
     if not _is_same(scale, expected):
         raise _differs(metadata, "attention.scale", scale, expected)
+
+
+def _require_experts(metadata: Metadata) -> None:
+    """Raises `ModelError` if a router chooses no expert, or more than there are."""
+    count, used = metadata.get("expert_count", 0), metadata.get("expert_used_count", 0)
+    if count and not 0 < used <= count:
+        raise ModelError(f"the file's {metadata.architecture}.expert_used_count is {used}, of {count} experts")
 
 
 def _differs(metadata: Metadata, key: str, value: Any, has: Any) -> ModelError:
@@ -137,8 +145,7 @@ def _common(
     expected = {}
     for key, names, default in _COMMON:
         name = next((name for name in names if is_declared(kind, name)), None)
-        # Lists are for the architectures that know them.
-        if name is None or metadata.is_list(key) or key in own:
+        if name is None or key in own:
             continue
         value = metadata(key) if default is None else metadata.get(key, default)
         if value is _LEFT:
@@ -153,9 +160,13 @@ def _attention(kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str
     heads, keys = found.get("num_attention_heads"), "attention.head_count_kv"
     if heads is None:
         return
+    if heads <= 0:
+        raise ModelError(f"the file's {metadata.architecture}.attention.head_count is {heads}")
     if is_declared(kind, "num_key_value_heads") and not metadata.is_list(keys):
         found["num_key_value_heads"] = metadata.get(keys, heads)
-    plain = found["hidden_size"] // heads if heads else 0
+        if found["num_key_value_heads"] <= 0:
+            raise ModelError(f"the file's {metadata.architecture}.{keys} is {found['num_key_value_heads']}")
+    plain = found["hidden_size"] // heads
     width = metadata.get("attention.key_length", plain)
     if not is_declared(kind, "v_head_dim") and (values := metadata.get("attention.value_length", width)) != width:
         raise _differs(metadata, "attention.value_length", values, width)

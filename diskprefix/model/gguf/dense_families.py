@@ -71,7 +71,7 @@ def _gemma_3(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
 
 def kinds_of_layers(metadata: Metadata, every: int = 0) -> list[str]:
     """Returns which layers have a window: those that the file says, or else all but each `every`th."""
-    pattern = metadata.get("attention.sliding_window_pattern", every)
+    pattern = metadata.of_any_kind("attention.sliding_window_pattern", every)
     if not isinstance(pattern, tuple):
         step = int(pattern)
         pattern = tuple(bool(step) and (i + 1) % step != 0 for i in range(metadata.num_layers))

@@ -55,4 +55,6 @@ def _config(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-GEMMA_3N = Architecture(model_type="gemma3n_text", sources=SOURCES, config=_config, unused=OF_SHARED)
+GEMMA_3N = Architecture(
+    model_type="gemma3n_text", sources=SOURCES, config=_config, own=("feed_forward_length",), unused=OF_SHARED
+)

@@ -31,7 +31,7 @@ SOURCES: Sources = {
 
 
 def _config(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    metadata("attention.sliding_window_pattern")
+    metadata.each_layer("attention.sliding_window_pattern")
     kinds = kinds_of_layers(metadata)
     full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     windowed = [i for i, kind in enumerate(kinds) if kind != "full_attention"]
@@ -78,4 +78,10 @@ def _rotated(metadata: Metadata) -> float:
     return count / len(divisors)
 
 
-GEMMA_4 = Architecture(model_type="gemma4_text", sources=SOURCES, config=_config, unused=(_FREQUENCIES, *OF_SHARED))
+GEMMA_4 = Architecture(
+    model_type="gemma4_text",
+    sources=SOURCES,
+    config=_config,
+    own=("feed_forward_length",),
+    unused=(_FREQUENCIES, *OF_SHARED),
+)

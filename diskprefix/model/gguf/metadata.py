@@ -14,13 +14,10 @@ _DESCRIPTIVE = frozenset(
         "vocab_size",
         "tensor_data_layout",
         "pooling_type",
-        "classifier.output_labels",
         # Tensors of further tokens are left out.
         "nextn_predict_layers",
         # Checked before.
         "attention.causal",
-        # All sections have the same position in text.
-        "rope.dimension_sections",
         # Its part of a head is checked with the model itself.
         "rope.dimension_count_swa",
         # A model with other values has tensors of other names or shapes, which are refused.
@@ -41,7 +38,9 @@ _DESCRIPTIVE = frozenset(
         "ssm.group_count",
     }
 )
-"""Keys that change no number, or that something else checks."""
+"""Keys of numbers and strings that change no number, or that something else checks."""
+# All sections have the same position in text.
+_DESCRIPTIVE_LISTS = frozenset({"classifier.output_labels", "rope.dimension_sections"})
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -60,6 +59,8 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
 """Values that change nothing, of keys that nothing reads."""
 _OF_ENCODERS = ("mm.", "vision.", "audio.")
 """What some files of text models say of the encoders of pictures and sound, which are other files."""
+_MOST_LAYERS = 512
+"""Those of llama.cpp (`LLAMA_MAX_LAYERS`). To make a model of many more takes minutes, before any tensor is missed."""
 SCALING = "rope.scaling."
 """Keys of the scaling of positions, which are checked where they are read."""
 
@@ -87,15 +88,25 @@ class Metadata:
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Returns a number, or `default`. Raises `ModelError` for a list or a string."""
+        found = self.of_any_kind(key, default)
+        if key in self and not isinstance(found, int | float):
+            raise ModelError(f"the file's {self.architecture}.{key} is {shown(found)}, which is not a number")
+        return found
+
+    def of_any_kind(self, key: str, default: Any = None) -> Any:
+        """Returns a number, a string or a tuple, or `default`."""
         self._read.add(key)
         return self._values.get(key, default)
 
     def is_list(self, key: str) -> bool:
-        return isinstance(self._values.get(key), tuple)
+        return key in self and not isinstance(self._values[key], int | float | str)
 
     def each_layer(self, key: str) -> tuple[Any, ...]:
         """Returns a value for each block. Raises `ModelError` if the file has another number of them."""
-        found, count = self(key), self.num_layers
+        found, count = self.of_any_kind(key), self.num_layers
+        if found is None:
+            raise ModelError(f"the file lacks {self.architecture}.{key}")
         values = found if isinstance(found, tuple) else (found,) * count
         if len(values) < count:
             raise ModelError(f"the file's {self.architecture}.{key} has {len(values)} values for {count} blocks")
@@ -103,8 +114,13 @@ class Metadata:
 
     @property
     def num_layers(self) -> int:
-        """The blocks of the model, without those that predict further tokens."""
-        return int(self("block_count")) - int(self.get("nextn_predict_layers", 0))
+        """The blocks of the model, without those that predict further tokens. Raises `ModelError` if no model has so
+        many."""
+        blocks, predictors = self("block_count"), self.get("nextn_predict_layers", 0)
+        if not 0 < blocks - predictors <= _MOST_LAYERS:
+            of_them = f", of which {predictors} predict further tokens" if predictors else ""
+            raise ModelError(f"the file's {self.architecture}.block_count is {blocks}{of_them}: no model has so many")
+        return int(blocks - predictors)
 
     def token(self, kind: str) -> int | None:
         found = self.header.values.get(f"tokenizer.ggml.{kind}_token_id")
@@ -126,7 +142,8 @@ class Metadata:
         """Raises `ModelError` with the name of a key that changes numbers and that nothing has read."""
         has_experts = bool(self._values.get("expert_count"))
         for key, value in self._values.items():
-            is_known = key in self._read or key in _DESCRIPTIVE or key.startswith((SCALING, *_OF_ENCODERS))
+            descriptive = _DESCRIPTIVE_LISTS if self.is_list(key) else _DESCRIPTIVE
+            is_known = key in self._read or key in descriptive or key.startswith((SCALING, *_OF_ENCODERS))
             if is_known or value in _NEUTRAL.get(key, ()) or (key.startswith("expert_") and not has_experts):
                 continue
             raise ModelError(f"the file's {self.architecture}.{key} is {shown(value)}, and nothing here reads it")
@@ -135,5 +152,5 @@ class Metadata:
 def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    found = "an array" if value is None else str(value)
+    found = "an array" if value is None else repr(value)
     return found if len(found) <= 60 else f"{found[:57]}..."

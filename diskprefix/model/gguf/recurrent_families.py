@@ -83,7 +83,7 @@ NEXT: Sources = {
 def _delta(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     """The layers with attention are those that are not recurrent, or each one of an interval."""
     every = metadata.get("full_attention_interval", 4)
-    flags = metadata.get("attention.recurrent_layers")
+    flags = metadata.of_any_kind("attention.recurrent_layers")
     recurrent = flags if isinstance(flags, tuple) else [(i + 1) % every != 0 for i in range(metadata.num_layers)]
     value_heads = metadata("ssm.time_step_rank")
     return {
@@ -109,7 +109,7 @@ def _by_key_head(config: Any, both: Array, gates: Array) -> Array:
 
 
 def _qwen_3_5(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    sections = [section for section in metadata.get("rope.dimension_sections", ()) if section]
+    sections = [section for section in metadata.of_any_kind("rope.dimension_sections", ()) if section]
     return _delta(metadata, found) | {
         "rope_parameters": found["rope_parameters"] | {"mrope_section": sections, "mrope_interleaved": True}
     }
@@ -235,13 +235,16 @@ RECURRENT: dict[str, Architecture] = {
     "qwen35": Architecture(model_type="qwen3_5_text", sources=DELTA, config=_qwen_3_5),
     "qwen35moe": Architecture(model_type="qwen3_5_moe_text", sources=DELTA, config=_qwen_3_5, gate=SOFTMAX),
     "granitehybrid": Architecture(model_type="granitemoehybrid", sources=PAIRED, config=_granite_hybrid),
-    "nemotron_h": Architecture(model_type="nemotron_h", config=_nemotron_h, is_rotary=False),
+    "nemotron_h": Architecture(
+        model_type="nemotron_h", config=_nemotron_h, is_rotary=False, own=("feed_forward_length",)
+    ),
     "nemotron_h_moe": Architecture(
         model_type="nemotron_h",
         config=_nemotron_h,
         gate=SIGMOID,
         fixed={"norm_topk_prob": True},
         is_rotary=False,
+        own=("feed_forward_length",),
     ),
     "mamba2": Architecture(model_type="mamba2", config=_mamba_2),
     "qwen3next": Architecture(

@@ -161,7 +161,7 @@ class GgufConversion:
         for tensor in part.tensors:
             first = self._first_of[tensor.name]
             numbers.append(np.arange(first, first + tensor.num_rows).reshape(tensor.shape[:-1]))
-        return part.source.rows(self._model.config, *numbers)
+        return part.rows(self._model.config, numbers)
 
     def _matrix(self, rows: np.ndarray) -> FileMatrix:
         found = FileMatrix.of(rows, self._tensors, [*self._first_of.values()])
@@ -177,7 +177,7 @@ class GgufConversion:
             for tensor in part.tensors
         ]
         with np.errstate(all="ignore"):
-            found = part.source.rows(config, *contents)
+            found = part.rows(config, contents)
             if part.source.values is not None:
                 found = part.source.values(config, found)
         made = torch.from_numpy(np.ascontiguousarray(found))
@@ -222,8 +222,7 @@ class GgufConversion:
 
 
 def _mismatch(part: SourcedParameter, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelError:
-    names = " and ".join(tensor.name for tensor in part.tensors)
-    return ModelError(f"the model takes {expected} where the file has {found}: {names}")
+    return ModelError(f"the model takes {expected} where the file has {found}: {part.names}")
 
 
 def _has_form(matrix: FileMatrix) -> bool:
