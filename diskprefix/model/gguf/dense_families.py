@@ -122,12 +122,21 @@ def granite_factors(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     return {"logits_scaling": metadata.get("logit_scale", 1.0), "attention_multiplier": metadata("attention.scale")}
 
 
-def _ministral(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Queries are scaled by their position."""
-    scale = metadata.get("attention.temperature_scale", 0.0)
+def scaled_by_position(metadata: Metadata, found: dict[str, Any], default: float) -> dict[str, Any]:
+    """Returns the parameters of positions of models whose queries are scaled by their position. `default` is the factor
+    where the file has none."""
     original = metadata.scaling().get("original_context_length", found["max_position_embeddings"])
-    own = {"llama_4_scaling_beta": scale, "original_max_position_embeddings": original}
-    return {"rope_parameters": found["rope_parameters"] | own, "sliding_window": None}
+    return {
+        "llama_4_scaling_beta": metadata.get("attention.temperature_scale", default),
+        "original_max_position_embeddings": original,
+    }
+
+
+def _ministral(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "rope_parameters": found["rope_parameters"] | scaled_by_position(metadata, found, 0.0),
+        "sliding_window": None,
+    }
 
 
 DENSE: dict[str, Architecture] = {

@@ -9,7 +9,13 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
-from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, kinds_of_layers, of_text
+from diskprefix.model.gguf.dense_families import (
+    PAIRED,
+    granite_factors,
+    kinds_of_layers,
+    of_text,
+    scaled_by_position,
+)
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, of_experts, same, turned
 
@@ -128,6 +134,15 @@ def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _mistral_4(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Files lack the factor by which queries are scaled by their position: all models have this one."""
+    own = latent_sizes(metadata, found)
+    return own | {
+        "head_dim": own["qk_nope_head_dim"] + own["qk_rope_head_dim"],
+        "rope_parameters": own["rope_parameters"] | scaled_by_position(metadata, found, 0.1),
+    }
+
+
 LATENT: Sources = {
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
@@ -184,6 +199,7 @@ MIXTURES: dict[str, Architecture] = {
         own=("feed_forward_length",),
         fixed={"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True},
     ),
+    "mistral4": Architecture(model_type="mistral4", sources=LATENT, config=_mistral_4, gate=SOFTMAX),
     "mimo2": Architecture(
         model_type="mimo_v2_flash",
         config=_mimo_2,

@@ -307,9 +307,12 @@ def _convert(
 
 def _skeleton(config: Any) -> Any:
     """Returns the model, without weights, on torch's meta device."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    return ModelKind(AutoModelForCausalLM, is_multimodal=False, has_own_generate=False).skeleton(config)
+    # A few decoders of text are registered among models with pictures alone.
+    is_of_text = type(config) in AutoModelForCausalLM._model_mapping
+    loader = AutoModelForCausalLM if is_of_text else AutoModelForMultimodalLM
+    return ModelKind(loader, is_multimodal=False, has_own_generate=False).skeleton(config)
 
 
 def _require_causal(gguf: Path, header: GgufHeader) -> None:

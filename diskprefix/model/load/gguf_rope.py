@@ -13,7 +13,7 @@ from diskprefix.progress import Report
 if TYPE_CHECKING:
     import numpy as np
 
-_MSCALES = {"deepseek2": 10, "mistral3": 1, "mistral4": 1}
+_MSCALES = {"deepseek2": 10, "mistral3": 1, "mistral4": 10}
 """What the value of the file is multiplied with to be `mscale` and `mscale_all_dim`, which are equal in all models."""
 SCALING = ".rope.scaling."
 """In the keys of the metadata about it, after the architecture."""
