@@ -177,8 +177,8 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
         header, tensors = read_tensors(part_paths(gguf))
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
-    served, written, working = of_gguf(tensors, weights, dtype_bytes)
     kind = str(header.values.get("general.architecture"))
+    served, written, working = of_gguf(tensors, weights, dtype_bytes, kind)
     config = {name: header.values.get(f"{kind}.{key}") for name, key in _IN_FILE.items()}
     return ModelNeeds(
         name=gguf.name,

@@ -20,6 +20,8 @@ _KEPT_IN_FILE = re.compile(
     r"|shortconv\.(in|out)_proj))\.weight"
 )
 """Names of matrices of `.gguf` files that may be quants."""
+_FLOATING_EXPERTS = {"llama4"}
+"""Architectures of files whose experts are floating point: the model has them with rows and columns exchanged."""
 _RECURRENT_IN_FILE = re.compile(r"(blk\.\d+\.)(ssm|time_mix)")
 """Names of tensors of recurrent layers. In their blocks `attn_qkv` belongs to the layer, and is not quantised."""
 _MATRIX_BYTES, _EXPERTS_BYTES, _ROWS_BYTES = 10, 24, 3
@@ -56,13 +58,15 @@ def _floating(dtype_bytes: int) -> str:
     return "bfloat16" if dtype_bytes == 2 else "float32"
 
 
-def quants_of_gguf(tensors: Sequence[FileTensor], weights: str) -> dict[str, str]:
+def quants_of_gguf(tensors: Sequence[FileTensor], weights: str, architecture: str) -> dict[str, str]:
     """Returns the type of quants in which tensors of a `.gguf` file are served in the form `weights`, by name. One that
     has the same type in the file stays there; all others are floating point."""
     recurrent = {match[1] for tensor in tensors if (match := _RECURRENT_IN_FILE.match(tensor.name))}
     found: dict[str, str] = {}
     for tensor in tensors if weights != "native" else ():
         is_matrix = _KEPT_IN_FILE.fullmatch(tensor.name) and _fills_blocks(tensor.shape)
+        if "_exps." in tensor.name and architecture in _FLOATING_EXPERTS:
+            continue
         if is_matrix and tensor.name.removesuffix("attn_qkv.weight") not in recurrent:
             own, anew = form_of(tensor.kind), QUANTISED.get(weights, "")
             if "_exps." in tensor.name or tensor.name == "token_embd.weight":
@@ -75,10 +79,12 @@ def quants_of_gguf(tensors: Sequence[FileTensor], weights: str) -> dict[str, str
     return found
 
 
-def of_gguf(tensors: Sequence[FileTensor], weights: str, dtype_bytes: int) -> tuple[dict[str, int], int, int]:
+def of_gguf(
+    tensors: Sequence[FileTensor], weights: str, dtype_bytes: int, architecture: str
+) -> tuple[dict[str, int], int, int]:
     """Returns the bytes of a `.gguf` file's tensors in memory by form, those that its folder takes on the disk, and the
     memory of the conversion, which makes tensor after tensor."""
-    quants, served, written, working = quants_of_gguf(tensors, weights), dict[str, int](), 0, 0
+    quants, served, written, working = quants_of_gguf(tensors, weights, architecture), dict[str, int](), 0, 0
     is_tied = all(tensor.name != "output.weight" for tensor in tensors)
     for tensor in tensors:
         kind = quants.get(tensor.name)
