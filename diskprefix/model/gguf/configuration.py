@@ -30,7 +30,7 @@ _EPSILON_KEYS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsil
 _COMMON: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("embedding_length", ("hidden_size",), None),
     ("context_length", ("max_position_embeddings",), None),
-    ("attention.head_count", ("num_attention_heads",), _LEFT),
+    ("attention.head_count", ("num_attention_heads",), None),
     ("feed_forward_length", ("intermediate_size",), _LEFT),
     ("attention.sliding_window", ("sliding_window",), 0),
     ("attn_logit_softcapping", ("attn_logit_softcapping",), 0),
@@ -85,10 +85,7 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTra
     elif not architecture.is_rotary:
         for key in ("rope.freq_base", _ROTARY):
             metadata.get(key)
-    own = dict(architecture.fixed) | architecture.config(metadata, found)
-    config = kind(**(found | own))
-    # transformers changes some values when it reads a folder.
-    config = kind.from_dict(config.to_dict())
+    config = _checked(kind, architecture, metadata, found)
     config.allow_global_per_layer_attribute_access = True
     gate = metadata.get("expert_gating_func")
     if metadata.get("expert_count", 0) and gate not in (None, 0, architecture.gate):
@@ -100,6 +97,22 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTra
         if not _is_same(metadata(key), getattr(config, name)):
             raise _differs(metadata, key, metadata(key), getattr(config, name))
     return config
+
+
+def _checked(
+    kind: type[PreTrainedConfig], architecture: Architecture, metadata: Metadata, found: dict[str, Any]
+) -> PreTrainedConfig:
+    """Returns the configuration as transformers reads it from a folder, which changes some values. Raises `ModelError`
+    for values that are of another type than it declares, or that exclude each other."""
+    try:
+        own = dict(architecture.fixed) | architecture.config(metadata, found)
+        return kind.from_dict(kind(**(found | own)).to_dict())
+    except ModelError:
+        raise
+    except Exception as error:
+        # Classes check what they are given, and compute with it. They raise what they like.
+        said = " ".join(str(error).split())
+        raise ModelError(f"the metadata of the file are not those of {architecture.model_type}: {said}") from error
 
 
 def _require_scale(config: PreTrainedConfig, metadata: Metadata) -> None:
@@ -160,8 +173,10 @@ def _attention(kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str
     heads, keys = found.get("num_attention_heads"), "attention.head_count_kv"
     if heads is None:
         return
-    if heads <= 0:
-        raise ModelError(f"the file's {metadata.architecture}.attention.head_count is {heads}")
+    if not 0 < heads <= found["hidden_size"]:
+        raise ModelError(
+            f"the file's {metadata.architecture}.attention.head_count is {heads}, of a width of {found['hidden_size']}"
+        )
     if is_declared(kind, "num_key_value_heads") and not metadata.is_list(keys):
         found["num_key_value_heads"] = metadata.get(keys, heads)
         if found["num_key_value_heads"] <= 0:

@@ -108,7 +108,7 @@ def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     """Newer files have the sizes of heads under names with `mla`, and those of the latents under the older ones."""
     rotary_dim = metadata("rope.dimension_count")
     for key in ("attention.key_length", "attention.value_length", "attention.head_count_kv"):
-        metadata.get(key)
+        metadata.of_any_kind(key)
     key_dim = metadata.get("attention.key_length_mla") or metadata("attention.key_length")
     own = {
         "num_key_value_heads": found["num_attention_heads"],

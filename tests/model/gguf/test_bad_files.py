@@ -87,7 +87,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
     ),
     "a list of blocks": ({"block_count": [2]}, same, r"llama.block_count is \(2,\), which is not a number"),
     "a text for a number": ({"embedding_length": "64"}, same, "llama.embedding_length is '64', which is not a number"),
-    "no width": ({"embedding_length": None}, same, "the file lacks llama.embedding_length"),
+    "no number of the width": ({"embedding_length": None}, same, "the file lacks llama.embedding_length"),
     "no blocks": ({"block_count": 0}, same, "llama.block_count is 0: no model has so many"),
     "blocks of predictors alone": (
         {"nextn_predict_layers": 2},
@@ -100,6 +100,10 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
         same,
         "llama.rope.dimension_count is 16, and the model would rotate 24",
     ),
+    "no number of heads": ({"attention.head_count": None}, same, "the file lacks llama.attention.head_count"),
+    "no KV heads": ({"attention.head_count_kv": 0}, same, "llama.attention.head_count_kv is 0"),
+    "another type": ({"attention.layer_norm_rms_epsilon": 1}, same, "not those of llama: .*rms_norm_eps.*expected fl"),
+    "no width": ({"embedding_length": 0}, same, "llama.attention.head_count is 4, of a width of 0"),
     "no heads": ({"attention.head_count": 0}, same, "llama.attention.head_count is 0"),
 }
 
