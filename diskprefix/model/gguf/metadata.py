@@ -138,13 +138,22 @@ class Metadata:
         """Returns what the file says of the scaling of positions."""
         return {key.removeprefix(SCALING): value for key, value in self._values.items() if key.startswith(SCALING)}
 
+    def _is_scaling(self, key: str) -> bool:
+        kind = str if key == f"{SCALING}type" else int | float
+        return key.startswith(SCALING) and isinstance(self._values[key], kind)
+
     def require_read(self) -> None:
         """Raises `ModelError` with the name of a key that changes numbers and that nothing has read."""
         has_experts = bool(self._values.get("expert_count"))
         for key, value in self._values.items():
             descriptive = _DESCRIPTIVE_LISTS if self.is_list(key) else _DESCRIPTIVE
-            is_known = key in self._read or key in descriptive or key.startswith((SCALING, *_OF_ENCODERS))
-            if is_known or value in _NEUTRAL.get(key, ()) or (key.startswith("expert_") and not has_experts):
+            is_known = key in self._read or key in descriptive or key.startswith(_OF_ENCODERS)
+            if (
+                is_known
+                or self._is_scaling(key)
+                or value in _NEUTRAL.get(key, ())
+                or (key.startswith("expert_") and not has_experts)
+            ):
                 continue
             raise ModelError(f"the file's {self.architecture}.{key} is {shown(value)}, and nothing here reads it")
 

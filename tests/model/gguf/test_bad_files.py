@@ -85,6 +85,16 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
         same,
         r"llama.rope.freq_base is \(1.*\), which is not a number",
     ),
+    "a list of factors": (
+        {"rope.scaling.factor": [2.0, 2.0]},
+        same,
+        r"rope.scaling.factor is \(2.0, 2.0\), and nothing",
+    ),
+    "a text for a factor": (
+        {"rope.scaling.factor": "2"},
+        same,
+        "rope.scaling.factor is '2', and nothing here reads it",
+    ),
     "a list of blocks": ({"block_count": [2]}, same, r"llama.block_count is \(2,\), which is not a number"),
     "a text for a number": ({"embedding_length": "64"}, same, "llama.embedding_length is '64', which is not a number"),
     "no number of the width": ({"embedding_length": None}, same, "the file lacks llama.embedding_length"),
