@@ -8,12 +8,9 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
 
 from diskprefix.errors import ModelError
@@ -24,11 +21,9 @@ from diskprefix.model.load.gguf_file import (
     model_stem,
     part_paths,
     read_tensors,
-    write_header,
 )
 from diskprefix.model.load.gguf_header import GgufHeader
-from diskprefix.model.load.gguf_rope import SCALING, scale_positions
-from diskprefix.model.load.gguf_splits import set_splits
+from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, not_served
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
@@ -50,9 +45,6 @@ SUFFIXES = {"auto": "-quants.3", "native": "", "int8": "-int8.4", "int4": "-int4
 """By the form of the weights. The number changes with the layout of quants in memory."""
 _LOCK, _PARTIAL = ".lock-", ".partial-"
 """Prefixes of a model's name: the file that is locked while the model is made, and the folder that it is made in."""
-_GGUF = "model.load.gguf"
-_STRINGS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
-"""Arrays of strings that transformers reads."""
 
 
 def enough_to_make(needs: ModelNeeds) -> None:
@@ -228,13 +220,12 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native", che
     `int4` (the others are quantised anew). Raises `ModelError` if it cannot be read or `check` does, `OSError` if the
     disk fills up.
     """
-    source, made = work / "source", work / "model"
-    source.mkdir()
+    made = work / "model"
     made.mkdir()
     try:
         with progress_bar(f"converting {gguf.name}", 100, report) as advance, without_tracer():
             quiet_transformers()
-            _convert(gguf, source, made, weights, advance, report, check)
+            _convert(gguf, made, weights, advance, report, check)
     except ModelError:
         raise
     except Exception as error:
@@ -247,7 +238,6 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native", che
 
 def _convert(
     gguf: Path,
-    source: Path,
     made: Path,
     weights: str,
     advance: Callable[[float], None],
@@ -255,11 +245,10 @@ def _convert(
     check: Check,
 ) -> None:
     """Converts, and reports progress in per cent."""
-    from transformers import PreTrainedTokenizerFast
-
-    from diskprefix.model.gguf.known_families import architecture_of
     from diskprefix.model.gguf.configuration import make_configuration, require_rotary
+    from diskprefix.model.gguf.known_families import architecture_of
     from diskprefix.model.gguf.metadata import Metadata
+    from diskprefix.model.gguf.tokenizer import make_tokenizer
 
     parts = part_paths(gguf)
     header, tensors = read_tensors(parts)
@@ -267,12 +256,6 @@ def _convert(
     needs = needs_of_gguf(gguf, weights)
     check(needs)
     require_disk(made.parent, needs.disk_bytes)
-    # In a folder of its own: the folder of the original may hold files of other models.
-    if len(parts) == 1:
-        (source / _GGUF).symlink_to(gguf.resolve())
-    else:
-        write_header(parts[0], header, tensors, source / _GGUF)
-    facts = _facts(header)
     advance(2)
     metadata = Metadata(header, tensors)
     architecture = architecture_of(metadata)
@@ -281,11 +264,7 @@ def _convert(
     config = make_configuration(architecture, metadata)
     used = scale_positions(config, header.values, tensors, report)
     advance(4)
-    with without_gguf_reader(source / _GGUF):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(source, gguf_file=_GGUF)
-    if facts["tokenizer"] == "gpt2":
-        set_splits(tokenizer, facts["pre"], report)
-    tokenizer.save_pretrained(made)
+    make_tokenizer(header).save_pretrained(made)
     advance(8)
     # It imports the code of all models.
     from diskprefix.model.quants.gguf_conversion import GgufConversion
@@ -299,9 +278,10 @@ def _convert(
     GgufConversion(model, architecture, others, weights, made, lambda done: advance(8 + 92 * done / total)).run()
     if [file_stamp(part) for part in parts] != before:
         raise ModelError(f"{gguf} was changed while it was converted; start again")
-    if len(facts["stop_ids"]) > 1:
-        # transformers reads only the end of text from a GGUF, not the end of a turn.
-        model.generation_config.eos_token_id = facts["stop_ids"]
+    stops = dict.fromkeys(metadata.token(kind) for kind in ("eos", "eot", "eom"))
+    stops.pop(None, None)
+    if len(stops) > 1:
+        model.generation_config.eos_token_id = list(stops)
     save_configurations(model, made)
 
 
@@ -320,77 +300,6 @@ def _require_causal(gguf: Path, header: GgufHeader) -> None:
     architecture = header.values.get("general.architecture")
     if header.values.get(f"{architecture}.attention.causal", True) is False:
         raise not_served(gguf, str(architecture), LATER_TOKENS)
-
-
-def _facts(header: GgufHeader) -> dict[str, Any]:
-    """Returns the values that transformers does not read: the pre-tokenizer, and further stop tokens."""
-    stops = [header.values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    return {
-        "tokenizer": header.values.get("tokenizer.ggml.model"),
-        "pre": header.values.get("tokenizer.ggml.pre"),
-        "stop_ids": list(dict.fromkeys(int(stop) for stop in stops if stop is not None)),
-    }
-
-
-@contextmanager
-def without_gguf_reader(file: Path) -> Iterator[None]:
-    """Gives transformers the metadata of `file` where it would read them with the `gguf` library, several times over,
-    which takes seconds for a vocabulary. The scaling of positions is left out: `scale_positions` reads it.
-
-    transformers trusts what it reads, so the header is checked before.
-    """
-    import gguf
-    from transformers.integrations import gguf as package
-    from transformers.integrations.gguf import reader as own
-
-    read: Callable[..., tuple[dict[str, Any], tuple[str, ...]]] = own.read_gguf_metadata
-    # A name of its own, which another version may not have. Then it is slower.
-    own_mapped = getattr(own, "_mapped", None)
-    own._mapped = _mapped
-    try:
-        metadata, tensor_names = read(str(file), _STRINGS)
-    finally:
-        own._mapped = own_mapped
-
-    def read_once(path: str, arrays: Collection[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
-        if Path(path) != file:
-            return read(path, arrays)
-        # Of arrays that nobody asked for there is the length.
-        strings = {name: metadata[name] for name in _STRINGS if name in metadata}
-        asked = {name: [*found] if name in arrays else len(found) for name, found in strings.items()}
-        return metadata | asked, tensor_names
-
-    shown = read_once(str(file), _STRINGS[:1])[0]
-    fields = {name: _field(name, value) for name, value in shown.items() if SCALING not in name}
-    reader = SimpleNamespace(fields=fields, tensors=[SimpleNamespace(name=name) for name in tensor_names])
-    own_reader, own_names = gguf.GGUFReader, gguf.get_tensor_name_map
-    # The names are asked for once for each module of a model.
-    gguf.GGUFReader, gguf.get_tensor_name_map = lambda *_: reader, cache(own_names)
-    own.read_gguf_metadata = package.read_gguf_metadata = read_once
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = own_reader, own_names
-        own.read_gguf_metadata = package.read_gguf_metadata = read
-
-
-def _mapped(file: str) -> mmap:
-    """Maps a file. numpy takes three times as long for each string in it."""
-    with open(file, "rb") as opened:
-        return mmap(opened.fileno(), 0, access=ACCESS_READ)
-
-
-def _field(name: str, value: Any) -> Any:
-    """Returns a value of the metadata as the reader of the `gguf` library has it. Of the arrays of a tokenizer only the
-    length is used."""
-    from gguf import GGUFValueType as Kind
-
-    values = value if isinstance(value, list) else [value]
-    if name.startswith("tokenizer.") and isinstance(value, list):
-        values = [0] * len(value)
-    kinds = {bool: Kind.BOOL, int: Kind.INT64, float: Kind.FLOAT64, str: Kind.STRING}
-    parts = [one.encode() if isinstance(one, str) else [one] for one in values]
-    return SimpleNamespace(parts=parts, data=range(len(parts)), types=[kinds[type(one)] for one in values[:1]])
 
 
 def quiet_transformers() -> None:

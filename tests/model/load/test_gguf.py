@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import gguf as module
@@ -30,7 +29,6 @@ from diskprefix.model.load.gguf import (
     build_once,
     converted_folder,
     is_finished,
-    without_gguf_reader,
 )
 from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.model.quants.file_matrix import load_matrices
@@ -80,15 +78,8 @@ def test_a_gguf_becomes_a_model_with_its_weights_tokenizer_and_template(converte
     assert tokenizer.decode(ids) == text
 
 
-def test_stop_tokens_and_the_rule_that_cuts_text_are_those_of_the_file(converted: Path, tmp_path: Path) -> None:
-    """transformers reads one stop token, and takes smollm's rule for GPT-2's, which leaves one blank line of two before
-    a digit."""
+def test_all_stop_tokens_of_the_file_end_a_reply(converted: Path) -> None:
     assert json.loads((converted / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
-    tokenizer = AutoTokenizer.from_pretrained(converted)
-    assert tokenizer.tokenize("h\n\n1  23") == ["h", "ĊĊ", "1", "ĠĠ", "2", "3"]
-    lines: list[str] = []
-    converted_folder(tiny.write_gguf(tmp_path / "odd.gguf", pre="of-tomorrow"), lines.append)
-    assert any("of-tomorrow" in line for line in lines), "an unknown rule is said"
 
 
 def test_a_gguf_is_converted_once_and_found_by_its_content(
@@ -297,24 +288,6 @@ def test_tensors_that_are_converted_one_by_one_are_those_of_the_whole_model(
         names = set(tensors.keys())
         assert expected.keys() - names == ({"lm_head.weight"} if "without" in options else set())
         assert all(torch.equal(tensors.get_tensor(name), expected[name]) for name in names)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"experts": 4}]
-    + [{"architecture": name} for name in ("llama", "qwen2", "gemma3", "gemma4", "stablelm", "gpt-oss")],
-    ids=str,
-)
-def test_transformers_has_the_configuration_that_the_library_would_read(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", **options)
-    expected = load_gguf_checkpoint(str(file))["config"]
-    monkeypatch.setattr("gguf.GGUFReader", never)
-    with without_gguf_reader(file):
-        assert load_gguf_checkpoint(str(file))["config"] == expected
-    with pytest.raises(AssertionError):
-        load_gguf_checkpoint(str(file))
 
 
 @pytest.mark.usefixtures("cache")

@@ -1,0 +1,226 @@
+"""A `.gguf` file's tokenizer is what its metadata say, or the file is refused in one line with the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFReader, GGUFWriter
+from transformers import AutoTokenizer
+
+from diskprefix.errors import ModelError
+from diskprefix.model.gguf.tokenizer import make_tokenizer
+from diskprefix.model.load.gguf import converted_folder
+from diskprefix.model.load.gguf_header import GgufHeader, read_header
+from tests.model import tiny
+from tests.model.load.test_gguf_refusals import write_sample
+
+TEXT = "Don't count 12345 café!\n\n  x=(y)\t你好Hi あカ '90s/\n q̂ iPHone  7"
+PIECES = {
+    "default": "Don|'|t| count| |123|45| café|!|\n\n | x|=(|y|)|\t|你好Hi| あカ| |'|90|s|/|\n| q|̂| iPHone| | |7",
+    "gpt-2": "Don|'t| count| 12345| café|!|\n\n | x|=(|y|)|\t|你好Hi| あカ| '|90|s|/|\n| q|̂| iPHone| | 7",
+    "smollm": "Don|'t| count| |1|2|3|4|5| café|!|\n\n | x|=(|y|)|\t|你好Hi| あカ| '|9|0|s|/|\n| q|̂| iPHone|  |7",
+    "llama-bpe": "Don|'t| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q|̂| iPHone| | |7",
+    "qwen2": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q|̂| iPHone| | |7",
+    "qwen35": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q̂| iPHone| | |7",
+    "minicpm5": "Don|'t| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q|̂| iPHone|  |7",
+    "tekken": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q̂| i|PHone| | |7",
+    "gpt-4o": "Don't| count| |123|45| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q̂| i|PHone| | |7",
+    "tiny_aya": "Don't| count| |12|345| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|90|s|/\n| q̂| i|PHone|  |7",
+    # A later pattern has the plain letters, and cuts words again.
+    "deepseek-llm": "Don|'|t| count| |12345| caf|é|!|\n|\n| | x|=(|y|)|\t|你好|Hi| |あカ| '|90|s|/|\n| q|̂| iPHone|  |7",
+    "deepseek-coder": (
+        "Don|'|t| count| |1|2|3|4|5| café|!|\n|\n| | x|=|(|y|)|\t|你好|Hi| |あカ| '|9|0|s|/|\n| q|̂| iPHone|  |7"
+    ),
+    "deepseek-v3": "Don|'t| count| |123|45| café|!\n\n| | x|=(|y|)|\t|你好|Hi| |あカ| '|90|s|/\n| q̂| iPHone|  |7",
+    "youtu": "Don't| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t|你好|Hi| |あカ| '|9|0|s|/\n| q̂| i|PHone| | |7",
+    "kimi-k2": "Don't| count| |123|45| café|!\n\n| | x|=(|y|)|\t|你好|Hi| あカ| '|90|s|/\n| q̂| i|PHone| | |7",
+    "superbpe": "Don't count |12|345| café!\n\n  x=(y)\t你好Hi あカ '|90|s/\n q̂ iPHone  |7",
+    "bailingmoe": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q|̂| iPHone| | |7",
+    "seed-coder": "Don|'t| count| |1|2|3|4|5| café|!|\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/|\n| q|̂| iPHone| | |7",
+    "falcon": "Don|'|t| count| |123|45| café|!|\n\n | x|=(|y|)|\t|你好Hi| あカ| |'|90|s|/|\n| q|̂| iPHone| | 7",
+    "viking": "Don't| count| |1|2|3|4|5| café|!\n\n | x=|(|y|)\t|你好Hi| あカ| '|9|0|s/|\n| q̂| iPHone| | |7",
+}
+
+WORDS = tiny.tokens()
+BYTES: dict[str, Any] = {
+    "model": "gpt2",
+    "pre": "gpt-2",
+    "tokens": [*WORDS, "<think>", "<｜User｜>", "<unk>", ""],
+    "token_type": [3] * 3 + [1] * (len(WORDS) - 3) + [4, 3, 2, 5],
+    "merges": tiny.MERGES,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PIECES_OF_TEXT = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁ab"]
+SENTENCES: dict[str, Any] = {
+    "model": "llama",
+    "tokens": [*PIECES_OF_TEXT, "abab", "[INST]", "  "],
+    "scores": [0.0] * 262 + [-2.0, -1.0, -3.0, -4.0, 0.0, 0.0],
+    "token_type": [2, 3, 3] + [6] * 256 + [1] * 7 + [3, 4],
+}
+A, B, AB, BLANK_A, BLANK_AB, INST, TWO_BLANKS = 260, 261, 262, 263, 264, 266, 267
+BLANK = 259
+
+
+def header(path: Path, values: dict[str, Any], **others: Any) -> GgufHeader:
+    """The header of a file with values of `tokenizer.ggml`, without those that are None, and others."""
+    writer = GGUFWriter(path / "tiny.gguf", "llama")
+    keys = {f"tokenizer.ggml.{key}": value for key, value in values.items()} | others
+    for key, value in keys.items():
+        if value is not None:
+            tiny.add_value(writer, key, value)
+    tiny.finish(writer)
+    return read_header(path / "tiny.gguf")
+
+
+def ids(tokenizer: Any, text: str, *, alone: bool = True) -> list[int]:
+    found: list[int] = tokenizer.encode(text, add_special_tokens=not alone)
+    return found
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_text_is_cut_as_the_models_own_tokenizer_cuts_it(pre: str, tmp_path: Path) -> None:
+    cut = make_tokenizer(header(tmp_path, BYTES | {"pre": pre})).backend_tokenizer.pre_tokenizer
+    found = "|".join(TEXT[first:last] for _, (first, last) in cut.pre_tokenize_str(TEXT))
+    assert found == PIECES[pre]
+
+
+def test_a_file_without_a_rule_is_cut_as_llama_cpp_cuts_it(tmp_path: Path) -> None:
+    plain = make_tokenizer(header(tmp_path, BYTES | {"pre": None})).backend_tokenizer.pre_tokenizer
+    named = make_tokenizer(header(tmp_path, BYTES | {"pre": "default"})).backend_tokenizer.pre_tokenizer
+    assert plain.pre_tokenize_str(TEXT) == named.pre_tokenize_str(TEXT)
+
+
+def test_marked_tokens_are_found_first_and_only_control_tokens_are_special(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(header(tmp_path, BYTES))
+    count = len(WORDS)
+    assert ids(tokenizer, "<think><｜User｜><unk><|im_end|>") == [count, count + 1, count + 2, 2]
+    assert tokenizer.convert_tokens_to_ids("[EMPTY_266]") == count + 3 == 266
+    found = tokenizer.added_tokens_decoder
+    assert {number for number, token in found.items() if token.special} == {0, 1, 2, count + 1, count + 2}
+    assert tokenizer.decode([count, *ids(tokenizer, "é x")]) == "<think>é x"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, "{}"),
+        ({"pre": "llama-bpe"}, "<|im_start|>{}"),
+        ({"pre": "tekken"}, "<|im_start|>{}"),
+        ({"pre": "llama-bpe", "add_bos_token": False}, "{}"),
+        ({"add_bos_token": True, "add_eos_token": True}, "<|im_start|>{}<|im_end|>"),
+    ],
+    ids=str,
+)
+def test_a_text_begins_and_ends_as_the_file_says(values: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(header(tmp_path, BYTES | values))
+    assert tokenizer.decode(ids(tokenizer, "he", alone=False)) == expected.format("he")
+
+
+@pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", ["Ġhe"]), ("qwen2", ["Ġ", "he"])])
+def test_a_word_that_is_a_token_needs_merges_only_in_some_vocabularies(
+    pre: str, expected: list[str], tmp_path: Path
+) -> None:
+    values = BYTES | {"pre": pre, "tokens": [*WORDS, "Ġhe"], "token_type": None}
+    assert make_tokenizer(header(tmp_path, values)).tokenize(" he") == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "text", "expected"),
+    [
+        ({}, "ab", [BLANK_AB]),
+        ({}, " ab", [BLANK, BLANK_AB]),
+        # By score: `ab` before `▁a`.
+        ({}, "aba", [BLANK_AB, A]),
+        ({"add_space_prefix": False}, "ab a", [AB, BLANK_A]),
+        ({"add_space_prefix": False}, "abab", [265]),
+        ({"add_space_prefix": False}, "é\n", [0xC3 + 3, 0xA9 + 3, 10 + 3]),
+        ({"add_space_prefix": False}, "a  ab", [A, TWO_BLANKS, AB]),
+        ({}, "a[INST]b", [BLANK_A, INST, BLANK, B]),
+        ({"model": "gemma4", "merges": ["▁ a"]}, "ab a", [A, B, BLANK_A]),
+    ],
+    ids=str,
+)
+def test_pieces_are_merged_by_their_scores(
+    values: dict[str, Any], text: str, expected: list[int], tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer(header(tmp_path, SENTENCES | values))
+    assert ids(tokenizer, text) == expected
+    assert tokenizer.decode(expected) == (text if "INST" not in text else "a[INST] b")
+
+
+def test_old_files_have_the_special_tokens_that_llama_had(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(header(tmp_path, SENTENCES))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+    assert ids(tokenizer, "ab", alone=False) == [1, BLANK_AB]
+
+
+def test_what_is_saved_is_the_same_tokenizer(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(
+        header(tmp_path, BYTES | {"add_bos_token": True}, **{"tokenizer.chat_template": tiny.CHAT_TEMPLATE})
+    )
+    tokenizer.save_pretrained(tmp_path)
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    assert saved(TEXT)["input_ids"] == tokenizer(TEXT)["input_ids"]
+    assert (saved.bos_token, saved.eos_token, saved.pad_token) == ("<|im_start|>", "<|im_end|>", None)
+    assert saved.chat_template == tiny.CHAT_TEMPLATE
+
+
+WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"model": None}, {}, "tokenizer.ggml.model is missing"),
+    ({"model": "bert"}, {}, "tokenizer.ggml.model is bert"),
+    ({"pre": "of-tomorrow"}, {}, "tokenizer.ggml.pre is of-tomorrow"),
+    ({}, {"tokenizer.huggingface.json": "{}"}, "two tokenizers: tokenizer.ggml.model and tokenizer.huggingface.json"),
+    ({}, {"tokenizer.chat_template": "a\n{% for"}, "tokenizer.chat_template: line 2: "),
+    ({}, {"tokenizer.chat_template": 7}, "tokenizer.chat_template is 7"),
+    ({"tokens": None}, {}, "lacks the array tokenizer.ggml.tokens"),
+    ({"tokens": [1, 2]}, {}, "tokenizer.ggml.tokens are numbers"),
+    ({"tokens": ["a", "a"]}, {}, "tokenizer.ggml.tokens has a token twice"),
+    ({"token_type": [1, 3]}, {}, "tokenizer.ggml.token_type are not 267 numbers"),
+    ({"token_type": ["1"] * 267}, {}, "tokenizer.ggml.token_type are not 267 numbers"),
+    ({"merges": None}, {}, "lacks the array tokenizer.ggml.merges"),
+    ({"merges": ["h e", "xy z"]}, {}, "tokenizer.ggml.merges: "),
+    ({"eos_token_id": 267}, {}, "tokenizer.ggml.eos_token_id is 267, and it has 267 tokens"),
+    ({"padding_token_id": "2"}, {}, "tokenizer.ggml.padding_token_id is 2, and"),
+    ({"model": "llama", "merges": None}, {}, "lacks the array tokenizer.ggml.scores"),
+]
+
+
+@pytest.mark.parametrize(("values", "others", "said"), WRONG, ids=str)
+def test_a_wrong_tokenizer_is_refused_in_one_line(
+    values: dict[str, Any], others: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        make_tokenizer(header(tmp_path, BYTES | values, **others))
+    assert said in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_model_whose_tokenizer_is_refused_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(ModelError, match="of-tomorrow"):
+        converted_folder(tiny.write_gguf(tmp_path / "odd.gguf", pre="of-tomorrow"), lambda _: None)
+    assert not list((cache / "models").glob("*odd*/"))
+
+
+def test_arrays_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    path = write_sample(tmp_path / "sample.gguf")
+    fields, arrays = GGUFReader(path).fields, read_header(path).arrays
+    assert len(arrays) == 12
+    for key, array in arrays.items():
+        assert list(array.read()) == fields[key].contents()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xff" * 200, b"\x02" + b"\0" * 7 + b"\xff" * 200])
+def test_an_array_of_a_file_that_changes_is_refused(damage: bytes, tmp_path: Path) -> None:
+    path = write_sample(tmp_path / "sample.gguf")
+    array = read_header(path).arrays["list.STRING"]
+    path.write_bytes(path.read_bytes()[: array.begin] + damage)
+    with pytest.raises(ModelError, match=r"it was changed while it was read|not UTF-8"):
+        array.read()
+    numbers = read_header(write_sample(path)).arrays["list.FLOAT64"]
+    path.write_bytes(b"")
+    with pytest.raises(ModelError, match="it was changed"):
+        np.asarray(numbers.read())
