@@ -97,12 +97,16 @@ _SPARE_BYTES = 1 << 19
 
 
 def _gguf(folder: Path) -> Check:
-    """Reading takes no more memory than the file has bytes, and no tensor ends behind the file."""
+    """Reading takes no more memory than the file has bytes, and no tensor or array ends behind the file."""
     path = folder / "fuzzed.gguf"
 
     def act() -> None:
-        for tensor in read_tensors([path])[1]:
+        header, tensors = read_tensors([path])
+        for tensor in tensors:
             require(tensor.offset + tensor.content().nbytes <= path.stat().st_size, "a tensor ends behind the file")
+        for array in header.arrays.values():
+            require(array.end <= path.stat().st_size, "an array ends behind the file")
+            refused(array.read)
 
     def check(data: bytes) -> None:
         # ext4 waits for the disk when a file is cut to nothing and written again.

@@ -35,8 +35,8 @@ class TensorSource:
 
 
 Sources: TypeAlias = Mapping[str, str | TensorSource | tuple[str | TensorSource, ...]]
-"""Parameters, without `.weight` and `.bias`, and what each is made of: a tensor as it is, a `TensorSource`, or the first
-of several whose tensors a file has. Names within a layer stand for each layer."""
+"""Parameters, without `.weight` and `.bias`, and what each is made of: a tensor as it is, a `TensorSource`, or the
+first of several whose tensors a file has. Names within a layer stand for each layer."""
 
 
 def head_dim(config: Any) -> int:

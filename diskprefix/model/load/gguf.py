@@ -246,9 +246,9 @@ def _convert(
 ) -> None:
     """Converts, and reports progress in per cent."""
     from diskprefix.model.gguf.configuration import make_configuration, require_rotary
+    from diskprefix.model.gguf.file_tokenizer import make_tokenizer
     from diskprefix.model.gguf.known_families import architecture_of
     from diskprefix.model.gguf.metadata import Metadata
-    from diskprefix.model.gguf.tokenizer import make_tokenizer
 
     parts = part_paths(gguf)
     header, tensors = read_tensors(parts)

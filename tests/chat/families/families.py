@@ -96,9 +96,6 @@ FAMILIES = (
     ),
 )  # fmt: skip
 
-RSTRIP = frozenset({"<|assistant|>", "<|system|>", "<|end|>", "<|user|>"})
-"""Phi's tokens that swallow the blanks behind them, which its GGUF does not say."""
-
 
 def named(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
@@ -130,8 +127,6 @@ def tokenizer_of(family: Family) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, bos_token=family.bos, eos_token=family.eos)
     added = [AddedToken(text, special=True, normalized=False) for text in family.special]
     added += [AddedToken(text, special=False, normalized=False) for text in family.plain]
-    if family.vocabulary == "phi-3":
-        added += [AddedToken(text, special=True, normalized=False, rstrip=True) for text in RSTRIP]
     tokenizer.backend_tokenizer.add_tokens(added)
     tokenizer.chat_template = _template(family.template)
     if family.tool_template:

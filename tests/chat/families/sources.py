@@ -27,7 +27,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from diskprefix.model.gguf.tokenizer import make_tokenizer
+from diskprefix.model.gguf.file_tokenizer import make_tokenizer
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.settings import cache_home
 

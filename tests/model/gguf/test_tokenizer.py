@@ -11,7 +11,7 @@ from gguf import GGUFReader, GGUFWriter
 from transformers import AutoTokenizer
 
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf.tokenizer import make_tokenizer
+from diskprefix.model.gguf.file_tokenizer import make_tokenizer
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.gguf_header import GgufHeader, read_header
 from tests.model import tiny
@@ -40,7 +40,6 @@ PIECES = {
     "superbpe": "Don't count |12|345| café!\n\n  x=(y)\t你好Hi あカ '|90|s/\n q̂ iPHone  |7",
     "bailingmoe": "Don|'t| count| |1|2|3|4|5| café|!\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/\n| q|̂| iPHone| | |7",
     "seed-coder": "Don|'t| count| |1|2|3|4|5| café|!|\n\n| | x|=(|y|)|\t你好Hi| あカ| '|9|0|s|/|\n| q|̂| iPHone| | |7",
-    "falcon": "Don|'|t| count| |123|45| café|!|\n\n | x|=(|y|)|\t|你好Hi| あカ| |'|90|s|/|\n| q|̂| iPHone| | 7",
     "viking": "Don't| count| |1|2|3|4|5| café|!\n\n | x=|(|y|)\t|你好Hi| あカ| '|9|0|s/|\n| q̂| iPHone| | |7",
 }
 
@@ -67,7 +66,8 @@ BLANK = 259
 
 def header(path: Path, values: dict[str, Any], **others: Any) -> GgufHeader:
     """The header of a file with values of `tokenizer.ggml`, without those that are None, and others."""
-    writer = GGUFWriter(path / "tiny.gguf", "llama")
+    architecture = others.pop("general.architecture", "llama")
+    writer = GGUFWriter(path / "tiny.gguf", architecture)
     keys = {f"tokenizer.ggml.{key}": value for key, value in values.items()} | others
     for key, value in keys.items():
         if value is not None:
@@ -152,6 +152,12 @@ def test_pieces_are_merged_by_their_scores(
     assert tokenizer.decode(expected) == (text if "INST" not in text else "a[INST] b")
 
 
+def test_most_special_tokens_of_phi_3_take_the_blanks_behind_them(tmp_path: Path) -> None:
+    phi = make_tokenizer(header(tmp_path, SENTENCES, **{"general.architecture": "phi3"}))
+    assert ids(phi, "</s> \na<s> b") == [2, BLANK_A, 1, BLANK, BLANK, B]
+    assert ids(make_tokenizer(header(tmp_path, SENTENCES)), "</s> a") == [2, BLANK, BLANK_A]
+
+
 def test_old_files_have_the_special_tokens_that_llama_had(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(header(tmp_path, SENTENCES))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
@@ -171,20 +177,20 @@ def test_what_is_saved_is_the_same_tokenizer(tmp_path: Path) -> None:
 
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model": None}, {}, "tokenizer.ggml.model is missing"),
-    ({"model": "bert"}, {}, "tokenizer.ggml.model is bert"),
-    ({"pre": "of-tomorrow"}, {}, "tokenizer.ggml.pre is of-tomorrow"),
+    ({"model": "bert"}, {}, "tokenizer.ggml.model is 'bert'"),
+    ({"pre": "of-tomorrow"}, {}, "tokenizer.ggml.pre is 'of-tomorrow'"),
     ({}, {"tokenizer.huggingface.json": "{}"}, "two tokenizers: tokenizer.ggml.model and tokenizer.huggingface.json"),
     ({}, {"tokenizer.chat_template": "a\n{% for"}, "tokenizer.chat_template: line 2: "),
-    ({}, {"tokenizer.chat_template": 7}, "tokenizer.chat_template is 7"),
+    ({}, {"tokenizer.chat_template": 7}, "tokenizer.chat_template: it is not text"),
     ({"tokens": None}, {}, "lacks the array tokenizer.ggml.tokens"),
-    ({"tokens": [1, 2]}, {}, "tokenizer.ggml.tokens are numbers"),
+    ({"tokens": [1, 2]}, {}, "tokenizer.ggml.tokens are not strings"),
     ({"tokens": ["a", "a"]}, {}, "tokenizer.ggml.tokens has a token twice"),
     ({"token_type": [1, 3]}, {}, "tokenizer.ggml.token_type are not 267 numbers"),
     ({"token_type": ["1"] * 267}, {}, "tokenizer.ggml.token_type are not 267 numbers"),
     ({"merges": None}, {}, "lacks the array tokenizer.ggml.merges"),
     ({"merges": ["h e", "xy z"]}, {}, "tokenizer.ggml.merges: "),
     ({"eos_token_id": 267}, {}, "tokenizer.ggml.eos_token_id is 267, and it has 267 tokens"),
-    ({"padding_token_id": "2"}, {}, "tokenizer.ggml.padding_token_id is 2, and"),
+    ({"padding_token_id": "2"}, {}, "tokenizer.ggml.padding_token_id is '2', and"),
     ({"model": "llama", "merges": None}, {}, "lacks the array tokenizer.ggml.scores"),
 ]
 

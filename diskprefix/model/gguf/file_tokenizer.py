@@ -27,13 +27,13 @@ _OTHERS = ("tokenizer.huggingface.json", "tokenizer.rwkv.world")
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """The types of tokens that are found in a text before anything else."""
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_DEFAULTS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
-"""The special tokens of old files, by the kind of tokenizer."""
+_KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Tokens of Phi 3 that do not take the blanks behind them. All others do, which files do not say."""
+_OF_OLD_FILES = {"bos": 1, "eos": 2, "unknown": 0}
 
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _BEFORE, _ENDING = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_HAN = "&&[^\\p{Han}]]"
 
 
 def _words(digits: str) -> str:
@@ -63,14 +63,11 @@ _DEEPSEEK_3 = (
     r"[\x{4e00}-\x{9fa5}\x{3040}-\x{309f}\x{30a0}-\x{30ff}]+",
     rf"[!-/:-@\[-`{{-~][A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
-_YOUTU = (
-    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
-    _cased(f"{_ENDING}?", r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"),
-)
-_KIMI = _cased(f"{_ENDING}?", r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*", _UPPER[:-1] + _HAN, _LOWER[:-1] + _HAN)
+_YOUTU = "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+"
+_KIMI_CASES = [f"{letters[:-1]}&&[^\\p{{Han}}]]" for letters in (_UPPER, _LOWER)]
+_KIMI = r"\p{Han}+|" + _cased(f"{_ENDING}?", r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*", *_KIMI_CASES)
 _QWEN_35 = rf"{_ENDING}|{_BEFORE}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
-_SEED = rf"{_ENDING}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
 _LLAMA_3 = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 
 _CUTS: Sequence[tuple[str, tuple[str, ...]]] = (
@@ -87,12 +84,11 @@ _CUTS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("deepseek-llm", _DEEPSEEK_LLM),
     ("deepseek-coder", _DEEPSEEK_CODER),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _DEEPSEEK_3),
-    ("youtu", _YOUTU),
-    ("kimi-k2", (rf"\p{{Han}}+|{_KIMI}",)),
+    ("youtu", (_YOUTU, _cased(f"{_ENDING}?", r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"))),
+    ("kimi-k2", (_KIMI,)),
     ("superbpe", (r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
     ("bailingmoe bailingmoe2 llada-moe", (_BAILING,)),
-    ("seed-coder", (_SEED,)),
-    ("falcon", (r"[\p{P}\$\+<=>\^~\|`]+", _GPT_2, "[0-9][0-9][0-9]")),
+    ("seed-coder", (rf"{_ENDING}|{_BEFORE}\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",)),
     ("viking", (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}")),
 )
 """Names that `tokenizer.ggml.pre` has, and their patterns. Each cuts the pieces that the one before leaves."""
@@ -103,67 +99,90 @@ _TAKES_WORDS = _ADDS_BOS | {"minicpm5", "youtu", "glm4", "glm5"}
 """Names of those where a word that is a token needs no merges."""
 
 
+class _Keys:
+    """The tokenizer as a file describes it, by names without their prefix."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.architecture = header.values.get("general.architecture")
+        self._values, self._arrays = header.values, header.arrays
+
+    def __contains__(self, name: str) -> bool:
+        return _PREFIX + name in self._arrays
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._values.get(_PREFIX + name, default)
+
+    def array(self, name: str, count: int | None = None) -> Any:
+        """Reads strings, or `count` numbers. Raises `ModelError` if the file has something else."""
+        if name not in self:
+            raise ModelError(f"the file lacks the array {_PREFIX}{name}")
+        found = self._arrays[_PREFIX + name].read()
+        if isinstance(found, list) != (count is None) or count not in (None, len(found)):
+            raise ModelError(f"the file's {_PREFIX}{name} are not {f'{count} numbers' if count else 'strings'}")
+        return found
+
+
 def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the key that is missing, not
     known or wrong."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    kind = header.values.get(f"{_PREFIX}model", "missing")
+    keys = _Keys(header)
+    kind = keys.get("model", "")
     if kind not in _KINDS:
-        raise ModelError(f"the file's {_PREFIX}model is {shown(kind)}; {', '.join(_KINDS)} are read")
+        raise ModelError(
+            f"the file's {_PREFIX}model is {shown(kind) if kind else 'missing'}; {', '.join(_KINDS)} are read"
+        )
     if other := next((key for key in _OTHERS if key in header.values), None):
         raise ModelError(f"the file has two tokenizers: {_PREFIX}model and {other}")
-    tokens = _strings(header, "tokens")
-    tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
+    tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.array("tokens"))]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         raise ModelError(f"the file's {_PREFIX}tokens has a token twice")
     # An empty one at first: it copies what it is given, which takes as long as making it.
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    special = _special(header, tokens)
-    _KINDS[kind](made.backend_tokenizer, header, vocabulary, special.get("unk_token"))
-    made.backend_tokenizer.add_tokens(_found_first(header, tokens, special.values()))
+    special = _special(keys, tokens)
+    _KINDS[kind](made.backend_tokenizer, keys, vocabulary, special.get("unk_token"))
+    made.backend_tokenizer.add_tokens(_found_first(keys, tokens, special.values()))
     for name, token in special.items():
         setattr(made, name, token)
-    adds_bos = kind != "gpt2" or header.values.get(f"{_PREFIX}pre") in _ADDS_BOS
-    made.add_bos_token = bool(header.values.get(f"{_PREFIX}add_bos_token", adds_bos))
-    made.add_eos_token = bool(header.values.get(f"{_PREFIX}add_eos_token", False))
+    made.add_bos_token = bool(keys.get("add_bos_token", kind != "gpt2" or keys.get("pre") in _ADDS_BOS))
+    made.add_eos_token = bool(keys.get("add_eos_token", False))
     _set_template(made, header.values.get("tokenizer.chat_template"))
     return made
 
 
-def _byte_level(made: Tokenizer, header: GgufHeader, vocabulary: Mapping[str, int], _unknown: str | None) -> None:
+def _byte_level(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], _unknown: str | None) -> None:
     """Pairs of bytes are merged, each of which is written as a character."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
-    name = header.values.get(f"{_PREFIX}pre", "default")
+    name = keys.get("pre", "default")
     if name not in _PATTERNS:
         raise ModelError(f"the file's {_PREFIX}pre is {shown(name)}, and nothing here knows how that cuts text")
-    made.model = _merging(vocabulary, _merges(header), ignore_merges=name in _TAKES_WORDS)
+    made.model = _merging(vocabulary, _merges(keys), ignore_merges=name in _TAKES_WORDS)
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[name]]
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytewise])
     made.decoder = decoders.ByteLevel()
 
 
-def _sentence_pieces(made: Tokenizer, header: GgufHeader, vocabulary: Mapping[str, int], unknown: str | None) -> None:
+def _sentence_pieces(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], unknown: str | None) -> None:
     """Pairs of characters are merged. A blank is ▁, and characters that no token has are written as bytes."""
     from tokenizers import decoders, normalizers
 
-    has_merges = f"{_PREFIX}merges" in header.arrays
-    merges = _merges(header) if has_merges else _merges_by_score(header, vocabulary)
+    merges = _merges(keys) if "merges" in keys else _merges_by_score(keys, vocabulary)
     made.model = _merging(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     normal: list[Any] = [normalizers.Replace(" ", "▁")]
     decoded: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if header.values.get(f"{_PREFIX}add_space_prefix", header.values[f"{_PREFIX}model"] == "llama"):
+    if keys.get("add_space_prefix", keys.get("model") == "llama"):
         normal.insert(0, normalizers.Prepend("▁"))
         decoded.append(decoders.Strip(" ", left=1))
     made.normalizer = normalizers.Sequence(normal)
     made.decoder = decoders.Sequence(decoded)
 
 
-_KINDS: Mapping[str, Callable[[Tokenizer, GgufHeader, Mapping[str, int], str | None], None]] = {
+_KINDS: Mapping[str, Callable[[Tokenizer, _Keys, dict[str, int], str | None], None]] = {
     "gpt2": _byte_level,
     "llama": _sentence_pieces,
     "gemma4": _sentence_pieces,
@@ -171,7 +190,7 @@ _KINDS: Mapping[str, Callable[[Tokenizer, GgufHeader, Mapping[str, int], str | N
 """By `tokenizer.ggml.model`. No architecture that is read has another kind."""
 
 
-def _merging(vocabulary: Mapping[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
+def _merging(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
     from tokenizers import models
 
     try:
@@ -180,16 +199,15 @@ def _merging(vocabulary: Mapping[str, int], merges: list[tuple[str, str]], **opt
         raise ModelError(f"the file's {_PREFIX}merges: {first_line(error)}") from error
 
 
-def _merges(header: GgufHeader) -> list[tuple[str, str]]:
-    halves = (merge.partition(" ") for merge in _strings(header, "merges"))
-    return [(left, right) for left, _, right in halves]
+def _merges(keys: _Keys) -> list[tuple[str, str]]:
+    return [(left, right) for left, _, right in (merge.partition(" ") for merge in keys.array("merges"))]
 
 
-def _merges_by_score(header: GgufHeader, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+def _merges_by_score(keys: _Keys, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """Returns the pairs of tokens that make a token, best first. Among equals the first token comes first, then the
     longest left part, as in each `tokenizer.json` that is made of such a vocabulary."""
     tokens, found = list(vocabulary), []
-    scores = _numbers(header, "scores", len(tokens)).astype(np.float64)
+    scores = keys.array("scores", len(tokens)).astype(np.float64)
     for number in np.argsort(-scores, kind="stable"):
         token = tokens[number]
         cuts = ((token[:cut], token[cut:]) for cut in range(len(token) - 1, 0, -1))
@@ -197,12 +215,11 @@ def _merges_by_score(header: GgufHeader, vocabulary: Mapping[str, int]) -> list[
     return found
 
 
-def _special(header: GgufHeader, tokens: Sequence[str]) -> dict[str, str]:
+def _special(keys: _Keys, tokens: Sequence[str]) -> dict[str, str]:
     """Returns the texts of special tokens, by the names that transformers has for them."""
-    found = {}
+    found, defaults = {}, _OF_OLD_FILES if keys.get("model") == "llama" else {}
     for name, key in _SPECIAL.items():
-        default = _DEFAULTS.get(header.values[f"{_PREFIX}model"], {}).get(key)
-        number = header.values.get(f"{_PREFIX}{key}_token_id", default)
+        number = keys.get(f"{key}_token_id", defaults.get(key))
         if number is None:
             continue
         if not isinstance(number, int) or not 0 <= number < len(tokens):
@@ -211,42 +228,25 @@ def _special(header: GgufHeader, tokens: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _found_first(header: GgufHeader, tokens: Sequence[str], special: Collection[str]) -> list[AddedToken]:
+def _found_first(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -> list[AddedToken]:
     """Returns the tokens that are found in a text before it is cut."""
     from tokenizers import AddedToken
 
     found = dict.fromkeys(special, _CONTROL)
-    if f"{_PREFIX}token_type" in header.arrays:
-        types = _numbers(header, "token_type", len(tokens))
+    if "token_type" in keys:
+        types = keys.array("token_type", len(tokens))
         first = np.flatnonzero(np.isin(types, (_UNKNOWN, _CONTROL, _USER_DEFINED)))
-        found = {tokens[number]: int(types[number]) for number in first} | found
-    return [AddedToken(token, special=kind != _USER_DEFINED, normalized=False) for token, kind in found.items()]
+        found = {tokens[number]: int(types[number]) for number in first.tolist()} | found
+    takes_blanks = found.keys() - _KEEPS_BLANKS if keys.architecture == "phi3" and keys.get("model") == "llama" else ()
+    return [
+        AddedToken(token, special=kind != _USER_DEFINED, normalized=False, rstrip=token in takes_blanks)
+        for token, kind in found.items()
+    ]
 
 
 def _set_template(tokenizer: PreTrainedTokenizerFast, template: Any) -> None:
-    """Sets the chat template. Raises `ModelError` if it does not parse."""
-    if not isinstance(template, str | None):
-        raise ModelError(f"the file's tokenizer.chat_template is {shown(template)}")
+    """Raises `ModelError` if the chat template does not parse."""
     tokenizer.chat_template = template
-    if template and (fault := fault_of_template(tokenizer)):
+    fault = fault_of_template(tokenizer) if isinstance(template, str) else "it is not text"
+    if template is not None and fault:
         raise ModelError(f"the file's tokenizer.chat_template: {fault}")
-
-
-def _strings(header: GgufHeader, name: str) -> list[str]:
-    found = _array(header, name)
-    if not isinstance(found, list):
-        raise ModelError(f"the file's {_PREFIX}{name} are numbers")
-    return found
-
-
-def _numbers(header: GgufHeader, name: str, count: int) -> np.ndarray[Any, Any]:
-    found = _array(header, name)
-    if isinstance(found, list) or len(found) != count:
-        raise ModelError(f"the file's {_PREFIX}{name} are not {count} numbers, one for each token")
-    return found
-
-
-def _array(header: GgufHeader, name: str) -> list[str] | np.ndarray[Any, Any]:
-    if (found := header.arrays.get(f"{_PREFIX}{name}")) is None:
-        raise ModelError(f"the file lacks the array {_PREFIX}{name}")
-    return found.read()
