@@ -88,8 +88,8 @@ def test_loading_takes_the_memory_of_the_weights_and_of_a_layer_of_experts(
     size = write_mixture(tmp_path, kind, each)
     assert size > 200 * MIB
     assert forked.run(note_growth, str(tmp_path), tmp_path / "growth") == 0
-    # The experts of a layer are read before they are put together.
-    assert size <= int((tmp_path / "growth").read_text()) <= size + size // 3 * (1 + each // 2) + 64 * MIB
+    # The experts of a layer are read before they are put together. Libraries take 50 to 75 MiB; a layer has 74 more.
+    assert size <= int((tmp_path / "growth").read_text()) <= size + size // 3 * (1 + each // 2) + 80 * MIB
 
 
 def test_weights_lie_side_by_side_and_begin_with_a_line(tmp_path: Path) -> None:
