@@ -1,4 +1,4 @@
-"""The entry point of `tools/bench`: benchmarks, matrices, measures of the code, research.
+"""The entry point of `tools/bench`: benchmarks, matrices, real models.
 
 The module of a subcommand is imported when it runs, so that the list appears at once.
 """
@@ -39,14 +39,16 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),
     },
     "Matrices": {
+        "files": Tool(
+            "benchmarks.files", "Files of every architecture, against transformers and llama.cpp.", NO_THREADS
+        ),
         "exactness": Tool("faults.exactness", "Restored against cold, bit for bit, for every architecture."),
         "powerloss": Tool("faults.powerloss", "Every state of the disk after a power failure.", NO_THREADS),
         "interleavings": Tool("faults.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("faults.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "fuzz": Tool("faults.fuzz", "Made-up requests to every route: no 500, no hang."),
     },
-    "Research": {
-        "policy": Tool("research.policy", "How well `auto` and the presets choose, by simulation."),
+    "Models": {
         "models": Tool("models.real", "List and fetch the real models that tools and tests use."),
     },
 }
@@ -76,7 +78,7 @@ class Tools(click.Group):
 
 @click.command(cls=Tools, context_settings={"max_content_width": 100})
 def main() -> None:
-    """Benchmarks, fault and exactness matrices, and research on the policies.
+    """Benchmarks, fault and exactness matrices, and the real models that they use.
 
     `tools/bench NAME --help` says what each does, how long it takes and what its exit code means.
     """

@@ -21,7 +21,6 @@ from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from diskprefix.units import parse_duration, parse_size
 from tests.extras.simulate.workloads import CATALOG
-from tools.research.policy import preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "normalisers")
@@ -32,6 +31,18 @@ def settings_of(preset: str) -> dict[str, Any]:
     values = read_policy(find_policy(preset))
     readers = dict.fromkeys(SIZES, parse_size) | {"kv_cache_ttl": parse_duration}
     return {key: readers[key](value, param=key) if key in readers else value for key, value in values.items()}
+
+
+def policy_of(settings: Settings) -> Policy:
+    return Policy(
+        scope=parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache"),
+        budget_bytes=settings.kv_cache_budget,
+        ttl_s=settings.kv_cache_ttl,
+        min_tokens=settings.kv_cache_min_tokens,
+        block_size=settings.block_size,
+        interval=settings.kv_cache_interval,
+        cold_max=settings.kv_cache_cold_max,
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -73,26 +84,10 @@ def test_each_preset_has_a_workload_and_all_regimes_are_tried() -> None:
 def test_a_preset_does_what_it_is_for(
     preset: str, workload: str, regime: Regime, least_restored: float, most_written: float
 ) -> None:
-    policy, defaults = preset_policy(preset), Settings()
-    totals = replayed(workload, policy, regime)
+    totals = replayed(workload, policy_of(Settings(**settings_of(preset))), regime)
     assert totals.restored_share >= least_restored
     assert totals.written_share <= most_written
-    default = Policy(
-        scope=parse_scope(defaults.disk_prefix_cache, param="scope"),
-        budget_bytes=defaults.kv_cache_budget,
-        min_tokens=defaults.kv_cache_min_tokens,
-    )
-    assert totals.restored_tokens >= replayed(workload, default, regime).restored_tokens
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_what_is_simulated_is_what_the_daemon_would_do(preset: str) -> None:
-    """`preset_policy` reads each setting that decides what is kept."""
-    settings, policy = Settings(**settings_of(preset)), preset_policy(preset)
-    assert str(policy.scope) == settings.disk_prefix_cache
-    assert (policy.budget_bytes, policy.ttl_s) == (settings.kv_cache_budget, settings.kv_cache_ttl)
-    assert (policy.min_tokens, policy.block_size) == (settings.kv_cache_min_tokens, settings.block_size)
-    assert (policy.interval, policy.cold_max) == (settings.kv_cache_interval, settings.kv_cache_cold_max)
+    assert totals.restored_tokens >= replayed(workload, policy_of(Settings()), regime).restored_tokens
 
 
 PAGE = POLICIES / "README.md"

@@ -1,4 +1,4 @@
-"""Each tool of `tools/bench` is listed and explains itself, and one of them runs."""
+"""Each tool of `tools/bench` is listed and explains itself, and two of them run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from diskprefix.model.gguf.known_families import NAMES
+from tests.closing import needs
 from tools.__main__ import TOOLS, main
+from tools.benchmarks.file_models import CASES
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,3 +36,18 @@ def test_a_restart_is_measured_and_shown_again_from_the_file(chat_model: Path, t
     assert {"first_start_s", "cold_s", "recovery_s", "exact_s", "next_s", "other_s"} <= cases
     again = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert again.stdout.splitlines()[:-1] == ran.stdout.splitlines()[:-1]
+
+
+def test_each_architecture_of_files_has_a_model() -> None:
+    assert {name.partition("/")[0] for name in CASES} == NAMES
+
+
+@pytest.mark.slow
+@needs("npm")
+def test_a_file_equals_what_transformers_or_llama_cpp_computes() -> None:
+    command = [sys.executable, "-m", "tools", "files", "qwen3/yarn", "falcon-h1", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr or ran.stdout
+    found = json.loads(ran.stdout)
+    assert "transformers" in found["qwen3/yarn"]["f32"]["equal_to"]
+    assert found["falcon-h1"]["f32"]["equal_to"] == ["llama.cpp"]

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 THREADS = 2
 BATCH = 512
 MOST_SEQUENCES = 5
 RESERVE = 256
 WITHOUT_FLASH_ATTENTION = 0
+FLOAT32 = 0
+"""`GGML_TYPE_F32`."""
 
 
 class ModelSettings(Structure):
@@ -52,6 +55,12 @@ class ContextSettings(Structure):
     )
 
 
+class QuantizeSettings(Structure):
+    """`llama_model_quantize_params`: the first members, and room for the others."""
+
+    _fields_ = (("nthread", c_int32), ("ftype", c_int32), ("as_they_are", ctypes.c_uint64 * 10))
+
+
 class Batch(Structure):
     """`llama_batch`."""
 
@@ -69,6 +78,8 @@ class Batch(Structure):
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_default_params": (ModelSettings, ()),
     "llama_model_load_from_file": (c_void_p, (c_char_p, ModelSettings)),
+    "llama_model_quantize_default_params": (QuantizeSettings, ()),
+    "llama_model_quantize": (c_uint32, (c_char_p, c_char_p, POINTER(QuantizeSettings))),
     "llama_model_get_vocab": (c_void_p, (c_void_p,)),
     "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
     "llama_context_default_params": (ContextSettings, ()),
@@ -103,7 +114,9 @@ def loaded(folder: Path) -> CDLL:
 
 
 class Worker:
-    def __init__(self, llama: CDLL, gguf: str, context: int, folder: str, *, flash_attention: bool) -> None:
+    def __init__(
+        self, llama: CDLL, gguf: str, context: int, folder: str, *, flash_attention: bool, exact_cache: bool = False
+    ) -> None:
         self.llama = llama
         model = llama.llama_model_load_from_file(gguf.encode(), llama.llama_model_default_params())
         if model is None:
@@ -118,6 +131,8 @@ class Worker:
         settings.kv_unified = False
         if not flash_attention:
             settings.flash_attn_type = WITHOUT_FLASH_ATTENTION
+        if exact_cache:
+            settings.cache_types[:] = [FLOAT32, FLOAT32]
         settings.n_threads = settings.n_threads_batch = THREADS
         self.context = llama.llama_init_from_model(model, settings)
         if self.context is None:
@@ -142,9 +157,12 @@ class Worker:
         if self.llama.llama_decode(self.context, self.batch):
             raise RuntimeError("llama_decode failed")
 
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Returns the logits of a row of the last `decode`, [vocab], in memory that the next one writes."""
+        return np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.context, row), (self.num_words,))
+
     def best(self, row: int) -> int:
-        logits = np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.context, row), (self.num_words,))
-        return int(logits.argmax())
+        return int(self.logits(row).argmax())
 
     def restored(self, ids: list[int]) -> int:
         """Loads the longest state of a file that the prompt begins with; returns how many tokens that are."""
@@ -215,4 +233,5 @@ def main() -> None:
         print(json.dumps(worker.answer(question["prompts"], question["max_tokens"])), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -16,13 +16,6 @@ FOLDER = click.option(
     help="Where temporary stores are made, to measure another disk.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample instead of tables.")
-DATA = click.option(
-    "--data",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("../shared/data"),
-    show_default=True,
-    help="The folder with the folders of the published data.",
-)
 
 
 def runs_option(default: int) -> Callable[[Command], Command]:

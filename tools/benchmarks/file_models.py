@@ -1,0 +1,225 @@
+"""The models of `tools/bench files`: tiny ones of each architecture, with the features that the real ones have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+Values: TypeAlias = dict[str, Any]
+State: TypeAlias = dict[str, torch.Tensor]
+
+HIDDEN, HEADS, LAYERS, EXPERT_SIZE, WINDOW = 256, 4, 4, 256, 16
+"""Rows of 256 numbers, which K-quants need."""
+VOCAB = 395
+"""Of the tokenizer of the tests' chat model."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the configuration class `kind` of transformers; `sizes` are beside those of `DENSE`.
+
+    `hub` is what `config.json` has on the hub in place of what transformers writes; None removes a key. With it, the
+    converter reads the file instead of asking transformers. `change` makes the hub's tensors of those that are saved.
+    `options` are the converter's. `vision` is the part for images of a model that has one.
+    """
+
+    kind: str
+    sizes: Values
+    hub: Values | None = None
+    change: Callable[[State], State] = lambda state: state
+    options: tuple[str, ...] = ()
+    vision: Values | None = None
+
+
+def rope(theta: float = 250_000.0, **more: Any) -> Values:
+    return {"rope_type": "default", "rope_theta": theta, **more}
+
+
+def yarn(**more: Any) -> Values:
+    """Returns a scaling that shows within a few tokens."""
+    return (
+        rope(rope_type="yarn", factor=8.0, original_max_position_embeddings=512, beta_fast=32.0, beta_slow=1.0) | more
+    )
+
+
+def _with_block(state: State, at: str, joining: str, norms: tuple[str, ...]) -> State:
+    """Returns a state with a block that predicts a further token, below `at`: a copy of the last layer, and more."""
+    last = max(int(found[1]) for name in state if (found := re.search(r"layers\.(\d+)\.", name)))
+    own = f"layers.{last}."
+    block = {at + name.partition(own)[2]: tensor.clone() for name, tensor in state.items() if own in name}
+    block |= {f"{name}.weight": torch.randn(HIDDEN) for name in norms}
+    return state | block | {f"{joining}.weight": torch.randn(HIDDEN, 2 * HIDDEN)}
+
+
+def qwen_predictor(state: State) -> State:
+    return _with_block(
+        state, "mtp.layers.0.", "mtp.fc", ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+    )
+
+
+def further_layer(state: State) -> State:
+    """As DeepSeek and GLM have it."""
+    at = f"model.layers.{LAYERS}."
+    return _with_block(state, at, f"{at}eh_proj", (f"{at}enorm", f"{at}hnorm", f"{at}shared_head.norm"))
+
+
+def turned_experts(state: State) -> State:
+    """The hub has them as [experts, columns, rows]. transformers turns them when it loads, and not when it saves."""
+    return {name: tensor.transpose(1, 2) if "mlp.experts." in name else tensor for name, tensor in state.items()}
+
+
+def kimi_names(state: State) -> State:
+    return {re.sub(r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1", name): state[name] for name in state}
+
+
+DENSE: Values = {
+    "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2,
+    "hidden_size": HIDDEN, "intermediate_size": 256, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": 2, "max_position_embeddings": 4096, "rms_norm_eps": 3e-6, "tie_word_embeddings": False,
+    "rope_parameters": rope(),
+}  # fmt: skip
+TIED = {"tie_word_embeddings": True}
+WIDE = {"head_dim": 128}
+"""Heads wider than the hidden size divided by their number."""
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": EXPERT_SIZE}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": EXPERT_SIZE}
+LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": EXPERT_SIZE}
+SHARED = {"shared_expert_intermediate_size": 256}
+_LATENT_HEADS = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+LATENT = ROUTED | _LATENT_HEADS | {"num_key_value_heads": HEADS, "n_shared_experts": 1, "first_k_dense_replace": 1}
+SLIDING = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": WINDOW}
+HYBRID = ["linear_attention"] * 3 + ["full_attention"]
+DELTA = {
+    "num_hidden_layers": 8, "head_dim": 64, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": 2 * HYBRID,
+}  # fmt: skip
+QWEN_3_5 = {"rope_parameters": rope(partial_rotary_factor=0.25, mrope_section=[3, 3, 2], mrope_interleaved=True)}
+QWEN_VL = {"rope_parameters": rope(mrope_section=[24, 20, 20], mrope_interleaved=True)}
+_VISION_SIZES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+VISION = _VISION_SIZES | {"out_hidden_size": HIDDEN, "deepstack_visual_indexes": [0]}
+FACTORS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.11}
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+GRANITE_HYBRID = {
+    "shared_intermediate_size": 256, "position_embedding_type": "nope",
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+GRANITE_HUB = {"layer_types": ["mamba", "mamba", "attention", "mamba"]}
+NEMOTRON = {"head_dim": 64, "ssm_state_size": 32, "mamba_num_heads": 8, "mamba_head_dim": 64, "n_groups": 2}
+CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention", "conv"], "norm_eps": 3e-6}
+GEMMA_4 = {
+    "num_hidden_layers": 6, "head_dim": 32, "global_head_dim": 64, "vocab_size_per_layer_input": VOCAB,
+    "sliding_window": WINDOW, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
+    "rope_parameters": {"sliding_attention": rope(10000.0),
+        "full_attention": rope(1e6, rope_type="proportional", partial_rotary_factor=0.25)},
+}  # fmt: skip
+_KIMI_LAYERS = {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}
+_KIMI_ATTENTION = _KIMI_LAYERS | {"head_dim": 32, "num_heads": HEADS, "short_conv_kernel_size": 4}
+LLAMA_3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LONG = {"short_factor": [1.0 + 0.1 * i for i in range(24)], "long_factor": [1.0 + 3.0 * i for i in range(24)]}
+
+CASES: dict[str, Case] = {
+    "cohere2": Case("cohere2", SLIDING | TIED | {"layer_norm_eps": 3e-6, "logit_scale": 0.25},
+        hub={"rotary_pct": 1.0, "rope_theta": 250000.0}),
+    "command-r": Case("cohere", TIED | {"layer_norm_eps": 3e-6, "logit_scale": 0.25, "use_qk_norm": False}),
+    "deepseek2/v2-lite": Case("deepseek_v2", LATENT | {"q_lora_rank": None, "topk_method": "greedy",
+        "rope_parameters": yarn(mscale=0.707, mscale_all_dim=0.707)},
+        hub={"norm_topk_prob": False, "scoring_func": "softmax"}),
+    "deepseek2/v3": Case("deepseek_v3", LATENT | {"n_group": 4, "topk_group": 2, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "q_lora_rank": 64, "rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0)},
+        hub={"scoring_func": "sigmoid", "num_nextn_predict_layers": 1}, change=further_layer),
+    "deepseek2/glm-4.7-flash": Case("glm4_moe_lite", LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8, "q_lora_rank": 64, "v_head_dim": 64},
+        hub={"scoring_func": "sigmoid", "num_nextn_predict_layers": 1}, change=further_layer),
+    "ernie4_5": Case("ernie4_5", TIED | {"head_dim": 64}),
+    "ernie4_5-moe": Case("ernie4_5_moe", TIED | {"moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2,
+        "intermediate_size": 4 * EXPERT_SIZE, "moe_intermediate_size": EXPERT_SIZE, "moe_layer_start_index": 1,
+        "moe_layer_end_index": 3}, hub={}),
+    "exaone4": Case("exaone4", SLIDING | {"head_dim": 64}),
+    "falcon-h1": Case("falcon_h1", MAMBA | {"mamba_n_groups": 1, "mamba_d_ssm": 512, "head_dim": 64,
+        "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.5, "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.7,
+        "mlp_multipliers": [0.9, 0.8], "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5]}, hub={"rope_theta": 250000.0}),
+    "gemma2": Case("gemma2", TIED | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": WINDOW,
+        "rope_parameters": rope(10000.0)}),
+    "gemma3": Case("gemma3_text", TIED | {"num_hidden_layers": 6, "head_dim": 256, "query_pre_attn_scalar": 256,
+        "sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "rope_parameters": {"sliding_attention": rope(10000.0), "full_attention": rope(1000000.0)}}),
+    "gemma4/e2b": Case("gemma4_text", GEMMA_4 | TIED | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 32,
+        "use_double_wide_mlp": True}),
+    "gemma4/26b-a4b": Case("gemma4_text", GEMMA_4 | TIED | {"num_experts": 8, "top_k_experts": 3,
+        "moe_intermediate_size": EXPERT_SIZE, "enable_moe_block": True, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1}),
+    "glm4": Case("glm4", {"head_dim": 64, "attention_bias": True, "rope_parameters": rope(partial_rotary_factor=0.5)}),
+    "glm4moe": Case("glm4_moe", WIDE | ROUTED | {"n_shared_experts": 1, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True,
+        "rope_parameters": rope(partial_rotary_factor=0.5), "num_nextn_predict_layers": 1}, change=further_layer),
+    "gpt-oss": Case("gpt_oss", LOCAL | {"head_dim": 64, "sliding_window": WINDOW,
+        "rope_parameters": yarn(rope_theta=150000.0, truncate=False)}),
+    "granite": Case("granite", FACTORS | TIED),
+    "granitehybrid": Case("granitemoehybrid", FACTORS | MAMBA | LOCAL | GRANITE_HYBRID | TIED, hub=GRANITE_HUB),
+    "granitehybrid/dense": Case("granitemoehybrid", FACTORS | MAMBA | GRANITE_HYBRID | TIED | {"num_local_experts": 0,
+        "num_experts_per_tok": 0}, hub=GRANITE_HUB),
+    "granitemoe": Case("granitemoe", FACTORS | LOCAL | TIED),
+    "hunyuan-dense": Case("hunyuan_v1_dense", TIED | {"head_dim": 64, "max_position_embeddings": 262144,
+        "rope_parameters": rope(10000.0, rope_type="dynamic", alpha=1000.0, factor=1.0)}),
+    "kimi-linear": Case("kimi_linear", _LATENT_HEADS | {"num_key_value_heads": HEADS,
+        "moe_intermediate_size": EXPERT_SIZE, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1,
+        "linear_head_dim": 32, "linear_num_heads": HEADS, "layer_types": HYBRID,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "model_max_length": 4096,
+        "routed_scaling_factor": 2.446},
+        hub={"linear_attn_config": _KIMI_ATTENTION, "first_k_dense_replace": 1, "moe_router_activation_func": "sigmoid",
+        "rope_theta": 10000.0}, change=kimi_names),
+    "lfm2": Case("lfm2", CONVOLUTIONS | TIED | {"conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
+    "lfm2moe": Case("lfm2_moe", EXPERTS | CONVOLUTIONS | TIED | {"num_dense_layers": 1, "norm_topk_prob": True,
+        "use_expert_bias": True}),
+    "llama": Case("llama", TIED | {"rope_parameters": rope(500000.0, rope_type="llama3") | LLAMA_3}),
+    "llama/biased": Case("llama", WIDE | {"attention_bias": True, "mlp_bias": True}),
+    "llama/fused": Case("llama", WIDE, options=("--fuse-qkv",)),
+    "llama/mixtral": Case("mixtral", LOCAL | {"num_experts_per_tok": 2, "sliding_window": None}),
+    "mamba2": Case("mamba2", {"num_heads": 8, "head_dim": 64, "state_size": 32, "n_groups": 2, "expand": 2,
+        "chunk_size": 16, "layer_norm_epsilon": 3e-6}, hub={"intermediate_size": None}),
+    "minimax-m2": Case("minimax_m2", WIDE | LOCAL | {"rope_parameters": rope(partial_rotary_factor=0.5)},
+        hub={"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True, "rope_theta": 250000.0}),
+    "mistral3": Case("ministral3", WIDE | {"rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.1, original_max_position_embeddings=16)}),
+    "nemotron_h": Case("nemotron_h",
+        NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "chunk_size": 16},
+        hub={"num_hidden_layers": 4, "hybrid_override_pattern": "M-*-", "layers_block_type": None,
+        "num_experts_per_tok": None, "n_routed_experts": None, "n_group": None, "topk_group": None}),
+    "nemotron_h_moe": Case("nemotron_h",
+        NEMOTRON | ROUTED | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "chunk_size": 16, "moe_shared_expert_intermediate_size": 256, "routed_scaling_factor": 2.5},
+        hub={"num_hidden_layers": 4, "hybrid_override_pattern": "ME*E", "layers_block_type": None}),
+    "olmo2": Case("olmo2", {}),
+    "olmo3": Case("olmo3", SLIDING),
+    "phi3": Case("phi3", {"original_max_position_embeddings": 4096}),
+    "phi3/longrope": Case("phi3", {"original_max_position_embeddings": 1024,
+        "rope_parameters": rope(10000.0, rope_type="longrope", partial_rotary_factor=0.75,
+        original_max_position_embeddings=1024) | LONG}),
+    "qwen2": Case("qwen2", TIED),
+    "qwen2moe": Case("qwen2_moe", EXPERTS | SHARED | {"norm_topk_prob": False}),
+    "qwen3": Case("qwen3", WIDE | TIED),
+    "qwen3/yarn": Case("qwen3", WIDE | {"rope_parameters": yarn()}),
+    "qwen35": Case("qwen3_5_text", DELTA | QWEN_3_5, hub={"mtp_num_hidden_layers": 1}, change=qwen_predictor),
+    "qwen35moe": Case("qwen3_5_moe_text", DELTA | EXPERTS | SHARED | QWEN_3_5, hub={"mtp_num_hidden_layers": 1},
+        change=qwen_predictor, options=("--fuse-gate-up-exps",)),
+    "qwen3moe": Case("qwen3_moe", WIDE | EXPERTS | {"norm_topk_prob": True}),
+    "qwen3next": Case("qwen3_next", DELTA | EXPERTS | SHARED | {"norm_topk_prob": True,
+        "rope_parameters": rope(partial_rotary_factor=0.25)}, change=qwen_predictor),
+    "qwen3vl": Case("qwen3_vl", WIDE | QWEN_VL, vision=VISION),
+    "qwen3vlmoe": Case("qwen3_vl_moe", WIDE | EXPERTS | QWEN_VL, vision=VISION, change=turned_experts),
+    "seed_oss": Case("seed_oss", WIDE | {"attention_bias": True, "attention_out_bias": False}),
+    "smollm3": Case("smollm3", {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    "stablelm": Case("stablelm", {"layer_norm_eps": 3e-6, "use_qkv_bias": True,
+        "rope_parameters": rope(10000.0, partial_rotary_factor=0.25)}),
+    "starcoder2": Case("starcoder2", TIED | {"norm_epsilon": 3e-6, "sliding_window": None, "use_bias": True}),
+}  # fmt: skip
+"""An architecture of `diskprefix.model.gguf.known_families`, or one and a variant behind a slash."""

@@ -1,0 +1,287 @@
+"""Files of each architecture that is read, against transformers and llama.cpp.
+
+transformers makes a tiny random model (`file_models.py`), llama.cpp's converter writes the file as float32 and Q8_0,
+and llama.cpp's library makes Q4_K_M of it. A fork reads each file, so that none finds what another one left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import click
+import torch
+from rich.console import Console
+
+from diskprefix.settings import Settings, cache_home
+from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
+from tests.faults.isolated import run_isolated
+from tests.server.chat_model import write_tokenizer
+from tools.benchmarks.file_models import CASES, DENSE, VOCAB, Case
+from tools.benchmarks.llama_cpp_worker import Worker, loaded
+from tools.measuring.environments import NotInstalled, install_once, llama_cpp_libraries
+from tools.measuring.options import FOLDER, JSON
+from tools.measuring.processes import peak_of, status_bytes
+from tools.measuring.workspace import measuring
+from tools.models.real import print_report
+
+Found: TypeAlias = dict[str, Any]
+
+NUM_TOKENS, LIMIT_S = 40, 300
+Q4_K_M = 15
+"""`LLAMA_FTYPE_MOSTLY_Q4_K_M`."""
+FORMS = ("f32", "q8_0", "q4_k_m")
+MAX_ERRORS = {
+    "transformers": {"f32": 1e-4, "q8_0": 0.25, "q4_k_m": 0.5},
+    "llama.cpp": {"f32": 5e-3, "q8_0": 0.25, "q4_k_m": 0.25},
+}
+"""The errors up to which logits are equal, relative to their spread. llama.cpp looks some functions up in tables of
+float16, and random weights show every rounding of quants and of activations."""
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor, form: str) -> float:
+    """Returns the error of logits, [tokens, vocab], relative to the spread of a token's. It is the largest over the
+    tokens for float32; the median for quants, whose rounding may choose another expert for a few tokens."""
+    spread = (expected - expected.mean(1, keepdim=True)).norm(dim=1)
+    errors = ((found - expected).norm(dim=1) / spread).nan_to_num(math.inf, math.inf)
+    return float(errors.max() if form == "f32" else errors.median())
+
+
+def made(case: Case) -> Any:
+    """Returns a random model in float32, of numbers that bfloat16 has."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    sizes = DENSE | case.sizes
+    kind = AutoModelForCausalLM
+    if case.vision is not None:
+        kind, tied = AutoModelForImageTextToText, sizes["tie_word_embeddings"]
+        tokens = {f"{name}_token_id": 3 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+        sizes = {"text_config": sizes, "vision_config": case.vision, "tie_word_embeddings": tied, **tokens}
+    torch.manual_seed(0)
+    model = kind.from_config(AutoConfig.for_model(case.kind, **sizes), dtype=torch.float32).eval()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
+            tensor.data = _random(name, tensor.data).bfloat16().float()
+    model.tie_weights()
+    return model
+
+
+def _random(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns numbers with which every part of a model changes the logits."""
+    noise = torch.randn_like(tensor)
+    if tensor.ndim < 2 or "norm" in name:
+        return tensor + 0.2 * noise
+    if "A_log" in name or "conv" in name:
+        return tensor + 0.1 * noise
+    return noise if "embed" in name else noise * 1.2 / math.sqrt(tensor.shape[-1])
+
+
+def token_ids() -> list[int]:
+    return torch.randint(100, VOCAB, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@torch.inference_mode()
+def logits_of(model: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=torch.tensor([token_ids()]), use_cache=False).logits[0].float()
+    return logits
+
+
+def save(case: Case, folder: Path) -> None:
+    """Writes a model as the hub has it, and its logits."""
+    from safetensors.torch import load_file, save_file
+
+    model = made(case)
+    torch.save(logits_of(model), folder / "transformers.pt")
+    model.save_pretrained(folder / "model")
+    write_tokenizer(folder / "model", chat_template=None)
+    weights, config = folder / "model/model.safetensors", folder / "model/config.json"
+    state = case.change(load_file(weights))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights, {"format": "pt"})
+    values = json.loads(config.read_text(encoding="utf-8")) | (case.hub or {})
+    kept = {key: value for key, value in values.items() if value is not None or key not in (case.hub or {})}
+    config.write_text(json.dumps(kept), encoding="utf-8")
+
+
+def converter() -> Path:
+    """Returns the folder of llama.cpp's converter, which is fetched on first use. Raises `NotInstalled`."""
+    folder = cache_home() / "environments" / "llama.cpp-converter"
+
+    def install() -> None:
+        print_report(f"fetching {LLAMA_CPP.requirement} (70 MB) with pip; this is done once")
+        try:
+            archive = download(LLAMA_CPP, folder)
+        except SourcesMissing as error:
+            raise NotInstalled(str(error)) from error
+        with tarfile.open(archive) as packed:
+            for member in packed:
+                member.name = member.name.partition("/vendor/llama.cpp/")[2]
+                if member.name.startswith(("convert_hf_to_gguf.py", "conversion/", "gguf-py/")):
+                    packed.extract(member, folder, filter="data")
+        archive.unlink()
+
+    install_once(folder, LLAMA_CPP.sha256, install)
+    return folder
+
+
+def load_converter(folder: Path) -> None:
+    """Imports the converter into this process, whose forks use it. Every model gets the vocabulary that it has."""
+    sys.path[:0] = [str(folder), str(folder / "gguf-py")]
+    conversion = import_module("conversion")
+    conversion.load_all_models()
+    any_text: Any = conversion.base.TextModel
+    for kind in {kind for kinds in conversion.ModelBase._model_classes.values() for kind in kinds.values()}:
+        if issubclass(kind, any_text):
+            kind.set_vocab = any_text._set_vocab_gpt2
+            kind.get_vocab_base_pre = lambda *_: "smollm"
+
+
+def make(case: Case, folder: Path) -> str:
+    """Writes a model, its logits and its files."""
+    _be_quiet()
+    save(case, folder)
+    if case.hub is not None:
+        import_module("conversion").ModelBase.load_hparams = staticmethod(
+            lambda model, *_, **__: json.loads((model / "config.json").read_bytes())
+        )
+    for form in FORMS[:2]:
+        out = ["--outfile", str(folder / f"{form}.gguf"), "--outtype", form]
+        sys.argv = ["convert", str(folder / "model"), *out, *case.options]
+        import_module("convert_hf_to_gguf").main()
+    return ""
+
+
+def ask_llama_cpp(libraries: Path, folder: Path, form: str) -> str:
+    """Writes the logits of llama.cpp, which ends its process where it finds fault; makes the file if it has to."""
+    _be_quiet()
+    library, file = loaded(libraries), folder / f"{form}.gguf"
+    if not file.exists():
+        settings = library.llama_model_quantize_default_params()
+        settings.ftype = Q4_K_M
+        if library.llama_model_quantize(bytes(folder / "f32.gguf"), bytes(file), ctypes.byref(settings)):
+            return "llama_model_quantize failed"
+    worker = Worker(library, str(file), NUM_TOKENS, str(folder), flash_attention=False, exact_cache=True)
+    worker.decode([(token, i, 0, True) for i, token in enumerate(token_ids())])
+    logits = torch.stack([torch.from_numpy(worker.logits(row).copy()) for row in range(NUM_TOKENS)])
+    torch.save(logits, folder / f"llama.cpp-{form}.pt")
+    return ""
+
+
+def _be_quiet() -> None:
+    """Drops what the libraries say, and the traces of an abort in llama.cpp, for which it starts a debugger."""
+    os.environ["GGML_NO_BACKTRACE"] = "1"
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+
+
+def read(folder: Path, form: str) -> str:
+    """Returns what is found of a file, as JSON: the first start, where it is exact, errors, what is wrong."""
+    from diskprefix.model.exact.invariant import uninstall
+    from diskprefix.model.exact.self_check import make_exact
+    from diskprefix.model.load.loader import load_model
+
+    _be_quiet()
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache-{form}")
+    settings = Settings(model=str(folder / f"{form}.gguf"), weights="native" if form == "f32" else "auto")
+    before, began = status_bytes(os.getpid(), "RssAnon"), time.perf_counter()
+    with peak_of(lambda: status_bytes(os.getpid(), "RssAnon")) as memory:
+        model: Any = load_model(settings, lambda _: None).model
+        layout, reason = make_exact(model)
+    found: Found = {"start_s": time.perf_counter() - began, "start_bytes": memory.peak_bytes - before}
+    uninstall(model)
+    logits, errors = logits_of(model.float() if form == "f32" else model), {}
+    for name in MAX_ERRORS:
+        if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():
+            errors[name] = error_of(logits, torch.load(path), form)
+    equal = [name for name, error in errors.items() if error <= MAX_ERRORS[name][form]]
+    fault = f"not exact at every token: {reason}" if layout.exact_at != "token" else "" if equal else "equals neither"
+    return json.dumps(found | {"exact_at": layout.exact_at, "errors": errors, "equal_to": equal, "fault": fault})
+
+
+def isolated(work: Callable[[], str]) -> str:
+    """Returns what `work` returns in a fork, or in one line why it did not end."""
+    return run_isolated(work, LIMIT_S).strip().rpartition("\n")[2]
+
+
+def measured(case: Case, libraries: Path | None, folder: Path) -> Found:
+    """Returns what is found of each form of a model's file."""
+    if fault := isolated(partial(make, case, folder)):
+        return {FORMS[0]: {"fault": f"no file: {fault}"}}
+    found: Found = {}
+    for form in FORMS:
+        if libraries is not None:
+            isolated(partial(ask_llama_cpp, libraries, folder, form))
+        # llama.cpp's library does not read all that its converter writes.
+        if (folder / f"{form}.gguf").exists():
+            answer = isolated(partial(read, folder, form))
+            found[form] = json.loads(answer) if answer.startswith("{") else {"fault": answer}
+    return found
+
+
+def lines_of(name: str, found: Found) -> list[str]:
+    errors = [found.get(form, {}).get("errors", {}).get(program) for form in FORMS for program in MAX_ERRORS]
+    cells = [f"{'-' if error is None else format(error, '.1e'):>8} " for error in errors]
+    seconds, mib = (max(one.get(key, 0) for one in found.values()) for key in ("start_s", "start_bytes"))
+    exact = "token" if all(one.get("exact_at") == "token" for one in found.values()) else "no"
+    equal = " and ".join(found["f32"].get("equal_to", ())) or "neither"
+    line = [f"{name:<23}", " ".join(cells), f"{seconds:5.1f} s", f"{mib >> 20:4} MiB", f"{exact:5}", equal]
+    return ["  ".join(line), *(f"    {form}: {one['fault']}" for form, one in found.items() if one["fault"])]
+
+
+def counts_of(found: Found) -> str:
+    wrong = sum(any(one["fault"] for one in forms.values()) for forms in found.values())
+    equal = [forms["f32"].get("equal_to", []) for forms in found.values()]
+    return (
+        f"{len(found)} models: {sum('transformers' in names for names in equal)} equal transformers, "
+        f"{equal.count(['llama.cpp'])} llama.cpp alone; {wrong} wrong; "
+        f"{sum('q4_k_m' not in forms for forms in found.values())} without Q4_K_M"
+    )
+
+
+HEADER = "  ".join([f"{'':<23}", *(f"{form:>8}  llama.cpp" for form in FORMS)])
+
+
+@click.command()
+@click.argument("architectures", nargs=-1)
+@FOLDER
+@JSON
+def main(architectures: Sequence[str], folder: Path | None, *, as_json: bool) -> None:
+    """Read tiny files of all ARCHITECTURES, and compare their logits with those of transformers and llama.cpp.
+
+    For each form of the file, the errors against the two; then the longest first start and its memory, whether the
+    model is exact at every token, and which of the two it equals in float32. Takes fifteen seconds a model. Exits with
+    1 if a file is not read, equals neither, or is not exact.
+    """
+    known = {name.partition("/")[0] for name in CASES} | set(CASES)
+    if unknown := [name for name in architectures if name not in known]:
+        raise click.UsageError(f"no such architecture: {', '.join(unknown)}")
+    chosen = [name for name in CASES if not architectures or {name, name.partition("/")[0]} & set(architectures)]
+    libraries, found = libraries_if_any(), {}
+    load_converter(converter())
+    if not as_json:
+        click.echo(HEADER)
+    for name in chosen:
+        with measuring(folder, Console(stderr=True)) as workspace:
+            found[name] = measured(CASES[name], libraries, workspace)
+        if not as_json:
+            click.echo("\n".join(lines_of(name, found[name])))
+    click.echo(json.dumps(found, indent=2) if as_json else counts_of(found))
+    sys.exit(1 if any(one["fault"] for forms in found.values() for one in forms.values()) else 0)
+
+
+def libraries_if_any() -> Path | None:
+    """Returns the libraries of llama.cpp. Without npm, there are none."""
+    try:
+        return llama_cpp_libraries(print_report)
+    except NotInstalled as error:
+        print_report(f"{error}; nothing is compared with llama.cpp, and there is no Q4_K_M")
+        return None
