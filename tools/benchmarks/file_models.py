@@ -33,6 +33,8 @@ class Case:
     change: Callable[[State], State] = lambda state: state
     options: tuple[str, ...] = ()
     vision: Values | None = None
+    is_exact: bool = True
+    """False if it is never cached, because its RoPE changes with the length."""
 
 
 def rope(theta: float = 250_000.0, **more: Any) -> Values:
@@ -203,7 +205,7 @@ CASES: dict[str, Case] = {
     "phi3": Case("phi3", {"original_max_position_embeddings": 4096}),
     "phi3/longrope": Case("phi3", {"original_max_position_embeddings": 1024,
         "rope_parameters": rope(10000.0, rope_type="longrope", partial_rotary_factor=0.75,
-        original_max_position_embeddings=1024) | LONG}),
+        original_max_position_embeddings=1024) | LONG}, is_exact=False),
     "qwen2": Case("qwen2", TIED),
     "qwen2moe": Case("qwen2_moe", EXPERTS | SHARED | {"norm_topk_prob": False}),
     "qwen3": Case("qwen3", WIDE | TIED),

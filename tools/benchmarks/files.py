@@ -185,7 +185,7 @@ def _be_quiet() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
 
-def read(folder: Path, form: str) -> str:
+def read(case: Case, folder: Path, form: str) -> str:
     """Returns what is found of a file, as JSON: the first start, where it is exact, errors, what is wrong."""
     _be_quiet()
     os.environ["XDG_CACHE_HOME"] = str(folder / f"cache-{form}")
@@ -201,7 +201,9 @@ def read(folder: Path, form: str) -> str:
         if (path := folder / f"{name}-{form}.pt").exists() or (path := folder / f"{name}.pt").exists():
             errors[name] = error_of(logits, torch.load(path), form)
     equal = [name for name, error in errors.items() if error <= MAX_ERRORS[name][form]]
-    fault = f"not exact at every token: {reason}" if layout.exact_at != "token" else "" if equal else "equals neither"
+    fault = "" if equal else "equals neither"
+    if case.is_exact == bool(reason):
+        fault = f"not exact at every token: {reason}" if reason else "exact, and it was never cached"
     return json.dumps(found | {"exact_at": layout.exact_at, "errors": errors, "equal_to": equal, "fault": fault})
 
 
@@ -220,7 +222,7 @@ def measured(case: Case, libraries: Path | None, folder: Path) -> Found:
             isolated(partial(ask_llama_cpp, libraries, folder, form))
         # llama.cpp's library does not read all that its converter writes.
         if (folder / f"{form}.gguf").exists():
-            answer = isolated(partial(read, folder, form))
+            answer = isolated(partial(read, case, folder, form))
             found[form] = json.loads(answer) if answer.startswith("{") else {"fault": answer}
     return found
 
