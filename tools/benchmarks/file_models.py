@@ -74,6 +74,23 @@ def turned_experts(state: State) -> State:
     return {name: tensor.transpose(1, 2) if "mlp.experts." in name else tensor for name, tensor in state.items()}
 
 
+def with_unread(state: State) -> State:
+    """Layers of Gemma 3n that share keys and values have their own on the hub, too, and nothing reads them."""
+    own = {name: tensor for name, tensor in state.items() if re.search(r"layers\.0\.self_attn\.[kv]_", name)}
+    return state | {name.replace(".0.", f".{i}."): own[name].clone() for i in range(10, 20) for name in own}
+
+
+def mimo_predictors(state: State) -> State:
+    """Three blocks, with windows and without experts. Sinks have another name on the hub."""
+    state = {name.replace(".sinks", ".attention_sink_bias"): tensor for name, tensor in state.items()}
+    parts, norms = ("model.layers.1.self_attn.", "model.layers.0.mlp."), ("input_layernorm", "pre_mlp_layernorm")
+    for at in (f"model.mtp.layers.{i}." for i in range(3)):
+        state |= {at + name[len("model.layers.0.") :]: state[name].clone() for name in state if name.startswith(parts)}
+        state |= {f"{at}{name}.weight": torch.randn(HIDDEN) for name in ("enorm", "hnorm", "final_layernorm", *norms)}
+        state[f"{at}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN)
+    return state
+
+
 def kimi_names(state: State) -> State:
     return {re.sub(r"block_sparse_moe\.((gate|up|down)_proj)", r"mlp.\1", name): state[name] for name in state}
 
@@ -103,6 +120,8 @@ QWEN_3_5 = {"rope_parameters": rope(partial_rotary_factor=0.25, mrope_section=[3
 QWEN_VL = {"rope_parameters": rope(mrope_section=[24, 20, 20], mrope_interleaved=True)}
 _VISION_SIZES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
 VISION = _VISION_SIZES | {"out_hidden_size": HIDDEN, "deepstack_visual_indexes": [0]}
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "head_dim": 16, "image_size": 32, "patch_size": 16}  # fmt: skip
 FACTORS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.11}
 MAMBA = {
     "mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 2, "mamba_d_state": 32, "mamba_d_conv": 4,
@@ -122,9 +141,30 @@ GEMMA_4 = {
     "rope_parameters": {"sliding_attention": rope(10000.0),
         "full_attention": rope(1e6, rope_type="proportional", partial_rotary_factor=0.25)},
 }  # fmt: skip
+GEMMA_3N = {
+    "num_hidden_layers": 20, "num_kv_shared_layers": 10, "head_dim": 64, "intermediate_size": [256] * 20,
+    "sliding_window": WINDOW, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 4, "laurel_rank": 32,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 30.0,
+    "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 10,
+    "rope_parameters": {"sliding_attention": rope(10000.0), "full_attention": rope(1e6)},
+}  # fmt: skip
+MIMO_2 = {
+    "num_hidden_layers": 7, "num_key_value_heads": 1, "head_dim": 96, "v_head_dim": 64, "sliding_window": WINDOW + 1,
+    "rope_parameters": {"sliding_attention": rope(10000.0, partial_rotary_factor=0.334),
+        "full_attention": rope(5e6, partial_rotary_factor=0.334)},
+}  # fmt: skip
+MIMO_2_HUB = {
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1], "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1], "swa_head_dim": 96,
+    "swa_v_head_dim": 64, "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": 2, "swa_rope_theta": 10000.0,
+    "rope_theta": 5e6, "partial_rotary_factor": 0.334, "rope_parameters": None, "layernorm_epsilon": 3e-6,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True, "sliding_window": WINDOW,
+    "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+}  # fmt: skip
 _KIMI_LAYERS = {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}
 _KIMI_ATTENTION = _KIMI_LAYERS | {"head_dim": 32, "num_heads": HEADS, "short_conv_kernel_size": 4}
 LLAMA_3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+HUNYUAN_ROPE = rope(10000.0, rope_type="dynamic", alpha=1000.0, factor=1.0)
+_HUNYUAN_EACH = {"moe_intermediate_size": EXPERT_SIZE, "moe_topk": 3, "num_shared_expert": 1}
 LONG = {"short_factor": [1.0 + 0.1 * i for i in range(24)], "long_factor": [1.0 + 3.0 * i for i in range(24)]}
 
 CASES: dict[str, Case] = {
@@ -140,20 +180,25 @@ CASES: dict[str, Case] = {
     "deepseek2/glm-4.7-flash": Case("glm4_moe_lite", LATENT | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 1.8, "q_lora_rank": 64, "v_head_dim": 64},
         hub={"scoring_func": "sigmoid", "num_nextn_predict_layers": 1}, change=further_layer),
+    "dots1": Case("dots1", WIDE | ROUTED | {"num_key_value_heads": HEADS, "n_shared_experts": 2,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "sliding_window": None},
+        hub={"scoring_func": "sigmoid", "rope_theta": 250000.0, "n_group": 1, "topk_group": 1}),
     "ernie4_5": Case("ernie4_5", TIED | {"head_dim": 64}),
     "ernie4_5-moe": Case("ernie4_5_moe", TIED | {"moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2,
         "intermediate_size": 4 * EXPERT_SIZE, "moe_intermediate_size": EXPERT_SIZE, "moe_layer_start_index": 1,
         "moe_layer_end_index": 3}, hub={}),
     "exaone4": Case("exaone4", SLIDING | {"head_dim": 64}),
+    # The converter multiplies its factors into the weights, which are rounded unless these are powers of two.
     "falcon-h1": Case("falcon_h1", MAMBA | {"mamba_n_groups": 1, "mamba_d_ssm": 512, "head_dim": 64,
-        "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.5, "attention_in_multiplier": 0.9,
-        "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.7,
-        "mlp_multipliers": [0.9, 0.8], "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5]}, hub={"rope_theta": 250000.0}),
+        "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "key_multiplier": 0.5, "attention_in_multiplier": 2.0,
+        "attention_out_multiplier": 0.5, "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.5,
+        "mlp_multipliers": [2.0, 0.5], "ssm_multipliers": [2.0, 0.5, 0.25, 4.0, 1.0]}, hub={"rope_theta": 250000.0}),
     "gemma2": Case("gemma2", TIED | {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": WINDOW,
         "rope_parameters": rope(10000.0)}),
     "gemma3": Case("gemma3_text", TIED | {"num_hidden_layers": 6, "head_dim": 256, "query_pre_attn_scalar": 256,
         "sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
         "rope_parameters": {"sliding_attention": rope(10000.0), "full_attention": rope(1000000.0)}}),
+    "gemma3n": Case("gemma3n_text", GEMMA_3N | TIED, change=with_unread),
     "gemma4/e2b": Case("gemma4_text", GEMMA_4 | TIED | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 32,
         "use_double_wide_mlp": True}),
     "gemma4/26b-a4b": Case("gemma4_text", GEMMA_4 | TIED | {"num_experts": 8, "top_k_experts": 3,
@@ -171,7 +216,11 @@ CASES: dict[str, Case] = {
         "num_experts_per_tok": 0}, hub=GRANITE_HUB),
     "granitemoe": Case("granitemoe", FACTORS | LOCAL | TIED),
     "hunyuan-dense": Case("hunyuan_v1_dense", TIED | {"head_dim": 64, "max_position_embeddings": 262144,
-        "rope_parameters": rope(10000.0, rope_type="dynamic", alpha=1000.0, factor=1.0)}),
+        "rope_parameters": HUNYUAN_ROPE}),
+    "hunyuan-moe": Case("hunyuan_v1_moe", TIED | WIDE | {"num_attention_heads": 2, "num_key_value_heads": 1,
+        "num_experts": 8, "moe_topk": 3, "max_position_embeddings": 32768, "rope_parameters": HUNYUAN_ROPE},
+        hub={name: [value] * LAYERS for name, value in _HUNYUAN_EACH.items()} | {"attention_head_dim": 128,
+        "use_qk_norm": True, "rope_theta": 10000.0}),
     "kimi-linear": Case("kimi_linear", _LATENT_HEADS | {"num_key_value_heads": HEADS,
         "moe_intermediate_size": EXPERT_SIZE, "num_experts": 8, "num_experts_per_token": 3, "num_shared_experts": 1,
         "linear_head_dim": 32, "linear_num_heads": HEADS, "layer_types": HYBRID,
@@ -186,12 +235,22 @@ CASES: dict[str, Case] = {
     "llama/biased": Case("llama", WIDE | {"attention_bias": True, "mlp_bias": True}),
     "llama/fused": Case("llama", WIDE, options=("--fuse-qkv",)),
     "llama/mixtral": Case("mixtral", LOCAL | {"num_experts_per_tok": 2, "sliding_window": None}),
+    "llama4/scout": Case("llama4_text", WIDE | LOCAL | {"num_experts_per_tok": 1, "intermediate_size_mlp": 256,
+        "interleave_moe_layer_step": 1, "rope_parameters": rope(500000.0, rope_type="llama3") | LLAMA_3 | {
+        "factor": 16.0, "high_freq_factor": 1.0}}),
+    "llama4/maverick": Case("llama4_text", WIDE | LOCAL | {"num_local_experts": 128, "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 256, "interleave_moe_layer_step": 2, "use_qk_norm": False,
+        "rope_parameters": rope(500000.0)}),
     "mamba2": Case("mamba2", {"num_heads": 8, "head_dim": 64, "state_size": 32, "n_groups": 2, "expand": 2,
         "chunk_size": 16, "layer_norm_epsilon": 3e-6}, hub={"intermediate_size": None}),
+    "mimo2": Case("mimo_v2_flash", MIMO_2 | ROUTED, hub=MIMO_2_HUB, change=mimo_predictors),
     "minimax-m2": Case("minimax_m2", WIDE | LOCAL | {"rope_parameters": rope(partial_rotary_factor=0.5)},
         hub={"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True, "rope_theta": 250000.0}),
     "mistral3": Case("ministral3", WIDE | {"rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0,
         llama_4_scaling_beta=0.1, original_max_position_embeddings=16)}),
+    "mistral4": Case("mistral3", LATENT | {"model_type": "mistral4", "q_lora_rank": 64, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 0, "norm_topk_prob": True, "rope_parameters": yarn(mscale=1.0, mscale_all_dim=1.0,
+        llama_4_scaling_beta=0.1, partial_rotary_factor=0.5, original_max_position_embeddings=16)}, vision=PIXTRAL),
     "nemotron_h": Case("nemotron_h",
         NEMOTRON | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "chunk_size": 16},
         hub={"num_hidden_layers": 4, "hybrid_override_pattern": "M-*-", "layers_block_type": None,
@@ -201,7 +260,7 @@ CASES: dict[str, Case] = {
         "chunk_size": 16, "moe_shared_expert_intermediate_size": 256, "routed_scaling_factor": 2.5},
         hub={"num_hidden_layers": 4, "hybrid_override_pattern": "ME*E", "layers_block_type": None}),
     "olmo2": Case("olmo2", {}),
-    "olmo3": Case("olmo3", SLIDING),
+    "olmo2/olmo3": Case("olmo3", SLIDING),
     "phi3": Case("phi3", {"original_max_position_embeddings": 4096}),
     "phi3/longrope": Case("phi3", {"original_max_position_embeddings": 1024,
         "rope_parameters": rope(10000.0, rope_type="longrope", partial_rotary_factor=0.75,
