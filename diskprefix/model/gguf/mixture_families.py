@@ -56,15 +56,16 @@ def _dense_layers(metadata: Metadata) -> int:
 
 
 def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    step = metadata.get("interleave_moe_layer_step", 1)
-    first = _dense_layers(metadata)
+    """What a file has as the width of its shared experts is a guess of the converter (`Ernie4_5MoeModel`). It counts
+    only where their number is missing."""
     width = metadata("expert_feed_forward_length")
+    plain = metadata.get("expert_shared_feed_forward_length", 0) // width
     return {
-        "moe_layer_start_index": first,
+        "moe_layer_start_index": _dense_layers(metadata),
         "moe_layer_end_index": metadata.num_layers - 1,
-        "moe_layer_interval": step,
+        "moe_layer_interval": metadata.get("interleave_moe_layer_step", 1),
         "use_bias": metadata.has("attn_q.bias"),
-        "moe_num_shared_experts": metadata.get("expert_shared_feed_forward_length", 0) // width,
+        "moe_num_shared_experts": metadata.get("expert_shared_count", plain),
     }
 
 
