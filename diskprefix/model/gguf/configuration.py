@@ -141,6 +141,11 @@ def _tokens(metadata: Metadata) -> dict[str, Any]:
     embeddings = metadata.tensors.get("token_embd.weight")
     if embeddings is None:
         raise ModelError("the file lacks the tensor token_embd.weight")
+    tokens = metadata.header.arrays.get("tokenizer.ggml.tokens")
+    if tokens is not None and embeddings.shape[0] < tokens.count:
+        raise ModelError(
+            f"the file's token_embd.weight has {embeddings.shape[0]} rows, and it has {tokens.count} tokens"
+        )
     return {
         "vocab_size": embeddings.shape[0],
         "tie_word_embeddings": "output.weight" not in metadata.tensors,

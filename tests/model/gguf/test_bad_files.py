@@ -12,6 +12,7 @@ import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf import converted_folder
+from tests.model import tiny
 from tests.model.load.test_gguf_models import (
     EPSILON,
     RMS,
@@ -56,6 +57,11 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
     "a matrix too few": ({}, without(Q), "the file lacks the tensor blk.0.attn_q.weight"),
     "a norm too few": ({}, without(NORM), "the file lacks the tensor blk.1.ffn_norm.weight"),
     "no embeddings": ({}, without("token_embd.weight"), "the file lacks the tensor token_embd.weight"),
+    "fewer embeddings than tokens": (
+        {},
+        shaped("token_embd.weight", 16, 64),
+        f"token_embd.weight has 16 rows, and it has {len(tiny.tokens())} tokens",
+    ),
     "a matrix with other rows": ({}, shaped(Q, 32, 64), Q),
     "a matrix whose rows are no heads": ({}, shaped(Q, 63, 64), Q),
     "a matrix with other columns": ({}, shaped(Q, 64, 96), Q),
