@@ -56,8 +56,8 @@ def _dense_layers(metadata: Metadata) -> int:
 
 
 def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """The width of shared experts in a file is a guess of the converter (`Ernie4_5MoeModel`). It counts only where their
-    number is missing."""
+    """The width of shared experts in a file is a guess of the converter (`Ernie4_5MoeModel`). It counts only where
+    their number is missing."""
     width = metadata("expert_feed_forward_length")
     plain = metadata.get("expert_shared_feed_forward_length", 0) // width
     return {
