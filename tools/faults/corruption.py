@@ -343,15 +343,15 @@ def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
         answer = run_isolated(starts, FIRST_TIMEOUT_S)
         death = answer if _has_died(answer) else ""
         first = _outcome(run_isolated(starts, CASE_TIMEOUT_S) if death else answer, "start")
-        set_aside = (folder / DAMAGED).exists()
+        aside = _moved_aside(folder)
         answer = run_isolated(starts, CASE_TIMEOUT_S)
         if not death and _has_died(answer):
             # What the first start lived with ended this one. The next finds its mark.
             death, answer = answer, run_isolated(starts, CASE_TIMEOUT_S)
         second = _outcome(answer, "second start")
-        if second.store_id != first.store_id and not set_aside:
-            # What the first start lived with, or found at its end, the second one moved aside.
-            set_aside, first = True, second
+        if second.store_id != first.store_id and aside in (0, _moved_aside(folder)):
+            # What the first start lived with was moved aside at its end, or by the second one.
+            first = second
             second = _outcome(run_isolated(starts, CASE_TIMEOUT_S), "third start")
     except Failure as failure:
         return Case(kind=kind, seed=seed, verdict=failure.verdict, detail=failure.detail)
@@ -359,7 +359,7 @@ def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
         return Case(kind=kind, seed=seed, verdict="fresh store again", detail="the last start found damage again")
     if death:
         return Case(kind=kind, seed=seed, verdict="died once", detail=death)
-    if set_aside:
+    if _moved_aside(folder):
         return Case(kind=kind, seed=seed, verdict="fresh store")
     lost = first.restored < first.nodes
     if lost and kind == UNDAMAGED:
@@ -367,6 +367,12 @@ def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
     if not lost and kind in NEVER_HARMLESS:
         return Case(kind=kind, seed=seed, verdict="damage not noticed", detail=f"all {first.nodes} nodes were restored")
     return Case(kind=kind, seed=seed, verdict="part lost" if lost else "nothing lost")
+
+
+def _moved_aside(folder: Path) -> int:
+    """Returns the inode of the file that was moved aside last, 0 if none was."""
+    file = folder / DAMAGED
+    return file.stat().st_ino if file.exists() else 0
 
 
 def _has_died(answer: str) -> bool:
