@@ -164,14 +164,8 @@ DENSE: dict[str, Architecture] = {
         model_type="cohere2",
         config=lambda metadata, found: _logit_factor(metadata, found) | _windows(4)(metadata, found),
     ),
-    "starcoder2": Architecture(
-        model_type="starcoder2",
-        config=_use_bias,
-    ),
-    "stablelm": Architecture(
-        model_type="stablelm",
-        config=_stable_lm,
-    ),
+    "starcoder2": Architecture(model_type="starcoder2", config=_use_bias),
+    "stablelm": Architecture(model_type="stablelm", config=_stable_lm),
 }
 OLMO_3 = Architecture(
     model_type="olmo3",

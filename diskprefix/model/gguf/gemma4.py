@@ -7,7 +7,7 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
-from diskprefix.model.gguf.dense_families import kinds_of_layers
+from diskprefix.model.gguf.dense_families import AROUND, kinds_of_layers
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.names import NAMES
 from diskprefix.model.gguf.sources import Sources
@@ -17,7 +17,7 @@ OF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 """Files may have them in layers that share those of other layers."""
 
 SOURCES: Sources = {
-    "post_attention_layernorm": "post_attention_norm",
+    **AROUND,
     "layer_scalar": "layer_output_scale.weight",
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
     "post_feedforward_layernorm_2": "post_ffw_norm_2",

@@ -29,8 +29,7 @@ def _in_turn(_: Any, gate: Array, up: Array) -> Array:
 
 
 def _gpt_oss(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "intermediate_size": metadata.get("expert_feed_forward_length") or metadata("feed_forward_length"),
+    return width_of_experts(metadata, found) | {
         "head_dim": metadata.get("attention.key_length", 64),
         "sliding_window": metadata.get("attention.sliding_window", 128),
         # How all of its models scale positions, as far as no file says.
@@ -184,11 +183,7 @@ MIXTURES: dict[str, Architecture] = {
         config=_gpt_oss,
         gate=SOFTMAX_OF_CHOSEN,
     ),
-    "minimax-m2": Architecture(
-        model_type="minimax_m2",
-        config=width_of_experts,
-        gate=SIGMOID,
-    ),
+    "minimax-m2": Architecture(model_type="minimax_m2", config=width_of_experts, gate=SIGMOID),
     "granitemoe": Architecture(model_type="granitemoe", sources=PAIRED, config=_granite_moe),
     "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", gate=SOFTMAX),
     "dots1": Architecture(model_type="dots1", gate=SIGMOID),
@@ -209,10 +204,6 @@ MIXTURES: dict[str, Architecture] = {
         fixed={"norm_topk_prob": True},
     ),
     "glm4moe": Architecture(model_type="glm4_moe", config=_glm_4_moe, gate=SIGMOID),
-    "ernie4_5-moe": Architecture(
-        model_type="ernie4_5_moe",
-        config=_ernie_moe,
-        gate=SOFTMAX,
-    ),
+    "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", config=_ernie_moe, gate=SOFTMAX),
 }
 MIXTRAL = Architecture(model_type="mixtral", sources=PAIRED, gate=SOFTMAX)

@@ -116,6 +116,8 @@ class GgufConversion:
             part = parts[name]
             if part.is_bias:
                 continue
+            if not part.is_matrix:
+                return {}
             rows = torch.from_numpy(self._numbers(part))
             halves = named_halves(experts, name.rpartition(".")[2], rows)
             matrices |= {f"{owner}.{half}": self._matrix(half_rows.numpy()) for half, half_rows in halves.items()}
