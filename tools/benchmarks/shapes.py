@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf import require_disk
+from diskprefix.model.load.made_once import require_disk
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
 from tools.benchmarks.random_blocks import num_bytes, random_blocks

@@ -13,8 +13,8 @@ import numpy as np
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import shown
+from diskprefix.model.load.chat_template import fault_of_template
 from diskprefix.model.load.gguf_header import GgufHeader
-from diskprefix.model.load.tokenizer import fault_of_template
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:

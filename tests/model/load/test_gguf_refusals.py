@@ -14,7 +14,6 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import read_header
 from tests.model import tiny
@@ -215,18 +214,16 @@ def test_a_whole_file_of_no_model_that_is_served_is_refused(
 
 def require_refused(file: Path, words: str) -> None:
     with pytest.raises(ModelError, match=words) as raised:
-        converted_folder(file, lambda _: None)
+        tiny.read_file(file)
     assert "\n" not in raised.value.message
 
 
 @pytest.mark.parametrize("content", [b"not a gguf file at all" * 100, 0.9], ids=repr)
-def test_a_file_that_is_no_whole_gguf_leaves_nothing_but_a_lock(
-    content: bytes | float, cache: Path, tmp_path: Path
-) -> None:
+def test_a_file_that_is_no_whole_gguf_leaves_nothing(content: bytes | float, cache: Path, tmp_path: Path) -> None:
     whole = (file := tiny.write_gguf(tmp_path / "tiny.gguf")).read_bytes()
     file.write_bytes(content if isinstance(content, bytes) else whole[: int(content * len(whole))])
     require_refused(file, f"cannot read {file}")
-    assert all(path.is_file() for path in cache.iterdir()), "a lock"
+    assert not cache.exists()
 
 
 @pytest.mark.usefixtures("cache")
@@ -286,4 +283,4 @@ def test_what_files_have_beside_the_numbers_is_no_fault(tmp_path: Path) -> None:
         }.items():
             tiny.add_value(writer, key, value)
 
-    converted_folder(tiny.write_gguf(tmp_path / "tiny.gguf", more=more), lambda _: None)
+    tiny.read_file(tiny.write_gguf(tmp_path / "tiny.gguf", more=more))
