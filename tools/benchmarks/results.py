@@ -181,7 +181,9 @@ def plan_options(*, rounds: int) -> Callable[[Command], Command]:
         ),
         click.option("--rounds", type=click.IntRange(min=0), default=rounds, show_default=True, help="0: only show."),
         click.option("--limit", "limit_s", default=7200.0, show_default=True, help="Seconds for an engine in a round."),
-        click.option("--scale", type=click.IntRange(min=1), default=1, show_default=True, help="Divides the shapes."),
+        click.option(
+            "--scale", type=click.IntRange(min=1), default=1, show_default=True, help="Divides shapes' layers."
+        ),
         click.option(
             "--json",
             "results",
@@ -238,7 +240,7 @@ def model_named(name: str, context: int, plan: Plan, progress: Console) -> Model
     """Returns a real model, which is fetched if need be, a shape, which is made if need be, or a file or folder."""
     if name in SHAPES:
         with step(progress, f"the file of {SHAPES[name].what}") as note:
-            tokenizer = real.gguf_file("qwen2.5-coder-0.5b", note)
+            tokenizer = real.fetched("qwen2.5-coder-0.5b", note)
             return Model(name, shape_file(name, plan.folder, tokenizer, plan.scale, note), None, context)
     if name not in real.NAMES and Path(name).suffix == ".gguf" and Path(name).is_file():
         return Model(Path(name).stem, Path(name), None, context)
