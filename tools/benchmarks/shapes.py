@@ -51,6 +51,8 @@ class Shape:
     sizes: dict[str, Any]
     hub: dict[str, Any] = field(default_factory=dict)
     file_type: int = Q4_K_M
+    query_scale: float = 1.0
+    """Multiplies the norms of queries."""
 
     def scaled(self, scale: int) -> Shape:
         """Returns the shape with its layers divided by `scale`."""
@@ -91,7 +93,7 @@ def _made(shape: Shape, tokenizer: Path, libraries: Path, code: Path, work: Path
     _write_zeros(shape, tokenizer, work, plain)
     require_disk(work, plain.stat().st_size // _PLAIN_BYTES)
     quantise(loaded(libraries), plain, file, shape.file_type)
-    _fill(file, ctypes.CDLL(str(libraries / "libggml-base.so")).ggml_quantize_chunk)
+    _fill(file, shape.query_scale, ctypes.CDLL(str(libraries / "libggml-base.so")).ggml_quantize_chunk)
     return file
 
 
@@ -138,7 +140,7 @@ def _write_tokens(tokenizer: Path, folder: Path, count: int) -> None:
     (folder / tokenizer.name).write_text(json.dumps(values), encoding="utf-8")
 
 
-def _fill(file: Path, quantise: Any) -> None:
+def _fill(file: Path, query_scale: float, quantise: Any) -> None:
     """Puts random numbers into a file. The rows of its matrices have a length of about one."""
     from gguf import GGUFReader
 
@@ -156,6 +158,8 @@ def _fill(file: Path, quantise: Any) -> None:
             is_vector = sum(tensor.shape > 1) < 2
             mean = -1.0 if name.endswith("ssm_a") else float("norm" in name or "scale" in name)
             data[:] = choose.normal(mean, _STD if is_vector else columns**-0.5, data.shape)
+            if "attn_q_norm" in name:
+                data *= query_scale
 
 
 def _random_blocks(quantise: Any, kind: int, columns: int, choose: np.random.Generator) -> Array:
@@ -215,6 +219,8 @@ SHAPES = {
             "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
             "final_logit_softcapping": 30.0,
         },
+        # It does not divide scores by the root of a head's width: random ones would each choose one token.
+        query_scale=1 / 16,
     ),
     "mixture": Shape(
         what="30B-A3B (Qwen3-MoE), layers that fit in 12 GB, Q4_K_M",
