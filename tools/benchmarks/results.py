@@ -240,7 +240,7 @@ def model_named(name: str, context: int, plan: Plan, progress: Console) -> Model
     """Returns a real model, which is fetched if need be, a shape, which is made if need be, or a file or folder."""
     if name in SHAPES:
         with step(progress, f"the file of {SHAPES[name].what}") as note:
-            tokenizer = real.fetched("qwen2.5-coder-0.5b", note)
+            tokenizer = real.gguf_file("qwen2.5-coder-0.5b", note)
             return Model(name, shape_file(name, plan.folder, tokenizer, plan.scale, note), None, context)
     if name not in real.NAMES and Path(name).suffix == ".gguf" and Path(name).is_file():
         return Model(Path(name).stem, Path(name), None, context)

