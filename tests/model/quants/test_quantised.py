@@ -128,7 +128,9 @@ def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(
 def test_weights_are_quantised_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = loaded(folder, "int4")
     made = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
-    assert made == [f"tiny-{loaded(folder, 'native').weights_digest[:12]}-int4{'-rows' if library.has_rows() else ''}.5"]
+    assert made == [
+        f"tiny-{loaded(folder, 'native').weights_digest[:12]}-int4{'-rows' if library.has_rows() else ''}.5"
+    ]
     monkeypatch.setattr("diskprefix.model.quants.quantising.StreamedQuantising", None)
     assert loaded(folder, "int4").weights_digest == first.weights_digest
 
