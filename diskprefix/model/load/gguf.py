@@ -262,7 +262,7 @@ def _convert(
     if predictors := metadata.get("nextn_predict_layers", 0):
         report(f"{gguf.name}: {predictors} of its blocks predict further tokens, which is not used")
     config = make_configuration(architecture, metadata)
-    used = scale_positions(config, header.values, tensors, report)
+    used = scale_positions(config, metadata, tensors, report)
     advance(4)
     make_tokenizer(header).save_pretrained(made)
     advance(8)

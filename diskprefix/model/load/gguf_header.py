@@ -154,7 +154,6 @@ class GgufHeader:
     values: Mapping[str, Any]
     lists: Mapping[str, tuple[Any, ...] | None]
     arrays: Mapping[str, FileArray]
-    alignment: int
     tensors: tuple[FileTensor, ...]
 
 
@@ -285,7 +284,7 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
         raise ValueError("a tensor is in it twice")
     if sum(tensor.num_bytes for tensor in tensors) > num_bytes:
         raise ValueError("its tensors overlap")
-    return GgufHeader(values, lists, arrays, alignment, tensors)
+    return GgufHeader(values, lists, arrays, tensors)
 
 
 def _tensor(path: Path, reading: _Reading) -> FileTensor:
