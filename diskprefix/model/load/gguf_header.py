@@ -195,6 +195,12 @@ class _Reading:
             raise ValueError(f"a name in it has {length} bytes")
         return self.take(length).decode()
 
+    def name(self) -> str:
+        """Reads a name, which messages may quote."""
+        if not (found := self.text(_MOST_NAME_BYTES)).isprintable():
+            raise ValueError(f"a name in it is {found[:100]!r}")
+        return found
+
     def _skip_strings(self, count: int) -> None:
         # A vocabulary has hundreds of thousands, so this is `take` and `skip` without their calls. Each string takes 8
         # bytes or more, so the file ends before a count that is too large does.
@@ -261,7 +267,7 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
     seen: set[str] = set()
     alignment = 32
     for _ in range(num_values):
-        key, kind = reading.text(_MOST_NAME_BYTES), reading.number("<I")
+        key, kind = reading.name(), reading.number("<I")
         if key in seen:
             raise ValueError(f"{key!r} is in it twice")
         seen.add(key)
@@ -292,7 +298,7 @@ def _tensor(path: Path, reading: _Reading) -> FileTensor:
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    name, dimensions = reading.text(_MOST_NAME_BYTES), reading.number("<I")
+    name, dimensions = reading.name(), reading.number("<I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"the tensor {name!r} has {dimensions} dimensions")
     sizes = tuple(reading.number("<Q") for _ in range(dimensions))

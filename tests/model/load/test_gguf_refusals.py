@@ -87,6 +87,7 @@ DAMAGES: dict[str, tuple[bytes, bytes, str]] = {
     "tensors": (struct.pack("<2Q", 5, 26), struct.pack("<2Q", 2**63, 26), "counts 9223372036854775808 tensors"),
     "length of a string": (text("text"), struct.pack("<Q", 2**27) + b"text", "cut short"),
     "length of a name": (text("of.INT8"), struct.pack("<Q", 70_000) + b"of.INT8", "a name in it has 70000 bytes"),
+    "line end in a name": (b"of.INT8", b"of.IN\n8", r"a name in it is 'of.IN\\n8'"),
     "UTF-8": (b"of.INT8", b"of.INT\xff", "not UTF-8"),
     "type of a value": (text("of.INT8") + b"\x01", text("of.INT8") + b"\x0d", "a value of the type 13"),
     "type in an array": (text("list.INT8") + b"\x09\0\0\0\x01", text("list.INT8") + b"\x09\0\0\0\x09", "of the type 9"),
@@ -158,6 +159,7 @@ def tensor(name: str, dtype: Any = np.float32) -> Callable[[Any], None]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"without": "blk.1.ffn_up.weight"}, r"the file lacks the tensor blk\.1\.ffn_up\.weight"),
     ({"architecture": "arch-of-tomorrow"}, "arch-of-tomorrow"),
+    ({"architecture": "arch-of\ntomorrow"}, r"arch-of\\ntomorrow"),
     # As GTE-Qwen2 is published.
     (
         {"more": lambda writer: writer.add_causal_attention(False)},
