@@ -7,21 +7,21 @@ key that is asked for, then tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import partial
 from itertools import chain, repeat
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers.utils import logging
 
 from diskprefix.model.gguf.configuration import make_configuration
-from diskprefix.model.gguf.known_families import NAMES, architecture_of
+from diskprefix.model.gguf.known_families import MODEL_TYPES, architecture_of
 from diskprefix.model.gguf.metadata import Metadata
-from diskprefix.model.load.gguf import quiet_transformers
+from diskprefix.model.gguf.names import NAMES
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.gguf_rope import scale_positions
-from diskprefix.model.load.kinds import ModelKind
 
 _SOUND: dict[str, Any] = {
     "block_count": 2,
@@ -84,8 +84,10 @@ _TENSORS = (
 """Those by which configurations differ."""
 _NUMBERS = np.repeat(np.array([1, 1e30, 8, 0, -1, np.nan], np.float32), 64)
 """The content of all tensors."""
-_MOST_SHAPES = 192
-"""Larger choices leave a tensor out."""
+_SHAPES = (
+    *((64, 64), (128, 64), (192, 64), (64, 128), (32, 64), (384, 64), (4, 32, 64), (4, 64, 32), (4, 64), (64, 1, 4)),
+    *((1, 64, 1, 4), (64,), (4,), (1,), (16, 4, 16), (5, 7)),
+)
 
 
 class _Chosen(dict[str, Any]):
@@ -128,7 +130,7 @@ class _File:
     """A file of which the bytes of an input choose what it says. The first byte chooses its architecture."""
 
     def __init__(self, numbers: Path, data: bytes) -> None:
-        self.name = sorted(NAMES)[data[0] % len(NAMES)]
+        self.name = sorted(MODEL_TYPES)[data[0] % len(MODEL_TYPES)]
         self.choices = chain(data[1:], repeat(0))
         self._numbers = numbers
         values = _Chosen(self.name, self.choices)
@@ -149,56 +151,40 @@ class _File:
     def tensor(self, name: str, shape: tuple[int, ...], offset: int = 0) -> FileTensor:
         return FileTensor(name, "F32", shape, self._numbers, offset, np.dtype(np.float32), shape)
 
-    def make_parts(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        """Makes the parameters that have these shapes in a sound model."""
-        tensors = dict[str, FileTensor]()
-        for name, part in self.architecture.parts_of(shapes, _Every()).items():
-            for one in part.tensors:
-                shape, choice = shapes[name], next(self.choices)
-                if choice:
-                    at, size = choice % 4, choice // 4 % 16
-                    shape = (*shape[:at], *([size] if size else []), *shape[at + 1 :])[-4:] or (1,)
-                if choice < _MOST_SHAPES:
-                    tensors[one.name] = self.tensor(one.name, shape)
-        if next(self.choices):
-            tensors["blk.0.of_tomorrow.weight"] = self.tensor("blk.0.of_tomorrow.weight", (1,))
-        for part in self.architecture.parts_of(shapes, tensors).values():
-            sizes = [one.shape[:-1] if part.is_matrix else one.shape for one in part.tensors]
-            arrays = [np.arange(prod(size), dtype=np.float32).reshape(size) for size in sizes]
-            with np.errstate(all="ignore"):
-                found = part.rows(self.config, arrays)
-                if part.source.values is not None:
-                    part.source.values(self.config, found)
+    def make_parts(self) -> Iterator[Callable[[], object]]:
+        """Yields what makes a parameter, for each that the architecture or most of them have."""
+        for stem in {**NAMES, **self.architecture.sources}:
+            outside = stem.startswith(("model.", "backbone.", "lm_head"))
+            name = f"{stem}.weight" if outside else f"model.layers.0.{stem}.weight"
+            tensors = dict[str, FileTensor]()
+            for one in self.architecture.parts_of([name], _Every())[name].tensors:
+                if (choice := next(self.choices)) < len(_SHAPES):
+                    tensors[one.name] = self.tensor(one.name, _SHAPES[choice])
+            yield partial(self._make, name, tensors)
+
+    def _make(self, name: str, tensors: dict[str, FileTensor]) -> None:
+        part = self.architecture.parts_of([name], tensors)[name]
+        sizes = [one.shape[:-1] if part.is_matrix else one.shape for one in part.tensors]
+        arrays = [np.arange(prod(size), dtype=np.float32).reshape(size) for size in sizes]
+        with np.errstate(all="ignore"):
+            found = part.rows(self.config, arrays)
+            if part.source.values is not None:
+                part.source.values(self.config, found)
 
 
 def check(refused: Callable[[Callable[[], object]], None], folder: Path) -> Callable[[bytes], None]:
     """Returns the check of one input. `refused` calls, and lets one-line errors of the project pass."""
     numbers = folder / "numbers"
     _NUMBERS.tofile(numbers)
-    quiet_transformers()
-
-    @cache
-    def shapes_of(name: str, model_type: str) -> dict[str, tuple[int, ...]]:
-        found = _File(numbers, bytes([sorted(NAMES).index(name)]))
-        return _shapes(found.config) if found.architecture.model_type == model_type else {}
+    logging.set_verbosity_error()
 
     def act(data: bytes) -> None:
-        file = _File(numbers, data)
-        file.make_parts(shapes_of(file.name, file.architecture.model_type))
+        for make in _File(numbers, data).make_parts():
+            refused(make)
 
     return lambda data: refused(lambda: act(data)) if data else None
 
 
-def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a model's parameters."""
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
-
-    is_of_text = type(config) in AutoModelForCausalLM._model_mapping
-    loader = AutoModelForCausalLM if is_of_text else AutoModelForMultimodalLM
-    model = ModelKind(loader, is_multimodal=False, has_own_generate=False).skeleton(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
 def seeds(_folder: Path) -> Iterable[bytes]:
     """A sound model of each architecture, as far as one is made of the values that all have in common."""
-    return (bytes([number]) for number in range(len(NAMES)))
+    return (bytes([number]) for number in range(len(MODEL_TYPES)))

@@ -34,5 +34,6 @@ def architecture_of(metadata: Metadata) -> Architecture:
     if name == "olmo2" and metadata.get("attention.sliding_window"):
         return OLMO_3
     if name not in _BY_NAME:
-        raise ModelError(f"files of the architecture {shown(name)} are not read; those of {', '.join(sorted(NAMES))} are")
+        known = ", ".join(sorted(NAMES))
+        raise ModelError(f"files of the architecture {shown(name)} are not read; those of {known} are")
     return _BY_NAME[name]
