@@ -37,7 +37,7 @@ class SourcedParameter:
         shapes than those of the model, so that their rows cannot be moved."""
         try:
             return self.source.rows(config, *arrays)
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, TypeError, ArithmeticError) as error:
             raise ModelError(f"the tensors have other shapes than those of the model: {self.names}") from error
 
 

@@ -52,14 +52,14 @@ def below_each_other(_: Any, *parts: Array) -> Array:
     return np.concatenate(parts, axis=1)
 
 
-def of_experts(*tensors: str, values: Values | None = None) -> TensorSource:
+def of_experts(*tensors: str) -> TensorSource:
     """Returns the source of matrices of experts that lie below each other."""
-    return TensorSource(tensors, below_each_other, values)
+    return TensorSource(tensors, below_each_other)
 
 
-def turned(_: Any, one: Array) -> Array:
-    """Returns matrices of experts with rows and columns exchanged."""
-    return one.swapaxes(1, 2)
+def turned_experts(*tensors: str) -> TensorSource:
+    """Returns the source of such matrices with rows and columns exchanged."""
+    return TensorSource(tensors, lambda config, *parts: below_each_other(config, *parts).swapaxes(1, 2), same)
 
 
 def joined(*tensors: str) -> TensorSource:

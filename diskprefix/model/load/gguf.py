@@ -55,7 +55,7 @@ class GgufModel:
         if predictors := metadata.get("nextn_predict_layers", 0):
             report(f"{gguf.name}: {predictors} of its blocks predict further tokens, which is not used")
         config = make_configuration(architecture, metadata)
-        used = scale_positions(config, header.values, tensors, report)
+        used = scale_positions(config, metadata, tensors, report)
         kind = _kind_of(config)
         require_rotary(kind.skeleton(config), architecture, metadata)
         stops = [token for token in map(metadata.token, ("eos", "eot", "eom")) if token is not None]

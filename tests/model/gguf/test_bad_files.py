@@ -69,7 +69,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], str]] = {
     "a norm with other numbers": ({}, shaped(NORM, 32), NORM),
     "an unknown key": ({"attention.of_tomorrow": 0.5}, same, "llama.attention.of_tomorrow is 0.5, and nothing here"),
     "a key of others": ({"attention.clamp_kqv": 8.0}, same, "llama.attention.clamp_kqv is 8, and nothing here reads"),
-    "an unknown scaling": ({"rope.scaling.of_tomorrow": 2.0}, same, "rope.scaling.of_tomorrow is 2.0, and nothing"),
+    "an unknown scaling": ({"rope.scaling.of_tomorrow": 2.0}, same, "rope.scaling.of_tomorrow is 2, and nothing"),
     "a list of widths": (
         {"feed_forward_length": [96, 96]},
         same,
