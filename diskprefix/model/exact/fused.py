@@ -32,6 +32,8 @@ from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks, product
 
 Forward = Callable[..., Any]
+Curves = dict[Hashable, torch.Tensor]
+"""Tables of activations, by what tells one from another."""
 
 _PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
 """The children of attention, by the names that they have in transformers."""
@@ -74,7 +76,7 @@ def norm_of(module: nn.Module, compute: Callable[[Norm, torch.Tensor], torch.Ten
 
 
 def gated_of(
-    module: nn.Module, operators: Operators, curves: list[torch.Tensor], order: Sequence[int] | None = None
+    module: nn.Module, operators: Operators, curves: Curves, order: Sequence[int] | None = None
 ) -> tuple[Gated, Sequence[int]] | None:
     """Returns the gated products that a module computes, and which of its products are gate, up and down. `curves` are
     those of other modules, `order` is that of another module of the same kind, which makes a comparison needless."""
@@ -154,7 +156,7 @@ class Parts:
         self._found: dict[nn.Module, Any] = {}
         self._kinds: dict[Hashable, Any] = {}
         """What was found for a kind of module: others of it are not compared again."""
-        self._curves: list[torch.Tensor] = []
+        self._curves: Curves = {}
 
     def smallest(self, module: nn.Module) -> Forward | None:
         """Returns a replacement for the forward of a product, a norm or experts, None for other modules."""
@@ -279,15 +281,14 @@ def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
     return native.run_of(run.start, run.num_rows, layer.first, keys[0], values[0])
 
 
-def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the curve as bfloat16 [65 537], see `Gated`. Layers share equal tables."""
-    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    table = nn.functional.pad(in_whole_vectors(curve, numbers), (0, 1))
-    for one in known:
-        if torch.equal(one.view(torch.int16), table.view(torch.int16)):
-            return one
-    known.append(table)
-    return table
+def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: Curves) -> torch.Tensor:
+    """Returns the curve as bfloat16 [65 537], see `Gated`. Layers with the same share it."""
+    functions = [str(value) for value in vars(curve).values() if callable(value)] if hasattr(curve, "__dict__") else []
+    key = (_kind_of(curve), *functions) if isinstance(curve, nn.Module) else curve
+    if key not in known:
+        numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        known[key] = nn.functional.pad(in_whole_vectors(curve, numbers), (0, 1))
+    return known[key]
 
 
 def _is_equal(one: Any, other: torch.Tensor) -> bool:
