@@ -331,8 +331,8 @@ def _vocab_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
-_CALL_ENDS = ("<|call|>", "<|calls|>", "<|eom_id|>")
-"""Tokens that end a reply with calls, of gpt-oss, Solar and Llama 3. Some models do not list them."""
+_CALL_ENDS = ("<|call|>", "<|calls|>", "<|eom_id|>", "<|tool_response>")
+"""Tokens that end a reply with calls, of gpt-oss, Solar, Llama 3 and Gemma 4. Some models do not list them."""
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -163,6 +163,8 @@ class FolderLock:
         self._path, self._patience_s, self._create = path, patience_s, create
         self._fd: int | None = None
         self._take_shared()
+        self.was_marked = self.is_marked
+        """Whether it was when this lock was taken."""
 
     def try_exclusive(self) -> bool:
         """Makes the lock exclusive. Returns False, and the lock is shared as before, if another process has the store

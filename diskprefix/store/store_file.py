@@ -196,12 +196,14 @@ class StoreFile:
     def _open(self, *, read_only: bool) -> None:
         env, lock = open_environment(self.path, budget_bytes=self.budget_bytes, read_only=read_only)
         try:
-            names = identify(self.path, env, self.clock(), self._namespace)
+            names = identify(self.path, env, self.clock(), self._namespace, was_marked=lock.was_marked)
             if self._is_serving:
                 require_namespace(self.path, names, self._namespace)
             self._agree_on_budget(env)
         except BaseException:
             env.close()
+            with suppress(OSError):
+                lock.mark(lock.was_marked)
             lock.close()
             raise
         self.names, self._env, self._lock = names, env, lock

@@ -28,9 +28,12 @@ from diskprefix.tokens import HASH_BYTES
 _U32 = struct.Struct("<I")
 
 
-def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
+def identify(
+    path: Path, env: Environment, now: float, namespace: NamespaceKey | None, *, was_marked: bool
+) -> NamesRecord:
     """Reads a store's identity, or writes it into a new store at time `now`, then opens all databases. `namespace`
-    seeds the names of a new store; without it they are seeded with a secret of its own.
+    seeds the names of a new store; without it they are seeded with a secret of its own. `was_marked`: a process of ours
+    had the file open and did not end well.
 
     Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
     format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
@@ -38,7 +41,7 @@ def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey |
     if not env.has_database("meta"):
         if not env.is_empty():
             require_survivable(path)
-            raise foreign_file(path)
+            raise _lost(path) if was_marked else foreign_file(path)
         if env.read_only:
             raise StoreCorrupt(f"{path} holds no diskprefix store")
     env.open_databases(["meta"])
@@ -104,6 +107,10 @@ def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:
         raise StoreCorrupt(
             f"{path / DATA}: the identity of the store is damaged; move the file away to start afresh"
         ) from error
+
+
+def _lost(path: Path) -> StoreCorrupt:
+    return StoreCorrupt(f"{path / DATA} is damaged: its databases are not there")
 
 
 def foreign_file(path: Path) -> StoreUnavailable:

@@ -4,7 +4,8 @@ LMDB trusts its file: a damaged page number, length or free list may end the pro
 So a daemon leaves a mark in the folder while it has the file open for writing (`folder.FolderLock.mark`). Whoever finds
 the mark of a process that is gone lets a child go through the file before it opens it. The child reads every page of
 the B-trees, as LMDB's compacting copy does, which also counts the free pages; the first page of each payload, and all
-other records. If nobody else has the file open, it also fills free pages in a transaction that it gives up.
+other records. If nobody else has the file open, it also deletes all and fills free pages in a transaction that it gives
+up: so each page is written anew, which is where LMDB notices that one is both free and in use.
 
 What is left is damage that LMDB can live with. Records have checksums, so it costs the nodes that it hits.
 """
@@ -24,6 +25,7 @@ log = logging.getLogger("diskprefix")
 
 _CHILD = """
 import os, resource, sys
+from errno import EDQUOT, ENOSPC, EROFS
 import lmdb
 
 folder, has_lock, is_alone = sys.argv[1], sys.argv[2] == "lock", sys.argv[3] == "alone"
@@ -38,7 +40,20 @@ with lmdb.open(folder, map_size=room, max_dbs=32, create=False, readonly=not is_
             for _, value in txn.cursor(env.open_db(name, txn=txn, create=False)):
                 bytes(value[:1] if is_read_later else value)
     if is_alone:
+        try:
+            # The pages that the last commit freed are used by the commit after the next one.
+            for change in (lambda txn: txn.put(b"~", b""), lambda txn: txn.delete(b"~")):
+                with env.begin(write=True) as txn:
+                    change(txn)
+        except lmdb.Error as error:
+            if not isinstance(error, lmdb.DiskError) and getattr(error, "code", 0) not in (ENOSPC, EDQUOT, EROFS):
+                raise
         with env.begin(write=True) as txn:
+            names = [bytes(name) for name in txn.cursor().iternext(values=False)]
+            for name in names:
+                cursor = txn.cursor(env.open_db(name, txn=txn, create=False))
+                while cursor.first() and cursor.delete():
+                    pass
             for number in range(4096):
                 size = 3000 if number % 64 else 100000
                 txn.put(number.to_bytes(4, "big"), bytes(size))

@@ -33,7 +33,6 @@ from diskprefix.extras.setup.doctor_machine import (
 from diskprefix.extras.setup.doctor_model import model_findings
 from diskprefix.model.load import fit, memory
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
-from diskprefix.model.load.gguf import converted_folder
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
@@ -337,10 +336,8 @@ def gguf(tmp_path: Path, sizes: Any, monkeypatch: pytest.MonkeyPatch) -> Path:  
     return tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
 
 
-def test_the_tokenizer_of_a_file_is_not_looked_at_before_it_is_converted(gguf: Path) -> None:
-    assert levels(found_in(gguf)) == {"model": "ok", "tokenizer": "skipped"}
-    converted_folder(gguf, lambda _line: None)
-    assert found_in(gguf, weights="native")["tokenizer"].level != "skipped"
+def test_a_file_is_looked_at_with_its_tokenizer(gguf: Path) -> None:
+    assert levels(found_in(gguf)) == {"model": "ok", "tokenizer": "ok", "template": "ok", "tool calls": "note"}
 
 
 def test_a_file_is_a_problem_where_the_start_would_refuse_it(gguf: Path, sizes: Any) -> None:

@@ -53,7 +53,6 @@ def test_a_history_that_fails_in_another_way_does_not_find_a_mutant(
 
 @pytest.mark.slow
 def test_a_seed_is_one_history_in_every_process() -> None:
-    """The one of this seed has a purge and a kill."""
     command = [sys.executable, "-m", "tools", "interleavings", "--seed", "108"]
 
     def trace(hash_seed: str) -> str:
@@ -64,7 +63,6 @@ def test_a_seed_is_one_history_in_every_process() -> None:
 
     first = trace("1")
     assert first.count(" --- ") > 10
-    assert all(f"--- {event}" in first for event in ("purge", "kill"))
     assert trace("2") == first
 
 

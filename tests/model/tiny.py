@@ -6,9 +6,12 @@ import hashlib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from diskprefix.model.load.loader import LoadedModel
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -28,6 +31,14 @@ def byte_alphabet() -> list[str]:
 
 def tokens() -> list[str]:
     return [*SPECIAL_TOKENS, *byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
+
+
+def read_file(file: Path, weights: str = "native") -> LoadedModel:
+    """The model of a `.gguf` file."""
+    from diskprefix.model.load.loader import load_model
+    from diskprefix.settings import Settings
+
+    return load_model(Settings(model=str(file), weights=weights), lambda _line: None)
 
 
 def write_gguf(

@@ -7,7 +7,6 @@ imported modules, so that a first start is measured without their import.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -34,7 +33,8 @@ from tests.chat.families.sources import LLAMA_CPP, SourcesMissing, download
 from tests.faults.isolated import run_isolated
 from tests.server.chat_model import write_tokenizer
 from tools.benchmarks.file_models import CASES, DENSE, VOCAB, Case
-from tools.benchmarks.llama_cpp_worker import Worker, loaded
+from tools.benchmarks.llama_cpp_worker import Worker, loaded, quantise
+from tools.benchmarks.shapes import Q4_K_M
 from tools.measuring.environments import NotInstalled, install_once, llama_cpp_libraries
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.processes import peak_of, status_bytes
@@ -44,8 +44,6 @@ from tools.models.real import print_report
 Found: TypeAlias = dict[str, Any]
 
 NUM_TOKENS, LIMIT_S = 40, 300
-Q4_K_M = 15
-"""`LLAMA_FTYPE_MOSTLY_Q4_K_M`."""
 FORMS = ("f32", "q8_0", "q4_k_m")
 MAX_ERRORS = {
     "transformers": {"f32": 1e-4, "q8_0": 0.25, "q4_k_m": 0.5},
@@ -137,8 +135,9 @@ def converter() -> Path:
     return folder
 
 
-def load_converter(folder: Path) -> None:
-    """Imports the converter into this process, whose forks use it. Every model gets the vocabulary that it has."""
+def load_converter(folder: Path, pre: str = "smollm") -> None:
+    """Imports the converter into this process, whose forks use it. Every model gets the vocabulary that it has. `pre`
+    is llama.cpp's name for how text is cut before."""
     sys.path[:0] = [str(folder), str(folder / "gguf-py")]
     conversion = import_module("conversion")
     conversion.load_all_models()
@@ -146,12 +145,12 @@ def load_converter(folder: Path) -> None:
     for kind in {kind for kinds in conversion.ModelBase._model_classes.values() for kind in kinds.values()}:
         if issubclass(kind, any_text):
             kind.set_vocab = any_text._set_vocab_gpt2
-            kind.get_vocab_base_pre = lambda *_: "smollm"
+            kind.get_vocab_base_pre = lambda *_: pre
 
 
 def make(case: Case, folder: Path) -> str:
     """Writes a model, its logits and its files."""
-    _be_quiet()
+    be_quiet()
     save(case, folder)
     if case.hub is not None:
         import_module("conversion").ModelBase.load_hparams = staticmethod(
@@ -166,13 +165,10 @@ def make(case: Case, folder: Path) -> str:
 
 def ask_llama_cpp(libraries: Path, folder: Path, form: str) -> str:
     """Writes the logits of llama.cpp, which ends its process where it finds fault; makes the file if it has to."""
-    _be_quiet()
+    be_quiet()
     library, file = loaded(libraries), folder / f"{form}.gguf"
     if not file.exists():
-        settings = library.llama_model_quantize_default_params()
-        settings.ftype = Q4_K_M
-        if library.llama_model_quantize(bytes(folder / "f32.gguf"), bytes(file), ctypes.byref(settings)):
-            return "llama_model_quantize failed"
+        quantise(library, folder / "f32.gguf", file, Q4_K_M)
     worker = Worker(library, str(file), NUM_TOKENS, str(folder), flash_attention=False, exact_cache=True)
     worker.decode([(token, i, 0, True) for i, token in enumerate(token_ids())])
     logits = torch.stack([torch.from_numpy(worker.logits(row).copy()) for row in range(NUM_TOKENS)])
@@ -180,7 +176,7 @@ def ask_llama_cpp(libraries: Path, folder: Path, form: str) -> str:
     return ""
 
 
-def _be_quiet() -> None:
+def be_quiet() -> None:
     """Drops what the libraries say, and the traces of an abort in llama.cpp, for which it starts a debugger."""
     os.environ["GGML_NO_BACKTRACE"] = "1"
     for stream in (1, 2):
@@ -189,7 +185,7 @@ def _be_quiet() -> None:
 
 def read(case: Case, folder: Path, form: str) -> str:
     """Returns what is found of a file, as JSON: the first start, where it is exact, errors, what is wrong."""
-    _be_quiet()
+    be_quiet()
     os.environ["XDG_CACHE_HOME"] = str(folder / f"cache-{form}")
     settings = Settings(model=str(folder / f"{form}.gguf"), weights="native" if form == "f32" else "auto")
     before, began = status_bytes(os.getpid(), "RssAnon"), time.perf_counter()

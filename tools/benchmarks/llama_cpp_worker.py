@@ -117,6 +117,14 @@ def loaded(folder: Path, form: str = "") -> CDLL:
     return library
 
 
+def quantise(library: CDLL, source: Path, file: Path, file_type: int) -> None:
+    """Writes a file of the type `file_type`, a `llama_ftype`."""
+    settings = library.llama_model_quantize_default_params()
+    settings.ftype = file_type
+    if library.llama_model_quantize(bytes(source), bytes(file), byref(settings)):
+        raise RuntimeError("llama_model_quantize failed")
+
+
 class Worker:
     def __init__(
         self, llama: CDLL, gguf: str, context: int, folder: str, *, flash_attention: bool, exact_cache: bool = False

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 
 from diskprefix.model.load.loader import load_model
+from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.settings import Settings
 from tools.measuring.live_server import step
 from tools.measuring.options import JSON
@@ -37,7 +38,7 @@ def texts_of(folder: Path, count: int, characters: int) -> list[str]:
 
 
 @torch.inference_mode()
-def measured(model: str | None, weights: str, texts: Sequence[str], tokens: int) -> tuple[float, list[int]]:
+def measured(model: str, weights: str, texts: Sequence[str], tokens: int) -> tuple[float, list[int]]:
     """Returns the perplexity of a model in one form, and its most likely tokens."""
     loaded = load_model(Settings(model=model, weights=weights), real.print_report)
     losses: list[torch.Tensor] = []
@@ -52,13 +53,12 @@ def measured(model: str | None, weights: str, texts: Sequence[str], tokens: int)
 
 def compared(name: str, texts: Sequence[str], tokens: int, console: Console) -> dict[str, dict[str, float]]:
     """Returns the figures of each form of a real model."""
-    folder = real.fetched(name, real.print_report)
-    model = None if name == real.DEFAULT else str(next(folder.glob("*.gguf")))
+    of_form = {form: real.fetched if form in QUANTISED else real.gguf_file for form in FORMS}
     found: dict[str, dict[str, float]] = {}
     expected: list[int] = []
     for form in FORMS:
         with step(console, f"{name}, {form}"):
-            perplexity, likely = measured(model, form, texts, tokens)
+            perplexity, likely = measured(str(of_form[form](name, real.print_report)), form, texts, tokens)
         expected = expected or likely
         agreement = sum(a == b for a, b in zip(likely, expected, strict=True)) / len(expected)
         found[form] = {"perplexity": perplexity, "agreement": agreement}

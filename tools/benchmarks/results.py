@@ -181,7 +181,9 @@ def plan_options(*, rounds: int) -> Callable[[Command], Command]:
         ),
         click.option("--rounds", type=click.IntRange(min=0), default=rounds, show_default=True, help="0: only show."),
         click.option("--limit", "limit_s", default=7200.0, show_default=True, help="Seconds for an engine in a round."),
-        click.option("--scale", type=click.IntRange(min=1), default=1, show_default=True, help="Divides the shapes."),
+        click.option(
+            "--scale", type=click.IntRange(min=1), default=1, show_default=True, help="Divides shapes' layers."
+        ),
         click.option(
             "--json",
             "results",

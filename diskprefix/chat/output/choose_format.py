@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -60,7 +61,7 @@ Render = Callable[[list[JsonObject], list[JsonObject], bool], str]
 
 _NAME = "probe_tool"
 _ARGUMENTS: JsonObject = {"text": "some text", "count": 7}
-_THOUGHT = "known reasoning"
+_THOUGHT, _ANSWER = "known reasoning", "known answer"
 _PROPERTIES = {"text": {"type": "string", "description": "a"}, "count": {"type": "integer", "description": "b"}}
 _PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": ["text", "count"]}
 _TOOLS: list[JsonObject] = [
@@ -81,22 +82,22 @@ class Chosen(NamedTuple):
 def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
     """Returns the format of a chat template. `added` are the tokenizer's added tokens with their ids. Of these,
     `special` are not shown as text."""
-    written = []
+    written, dropped = [], _answer_tags(render)
     for form in _FORMS:
         if not (replies := list(_replies(render, form))):
             continue
         written.append(form)
-        candidates = list(_candidates(template, replies, added))
+        candidates = list(_candidates(template, replies, added, dropped))
         for prompt, reply in replies:
             for format in candidates:
                 if _is_verified(format, prompt, reply, special):
                     return Chosen(format, _completed(form, render))
     if written:
         log.warning("the chat template writes tool calls in a format that is not known; only calls as JSON are found")
-        return Chosen(_family_format(NONE, template, added), _completed(written[0], render))
+        return Chosen(_family_format(NONE, template, added, dropped), _completed(written[0], render))
     shown = render([_USER], _TOOLS, True)
     family = _named_family(template, special if _NAME in shown else ())
-    return Chosen(_family_format(family, template, added), MessageForm())
+    return Chosen(_family_format(family, template, added, dropped), MessageForm())
 
 
 def _replies(
@@ -146,7 +147,16 @@ def _named_family(template: str, special: Iterable[str]) -> Family:
     return NONE
 
 
-def _candidates(template: str, replies: list[tuple[str, str]], added: Mapping[str, int]) -> Iterator[OutputFormat]:
+def _answer_tags(render: Render) -> tuple[str, ...]:
+    """Returns the tags that a template writes around each answer, as that of ERNIE 4.5."""
+    text = render([_USER, {"role": "assistant", "content": _ANSWER}], [], False)
+    found = re.search(rf"(<(\w+)>)\s*{_ANSWER}\s*(</\2>)", text)
+    return () if found is None else (found[1], found[3])
+
+
+def _candidates(
+    template: str, replies: list[tuple[str, str]], added: Mapping[str, int], dropped: tuple[str, ...]
+) -> Iterator[OutputFormat]:
     written = "".join(reply for _, reply in replies)
     shown = "\n".join([template, *map("".join, replies)])
     for family in FAMILIES:
@@ -155,11 +165,13 @@ def _candidates(template: str, replies: list[tuple[str, str]], added: Mapping[st
         else:
             may_be = any(sign in written for sign in family.signs or family.begins)
         if may_be:
-            yield _family_format(family, shown, added)
+            yield _family_format(family, shown, added, dropped)
 
 
-def _family_format(family: Family, shown: str, added: Mapping[str, int]) -> FamilyFormat:
-    """Returns the format of a family with the tags of reasoning in `shown`, the template and its output."""
+def _family_format(family: Family, shown: str, added: Mapping[str, int], dropped: tuple[str, ...]) -> FamilyFormat:
+    """Returns the format of a family with the tags of reasoning in `shown`, the template and its output. Tags that are
+    `dropped` stand around answers."""
+    family = replace(family, dropped=(*family.dropped, *dropped))
     known = tuple(
         (begin, end) for begin, end in THOUGHTS if end in shown and (begin in shown or begin == THOUGHTS[0][0])
     )

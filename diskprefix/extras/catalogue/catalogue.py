@@ -14,8 +14,7 @@ from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.gguf import SUFFIXES, finished_folder, is_finished, suffix_of
-from diskprefix.model.load.gguf_file import MATRICES, first_parts, model_stem
+from diskprefix.model.load.gguf_file import first_parts, model_stem
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
 from diskprefix.model.load.safetensors_header import require_weights
 from diskprefix.native import build
@@ -165,8 +164,7 @@ def path_of(model: str | None) -> Path | None:
         return Path(path)
     if model is not None and model != EMBEDDED.name:
         return cached_model(model)
-    folders = (cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in map(suffix_of, SUFFIXES))
-    return next((folder for folder in folders if is_finished(folder)), None)
+    return next((cache_home() / "models" / EMBEDDED.requirement).glob("*.gguf"), None)
 
 
 def _identity(model: str) -> str:
@@ -235,19 +233,10 @@ def needs(settings: Settings) -> ModelNeeds | None:
         raise ModelError(f"cannot read {path}: {first_line(error)}") from error
 
 
-def weights_of(path: Path) -> Path:
-    """Returns the `.gguf` file in a folder that was made of it, which lacks what is read from the file at each start;
-    else the path itself."""
-    return next(path.glob("*.gguf"), path) if (path / MATRICES).is_file() else path
-
-
 def _needs(path: Path, settings: Settings) -> ModelNeeds:
     weights = settings.weights
     if weights == "auto" and (settings.dtype not in ("auto", "bfloat16") or not build.LIBRARY.exists()):
         weights = "native"
-    source = weights_of(path)
-    if source.is_file():
-        found = needs_of_gguf(source, weights, 4 if settings.dtype == "float32" else 2)
-        is_made = source != path or finished_folder(path, weights) is not None
-        return replace(found, making_bytes=0, disk_bytes=0) if is_made else found
+    if path.is_file():
+        return needs_of_gguf(path, weights, 4 if settings.dtype == "float32" else 2)
     return needs_of_folder(path, require_weights(path), weights, settings.dtype)

@@ -13,7 +13,7 @@ from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
 from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue, weights_of
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import part_paths
@@ -170,7 +170,7 @@ def row_of(known: KnownModel) -> dict[str, Any]:
         fit = _fit(known.settings)
         if fit is None or known.path is None:
             return row
-        file_bytes = sum(file.stat().st_size for file in _files(weights_of(known.path)))
+        file_bytes = sum(file.stat().st_size for file in _files(known.path))
     except (ModelError, OSError) as error:
         return row | {"problem": first_line(error)}
     weights = fit.needs.weights

@@ -17,7 +17,6 @@ from diskprefix.errors import ModelError, SettingsError
 from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
-from diskprefix.model.load.gguf import converted_folders
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.nouns import require_model_name
@@ -102,7 +101,6 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
         if name not in here:
             raise SettingsError(_not_pulled(name, list(here)))
     files, folders = files_to_remove(names)
-    folders += [folder for name in names if here[name].is_file() for folder in converted_folders(here[name])]
     num_bytes = sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
     question = f"Remove {', '.join(dict.fromkeys(names))}, {format_size(num_bytes)}, from the hub's cache?"
     if not yes:

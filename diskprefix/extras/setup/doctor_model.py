@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +15,7 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.catalogue import needs, path_of
 from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.extras.setup.doctor_machine import Finding
-from diskprefix.settings import Settings, cache_home
+from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
@@ -61,14 +60,9 @@ def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Findin
 
 def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
     """Yields the findings about the model, as far as it is on this machine. `say` takes lines about the progress."""
-    from diskprefix.model.load.gguf import finished_folder
-
     say("reading the model's headers")
     try:
-        path = folder = path_of(settings.model)
-        if path is not None and path.is_file():
-            settings = replace(settings, weights=_form(settings))
-            folder = finished_folder(path, settings.weights)
+        path = path_of(settings.model)
         found = needs(settings)
     except DiskPrefixError as error:
         yield Finding("model", "problem", error.message, "see the message")
@@ -76,13 +70,9 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
     if path is None or found is None:
         yield _listing_finding(settings)
         return
-    yield _space_finding(found) if path.is_file() and found.disk_bytes > _space() else _fit_finding(settings, found)
-    if folder is None:
-        text = f"{path.name} gets a folder at the first start; its tokenizer is checked after that"
-        yield Finding("tokenizer", "skipped", text)
-        return
+    yield _fit_finding(settings, found)
     say("reading the tokenizer")
-    yield from _tokenizer_findings(settings, folder)
+    yield from _tokenizer_findings(settings, path)
 
 
 def _listing_finding(settings: Settings) -> Finding:
@@ -106,16 +96,6 @@ def _form(settings: Settings) -> str:
     return pick_weights(settings.weights, settings.dtype, settings.device)
 
 
-def _space() -> int:
-    return shutil.disk_usage(existing_folder(cache_home() / "models")).free
-
-
-def _space_finding(needs: ModelNeeds) -> Finding:
-    """Returns the finding about a file that the first start converts, if there is no space for that."""
-    text = f"{needs.name}: its folder takes {format_size(needs.disk_bytes)} on the disk, {format_size(_space())} free"
-    return Finding("model", "problem", text, "free some, or set XDG_CACHE_HOME to a folder on a larger disk")
-
-
 def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
     """Returns whether a model fits into the free memory, with the table by part and what else would fit."""
     from diskprefix.model.load.alternatives import other_forms
@@ -136,13 +116,13 @@ def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
     return Finding("model", "ok", text, table=table)
 
 
-def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
+def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
     from diskprefix.chat.renderer import PromptRenderer
     from diskprefix.extras.request_bodies import parse_body
     from diskprefix.model.load.loader import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(str(folder), settings.chat_template, lambda _line: None)
+        tokenizer = load_tokenizer(str(path), settings.chat_template, lambda _line: None)
     except DiskPrefixError as error:
         yield Finding("tokenizer", "problem", error.message, "fetch or copy the model again")
         return

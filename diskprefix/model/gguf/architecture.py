@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.metadata import Metadata
@@ -36,9 +37,11 @@ class SourcedParameter:
         shapes than those of the model, so that their rows cannot be moved."""
         try:
             return self.source.rows(config, *arrays)
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, TypeError, ArithmeticError) as error:
             raise ModelError(f"the tensors have other shapes than those of the model: {self.names}") from error
 
+
+_Source: TypeAlias = str | TensorSource | tuple[str | TensorSource, ...]
 
 _BLOCK = re.compile(r"^blk\.\d+\.")
 _LAYER = re.compile(r"\w+\.layers\.(\d+)\.(.+)")
@@ -70,6 +73,18 @@ class Architecture:
     is_rotary: bool = True
     """False without rotary positions. Files may have their sizes all the same."""
 
+    @cached_property
+    def moved(self) -> Collection[str]:
+        """Tensors of which rows are moved for some parameter, or numbers are changed. Names are within a layer."""
+        found = [one for one in _sources_in(NAMES) if len(one.tensors) == 1] + [*_sources_in(self.sources)]
+        return {name for one in found if not one.is_whole for name in one.tensors}
+
+    @cached_property
+    def changed(self) -> Collection[str]:
+        """Those whose numbers are changed, so that no quants of theirs can be computed with."""
+        found = _sources_in({**NAMES, **self.sources})
+        return {name for one in found if one.values is not None for name in one.tensors}
+
     def parts_of(self, parameters: Iterable[str], tensors: Mapping[str, FileTensor]) -> dict[str, SourcedParameter]:
         """Returns what each parameter is made of. Raises `ModelError` if the file lacks a tensor for one, or has one of
         which nothing is made."""
@@ -93,13 +108,20 @@ class Architecture:
             missing = missing or next(one for one in names if one not in tensors)
         raise ModelError(f"the file lacks the tensor {missing}" if missing else f"no tensor of the file is {name}")
 
-    def _of(self, stem: str) -> str | TensorSource | tuple[str | TensorSource, ...] | None:
+    def _of(self, stem: str) -> _Source | None:
         return self.sources.get(stem) or NAMES.get(stem)
 
     def _sources(self, stem: str) -> Iterable[TensorSource]:
-        found = self._of(stem) or ()
-        several = found if isinstance(found, tuple) else (found,)
-        return [TensorSource((one,)) if isinstance(one, str) else one for one in several]
+        found = _several(self._of(stem) or ())
+        return [TensorSource((one,)) if isinstance(one, str) else one for one in found]
+
+
+def _sources_in(sources: Sources) -> Iterator[TensorSource]:
+    return (one for found in sources.values() for one in _several(found) if isinstance(one, TensorSource))
+
+
+def _several(found: _Source) -> tuple[str | TensorSource, ...]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _name_in(tensors: Mapping[str, FileTensor], stem: str, end: str) -> str:

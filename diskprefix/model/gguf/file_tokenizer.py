@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf.metadata import shown
+from diskprefix.model.gguf.metadata import ENDS_OF_TURN, shown
+from diskprefix.model.load.chat_template import fault_of_template
 from diskprefix.model.load.gguf_header import GgufHeader
-from diskprefix.model.load.tokenizer import fault_of_template
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ _OTHERS = ("tokenizer.huggingface.json", "tokenizer.rwkv.world")
 """Keys of further tokenizers that the format allows. Nothing says whether they are the same."""
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """The types of tokens that are found in a text before anything else."""
+_TEMPLATES = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+"""By the names that transformers has for them. Files may have others, which nothing asks for."""
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _KEEPS_BLANKS = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 """Tokens of Phi 3 that do not take the blanks behind them. All others do, which files do not say."""
@@ -144,12 +146,13 @@ def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     special = _special(keys, tokens)
     _KINDS[kind](made.backend_tokenizer, keys, vocabulary, special.get("unk_token"))
-    made.backend_tokenizer.add_tokens(_found_first(keys, tokens, special.values()))
+    ends = (token for token in ENDS_OF_TURN if token in vocabulary)
+    made.backend_tokenizer.add_tokens(_found_first(keys, tokens, [*special.values(), *ends]))
     for name, token in special.items():
         setattr(made, name, token)
     made.add_bos_token = bool(keys.get("add_bos_token", kind != "gpt2" or keys.get("pre") in _ADDS_BOS))
     made.add_eos_token = bool(keys.get("add_eos_token", False))
-    _set_template(made, header.values.get("tokenizer.chat_template"))
+    _set_templates(made, header.values)
     return made
 
 
@@ -229,7 +232,7 @@ def _special(keys: _Keys, tokens: Sequence[str]) -> dict[str, str]:
 
 
 def _found_first(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -> list[AddedToken]:
-    """Returns the tokens that are found in a text before it is cut."""
+    """Returns the tokens that are found in a text before it is cut: those of some types, and `special` ones."""
     from tokenizers import AddedToken
 
     found = dict.fromkeys(special, _CONTROL)
@@ -244,9 +247,15 @@ def _found_first(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -
     ]
 
 
-def _set_template(tokenizer: PreTrainedTokenizerFast, template: Any) -> None:
-    """Raises `ModelError` if the chat template does not parse."""
-    tokenizer.chat_template = template
-    fault = fault_of_template(tokenizer) if isinstance(template, str) else "it is not text"
-    if template is not None and fault:
-        raise ModelError(f"the file's tokenizer.chat_template: {fault}")
+def _set_templates(tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any]) -> None:
+    """Conversations with tools have a template of their own in some files. Raises `ModelError` for one that does not
+    parse."""
+    found: dict[str, str] = {}
+    for name, key in _TEMPLATES.items():
+        if (template := values.get(key)) is None:
+            continue
+        tokenizer.chat_template = template
+        if fault := fault_of_template(tokenizer) if isinstance(template, str) else "it is not text":
+            raise ModelError(f"the file's {key}: {fault}")
+        found[name] = template
+    tokenizer.chat_template = found if len(found) > 1 else next(iter(found.values()), None)

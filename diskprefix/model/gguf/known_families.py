@@ -12,6 +12,7 @@ from diskprefix.model.gguf.gemma4 import GEMMA_4
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.mixture_families import MIXTRAL, MIXTURES, deepseek
 from diskprefix.model.gguf.recurrent_families import RECURRENT
+from diskprefix.printable import shown
 
 _BY_NAME = DENSE | MIXTURES | RECURRENT | {"gemma3n": GEMMA_3N, "gemma4": GEMMA_4}
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {name: (one.model_type,) for name, one in _BY_NAME.items()} | {
@@ -33,5 +34,6 @@ def architecture_of(metadata: Metadata) -> Architecture:
     if name == "olmo2" and metadata.get("attention.sliding_window"):
         return OLMO_3
     if name not in _BY_NAME:
-        raise ModelError(f"files of the architecture {name} are not read; those of {', '.join(sorted(NAMES))} are")
+        known = ", ".join(sorted(NAMES))
+        raise ModelError(f"files of the architecture {shown(name)} are not read; those of {known} are")
     return _BY_NAME[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,12 @@ _OF_ENCODERS = ("mm.", "vision.", "audio.")
 _MOST_LAYERS = 512
 """Those of llama.cpp (`LLAMA_MAX_LAYERS`). To make a model of many more takes minutes, before any tensor is missed."""
 SCALING = "rope.scaling."
-"""Keys of the scaling of positions, which are checked where they are read."""
+"""The beginning of keys of the scaling of positions, which are checked where they are read."""
+ENDS_OF_TURN = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "[e~[", "<|endoftext|>", "<|end_of_text|>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "<end_of_utterance>"),
+)
+"""Tokens that end a turn in each vocabulary that has them (llama.cpp's `src/llama-vocab.cpp`), likeliest first."""
 
 
 class Metadata:
@@ -88,9 +94,9 @@ class Metadata:
         return key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a number, or `default`. Raises `ModelError` for a list or a string."""
+        """Returns a finite number, or `default`. Raises `ModelError` for anything else."""
         found = self.of_any_kind(key, default)
-        if key in self and not isinstance(found, int | float):
+        if key in self and not is_finite(found):
             raise ModelError(f"the file's {self.architecture}.{key} is {shown(found)}, which is not a number")
         return found
 
@@ -123,8 +129,25 @@ class Metadata:
         return int(blocks - predictors)
 
     def token(self, kind: str) -> int | None:
-        found = self.header.values.get(f"tokenizer.ggml.{kind}_token_id")
-        return None if found is None else int(found)
+        """Returns the number of a special token, or None. The one that ends a turn is found by its text if the file
+        does not say it. Raises `ModelError` for a value that is no number of a token."""
+        tokens, key = self.header.arrays.get("tokenizer.ggml.tokens"), f"tokenizer.ggml.{kind}_token_id"
+        found = self.header.values.get(key)
+        if found is None:
+            return self._end_of_turn(tokens.read()) if tokens is not None and kind == "eot" else None
+        if not isinstance(found, int) or (tokens is not None and not 0 <= found < tokens.count):
+            of_them = f", and it has {tokens.count} tokens" if tokens is not None else ", which is not a number"
+            raise ModelError(f"the file's {key} is {shown(found)}{of_them}")
+        return found
+
+    def _end_of_turn(self, tokens: Any) -> int | None:
+        """Returns the likeliest one that is not known already. Messages within a reply end with `<|end|>` where calls
+        have an end of their own."""
+        numbers = {token: number for number, token in enumerate(tokens)}
+        if "<|call|>" in numbers or "<|calls|>" in numbers:
+            numbers.pop("<|end|>", None)
+        ends = (numbers[token] for token in ENDS_OF_TURN if token in numbers)
+        return next((number for number in ends if number != self.token("eos")), None)
 
     def has(self, *endings: str) -> bool:
         """Returns whether a tensor ends so."""
@@ -138,24 +161,20 @@ class Metadata:
         """Returns what the file says of the scaling of positions."""
         return {key.removeprefix(SCALING): value for key, value in self._values.items() if key.startswith(SCALING)}
 
-    def _is_scaling(self, key: str) -> bool:
-        kind = str if key == f"{SCALING}type" else int | float
-        return key.startswith(SCALING) and isinstance(self._values[key], kind)
-
     def require_read(self) -> None:
         """Raises `ModelError` with the name of a key that changes numbers and that nothing has read."""
         has_experts = bool(self._values.get("expert_count"))
         for key, value in self._values.items():
             descriptive = _DESCRIPTIVE_LISTS if self.is_list(key) else _DESCRIPTIVE
-            is_known = key in self._read or key in descriptive or key.startswith(_OF_ENCODERS)
-            if (
-                is_known
-                or self._is_scaling(key)
-                or value in _NEUTRAL.get(key, ())
-                or (key.startswith("expert_") and not has_experts)
-            ):
+            is_known = key in self._read or key in descriptive or key.startswith((*_OF_ENCODERS, SCALING))
+            if is_known or value in _NEUTRAL.get(key, ()) or (key.startswith("expert_") and not has_experts):
                 continue
             raise ModelError(f"the file's {self.architecture}.{key} is {shown(value)}, and nothing here reads it")
+
+
+def is_finite(value: Any) -> bool:
+    """Returns whether a value is a number with which one can compute."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def shown(value: Any) -> str:

@@ -17,7 +17,7 @@ from diskprefix.model.gguf.dense_families import (
     scaled_by_position,
 )
 from diskprefix.model.gguf.metadata import Metadata
-from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, of_experts, same, turned
+from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, same, turned_experts
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """How routers make weights of scores, as files count it."""
@@ -166,8 +166,8 @@ def deepseek(metadata: Metadata) -> Architecture:
 
 
 LLAMA_4: Sources = {
-    "feed_forward.experts.gate_up_proj": of_experts("ffn_gate_exps", "ffn_up_exps", values=turned),
-    "feed_forward.experts.down_proj": of_experts("ffn_down_exps", values=turned),
+    "feed_forward.experts.gate_up_proj": turned_experts("ffn_gate_exps", "ffn_up_exps"),
+    "feed_forward.experts.down_proj": turned_experts("ffn_down_exps"),
 }
 
 MIXTURES: dict[str, Architecture] = {
@@ -186,7 +186,11 @@ MIXTURES: dict[str, Architecture] = {
     "minimax-m2": Architecture(model_type="minimax_m2", config=width_of_experts, gate=SIGMOID),
     "granitemoe": Architecture(model_type="granitemoe", sources=PAIRED, config=_granite_moe),
     "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", gate=SOFTMAX),
-    "dots1": Architecture(model_type="dots1", gate=SIGMOID),
+    "dots1": Architecture(
+        model_type="dots1",
+        config=lambda metadata, _: {"n_shared_experts": metadata("expert_shared_count")},
+        gate=SIGMOID,
+    ),
     "llama4": Architecture(
         model_type="llama4_text",
         sources=LLAMA_4,

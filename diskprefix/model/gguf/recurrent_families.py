@@ -67,7 +67,7 @@ DELTA: Sources = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.A_log": changed("ssm_a", log_of_negative, grouped_heads),
     "linear_attn.dt_bias": moved("ssm_dt.bias", grouped_heads),
-    "linear_attn.out_proj": changed("ssm_out", grouped_columns),
+    "linear_attn.out_proj": TensorSource(("ssm_out",), grouped_columns, same),
 }
 NEXT: Sources = {
     **DELTA,

@@ -33,6 +33,11 @@ class TensorSource:
     rows: Rows = same
     values: Values | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """True if each tensor is, row by row, a matrix as the operators take it: in place, or of all experts."""
+        return self.values is None and self.rows in (same, below_each_other)
+
 
 Sources: TypeAlias = Mapping[str, str | TensorSource | tuple[str | TensorSource, ...]]
 """Parameters, without `.weight` and `.bias`, and what each is made of: a tensor as it is, a `TensorSource`, or the
@@ -43,14 +48,18 @@ def head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def of_experts(*tensors: str, values: Values | None = None) -> TensorSource:
+def below_each_other(_: Any, *parts: Array) -> Array:
+    return np.concatenate(parts, axis=1)
+
+
+def of_experts(*tensors: str) -> TensorSource:
     """Returns the source of matrices of experts that lie below each other."""
-    return TensorSource(tensors, lambda _, *parts: np.concatenate(parts, axis=1), values)
+    return TensorSource(tensors, below_each_other)
 
 
-def turned(_: Any, one: Array) -> Array:
-    """Returns matrices of experts with rows and columns exchanged."""
-    return one.swapaxes(1, 2)
+def turned_experts(*tensors: str) -> TensorSource:
+    """Returns the source of such matrices with rows and columns exchanged."""
+    return TensorSource(tensors, lambda config, *parts: below_each_other(config, *parts).swapaxes(1, 2), same)
 
 
 def joined(*tensors: str) -> TensorSource:

@@ -12,6 +12,7 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.hub import listing_of
+from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.settings import Settings
 
 _MOST_OTHERS = 8
@@ -39,13 +40,12 @@ def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:
         yield from () if listing is None else listing.other_forms(settings.weights)
         return
     asked: list[tuple[str, Callable[[], ModelNeeds]]] = []
-    forms = [form for form in ("int8", "int4") if form != settings.weights]
     if path.is_file():
-        asked += [(f"--weights {form}", partial(needs_of_gguf, path, form)) for form in forms]
         others = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda other: -other.stat().st_size)
         smaller = [other for other in others if other.stat().st_size < path.stat().st_size]
         asked += [(f"the file {other.name}", partial(needs_of_gguf, other, "auto")) for other in smaller[:_MOST_OTHERS]]
     elif files := sorted(path.glob("*.safetensors")):
+        forms = [form for form in QUANTISED if form != settings.weights]
         asked += [(f"--weights {form}", partial(needs_of_folder, path, files, form, "auto")) for form in forms]
     for how, needs in asked:
         with suppress(ModelError, OSError, ValueError, KeyError):

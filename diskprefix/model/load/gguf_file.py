@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader, read_header
 
-MATRICES = "matrices.npz"
-"""The file in a converted model's folder that says which of its matrices are in the `.gguf` file."""
-
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+
+
+def within_block(name: str) -> str:
+    """Returns the name of a tensor within its block, without its ending."""
+    return _BLOCK.sub("", name).removesuffix(".weight")
 
 
 def part_paths(gguf: Path) -> list[Path]:
@@ -63,8 +66,14 @@ def model_stem(gguf: Path) -> str:
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
     """Returns the header of the first part, and the tensors of all of them that are served.
 
-    Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`.
+    The last ones are remembered, as a start needs them several times. Raises `ModelError` if a part is damaged or the
+    parts do not belong to one model, and `OSError`.
     """
+    return _read_tensors(tuple(parts), tuple(map(file_stamp, parts)))
+
+
+@lru_cache(maxsize=1)
+def _read_tensors(parts: tuple[Path, ...], _stamps: tuple[Any, ...]) -> tuple[GgufHeader, list[FileTensor]]:
     headers = [read_header(part) for part in parts]
     tensors = [tensor for header in headers for tensor in header.tensors]
     if len(parts) > 1:

@@ -154,7 +154,6 @@ class GgufHeader:
     values: Mapping[str, Any]
     lists: Mapping[str, tuple[Any, ...] | None]
     arrays: Mapping[str, FileArray]
-    alignment: int
     tensors: tuple[FileTensor, ...]
 
 
@@ -195,6 +194,12 @@ class _Reading:
         if length > most_bytes:
             raise ValueError(f"a name in it has {length} bytes")
         return self.take(length).decode()
+
+    def name(self) -> str:
+        """Reads a name, which messages may quote."""
+        if not (found := self.text(_MOST_NAME_BYTES)).isprintable():
+            raise ValueError(f"a name in it is {found[:100]!r}")
+        return found
 
     def _skip_strings(self, count: int) -> None:
         # A vocabulary has hundreds of thousands, so this is `take` and `skip` without their calls. Each string takes 8
@@ -262,7 +267,7 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
     seen: set[str] = set()
     alignment = 32
     for _ in range(num_values):
-        key, kind = reading.text(_MOST_NAME_BYTES), reading.number("<I")
+        key, kind = reading.name(), reading.number("<I")
         if key in seen:
             raise ValueError(f"{key!r} is in it twice")
         seen.add(key)
@@ -285,7 +290,7 @@ def _read(path: Path, reading: _Reading, num_bytes: int) -> GgufHeader:
         raise ValueError("a tensor is in it twice")
     if sum(tensor.num_bytes for tensor in tensors) > num_bytes:
         raise ValueError("its tensors overlap")
-    return GgufHeader(values, lists, arrays, alignment, tensors)
+    return GgufHeader(values, lists, arrays, tensors)
 
 
 def _tensor(path: Path, reading: _Reading) -> FileTensor:
@@ -293,7 +298,7 @@ def _tensor(path: Path, reading: _Reading) -> FileTensor:
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    name, dimensions = reading.text(_MOST_NAME_BYTES), reading.number("<I")
+    name, dimensions = reading.name(), reading.number("<I")
     if not 1 <= dimensions <= _MOST_DIMENSIONS:
         raise ValueError(f"the tensor {name!r} has {dimensions} dimensions")
     sizes = tuple(reading.number("<Q") for _ in range(dimensions))

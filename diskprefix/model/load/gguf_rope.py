@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.gguf.metadata import SCALING, Metadata, is_finite, shown
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.progress import Report
 
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 _MSCALES = {"deepseek2": 10, "mistral3": 1, "mistral4": 10}
 """What the value of the file is multiplied with to be `mscale` and `mscale_all_dim`, which are equal in all models."""
-SCALING = ".rope.scaling."
-"""In the keys of the metadata about it, after the architecture."""
 _DIVISORS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 """Tensors of numbers that the frequencies are divided by."""
 _LLAMA_3 = {"low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
@@ -42,8 +41,8 @@ def full_parameters(config: Any) -> dict[str, Any]:
     return found
 
 
-def scale_positions(config: Any, values: Mapping[str, Any], tensors: Sequence[FileTensor], report: Report) -> set[str]:
-    """Puts the scaling of a file into the configuration that transformers made of it. `values` are its metadata.
+def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTensor], report: Report) -> set[str]:
+    """Puts the scaling of a file into the configuration that was made of it.
 
     Returns the names of the tensors that it has used. If the model has layers with a window, only the others are
     scaled. Raises `ModelError` for a scaling that is not known.
@@ -51,10 +50,9 @@ def scale_positions(config: Any, values: Mapping[str, Any], tensors: Sequence[Fi
     import numpy as np
 
     parameters, original = full_parameters(config), "original_max_position_embeddings"
-    scaling = {key: value for key, value in values.items() if SCALING in key}
     if parameters.get("rope_type") not in ("default", "yarn"):
         # It has no rotary positions, or transformers knows how the architecture scales them.
-        _require_read(scaling, set())
+        _require_read(metadata, set())
         return set()
     divisors = {
         tensor.name: tensor.content().astype(float)
@@ -62,7 +60,7 @@ def scale_positions(config: Any, values: Mapping[str, Any], tensors: Sequence[Fi
         if tensor.name in (_DIVISORS, _SHORT, _LONG) and tensor.kind == "F32"
     }
     is_long = _SHORT in divisors and _LONG in divisors
-    parameters |= (found := _scaling(scaling, is_long=is_long))
+    parameters |= (found := _scaling(metadata, is_long=is_long))
     if "rope_type" in found and divisors:
         raise ModelError(f"the file scales positions twice: by {min(divisors)} and by a factor")
     if is_long and original not in found:
@@ -88,26 +86,27 @@ def scale_positions(config: Any, values: Mapping[str, Any], tensors: Sequence[Fi
     return {_SHORT, _LONG} if is_long else {_DIVISORS} & divisors.keys()
 
 
-def _require_read(scaling: Mapping[str, Any], read: set[str]) -> None:
-    """Raises `ModelError` for a key whose value changes numbers and that is not among those that are `read`."""
+def _require_read(metadata: Metadata, read: set[str]) -> None:
+    """Raises `ModelError` for a key whose value changes numbers and that is not among those that are `read`, and for a
+    value of another type."""
     harmless = {"finetuned", "original_context_length", *_YARN}
-    for key, value in scaling.items():
-        name = key.partition(SCALING)[2]
+    for name, value in metadata.scaling().items():
         neutral = ("none", "linear") if name == "type" else (0, 1) if name == "factor" else _NEUTRAL.get(name, ())
-        if name not in read | harmless and value not in neutral:
-            raise ModelError(f"the file's {key} is {value}, and nothing here reads it")
+        is_known = isinstance(value, str) if name == "type" else is_finite(value)
+        if not is_known or (name not in read | harmless and value not in neutral):
+            key = f"{metadata.architecture}.{SCALING}{name}"
+            raise ModelError(f"the file's {key} is {shown(value)}, and nothing here reads it")
 
 
-def _scaling(scaling: Mapping[str, Any], *, is_long: bool) -> dict[str, Any]:
+def _scaling(metadata: Metadata, *, is_long: bool) -> dict[str, Any]:
     """Returns transformers' names for the metadata about scaling. `is_long`: the file has divisors for long texts."""
-    values = {key.partition(SCALING)[2]: value for key, value in scaling.items()}
-    kind, factor = values.get("type", "linear"), float(values.get("factor", 1))
+    values = metadata.scaling()
+    kind, times = values.get("type", "linear"), _MSCALES.get(metadata.architecture, 0)
     if kind == "none":
         return {}
-    times = next((times for name, times in _MSCALES.items() if any(key.startswith(f"{name}.") for key in scaling)), 0)
     read = {"factor"} | ({"type"} if kind in ("linear", "yarn") or (kind == "longrope" and is_long) else set())
     read |= {"attn_factor"} if is_long and kind != "yarn" else set()
-    _require_read(scaling, read | ({_MSCALE} if times and kind == "yarn" else set()))
+    _require_read(metadata, read | ({_MSCALE} if times and kind == "yarn" else set()))
     found: dict[str, Any] = {}
     if "original_context_length" in values:
         found["original_max_position_embeddings"] = int(values["original_context_length"])
@@ -118,7 +117,7 @@ def _scaling(scaling: Mapping[str, Any], *, is_long: bool) -> dict[str, Any]:
             found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(times * float(values[_MSCALE]), 5))
     elif is_long and values.get("attn_factor"):
         found["attention_factor"] = float(values["attn_factor"])
-    if kind in ("linear", "yarn") and factor not in (0, 1):
+    if kind in ("linear", "yarn") and (factor := float(values.get("factor", 1))) not in (0, 1):
         found |= {"rope_type": kind, "factor": factor}
     return found
 
@@ -132,6 +131,7 @@ def _llama_3_divisors(base: float, factor: float, high: float, size: int) -> np.
     import numpy as np
 
     low, original = _LLAMA_3.values()
-    turns = original / (2 * math.pi * base ** (np.arange(size) / size))
-    smooth = ((turns - low) / max(high - low, 1e-9)).clip(0, 1)
-    return np.asarray(1 / ((1 - smooth) / factor + smooth))
+    with np.errstate(all="ignore"):
+        turns = original / (2 * math.pi * base ** (np.arange(size) / size))
+        smooth = ((turns - low) / max(high - low, 1e-9)).clip(0, 1)
+        return np.asarray(1 / ((1 - smooth) / factor + smooth))

@@ -17,8 +17,8 @@ from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
-from diskprefix.model.load.gguf import require_disk
 from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
+from diskprefix.model.load.made_once import require_disk
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.safetensors_header import (
     SAFETENSORS,

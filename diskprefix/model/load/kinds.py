@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.imports import without_tracer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -38,7 +39,7 @@ class ModelKind:
         from transformers.initialization import no_init_weights
 
         found, part = self.model_class(config)
-        with torch.device("meta"), no_init_weights():
+        with without_tracer(), torch.device("meta"), no_init_weights():
             return found._from_config(part, dtype=torch.bfloat16)
 
 

@@ -11,24 +11,25 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.alternatives import require_fit
-from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
+from diskprefix.model.load.chat_template import read_template
+from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import (
     ROOM_BYTES,
     Check,
     Fit,
     ModelNeeds,
+    enough_to_make,
     needs_of_folder,
+    needs_of_gguf,
 )
-from diskprefix.model.load.gguf import converted_folder, enough_to_make, finished_folder, quiet_transformers
-from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
+from diskprefix.model.load.gguf_file import file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
@@ -40,7 +41,8 @@ from diskprefix.model.load.memory import (
     use_gpu,
 )
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named, weight_files_of
-from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
+from diskprefix.model.load.served_tensors import QUANTISED
+from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
@@ -49,7 +51,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+    from diskprefix.model.load.gguf import GgufModel
     from diskprefix.model.quants.file_matrix import FileMatrix
+    from diskprefix.model.quants.file_parameters import FileParameters
     from diskprefix.model.quants.matrix_packing import MatrixPacking
 
 log = logging.getLogger("diskprefix")
@@ -65,7 +69,7 @@ class LoadedModel:
     """A decoder model in evaluation mode on its device.
 
     `media` is None for a model of text alone. `name` is the name for clients. `timings` holds seconds by step: `source`
-    (with download and conversion), `imports`, `quantising`, `digest`, `tokenizer` (with the processor), `weights`.
+    (with download), `imports`, `quantising`, `digest`, `tokenizer` (with the processor), `weights`.
     """
 
     model: PreTrainedModel
@@ -82,15 +86,13 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ModelSource:
-    """The files of a model, and how they are loaded. `files` are those of the weights, in the form `weights`. `gguf`
-    are the parts of a .gguf file whose quants are not in `files`."""
+    """The files of a model, and how they are loaded. `path` is its folder or, with `gguf`, the first part of its
+    `.gguf` file. `files` are those of the weights, in the form `weights`."""
 
-    folder: Path
-    origin: Path
+    path: Path
     name: str
     files: list[Path]
-    gguf: list[Path]
-    matrices: dict[str, FileMatrix]
+    gguf: GgufModel | None
     config: PreTrainedConfig
     kind: ModelKind
     dtype: torch.dtype
@@ -98,7 +100,18 @@ class _ModelSource:
     weights: str
 
     def __str__(self) -> str:
-        return f"{self.folder.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
+        return f"{self.path.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+    def needs(self) -> ModelNeeds:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.gguf is not None:
+            found = needs_of_gguf(self.path, self.weights, self.dtype.itemsize)
+        else:
+            found = needs_of_folder(self.files[0].parent, self.files, "native", dtype)
+        return replace(found, name=str(self))
+
+    def digest(self) -> str:
+        return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,28 +129,30 @@ class BegunPacking:
         from diskprefix.model.quants.matrix_packing import MatrixPacking
         from diskprefix.model.quants.products import compiled
 
-        found = compiled()
-        stamps, free_bytes = {part: file_stamp(part) for part in parts}, available_ram_bytes()
-        return cls(stamps=stamps, free_bytes=free_bytes, packing=MatrixPacking(found, matrices))
+        found = cls(
+            stamps={part: file_stamp(part) for part in parts},
+            free_bytes=available_ram_bytes(),
+            packing=MatrixPacking(compiled()),
+        )
+        found.packing.add(matrices)
+        return found
 
 
 def begin_packing(settings: Settings) -> BegunPacking | None:
     """Begins to pack the matrices of a `.gguf` file for `load_model`, beside the import of transformers. Returns None
-    for other models, for a file that is not converted yet, and where memory is short. An error is left to
-    `load_model`."""
+    for other models, and where memory is short. An error is left to `load_model`."""
     path = Path(os.path.expanduser(settings.model or ""))
     is_file = path.suffix.lower() == ".gguf" and os.path.isfile(path) and _DEVICE.fullmatch(settings.device)
-    if not is_file or settings.weights == "native" or settings.dtype not in ("auto", "bfloat16"):
+    if not is_file or settings.weights != "auto" or settings.dtype not in ("auto", "bfloat16"):
         return None
     with suppress(DiskPrefixError, OSError, MemoryError):
         # Nothing here imports transformers.
-        from diskprefix.model.quants.file_matrix import load_matrices
+        from diskprefix.model.load.gguf import whole_matrices
         from diskprefix.model.quants.matrix_packing import packed_bytes
 
-        folder = finished_folder(path, settings.weights)
-        if folder is not None and pick_device(settings.device).type == "cpu":
-            matrices = {matrix.key: matrix for matrix in load_matrices(folder, part_paths(path)).values()}.values()
-            if matrices and packed_bytes(matrices) + ROOM_BYTES <= available_ram_bytes():
+        if pick_device(settings.device).type == "cpu":
+            matrices = whole_matrices(path)
+            if packed_bytes(matrices) + ROOM_BYTES <= available_ram_bytes():
                 return BegunPacking.of(part_paths(path), matrices)
     return None
 
@@ -149,7 +164,7 @@ def load_model(
     *,
     begun: BegunPacking | None = None,
 ) -> LoadedModel:
-    """Finds, fetches, converts, checks and loads the model that `settings` name.
+    """Finds, fetches, checks and loads the model that `settings` name.
 
     `progress` takes lines of text for people, `flag` is what named the model. `begun` is what `begin_packing` returned
     for the same settings. Raises `ModelError` if it cannot be found, fetched or read, or does not fit in memory, and
@@ -174,26 +189,31 @@ def load_model(
             failing.callback(begun.packing.stop)
         source = _source(settings, progress, clock, flag, check)
         progress("loading the weights")
-        folder, files = source.folder, source.files
-        fit = check(_needs(source))
-        keys = {matrix.key for matrix in source.matrices.values()}
-        if begun is not None and ([*begun.stamps] != source.gguf or begun.packing.keys != keys):
+        fit = check(source.needs())
+        if begun is not None and [*begun.stamps] != source.files:
             begun.packing.stop()
             begun = None
-        with clock("weights"), _load_failures(folder):
-            # It goes on beside digest and tokenizer.
-            if source.gguf and begun is None:
-                begun = BegunPacking.of(source.gguf, source.matrices.values())
-                failing.callback(begun.packing.stop)
-            stamps = {file: file_stamp(file) for file in files} | ({} if begun is None else begun.stamps)
-            model = _read_model(source)
-        with clock("digest"), _load_failures(folder):
-            digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
+        with clock("weights"), _load_failures(source.path):
+            stamps = {file: file_stamp(file) for file in source.files} | ({} if begun is None else begun.stamps)
+            parameters = None if source.gguf is None else source.gguf.parameters(source.weights, source.dtype)
+            if parameters is not None and parameters.matrices:
+                # Packing goes on beside digest and tokenizer.
+                if begun is None:
+                    begun = BegunPacking.of(source.files, [])
+                    failing.callback(begun.packing.stop)
+                begun.packing.add(parameters.matrices.values())
+            model = _read_folder(source) if parameters is None else _read_file(source, parameters)
+        with clock("digest"), _load_failures(source.path):
+            digest = source.digest()
         with clock("tokenizer"):
-            tokenizer = read_tokenizer(folder, template)
-            media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
-        with clock("weights"), _load_failures(folder):
-            _finish(model, source, None if begun is None else begun.packing)
+            tokenizer = read_tokenizer(source.path, template)
+            media = _load_media(source.path, source.config, source.kind) if source.kind.is_multimodal else None
+        with clock("weights"), _load_failures(source.path):
+            if parameters is not None and begun is not None:
+                from diskprefix.model.quants.quantised import take_matrices
+
+                take_matrices(model, parameters.matrices, begun.packing)
+            _finish(model, source)
             for file, stamp in stamps.items():
                 if file_stamp(file) != stamp:
                     raise ModelError(f"{file} was changed while it was read; start again")
@@ -203,21 +223,11 @@ def load_model(
         tokenizer=tokenizer,
         media=media,
         name=name,
-        origin=source.origin,
+        origin=source.path,
         weights_digest=digest,
         fit=fit,
         timings=timings,
     )
-
-
-def _needs(source: _ModelSource) -> ModelNeeds:
-    """Returns what a model needs whose files are made."""
-    dtype = str(source.dtype).removeprefix("torch.")
-    needs = needs_of_folder(source.files[0].parent, source.files, "native", dtype)
-    weights = dict(needs.weights)
-    for matrix in {matrix.key: matrix for matrix in source.matrices.values()}.values():
-        weights[str(matrix.kind)] = weights.get(str(matrix.kind), 0) + prod(matrix.packed_shape)
-    return replace(needs, name=str(source), weights=weights)
 
 
 def _source(
@@ -227,45 +237,49 @@ def _source(
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, xpu, mps")
     weights_of = partial(pick_weights, settings.weights, settings.dtype, settings.device)
-    if settings.weights in ("int8", "int4"):
+    if settings.weights in QUANTISED:
         weights_of()
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
             check(listing.needs(weights_of(), settings.dtype))
 
-        folder, name, gguf = _find(
-            settings.model, progress, weights_of, flag=flag, check=check, before_fetch=before_fetch
-        )
-        files = weight_files_of(folder)
+        path, name = _find(settings.model, progress, flag=flag, before_fetch=before_fetch)
+        is_file = path.is_file()
+        files = part_paths(path) if is_file else weight_files_of(path)
+        if is_file and settings.weights in QUANTISED:
+            raise SettingsError(
+                f"--weights: {settings.weights} is made of a folder's weights, and {path.name} is served in the quants "
+                "that it has; take a file with fewer bits"
+            )
     with clock("imports"):
         device = pick_device(settings.device)
         use_gpu(device)
-        if weights_of() == "auto" and not gguf:
-            name_faster(folder, files, progress)
+        if weights_of() == "auto" and not is_file:
+            name_faster(path, files, progress)
         quiet_transformers()
-        config = _read_config(folder)
-        with _load_failures(folder):
-            kind = require_served_kind(folder, config)
-            weights = weights_of()
-            dtype = _pick_dtype(settings.dtype, config, weights)
-    with clock("quantising"), _load_failures(folder):
-        from diskprefix.model.quants.file_matrix import load_matrices
-        from diskprefix.model.quants.quantising import weight_files_in
+        weights = weights_of()
+        gguf = None
+        with _load_failures(path):
+            if is_file:
+                from diskprefix.model.load.gguf import GgufModel
 
-        matrices = load_matrices(folder, gguf)
-        if matrices and device.type != "cpu":
-            raise SettingsError(f"--weights: {weights} of a .gguf file is for the CPU; add --weights native")
-        if matrices and not gguf:
-            raise ModelError(f"{folder} was made of a .gguf file and lacks what is in it; give that file")
-        files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress, check)
+                gguf = GgufModel.read(path, progress)
+                config, kind = gguf.config, gguf.kind
+            else:
+                config = _read_config(path)
+                kind = require_served_kind(path, config)
+            dtype = _pick_dtype(settings.dtype, None if is_file else config, weights)
+    if gguf is None:
+        with clock("quantising"), _load_failures(path):
+            from diskprefix.model.quants.quantising import weight_files_in
+
+            files = weight_files_in(weights, path, files, config, kind, dtype, device, progress, check)
     return _ModelSource(
-        folder=folder,
-        origin=gguf[0] if gguf else folder,
+        path=path,
         name=name,
         files=files,
-        gguf=gguf if matrices else [],
-        matrices=matrices,
+        gguf=gguf,
         config=config,
         kind=kind,
         dtype=dtype,
@@ -279,7 +293,7 @@ def import_model(settings: Settings) -> None:
     with suppress(DiskPrefixError, OSError):
         template = read_template(settings.chat_template)
         source = _source(settings, lambda _line: None, lambda _step: nullcontext())
-        read_tokenizer_ahead(source.folder, template)
+        read_tokenizer_ahead(source.path, template)
         # transformers compiles a thousand patterns of names before it loads the first weights.
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -288,40 +302,31 @@ def import_model(settings: Settings) -> None:
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a model with its chat template. The weights of a hub id are not fetched. `model` and the
-    errors are those of `load_model`. A .gguf file and the embedded model are converted on first use."""
+    errors are those of `load_model`."""
     template = read_template(chat_template)
-    folder, _, _ = _find(model, progress, partial(pick_weights, "auto", "auto", "auto"), with_weights=False)
+    path, _ = _find(model, progress, with_weights=False)
     quiet_transformers()
-    return read_tokenizer(folder, template)
+    return read_tokenizer(path, template)
 
 
 def _find(
     model: str | None,
     progress: Report,
-    pick_weights: Callable[[], str],
     *,
     with_weights: bool = True,
     flag: str = "--model",
-    check: Check = enough_to_make,
     before_fetch: Callable[[HubListing], None] = lambda _listing: None,
-) -> tuple[Path, str, list[Path]]:
-    """Returns the folder that holds the model's files, the model's name, and the parts of the .gguf file that holds
-    what the folder does not. What is made of such a file has the form that `pick_weights` returns."""
+) -> tuple[Path, str]:
+    """Returns the folder or the `.gguf` file of a model, and the model's name."""
     require_named(model, flag)
     if model is None or is_embedded(model):
-        folder = embedded_folder(progress, weights=pick_weights())
-        return folder, EMBEDDED.name, [*folder.glob("*.gguf")]
+        return embedded_file(progress), EMBEDDED.name
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
-        # What was made of a .gguf file needs that file beside it.
-        return path, path.resolve().name, sorted(path.glob("*.gguf")) if (path / MATRICES).is_file() else []
+        return path, path.resolve().name
     if os.path.isfile(path):
-        made = converted_folder(path, progress, pick_weights(), check)
-        return made, model_stem(path), part_paths(path)
-    found = fetched_model(model, progress, flag, before_fetch, with_weights=with_weights)
-    if found.is_dir():
-        return found, model, []
-    return converted_folder(found, progress, pick_weights(), check), model, part_paths(found)
+        return path, model_stem(path)
+    return fetched_model(model, progress, flag, before_fetch, with_weights=with_weights), model
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
@@ -371,12 +376,13 @@ def pick_weights(name: str, dtype: str, device_name: str) -> str:
     return name
 
 
-def _pick_dtype(name: str, config: PreTrainedConfig, weights: str) -> torch.dtype:
+def _pick_dtype(name: str, config: PreTrainedConfig | None, weights: str) -> torch.dtype:
+    """Returns the type in which a model computes. `config` is None for a `.gguf` file, which names none."""
     import torch
 
-    if name == "auto" and weights in ("int8", "int4"):
+    if name == "auto" and (config is None or weights in QUANTISED):
         return torch.bfloat16
-    if name != "auto":
+    if config is None or name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
     own = config.dtype or config.get_text_config(decoder=True).dtype
     return own if isinstance(own, torch.dtype) else torch.float32
@@ -390,57 +396,87 @@ def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> Medi
     return media
 
 
-def _finish(model: PreTrainedModel, source: _ModelSource, packing: MatrixPacking | None) -> None:
-    """Makes a model ready to compute whose weights are read, but for what is packed."""
-    from diskprefix.model.quants.quantised import prepare, take_matrices
+def _finish(model: PreTrainedModel, source: _ModelSource) -> None:
+    """Makes a model ready to compute whose weights are there."""
+    from diskprefix.model.quants.quantised import prepare
     from diskprefix.model.quants.quantising import generation_config_of
 
-    if packing is not None:
-        take_matrices(model, source.matrices, packing)
     prepare(model)
-    own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
-    if own is not None:
+    if source.gguf is not None and len(source.gguf.stops) > 1:
+        model.generation_config.eos_token_id = source.gguf.stops
+    elif source.files[0].parent != source.path and (own := generation_config_of(source.path)) is not None:
         model.generation_config = own
     model.requires_grad_(False)
     model.eval()
 
 
-def _read_model(source: _ModelSource) -> PreTrainedModel:
-    """Returns the model as transformers puts it together, without what is packed."""
+def _read_folder(source: _ModelSource) -> PreTrainedModel:
+    """Returns the model as transformers puts it together."""
     from diskprefix.model.load.placing import placing
     from diskprefix.model.load.stored_tensors import stored_tensors
-    from diskprefix.model.quants.parameter_stream import require_whole
     from diskprefix.model.quants.quantised import describe, is_quantised
 
-    folder, files, config, device = source.folder, source.files, source.config, source.device
-    with _load_failures(folder), ExitStack() as context:
-        if device.type == "cpu":
+    folder = source.files[0].parent
+    with ExitStack() as context:
+        if source.device.type == "cpu":
             context.enter_context(without_tracer())
-            context.enter_context(placing(stored_tensors(files[0].parent, files)))
-        if is_quantised(files):
-            describe(config, files)
-        model, info = source.kind.loader.from_pretrained(
-            files[0].parent,
-            config=config,
-            dtype=source.dtype,
-            device_map=None if device.type == "cpu" else {"": device},
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            # Without this, a mismatch is only logged. It is refused below.
-            ignore_mismatched_sizes=True,
-        )
-    require_whole(info, f"the weights in {folder}")
+            context.enter_context(placing(stored_tensors(folder, source.files)))
+        if is_quantised(source.files):
+            describe(source.config, source.files)
+        return _load(source.kind.loader, folder, source.config, source)
+
+
+def _read_file(source: _ModelSource, parameters: FileParameters) -> PreTrainedModel:
+    """Returns the model of a `.gguf` file, without what is packed."""
+    from diskprefix.model.load.placing import placing_all
+    from diskprefix.model.quants.parameter_stream import TensorOnRequest
+    from diskprefix.model.quants.quantised import describe_matrices
+
+    kind, config = source.kind.model_class(source.config)
+    if parameters.matrices:
+        describe_matrices(config, parameters.matrices)
+    state = {name: TensorOnRequest(read) for name, read in parameters.others.items()}
+    with without_tracer(), placing_all(on_cpu=source.device.type == "cpu"):
+        return _load(kind, None, config, source, state_dict=state)
+
+
+def _load(
+    kind: Any, folder: Path | None, config: PreTrainedConfig, source: _ModelSource, **more: Any
+) -> PreTrainedModel:
+    from diskprefix.model.quants.parameter_stream import require_whole
+
+    model, info = kind.from_pretrained(
+        folder,
+        config=config,
+        dtype=source.dtype,
+        device_map=None if source.device.type == "cpu" else {"": source.device},
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        # Without this, a mismatch is only logged. It is refused below.
+        ignore_mismatched_sizes=True,
+        **more,
+    )
+    require_whole(info, f"the weights in {source.path}")
     return model
 
 
+def quiet_transformers() -> None:
+    """Turns off the notices and progress bars of transformers, unless TRANSFORMERS_VERBOSITY is set."""
+    from transformers.utils import logging
+
+    if not os.environ.get("TRANSFORMERS_VERBOSITY"):
+        logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 @contextmanager
-def _load_failures(folder: Path) -> Iterator[None]:
+def _load_failures(path: Path) -> Iterator[None]:
     """Turns what transformers, safetensors or torch raise for a model's files into a `ModelError` of one line."""
     try:
-        with explain_out_of_memory(f"{folder.name} does not fit in memory"):
+        with explain_out_of_memory(f"{path.name} does not fit in memory"):
             yield
     except DiskPrefixError:
         raise
     except Exception as error:
-        raise ModelError(f"cannot load the model in {folder}: {first_line(error)}") from error
+        raise ModelError(f"cannot load the model in {path}: {first_line(error)}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.gguf_file import MATRICES, first_parts
+from diskprefix.model.load.gguf_file import first_parts
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model
 from diskprefix.model.load.safetensors_header import INDEX, checkpoint_files, require_weights, shards_of
 from diskprefix.printable import escaped
@@ -98,7 +98,7 @@ def name_faster(folder: Path, files: list[Path], report: Report) -> None:
     models = first_parts(one.name for one in folder.glob("*.gguf") if is_gguf_model(one.name))
     sizes = {name: _num_bytes([folder / part for part in parts]) for name, parts in models.items()}
     smaller = {name: size for name, size in sizes.items() if size < served}
-    if smaller and not (folder / MATRICES).is_file():
+    if smaller:
         best = escaped(str(folder / max(smaller, key=lambda name: smaller[name])))
         report(f"serving the safetensors of {folder}; a .gguf file there is smaller, so it is faster: --model {best}")
 

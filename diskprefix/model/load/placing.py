@@ -41,17 +41,26 @@ def placing(stored: Mapping[str, StoredTensor]) -> Iterator[None]:
     """Gives a context in which transformers loads a model of these `stored` tensors, each read when its turn comes, and
     every parameter gets its place as soon as it is made."""
     convert: Callable[..., Any] = modeling_utils.convert_and_load_state_dict_in_model
-    places = _Places()
 
     def converted(model: PreTrainedModel, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         return convert(model, {name: TensorOnRequest(stored[name].read) for name in state_dict}, *args, **kwargs)
 
-    def put(_: PreTrainedModel, _name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return places.put(tensor)
-
     modeling_utils.convert_and_load_state_dict_in_model = converted
     try:
-        with taking_parameters(put):
+        with placing_all():
             yield
     finally:
         modeling_utils.convert_and_load_state_dict_in_model = convert
+
+
+@contextmanager
+def placing_all(*, on_cpu: bool = True) -> Iterator[None]:
+    """Gives a context in which every parameter gets its place as soon as transformers has made it: in large pages, or
+    where it is."""
+    places = _Places()
+
+    def put(_: PreTrainedModel, _name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return places.put(tensor) if on_cpu else tensor
+
+    with taking_parameters(put):
+        yield

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, with its chat template."""
+"""The tokenizer of a model folder or a `.gguf` file, with its chat template."""
 
 from __future__ import annotations
 
@@ -9,50 +9,58 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diskprefix.errors import ModelError, SettingsError
-from diskprefix.model.load.gguf_file import file_stamp
+from diskprefix.errors import ModelError
+from diskprefix.model.load.chat_template import override_template
+from diskprefix.model.load.gguf_file import file_stamp, part_paths, read_tensors
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _ahead: dict[Hashable, PreTrainedTokenizerFast] = {}
-"""Tokenizers that a spare process read before its turn, by template and the files of the folder."""
+"""Tokenizers that a spare process read before its turn, by template and files."""
 
 
-def read_template(path: Path | None) -> str | None:
-    """Returns the text of `--chat-template`. Raises `SettingsError`."""
-    if path is None:
-        return None
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"--chat-template: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"--chat-template: {path} is not UTF-8 text") from error
-
-
-def read_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of a folder: the one that was read ahead, unless a file of the folder was written since.
-    `template` replaces its chat template. Raises `ModelError`, and `SettingsError` for a bad template."""
+def read_tokenizer(model: Path, template: str | None) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of a folder or a `.gguf` file: the one that was read ahead, unless a file was written
+    since. `template` replaces its chat template. Raises `ModelError`, and `SettingsError` for a bad template."""
     tokenizer = None
     with suppress(OSError):
-        tokenizer = _ahead.pop(_stamps(folder, template), None)
-    return _read(folder, template) if tokenizer is None else tokenizer
+        tokenizer = _ahead.pop(_stamps(model, template), None)
+    return _read(model, template) if tokenizer is None else tokenizer
 
 
-def read_tokenizer_ahead(folder: Path, template: str | None) -> None:
+def read_tokenizer_ahead(model: Path, template: str | None) -> None:
     """Reads a tokenizer for the next `read_tokenizer`. Raises the same errors, and `OSError`."""
     # First: a file may be written while it is read.
-    key = _stamps(folder, template)
-    _ahead[key] = _read(folder, template)
+    key = _stamps(model, template)
+    _ahead[key] = _read(model, template)
 
 
-def _stamps(folder: Path, template: str | None) -> Hashable:
-    return template, tuple(sorted((entry.path, *file_stamp(Path(entry.path))) for entry in os.scandir(folder)))
+def _stamps(model: Path, template: str | None) -> Hashable:
+    paths = [model] if model.is_file() else [Path(entry.path) for entry in os.scandir(model)]
+    return template, tuple(sorted((str(path), *file_stamp(path)) for path in paths))
 
 
-def _read(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
+def _read(model: Path, template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = _of_file(model) if model.is_file() else _of_folder(model)
+    if template is not None:
+        override_template(tokenizer, template)
+    elif not tokenizer.chat_template and model.is_dir():
+        tokenizer.chat_template = _processors_template(model)
+    return tokenizer
+
+
+def _of_file(gguf: Path) -> PreTrainedTokenizerFast:
+    from diskprefix.model.gguf.file_tokenizer import make_tokenizer
+
+    try:
+        return make_tokenizer(read_tensors(part_paths(gguf))[0])
+    except OSError as error:
+        raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
+
+
+def _of_folder(folder: Path) -> PreTrainedTokenizerFast:
     from transformers import AutoTokenizer
 
     try:
@@ -62,30 +70,7 @@ def _read(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
         raise ModelError(f"cannot read the tokenizer of {folder}: {reason}") from error
     if not tokenizer.is_fast:
         raise ModelError(f"{folder} has no fast tokenizer (tokenizer.json), which diskprefix needs")
-    if template is not None:
-        _override_template(tokenizer, template)
-    elif not tokenizer.chat_template:
-        tokenizer.chat_template = _processors_template(folder)
     return tokenizer
-
-
-def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
-    tokenizer.chat_template = template
-    if fault := fault_of_template(tokenizer):
-        raise SettingsError(f"--chat-template: {fault}")
-
-
-def fault_of_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Returns the line of the chat template that does not parse, and why; None if all does."""
-    from jinja2 import TemplateError, TemplateSyntaxError
-
-    try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
-    except TemplateSyntaxError as error:
-        return f"line {error.lineno}: {first_line(error)}"
-    except (TemplateError, TypeError, ValueError):
-        pass  # The template compiles. It may need other messages than those of this trial.
-    return None
 
 
 def _processors_template(folder: Path) -> str | None:

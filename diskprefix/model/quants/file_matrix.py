@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import prod
-from pathlib import Path
-from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
-from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.model.load.gguf_header import FileTensor, cut_short
+from diskprefix.model.quants.products import weights_of
 from diskprefix.model.quants.quant_form import QuantForm, form_of
 from diskprefix.native import ROWS
-from diskprefix.native.library import Operators
+from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
 
 _PIECE_BYTES = 1 << 24
 """What is read of a file at a time."""
 _TASK_BYTES = 1 << 26
 """What a thread packs before it waits for Python's lock again, which an import may hold for milliseconds."""
-_DESCRIBED, _ORDER = "described", "order of "
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +35,11 @@ class FileMatrix:
     tensors: tuple[FileTensor, ...]
     shape: tuple[int, ...]
     order: np.ndarray | None
+
+    @classmethod
+    def whole(cls, tensor: FileTensor) -> FileMatrix:
+        """Returns a tensor as it is."""
+        return cls((tensor,), tensor.shape, None)
 
     @classmethod
     def of(cls, rows: np.ndarray, tensors: Sequence[FileTensor], firsts: Sequence[int]) -> FileMatrix | None:
@@ -76,9 +77,18 @@ class FileMatrix:
     @property
     def form(self) -> QuantForm:
         """The form in which its quants are kept."""
-        form = None if self.kind is None else form_of(self.kind)
-        assert form is not None, "the conversion keeps no other matrices"
+        form = self._form
+        assert form is not None, "it is not packable"
         return form
+
+    @property
+    def is_packable(self) -> bool:
+        """True if the operators take its quants, or those of each expert."""
+        return self._form is not None and len(self.shape) > 1 and self.shape[-2] % ROWS == 0
+
+    @property
+    def _form(self) -> QuantForm | None:
+        return None if self.kind is None else form_of(self.kind)
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
@@ -140,9 +150,13 @@ class FileMatrix:
             pack(operators, self.kind, torch.from_numpy(content), torch.from_numpy(order), to)
 
     def dequantised(self) -> torch.Tensor:
-        """Returns the weights, bfloat16 of `shape`."""
-        import gguf
-
+        """Returns the weights, bfloat16 of `shape`. Raises `ModelError` if the file is cut short, `OSError`."""
+        compiled = operators() if self.is_packable else None
+        if compiled is not None:
+            packed = torch.empty(self.packed_shape, dtype=torch.uint8).flatten(0, -3)
+            for task in self.tasks(compiled, packed):
+                task()
+            return weights_of(packed, self.form).view(self.shape)
         found = torch.empty(self.num_rows, self.shape[-1], dtype=torch.bfloat16)
         for first, last, parts in self.pieces():
             for part in parts:
@@ -165,41 +179,3 @@ def _one_of_each(rows: np.ndarray, firsts: Sequence[int]) -> list[int]:
     """Returns a row of each tensor that has any of them, in ascending order."""
     which = np.searchsorted(np.asarray(firsts), rows, side="right")
     return sorted(int(rows[which == one][0]) for one in np.unique(which))
-
-
-def save_matrices(matrices: Mapping[str, FileMatrix], parts: Sequence[Path], folder: Path) -> None:
-    """Writes which bytes of the file's `parts` make which matrices, by the names of their modules."""
-    described = {
-        name: {"shape": matrix.shape, "tensors": [_description(tensor, parts) for tensor in matrix.tensors]}
-        for name, matrix in matrices.items()
-    }
-    orders = {_ORDER + name: matrix.order for name, matrix in matrices.items() if matrix.order is not None}
-    text = np.frombuffer(json.dumps(described).encode(), np.uint8)
-    np.savez_compressed(folder / MATRICES, allow_pickle=False, **{_DESCRIBED: text}, **orders)
-
-
-def _description(tensor: FileTensor, parts: Sequence[Path]) -> dict[str, Any]:
-    return asdict(tensor) | {"file": parts.index(tensor.file), "dtype": str(tensor.dtype)}
-
-
-def load_matrices(folder: Path, parts: Sequence[Path] = ()) -> dict[str, FileMatrix]:
-    """Returns what `save_matrices` has written for a file with these parts; nothing if it has not. Without the parts
-    the matrices can be described, not read."""
-    file = folder / MATRICES
-    if not file.is_file():
-        return {}
-    with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as saved:
-        described = json.loads(saved[_DESCRIBED].tobytes())
-        orders = {name: saved[name] for name in saved if name != _DESCRIBED}
-    return {
-        name: FileMatrix(
-            tuple(_tensor(one, parts) for one in of["tensors"]), tuple(of["shape"]), orders.get(_ORDER + name)
-        )
-        for name, of in described.items()
-    }
-
-
-def _tensor(description: Mapping[str, Any], parts: Sequence[Path]) -> FileTensor:
-    shapes = {name: tuple(description[name]) for name in ("shape", "stored_shape")}
-    file, dtype = parts[description["file"]] if parts else Path(), np.dtype(description["dtype"])
-    return FileTensor(**{**description, **shapes, "file": file, "dtype": dtype})

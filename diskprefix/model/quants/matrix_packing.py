@@ -19,21 +19,25 @@ class MatrixPacking:
     """Packs different matrices side by side in large pages, on all threads that torch has but one: that of the caller,
     which joins them in `finish`. Not thread-safe."""
 
-    def __init__(self, operators: Operators, matrices: Iterable[FileMatrix]) -> None:
-        """Begins. Raises `MemoryError`."""
-        distinct = {matrix.key: matrix for matrix in matrices}
-        self.keys = distinct.keys()
+    def __init__(self, operators: Operators) -> None:
+        self._operators = operators
         self._packed: dict[Hashable, torch.Tensor] = {}
         self._tasks: deque[Callable[[], None]] = deque()
         self._failures: list[Exception] = []
+        self._threads: list[Thread] = []
+
+    def add(self, matrices: Iterable[FileMatrix]) -> None:
+        """Begins to pack what is not among those that were added before. Raises `MemoryError`."""
+        distinct = {matrix.key: matrix for matrix in matrices if matrix.key not in self._packed}
         memory, used = large_pages(packed_bytes(distinct.values())), 0
         for key, matrix in distinct.items():
             shape = matrix.packed_shape
             self._packed[key] = memory[used : used + prod(shape)].view(shape)
-            self._tasks += matrix.tasks(operators, self._packed[key].flatten(0, -3))
+            self._tasks += matrix.tasks(self._operators, self._packed[key].flatten(0, -3))
             used += _room(matrix)
-        self._threads = [Thread(target=self._work, name="weights", daemon=True) for _ in range(_num_helpers())]
-        for thread in self._threads:
+        begun = [Thread(target=self._work, name="weights", daemon=True) for _ in range(_num_helpers())]
+        self._threads += begun
+        for thread in begun:
             thread.start()
 
     def finish(self) -> dict[Hashable, torch.Tensor]:

@@ -1,8 +1,8 @@
-"""A model whose matrices are quantised, as it is loaded from a folder.
+"""A model whose matrices are quantised, as it is loaded from a folder or a `.gguf` file.
 
-The weights file names the form of each matrix in its metadata. transformers puts `QuantisedLinear` in the place of
-those modules, and `QuantisedExperts` in that of experts, before it loads the tensors, through its own interface for
-quantisers.
+The weights file of a folder names the form of each matrix in its metadata. transformers puts `QuantisedLinear` in the
+place of those modules, and `QuantisedExperts` in that of experts, before it loads the tensors, through its own
+interface for quantisers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
+from diskprefix.model.quants.file_matrix import FileMatrix
 from diskprefix.model.quants.matrix_packing import MatrixPacking
 from diskprefix.model.quants.products import Product, compiled, matrix_of, product_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 METHOD = "diskprefix"
+_HEAD = "lm_head"
 _SCALE = "scalar_embed_scale"
 """The attribute of embeddings that are multiplied, in transformers."""
 FILE = "model.safetensors"
@@ -49,8 +50,6 @@ _FORMS, _LINES, _UNTIED = "diskprefix_forms", "diskprefix_lines", "diskprefix_un
 """Keys of the metadata of the weights file: the forms by the names of the modules; what the lines of codes are; set if
 the logits have a matrix of their own instead of that of the embeddings."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-_EXPANSION = "kv_b_proj"
-"""The matrix of latent attention that is multiplied from both sides (`model.exact.latent`). It is small."""
 _OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
 """Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
 
@@ -74,6 +73,9 @@ class QuantisedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weights as they are computed with, made anew each time."""
+        if not self.packed.numel():
+            # Mamba 2 gives it random numbers before those of the file are there.
+            return torch.empty(self.out_features, self.in_features, device="meta")
         return weights_of(self.packed, self.form)
 
     def prepare(self) -> None:
@@ -128,7 +130,7 @@ def quantisable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if type(module) is not nn.Linear or id(module) not in inside:
             continue
-        if name.split(".")[-1] in (*_ROUTERS, _EXPANSION):
+        if name.split(".")[-1] in _ROUTERS or is_expansion(name):
             continue
         if not any(name.startswith(f"{outer}.") for outer in recurrent):
             yield name, module
@@ -142,22 +144,26 @@ def quantisable_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module
             yield name, module
 
 
+def is_expansion(name: str) -> bool:
+    """Returns whether a module has the matrix of latent attention that is multiplied from both sides
+    (`model.exact.latent`). It is small."""
+    return name.endswith("kv_b_proj")
+
+
 def _is_recurrent(module: nn.Module) -> bool:
     return not _OF_RECURRENCE.isdisjoint({*module._parameters, *module._modules})
 
 
-def bits_for(model: PreTrainedModel, name: str, weights: str) -> int | None:
-    """Returns the bits that `--weights` wants for the matrix of a module, None for `auto`: as the file has them. With
-    `int4`, the matrix that gives the logits has 8 bits."""
-    if weights == "auto":
-        return None
+def bits_for(model: PreTrainedModel, name: str, weights: str) -> int:
+    """Returns the bits that `--weights` wants for the matrix of a module. With `int4`, the matrix that gives the logits
+    has 8 bits."""
     return 8 if weights == "int8" or model.get_submodule(name) is model.get_output_embeddings() else 4
 
 
-def metadata_of(model: PreTrainedModel, forms: Mapping[str, str], others: Collection[str] = ()) -> dict[str, str]:
-    """Returns the metadata of the weights file of a model whose modules have these forms. The quants of `others` are in
-    another file. For experts the names are those of the parts, such as `experts.gate`."""
-    untied = {_UNTIED: "1"} if _head_name(model) in {*forms, *others} else {}
+def metadata_of(model: PreTrainedModel, forms: Mapping[str, str]) -> dict[str, str]:
+    """Returns the metadata of the weights file of a model whose modules have these forms. For experts the names are
+    those of the parts, such as `experts.gate`."""
+    untied = {_UNTIED: "1"} if _head_name(model) in forms else {}
     return {"format": "pt", _FORMS: json.dumps(forms, sort_keys=True), _LINES: _lines(), **untied}
 
 
@@ -183,18 +189,29 @@ def describe(config: PreTrainedConfig, files: Sequence[Path]) -> None:
     metadata = _metadata(files[0])
     if metadata.get(_LINES) != _lines():
         raise ModelError(f"{files[0]} was made for another CPU; serve the model that it was made of")
-    config.quantization_config = {"quant_method": METHOD, "kernel": compiled().identity}
-    if is_untied(metadata):
+    forms = {name: QuantForm.parse(text) for name, text in json.loads(metadata[_FORMS]).items()}
+    _set_forms(config, forms, is_in_gguf=False)
+    if _UNTIED in metadata:
         untie(config)
+
+
+def describe_matrices(config: PreTrainedConfig, matrices: Mapping[str, FileMatrix]) -> None:
+    """Does the same for the `matrices` of a `.gguf` file, by the names of their modules. They come by
+    `take_matrices`."""
+    forms = {name: matrix.form for name, matrix in matrices.items()}
+    _set_forms(config, forms, is_in_gguf=True)
+    if _HEAD in matrices:
+        untie(config)
+
+
+def _set_forms(config: PreTrainedConfig, forms: Mapping[str, QuantForm], *, is_in_gguf: bool) -> None:
+    # transformers makes a `QuantsConfig` of it.
+    described = {"kernel": compiled().identity, "forms": forms, "is_in_gguf": is_in_gguf}
+    config.quantization_config = {"quant_method": METHOD, **described}
 
 
 def _lines() -> str:
     return "rows" if has_rows() else "pairs"
-
-
-def is_untied(metadata: Mapping[str, str]) -> bool:
-    """Returns whether the logits have a matrix of their own in the weights file with this metadata."""
-    return _UNTIED in metadata
 
 
 def untie(config: PreTrainedConfig) -> None:
@@ -242,36 +259,37 @@ def prepare(model: PreTrainedModel) -> None:
 
 @register_quantization_config(METHOD)
 class QuantsConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """That a model is quantised so, and which kernel computes its products."""
+    """That a model is quantised so, and which kernel computes its products. `forms` are those of its modules, whose
+    quants are in a `.gguf` file or in the folder."""
 
-    def __init__(self, kernel: str = "", **_: Any) -> None:
+    def __init__(self, *, kernel: str, forms: Mapping[str, QuantForm], is_in_gguf: bool, **_: Any) -> None:
         self.quant_method = METHOD
-        self.kernel = kernel
+        self.kernel, self.forms, self.is_in_gguf = kernel, forms, is_in_gguf
+
+    def to_dict(self) -> dict[str, Any]:
+        """The forms follow from the weights."""
+        return {"quant_method": METHOD, "kernel": self.kernel}
 
 
 @register_quantizer(METHOD)
 class Quantiser(HfQuantizer):  # type: ignore[misc]
-    """Puts quantised modules where the weights file, or the `.gguf` file beside it, has quants."""
+    """Puts quantised modules where the weights have quants."""
 
-    def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **_: Any
-    ) -> None:
-        (file,) = checkpoint_files
-        written, in_gguf = json.loads(_metadata(Path(file))[_FORMS]), load_matrices(Path(file).parent)
-        found = [(name, QuantForm.parse(text), False) for name, text in written.items()]
-        found += [(name, matrix.form, True) for name, matrix in in_gguf.items()]
-        experts: dict[tuple[str, bool], dict[str, QuantForm]] = defaultdict(dict)
-        for name, form, is_in_gguf in found:
-            owner, _, part = name.rpartition(".")
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        config = self.quantization_config
+        experts: dict[str, dict[str, QuantForm]] = defaultdict(dict)
+        for name, form in config.forms.items():
+            owner, _dot, part = name.rpartition(".")
             module = model.get_submodule(owner if owner and is_mixture(model.get_submodule(owner)) else name)
             if is_mixture(module):
-                experts[owner, is_in_gguf][part] = form
+                experts[owner][part] = form
             elif isinstance(module, nn.Embedding):
                 model.set_submodule(name, QuantisedEmbedding(module, form))
             else:
-                model.set_submodule(name, QuantisedLinear(module, form, is_in_gguf=is_in_gguf))
-        for (name, is_in_gguf), forms in experts.items():
-            model.set_submodule(name, QuantisedExperts(model.get_submodule(name), forms, is_in_gguf=is_in_gguf))
+                model.set_submodule(name, QuantisedLinear(module, form, is_in_gguf=config.is_in_gguf))
+        for name, forms in experts.items():
+            made = QuantisedExperts(model.get_submodule(name), forms, is_in_gguf=config.is_in_gguf)
+            model.set_submodule(name, made)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return False

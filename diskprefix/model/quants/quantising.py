@@ -10,9 +10,9 @@ from transformers import GenerationConfig
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.fit import Check, needs_of_checkpoint
-from diskprefix.model.load.gguf import build_once, enough_to_make, require_disk, suffix_of
+from diskprefix.model.load.fit import Check, enough_to_make, needs_of_checkpoint
 from diskprefix.model.load.gguf_file import file_stamp
+from diskprefix.model.load.made_once import build_once, require_disk
 from diskprefix.model.load.published import read_config, require_plain_weights
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.load.stored_tensors import stored_tensors
@@ -22,6 +22,7 @@ from diskprefix.model.quants.quantised import (
     save_configurations,
 )
 from diskprefix.model.quants.streamed import StreamedQuantising
+from diskprefix.native.library import has_rows
 from diskprefix.progress import Report, progress_bar
 
 if TYPE_CHECKING:
@@ -64,7 +65,9 @@ def weight_files_in(
         return made
 
     digest = weights_digest(files)
-    name = f"{folder.resolve().name[:100]}-{digest[:12]}{suffix_of(weights)}"
+    # The number changes with what is made.
+    lines = "-rows" if has_rows() else ""
+    name = f"{folder.resolve().name[:100]}-{digest[:12]}-{weights}{lines}.5"
     return [build_once(name, build, report) / FILE]
 
 

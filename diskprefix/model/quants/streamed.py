@@ -120,11 +120,10 @@ class StreamedQuantising:
         plain = []
         for user in self._users.get(name, [name]):
             linear = user.removesuffix(".weight")
-            found = self._packed(model, linear, tensor) if user in self._linears and fills_blocks(tensor) else None
-            if found is None:
+            if user not in self._linears or not fills_blocks(tensor):
                 plain.append(user)
             else:
-                packed, form = found
+                packed, form = pack_in_pieces(tensor, bits_for(model, linear, self._weights), self._num_threads)
                 self._writer.add(f"{linear}.packed", packed)
                 self._forms[linear] = str(form)
         if plain:
@@ -140,19 +139,12 @@ class StreamedQuantising:
         empty = dict(experts._parameters)
         experts._parameters.update({part: nn.Parameter(one, False) for part, one in self._held.items()})
         bits = bits_for(model, name, self._weights)
-        assert bits is not None, "these are not held"
         made = quantised_experts(experts, partial(quantised, bits=bits))
         for one, packed in made.state_dict().items():
             self._writer.add(f"{name}.{one}", packed)
         self._forms |= {f"{name}.{one}": str(matrices.form) for one, matrices in made.parts().items()}
         experts._parameters.update(empty)
         self._held.clear()
-
-    def _packed(
-        self, model: PreTrainedModel, linear: str, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, QuantForm] | None:
-        bits = bits_for(model, linear, self._weights)
-        return None if bits is None else pack_in_pieces(weight, bits, self._num_threads)
 
     def _finish(self, model: PreTrainedModel) -> None:
         if not self._forms or self._writer is None:

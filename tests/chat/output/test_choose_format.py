@@ -127,6 +127,63 @@ def test_of_families_that_begin_a_call_alike_the_one_counts_whose_end_is_known_t
     assert chosen(template.removeprefix("{{ tools }}"), tags).format.name == "none"
 
 
+OF_NO_PACKAGE = """{{- tools | tojson }}
+{%- for message in messages %}
+    {%- if message.role == "assistant" %}{{ "[assistant]" }}{% else %}{{ "[other]" + message.content }}{% endif %}
+    {%- for call in message.tool_calls | map(attribute="function") %}{{ BEGIN if loop.first else "\\n" }}
+        {%- set json = call.arguments | tojson %}{{ CALL }}{{ END if loop.last }}
+    {%- else %}{% if message.role == "assistant" %}{{ ANSWER }}{% endif %}{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "[assistant]" }}{% endif %}"""
+# What the templates of other models write: before calls, for each, behind them, and as an answer.
+OTHERS = {
+    "hunyuan": (
+        '"<tool_calls>"',
+        '"<tool_call>" ~ call.name ~ "\\n```json\\n" ~ json ~ "\\n```</tool_call>"',
+        '"</tool_calls>"',
+        "message.content",
+    ),
+    "olmo-3": (
+        '"<function_calls>"',
+        'call.name ~ "(text=\\"" ~ call.arguments.text ~ "\\", count=" ~ call.arguments.count ~ ")"',
+        '"</function_calls>"',
+        "message.content",
+    ),
+    # Llama 4.
+    "llama-3": (
+        '"<|start|><|end|>"',
+        """'{"name": "' ~ call.name ~ '", "parameters": ' ~ json ~ "}\"""",
+        '""',
+        "message.content",
+    ),
+    # ERNIE 4.5.
+    "hermes": (
+        '""',
+        '"<tool_call>\\n" ~ call | tojson ~ "\\n</tool_call>"',
+        '""',
+        '"<response>\\n" ~ message.content ~ "\\n</response>\\n"',
+    ),
+}
+
+
+def of_no_package(format: str) -> str:
+    found = OF_NO_PACKAGE
+    for word, written in zip(("BEGIN", "CALL", "END", "ANSWER"), OTHERS[format], strict=True):
+        found = found.replace(word, written)
+    return found
+
+
+@pytest.mark.parametrize("format", OTHERS)
+def test_a_template_of_no_package_writes_the_format_that_is_chosen_for_it(format: str) -> None:
+    assert chosen(of_no_package(format), ["<|start|>", "<|end|>"]).format.name == format
+
+
+def test_tags_around_each_answer_of_a_template_are_left_out() -> None:
+    reply = "<response>\nUse `<b>`.\n</response>\n"
+    assert read(chosen(of_no_package("hermes")).format, [reply], []).content == "Use `<b>`."
+    assert read(chosen(of_no_package("hunyuan")).format, [reply], []).content == reply
+
+
 @pytest.mark.parametrize("name", TAKING)
 def test_a_call_is_written_whatever_its_id_and_arguments_are(name: str) -> None:
     template, call_id = template_named(name), "call_0-long.id"

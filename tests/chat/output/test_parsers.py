@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from diskprefix.chat.output.call_values import OfferedTools, braces, elements, python_calls, value_of
 from diskprefix.chat.output.families import FAMILIES
+from diskprefix.model.gguf.known_families import NAMES as ARCHITECTURES
 from tests.chat.output.replies import NAMES, REPLIES, Reply, format_named, joined, read, tool, tool_of
 
 TAGGED = [family.name for family in FAMILIES if not family.channels]
@@ -48,6 +49,43 @@ def loaded(arguments: str) -> Any:
         return json.loads(arguments)
     except ValueError:
         return f"no JSON: {arguments}"
+
+
+# The formats in which models write calls whose files are read, by the architectures of their files.
+OF_FILES = {
+    "hermes": "qwen2 qwen3 qwen3moe qwen3next qwen3vl qwen3vlmoe granitehybrid exaone4 ernie4_5 ernie4_5-moe smollm3 "
+    "falcon-h1 llama",
+    "qwen3-coder": "qwen35 qwen35moe qwen3moe qwen3next nemotron_h_moe mimo2",
+    "llama-3": "llama llama4",
+    "mistral": "llama mistral3 mistral4",
+    "deepseek": "deepseek2 llama qwen2",
+    "deepseek-v3.1": "deepseek2",
+    "kimi": "deepseek2 kimi-linear",
+    "glm": "glm4moe",
+    "glm-4.7": "glm4moe deepseek2",
+    "gemma-3": "gemma3 gemma3n",
+    "gemma-4": "gemma4",
+    "harmony": "gpt-oss",
+    "granite": "granite granitemoe",
+    "nemotron": "nemotron_h",
+    "phi-4-mini": "phi3",
+    "olmo-3": "olmo2",
+    "hunyuan": "hunyuan-dense hunyuan-moe",
+    "lfm2": "lfm2 lfm2moe",
+    "minimax": "minimax-m2",
+    "seed-oss": "seed_oss",
+    "command-r": "command-r",
+    "command-r7b": "cohere2",
+    # Their templates write neither calls nor, for GLM 4, results.
+    "none": "gemma2 glm4 qwen2moe stablelm starcoder2 dots1 mamba2",
+}
+
+
+def test_of_each_format_a_call_is_recorded_and_each_architecture_of_files_has_one() -> None:
+    recorded = {case["family"] for case in REPLIES if case.get("calls")} | {"none"}
+    assert recorded == set(NAMES)
+    assert recorded >= set(OF_FILES)
+    assert {name for names in OF_FILES.values() for name in names.split()} == set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("case", REPLIES, ids=lambda case: f"{case['family']}: {case['text'][:60]!r}")

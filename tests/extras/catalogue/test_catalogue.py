@@ -20,7 +20,6 @@ from diskprefix.extras.front.listing import Listing
 from diskprefix.model.exact import verified
 from diskprefix.model.gguf.known_families import NAMES, architecture_of
 from diskprefix.model.load.fit import fitted, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
@@ -292,9 +291,7 @@ def readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     return folder
 
 
-def test_models_are_listed_with_what_they_need_and_where_they_are(
-    run: Run, readable: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_models_are_listed_with_what_they_need_and_where_they_are(run: Run, readable: Path) -> None:
     found = run("list", "--models-dir", readable, "--kv-memory", "1GiB", "--json").json
     rows = {row["name"]: row for row in found["models"]}
     assert list(rows) == ["bad", "made", "tiny"]
@@ -310,11 +307,6 @@ def test_models_are_listed_with_what_they_need_and_where_they_are(
     made = readable / "made"
     weights = [made / "model.safetensors"]
     assert needs(Settings(model=str(made))) == needs_of_folder(made, weights, "auto", "auto")
-    # A folder that was made of a file is as large as that file.
-    tiny.write_gguf(made / "tiny.gguf", quantised="Q4_0")
-    (made / MATRICES).touch()
-    capsys.readouterr()
-    assert run("show", made, "--json").json["file_bytes"] == (made / "tiny.gguf").stat().st_size
 
 
 def test_the_embedded_model_is_listed_where_it_is_the_default(

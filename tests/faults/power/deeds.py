@@ -279,7 +279,7 @@ def settings_text(version: str) -> str:
 def models(root: Path) -> None:
     """A model that is made from a file, kept in the cache folder."""
     os.environ["XDG_CACHE_HOME"] = str(root)
-    from diskprefix.model.load.gguf import build_once
+    from diskprefix.model.load.made_once import build_once
 
     def build(work: Path) -> Path:
         made = work / "made"
@@ -391,7 +391,7 @@ REMOVALS: dict[str, Callable[[], None]] = {
 _MODULES = {
     "exchange": ("diskprefix.extras.exchange.entry_file",),
     "profile": ("diskprefix.extras.clients.agent_profile",),
-    "models": ("diskprefix.model.load.gguf",),
+    "models": ("diskprefix.model.load.made_once",),
 }
 """Modules that are imported before a protection is taken out of them."""
 

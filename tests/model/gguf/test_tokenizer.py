@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.file_tokenizer import make_tokenizer
-from diskprefix.model.load.gguf import converted_folder
+from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.gguf_header import GgufHeader, read_header
 from tests.model import tiny
 from tests.model.load.test_gguf_refusals import write_sample
@@ -175,6 +175,51 @@ def test_what_is_saved_is_the_same_tokenizer(tmp_path: Path) -> None:
     assert saved.chat_template == tiny.CHAT_TEMPLATE
 
 
+TURN = ["a", "<|im_end|>", "<|end|>", "<turn|>"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "values", "expected"),
+    [
+        (TURN, {}, 1),
+        (TURN, {"eot_token_id": 0}, 0),
+        (TURN, {"eos_token_id": 1}, 2),
+        # Messages within a reply end with it.
+        ([*TURN, "<|call|>"], {"eos_token_id": 1}, 3),
+        (["a", "b"], {}, None),
+        (None, {}, None),
+    ],
+)
+def test_the_token_that_ends_a_turn_is_found_by_its_text(
+    tokens: list[str] | None, values: dict[str, Any], expected: int | None, tmp_path: Path
+) -> None:
+    assert Metadata(header(tmp_path, {"tokens": tokens, **values}), []).token("eot") == expected
+
+
+def test_a_token_that_ends_a_turn_is_found_in_texts_whatever_its_type(tmp_path: Path) -> None:
+    values = {"tokens": [*WORDS, "<turn|>"], "token_type": [1] * 264}
+    tokenizer = make_tokenizer(header(tmp_path, BYTES | values))
+    assert ids(tokenizer, "he<turn|>")[-1] == 263
+    assert tokenizer.added_tokens_decoder[263].special
+
+
+@pytest.mark.parametrize(("value", "said"), [("2", "'2', and it has 4"), (4, "4, and it has 4"), (0.5, "0.5,")])
+def test_the_number_of_a_token_that_is_none_is_refused_by_name(value: Any, said: str, tmp_path: Path) -> None:
+    metadata = Metadata(header(tmp_path, {"tokens": TURN, "eom_token_id": value}), [])
+    with pytest.raises(ModelError, match=f"tokenizer.ggml.eom_token_id is {said}"):
+        metadata.token("eom")
+
+
+def test_conversations_with_tools_have_the_template_that_a_file_has_for_them(tmp_path: Path) -> None:
+    plain, tools, others = "tokenizer.chat_template", "tokenizer.chat_template.tool_use", "tokenizer.chat_template.rag"
+    tokenizer = make_tokenizer(header(tmp_path, BYTES, **{plain: "a", tools: "b", others: "{%"}))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    for one in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "saved")):
+        assert (one.get_chat_template(), one.get_chat_template(tools=[{}])) == ("a", "b")
+    alone = make_tokenizer(header(tmp_path, BYTES, **{tools: "b"}))
+    assert (alone.get_chat_template(), alone.get_chat_template(tools=[{}])) == ("b", "b")
+
+
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model": None}, {}, "tokenizer.ggml.model is missing"),
     ({"model": "bert"}, {}, "tokenizer.ggml.model is 'bert'"),
@@ -182,6 +227,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"tokenizer.huggingface.json": "{}"}, "two tokenizers: tokenizer.ggml.model and tokenizer.huggingface.json"),
     ({}, {"tokenizer.chat_template": "a\n{% for"}, "tokenizer.chat_template: line 2: "),
     ({}, {"tokenizer.chat_template": 7}, "tokenizer.chat_template: it is not text"),
+    ({}, {"tokenizer.chat_template.tool_use": "{% if"}, "tokenizer.chat_template.tool_use: line 1: "),
     ({"tokens": None}, {}, "lacks the array tokenizer.ggml.tokens"),
     ({"tokens": [1, 2]}, {}, "tokenizer.ggml.tokens are not strings"),
     ({"tokens": ["a", "a"]}, {}, "tokenizer.ggml.tokens has a token twice"),
@@ -207,8 +253,8 @@ def test_a_wrong_tokenizer_is_refused_in_one_line(
 
 def test_a_model_whose_tokenizer_is_refused_leaves_nothing(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ModelError, match="of-tomorrow"):
-        converted_folder(tiny.write_gguf(tmp_path / "odd.gguf", pre="of-tomorrow"), lambda _: None)
-    assert not list((cache / "models").glob("*odd*/"))
+        tiny.read_file(tiny.write_gguf(tmp_path / "odd.gguf", pre="of-tomorrow"))
+    assert not cache.exists()
 
 
 def test_arrays_are_read_as_the_library_reads_them(tmp_path: Path) -> None:

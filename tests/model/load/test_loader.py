@@ -291,7 +291,7 @@ def test_a_model_that_does_not_fit_is_refused_before_loading_with_both_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "available_bytes", lambda _: 4096)
-    monkeypatch.setattr(loader, "_read_model", None)
+    monkeypatch.setattr(loader, "_read_folder", None)
     message = refusal(folder, dtype="float32")
     assert message.startswith("tiny-llama as float32 on cpu does not fit: about ")
     assert "of memory needed (weights in float32 " in message

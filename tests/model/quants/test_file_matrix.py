@@ -19,13 +19,13 @@ import torch
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader
 from diskprefix.model.load.fit import ROOM_BYTES
-from diskprefix.model.load.gguf import converted_folder
+from diskprefix.model.load.gguf import GgufModel, whole_matrices
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.loader import BegunPacking, begin_packing, load_model
 from diskprefix.model.quants import file_matrix as module
 from diskprefix.model.quants import matrix_packing
-from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices, save_matrices
+from diskprefix.model.quants.file_matrix import FileMatrix
 from diskprefix.model.quants.matrix_packing import MatrixPacking
 from diskprefix.model.quants.products import weights_of as weights_of_packed
 from diskprefix.model.quants.quant_form import form_of
@@ -101,20 +101,6 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
     assert torch.equal(weights_of_packed(packed, form), expected.view(-1, COLUMNS))
 
 
-def test_a_folder_says_which_rows_make_which_matrices(tensors: list[FileTensor], tmp_path: Path) -> None:
-    made = [rows_of(change, tensors) for change in (lambda numbers: numbers[1], permuted)]
-    matrices = [FileMatrix.of(rows, tensors, firsts_of(tensors)) for rows in made]
-    named = {name: matrix for name, matrix in zip("ab", matrices, strict=True) if matrix is not None}
-    assert named["a"].order is None
-    save_matrices(named, [tensors[0].file], tmp_path)
-    moved = tensors[0].file.rename(tmp_path / "moved.gguf")
-    found = load_matrices(tmp_path, [moved])
-    expected = weights_of([replace(tensor, file=moved) for tensor in tensors])
-    assert torch.equal(found["a"].dequantised(), expected[1])
-    assert torch.equal(found["b"].dequantised(), permuted(expected))
-    assert not load_matrices(tmp_path / "other")
-
-
 def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None:
     rows = rows_of(lambda numbers: numbers[2], tensors)
     matrix, compiled = FileMatrix.of(rows, tensors, firsts_of(tensors)), operators()
@@ -123,7 +109,9 @@ def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None
         content.truncate(tensors[2].offset + 20)
     readings: list[Callable[[], object]] = [matrix.dequantised]
     if compiled is not None:
-        readings.append(MatrixPacking(compiled, [matrix]).finish)
+        packing = MatrixPacking(compiled)
+        packing.add([matrix])
+        readings.append(packing.finish)
     for read in readings:
         with pytest.raises(ModelError, match="is cut short: it does not hold all of experts"):
             read()
@@ -166,9 +154,13 @@ def test_all_that_is_wanted_is_packed_as_alone(
     num_helpers: int, file: Path, compiled: Operators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matrix_packing, "_num_helpers", lambda: num_helpers)
-    wanted = load_matrices(converted_folder(file, print, "auto"), [file]).values()
+    wanted = GgufModel.read(file, print).parameters("auto", torch.bfloat16).matrices.values()
     assert {matrix.order is None for matrix in wanted} == {True, False}
-    found = MatrixPacking(compiled, wanted).finish()
+    packing = MatrixPacking(compiled)
+    packing.add(begun := whole_matrices(file))
+    assert {matrix.key for matrix in begun} == {matrix.key for matrix in wanted if matrix.order is None}
+    packing.add(wanted)
+    found = packing.finish()
     assert found.keys() == {matrix.key for matrix in wanted}
     for matrix in wanted:
         assert torch.equal(found[matrix.key], packed_alone(compiled, matrix))
@@ -184,7 +176,6 @@ def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Thread, "start", start)
     monkeypatch.setattr(matrix_packing, "_num_helpers", lambda: 3)
-    converted_folder(file, print, "auto")
     begun = begin_packing(Settings(model=str(file)))
     with pytest.raises(SettingsError):
         load_model(Settings(model=str(file), weights="int4", dtype="float32"), print, begun=begun)
@@ -200,8 +191,6 @@ def parameters(model: Path, begun: BegunPacking | None) -> list[torch.Tensor]:
 def test_a_model_whose_packing_was_begun_is_the_same_and_that_of_another_file_is_not_used(file: Path) -> None:
     expected = parameters(file, None)
     other = tiny.write_gguf(file.with_name("other.gguf"), quantised="Q8_0")
-    assert begin_packing(Settings(model=str(other))) is None, "it is not converted yet"
-    converted_folder(other, print, "auto")
     for named in (file, other):
         begun = begin_packing(Settings(model=str(named)))
         assert begun is not None
@@ -211,14 +200,11 @@ def test_a_model_whose_packing_was_begun_is_the_same_and_that_of_another_file_is
 
 
 def test_packing_begins_without_transformers(file: Path) -> None:
-    converted_folder(file, print, "auto")
     subprocess.run([sys.executable, "-c", PROGRAM, str(file)], check=True, env=dict(os.environ))
 
 
 def test_nothing_begins_for_other_models_and_where_memory_is_short(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(model=str(file))
-    for weights in ("auto", "native"):
-        converted_folder(file, print, weights)
     changes: list[dict[str, Any]] = [
         *({"model": None}, {"model": "folder"}, {"weights": "native"}, {"dtype": "float32"}, {"device": "mps"})
     ]
@@ -229,7 +215,6 @@ def test_nothing_begins_for_other_models_and_where_memory_is_short(file: Path, m
 
 
 def test_a_file_that_changes_after_packing_began_is_refused(file: Path) -> None:
-    converted_folder(file, print, "auto")
     begun = begin_packing(Settings(model=str(file)))
     assert begun is not None
     os.utime(file, (1, 1))

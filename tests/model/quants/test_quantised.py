@@ -12,9 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
 from diskprefix.model.exact.self_check import make_exact
-from diskprefix.model.load import gguf, loader
+from diskprefix.model.load import loader
 from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants import quantised
@@ -129,18 +128,17 @@ def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(
 def test_weights_are_quantised_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = loaded(folder, "int4")
     made = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
-    assert made == [f"tiny-{loaded(folder, 'native').weights_digest[:12]}{gguf.suffix_of('int4')}"]
+    assert made == [
+        f"tiny-{loaded(folder, 'native').weights_digest[:12]}-int4{'-rows' if library.has_rows() else ''}.5"
+    ]
     monkeypatch.setattr("diskprefix.model.quants.quantising.StreamedQuantising", None)
     assert loaded(folder, "int4").weights_digest == first.weights_digest
 
 
-def test_a_gguf_keeps_its_quants_number_for_number(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cache")
+def test_a_gguf_keeps_its_quants_number_for_number(tmp_path: Path) -> None:
     file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
-    folder = converted_folder(file, lambda _: None, "auto")
-    assert folder.parent == cache
-    assert folder.name.endswith(gguf.suffix_of("auto"))
-    model = loaded(file, "auto").model
-    native = loaded(file, "native").model
+    model, native = tiny.read_file(file, "auto").model, tiny.read_file(file).model
     modules = dict(model.named_modules())
     linears = [name for name, module in native.named_modules() if type(module) is torch.nn.Linear]
     kept = [name for name in linears if isinstance(modules[name], QuantisedLinear)]
@@ -149,13 +147,14 @@ def test_a_gguf_keeps_its_quants_number_for_number(cache: Path, tmp_path: Path) 
     assert {str(modules[name].form) for name in kept} == {"int4 32 zeros float16"}
 
 
-def test_auto_without_a_compiled_kernel_is_native(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("cache")
+def test_auto_without_a_compiled_kernel_is_native(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(library, "_chosen", "torch")
-    model = loaded(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"), "auto").model
-    assert not forms_of(model)
-    assert not [path for path in cache.iterdir() if path.name.endswith(gguf.suffix_of("auto"))]
+    assert not forms_of(tiny.read_file(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"), "auto").model)
     with pytest.raises(SettingsError, match="int4 needs the compiled operators; add --weights native"):
-        loaded(tmp_path / "tiny.gguf", "int4")
+        loaded(folder, "int4")
 
 
 @pytest.mark.parametrize(
@@ -199,7 +198,6 @@ def test_a_model_without_a_matrix_of_whole_blocks_is_refused(tmp_path: Path) -> 
     folder = tiny.write_folder(tmp_path / "odd", dtype=torch.bfloat16, **sizes)
     with pytest.raises(ModelError, match="no matrix that can be quantised; add --weights native"):
         loaded(folder, "int4")
-    assert gguf.suffix_of("int4").startswith("-int4")
 
 
 # Experts of mixtures.

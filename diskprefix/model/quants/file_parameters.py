@@ -1,0 +1,183 @@
+"""Of what in a `.gguf` file the parameters of a model are made, when it is loaded.
+
+Matrices whose quants are computed with as they are stay matrices of the file (`file_matrix.py`). All others are made
+one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import gguf
+import numpy as np
+import torch
+from torch import nn
+
+from diskprefix.errors import ModelError
+from diskprefix.model.exact.mixtures import matrices_of, named_halves
+from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
+from diskprefix.model.load.gguf_header import FileTensor
+from diskprefix.model.quants.file_matrix import FileMatrix
+from diskprefix.model.quants.quantised import is_expansion, is_plain_embedding, quantisable_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class FileParameters:
+    """The parameters of `model`, which has no weights, in the type `dtype`. With the `weights` of `auto`, quants stay
+    as they are where the operators take them, with `native` none do.
+
+    Raises `ModelError` if the file lacks tensors, or has others, or matrices of other shapes than the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        architecture: Architecture,
+        tensors: Sequence[FileTensor],
+        weights: str,
+        dtype: torch.dtype,
+    ) -> None:
+        self.matrices: dict[str, FileMatrix] = {}
+        """Those that stay in the file, by the names of modules. For experts these are of parts: `experts.gate`."""
+        self.others: dict[str, Callable[[], torch.Tensor]] = {}
+        """What makes each other parameter, by its name in the model's state. Raises `ModelError` if it has another
+        shape, or the file is cut short."""
+        self._model, self._tensors, self._dtype = model, tensors, dtype
+        firsts = [0, *accumulate(tensor.num_rows for tensor in tensors)][:-1]
+        self._first_of = {tensor.name: first for tensor, first in zip(tensors, firsts, strict=True)}
+        """The numbers of the tensors' first rows."""
+        tied = dict(model.all_tied_weights_keys)
+        parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        parts = architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors})
+        self._taking = set() if weights == "native" else set(_names_of_taking(model))
+        """Parameters of modules that take quants."""
+        for owner, experts in quantisable_experts(model) if weights != "native" else ():
+            self._keep_experts(owner, experts, parameters, parts)
+        for name, part in parts.items():
+            users = [name, *(target for target, source in tied.items() if source == name)]
+            self._add(users, parameters[name], part)
+
+    def _keep_experts(
+        self, owner: str, experts: Any, parameters: dict[str, torch.Tensor], parts: dict[str, SourcedParameter]
+    ) -> None:
+        """Takes the parameters of the experts of a mixture out of `parts`, if all their matrices stay in the file."""
+        own = {name: part for name, part in parts.items() if name.rpartition(".")[0] == owner}
+        matrices: dict[str, FileMatrix] = {}
+        for name, part in own.items():
+            if part.is_bias:
+                continue
+            if not part.is_matrix:
+                return
+            rows = torch.from_numpy(self._numbers(part))
+            halves = named_halves(experts, name.rpartition(".")[2], rows)
+            matrices |= {f"{owner}.{half}": self._matrix(half_rows.numpy()) for half, half_rows in halves.items()}
+        if len(matrices) < len(matrices_of(experts)) or not all(one.is_packable for one in matrices.values()):
+            return
+        self.matrices |= matrices
+        for name, part in own.items():
+            del parts[name]
+            if not part.is_bias:
+                _require_shape(part, self._numbers(part).shape, _turned(parameters[name], experts))
+                continue
+            bias = self._made(name, parameters[name], part)
+            for half, values in named_halves(experts, name.rpartition(".")[2].removesuffix("_bias"), bias).items():
+                self.others[f"{owner}.{half}.bias"] = values.contiguous
+
+    def _add(self, users: list[str], parameter: torch.Tensor, part: SourcedParameter) -> None:
+        """Adds a parameter that has several names, if it is shared."""
+        left, experts = users, self._experts_at(users[0])
+        read = partial(self._made, users[0], parameter, part)
+        if part.is_matrix and parameter.ndim > 1:
+            matrix = self._matrix(self._numbers(part))
+            _require_shape(part, matrix.shape[:-1], _turned(parameter, experts))
+            if matrix.is_packable and len(matrix.shape) == 2:
+                left = [user for user in users if user not in self._taking]
+                kept = [user.removesuffix(".weight") for user in users if user in self._taking]
+                self.matrices |= dict.fromkeys(kept, matrix)
+            if self._dtype_of(users[0]) is torch.bfloat16:
+                read = partial(_dequantised, matrix, _turned(parameter, experts).shape, experts)
+        if left:
+            self.others[left[0]] = read
+
+    def _experts_at(self, name: str) -> Any:
+        owner = self._model.get_submodule(name.rpartition(".")[0])
+        return owner if getattr(owner, "is_transposed", False) else None
+
+    def _numbers(self, part: SourcedParameter) -> np.ndarray:
+        """Returns the numbers of the rows of a matrix, [rows] or [experts, rows]."""
+        numbers = []
+        for tensor in part.tensors:
+            first = self._first_of[tensor.name]
+            numbers.append(np.arange(first, first + tensor.num_rows).reshape(tensor.shape[:-1]))
+        return part.rows(self._model.config, numbers)
+
+    def _matrix(self, rows: np.ndarray) -> FileMatrix:
+        found = FileMatrix.of(rows, self._tensors, [*self._first_of.values()])
+        if found is None:
+            raise ModelError("matrices of several widths cannot be joined")
+        return found
+
+    def _made(self, name: str, parameter: torch.Tensor, part: SourcedParameter) -> torch.Tensor:
+        """Returns a parameter, computed in float32."""
+        config, experts = self._model.config, self._experts_at(name)
+        contents = [self._content(tensor) for tensor in part.tensors]
+        with np.errstate(all="ignore"):
+            found = part.rows(config, contents)
+            if part.source.values is not None:
+                found = part.source.values(config, found)
+        made = torch.from_numpy(np.ascontiguousarray(found)).to(self._dtype_of(name))
+        if experts is not None and made.ndim == 3:
+            made = made.transpose(1, 2)
+        if parameter.ndim == 1 and made.numel() == len(parameter):
+            return made.flatten()
+        if [size for size in made.shape if size > 1] != [size for size in parameter.shape if size > 1]:
+            raise _mismatch(part, tuple(made.shape), tuple(parameter.shape))
+        return made.reshape(parameter.shape)
+
+    def _content(self, tensor: FileTensor) -> np.ndarray:
+        """Returns a tensor in float32. Of large ones whose numbers become bfloat16 rows are only moved."""
+        matrix = FileMatrix.whole(tensor) if len(tensor.shape) > 1 else None
+        if matrix is not None and matrix.is_packable and self._dtype is torch.bfloat16:
+            moved: np.ndarray = matrix.dequantised().float().numpy()
+            return moved
+        found: np.ndarray = gguf.dequantize(tensor.content(), tensor.type).astype(np.float32)
+        return found.reshape(tensor.shape)
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        is_float32 = any(part in name for part in self._model._keep_in_fp32_modules_strict or ())
+        return torch.float32 if is_float32 else self._dtype
+
+
+def _names_of_taking(model: PreTrainedModel) -> list[str]:
+    """Returns the names of the matrices in modules of a decoder that may have quants."""
+    inside = {id(module) for module in model.get_decoder().modules()} | {id(model.get_output_embeddings())}
+    return [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if id(module) in inside
+        and (is_plain_embedding(module) or (type(module) is nn.Linear and not is_expansion(name)))
+    ]
+
+
+def _dequantised(matrix: FileMatrix, shape: Sequence[int], experts: Any) -> torch.Tensor:
+    return _turned(matrix.dequantised().view(*shape), experts)
+
+
+def _require_shape(part: SourcedParameter, rows: Sequence[int], parameter: torch.Tensor) -> None:
+    shape = (*rows, part.tensors[0].shape[-1])
+    if [size for size in shape if size > 1] != [size for size in parameter.shape if size > 1]:
+        raise _mismatch(part, shape, tuple(parameter.shape))
+
+
+def _mismatch(part: SourcedParameter, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelError:
+    return ModelError(f"the model takes {expected} where the file has {found}: {part.names}")
+
+
+def _turned(weights: torch.Tensor, experts: Any) -> torch.Tensor:
+    """Returns the matrices of a parameter with rows and columns exchanged, if its module has experts that way."""
+    return weights.transpose(1, 2) if experts is not None and experts.is_transposed and weights.ndim == 3 else weights
