@@ -339,8 +339,8 @@ struct Multiply {
     }
   }
 
-  // Those of the sums of two strips.
-  static int64_t pair_bytes(const Part& part) { return part.num_rows * 2 * STRIP * sizeof(float); }
+  // Those of the sums of two strips, and what is fetched ahead of them.
+  static int64_t pair_bytes(const Part& part) { return 2 * (part.num_rows * STRIP * sizeof(float) + AHEAD); }
 
   // A few blocks of a strip are unpacked for all rows. Sums lie in memory meanwhile.
   static void many(const Part& part, int64_t first, int64_t last, uint8_t* panel) {
