@@ -30,6 +30,7 @@ _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
         "avx512_bf16": (*_AVX512, "-mavx512bf16"),
         "avx512": _AVX512,
+        "avx2_vnni": (*_AVX2, "-mavxvnni"),
         "avx2": _AVX2,
     },
     "aarch64": {

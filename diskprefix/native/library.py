@@ -13,7 +13,7 @@ from diskprefix.native import build
 
 log = logging.getLogger("diskprefix")
 
-VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "baseline")
+VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2", "neon_bf16", "neon_dot", "baseline")
 """Kinds of CPU for which there may be operators. `source/library.cpp` says what each needs."""
 
 _NUM_ARGUMENTS = {

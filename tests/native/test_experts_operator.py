@@ -20,7 +20,6 @@ from diskprefix.native.matrix import Matrix, product
 from diskprefix.native.packing import pack
 from tests.model.quants.test_forms import quants_of
 from tests.native.test_products import ONE_OF_EACH_FORM, content_of, matrix_with
-from tests.native.variants import WITH_DOTS, WITH_PAIRS, of_this_cpu
 
 EXPERTS, CHOSEN, WIDTH, INNER = 5, 3, 64, 160
 """Few experts, so that one has many rows and another none."""
@@ -94,7 +93,6 @@ def test_a_row_has_the_same_bits_whoever_shares_its_experts(operators: Operators
             assert torch.equal(experts(operators, rows[some], chosen[some], weights[some]), whole[some])
 
 
-@pytest.mark.parametrize("operators", of_this_cpu(WITH_PAIRS + WITH_DOTS), indirect=True)
 @pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
 def test_so_it_is_with_experts_in_every_form_that_files_have(operators: Operators, kind: str) -> None:
     form, content = form_of(kind), torch.from_numpy(content_of(kind, 256, 256))

@@ -22,6 +22,7 @@ NEEDED_FLAGS: dict[str, set[str]] = {
     "amx": _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
     "avx512": _AVX512,
+    "avx2_vnni": _AVX2 | {"avx_vnni"},
     "avx2": _AVX2,
     "neon_bf16": {"asimddp", "i8mm", "bf16"},
     "neon_dot": {"asimddp"},
@@ -134,7 +135,7 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, refused: str, cp
 def test_a_variant_that_the_compiler_is_too_old_for_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = use_compiler(folder, monkeypatch, refused="-mamx-tile")
     build.build()
-    expected = '-DVARIANTS=V(avx512_bf16) V(avx512) V(avx2) V(baseline) -DCOMPILER="an odd compiler 1.0"'
+    expected = '-DVARIANTS=V(avx512_bf16) V(avx512) V(avx2_vnni) V(avx2) V(baseline) -DCOMPILER="an odd compiler 1.0"'
     assert expected in calls.read_text()
     assert build.LIBRARY.exists()
     assert {path.name for path in folder.iterdir()} == {"source", "compiler", "calls", "_operators.so"}

@@ -13,10 +13,8 @@ from diskprefix.native import build, library
 VARIANTS = library.VARIANTS
 WITH_PAIRS = ("amx", "avx512_bf16")
 """Variants with products in bfloat16 of their own."""
-WITH_DOTS = ("neon_bf16", "neon_dot")
-"""Variants with products of integers, all with the same bits."""
-IN_FLOAT32 = tuple(name for name in VARIANTS if name not in (*WITH_PAIRS, *WITH_DOTS))
-"""Variants with products in float32, all with the same bits."""
+OF_INTEGERS = tuple(name for name in VARIANTS if name not in WITH_PAIRS)
+"""Variants with products of integers. All but `baseline`, which may not fuse multiply and add, have the same bits."""
 
 
 def of_this_cpu(among: Sequence[str] = VARIANTS) -> list[Any]:

@@ -101,15 +101,19 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 """What each function returns and takes."""
 
 
-def loaded(folder: Path) -> CDLL:
-    """Returns the library in a folder, with the fastest of its forms that this processor can run."""
+def loaded(folder: Path, form: str = "") -> CDLL:
+    """Returns the library in a folder, with one of its forms, or the fastest that this processor can run."""
     (path,) = folder.glob("libllama.v*.so")
     library = CDLL(str(path))
     for name, (returned, taken) in _FUNCTIONS.items():
         function = getattr(library, name)
         function.restype, function.argtypes = returned, taken
     (ggml,) = folder.glob("libggml.v*.so")
-    CDLL(str(ggml)).ggml_backend_load_all_from_path(c_char_p(bytes(folder)))
+    backends = CDLL(str(ggml))
+    if form:
+        backends.ggml_backend_load(c_char_p(bytes(folder / f"libggml-cpu-{form}.so")))
+    else:
+        backends.ggml_backend_load_all_from_path(c_char_p(bytes(folder)))
     return library
 
 
@@ -232,9 +236,11 @@ class Worker:
 
 def main() -> None:
     library, model, context, folder, *more = sys.argv[1:]
-    if more not in ([], ["-fa", "off"]):
+    settings = dict(zip(more[::2], more[1::2], strict=False))
+    if len(more) % 2 or not settings.keys() <= {"-fa", "--form"} or settings.get("-fa", "off") != "off":
         sys.exit(f"not known: {' '.join(more)}")
-    worker = Worker(loaded(Path(library)), model, int(context) + RESERVE, folder, flash_attention=not more)
+    llama = loaded(Path(library), settings.get("--form", ""))
+    worker = Worker(llama, model, int(context) + RESERVE, folder, flash_attention="-fa" not in settings)
     print("{}", flush=True)
     for line in sys.stdin:
         question = json.loads(line)

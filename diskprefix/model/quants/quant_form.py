@@ -1,9 +1,8 @@
 """The forms of quantised weights: how many bits codes, scales and zeros have, and how they lie in memory.
 
 A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. The number belongs to the code of the
-weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero. The compiled
-products compute with these bfloat16 numbers, but for the variants `avx512_bf16`, `neon_bf16` and `neon_dot`, which do
-not round them.
+weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero. Of the compiled
+products, those of the variant `amx` compute with these bfloat16 numbers; the others do not round them.
 
 In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or several,
 with the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros lie group after group, in

@@ -24,7 +24,9 @@ VARIANTS
 
 namespace {
 
-enum Level { baseline_level, avx2_level, avx512_level, avx512_bf16_level, amx_level, neon_dot_level, neon_bf16_level };
+enum Level {
+  baseline_level, avx2_level, avx2_vnni_level, avx512_level, avx512_bf16_level, amx_level, neon_dot_level, neon_bf16_level
+};
 
 #if defined(__x86_64__)
 
@@ -44,6 +46,12 @@ bool may_use_tiles() {
 #endif
 }
 
+// Processors with AVX-512 may have it or not.
+bool has_avx_vnni() {
+  uint32_t a, b, c, d;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && a >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 4;
+}
+
 Level level_of_cpu() {
   uint32_t a, b, c, d, b7, c7, d7, a71 = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return baseline_level;
@@ -54,7 +62,7 @@ Level level_of_cpu() {
   const uint64_t YMM = 0x6, ZMM = 0xe6, TILES = 0x60000;
   if ((saved & YMM) != YMM || !has_fma || !has_half || !(b7 & bit_AVX2)) return baseline_level;
   const uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
-  if ((saved & ZMM) != ZMM || (b7 & wide) != wide) return avx2_level;
+  if ((saved & ZMM) != ZMM || (b7 & wide) != wide) return has_avx_vnni() ? avx2_vnni_level : avx2_level;
   if (last >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
   const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, HAS_TILES_OF_BFLOAT16 = 1 << 22;
   if (!(a71 & HAS_BFLOAT16)) return avx512_level;
@@ -89,6 +97,13 @@ Level level_of_cpu() { return baseline_level; }
 
 #endif
 
+bool can_run(Level wanted) {
+#if defined(__x86_64__)
+  if (wanted == avx2_vnni_level && !has_avx_vnni()) return false;
+#endif
+  return level_of_cpu() >= wanted;
+}
+
 }  // namespace
 }  // namespace diskprefix
 
@@ -102,10 +117,8 @@ EXPORTED const char* diskprefix_compiler() { return COMPILER; }
 
 // Returns the operators of this name, or the best ones if it is null. Null if this CPU cannot compute them.
 EXPORTED const diskprefix::Operators* diskprefix_operators(const char* name) {
-  const diskprefix::Level level = diskprefix::level_of_cpu();
-#define V(variant)                                              \
-  if (level >= diskprefix::variant##_level &&                   \
-      (!name || !strcmp(name, diskprefix::variant.name))) \
+#define V(variant)                                                                                           \
+  if ((!name || !strcmp(name, diskprefix::variant.name)) && diskprefix::can_run(diskprefix::variant##_level)) \
     return &diskprefix::variant;
   VARIANTS
 #undef V

@@ -28,12 +28,36 @@ struct Part {
     form.unpack(strip(number), begin, end, matrix->table, to);
   }
 
-  void put(Sixteen sums, int64_t row, int64_t column) const {
-    if (matrix->bias) sums += loaded<Sixteen>(matrix->bias + column);
-    for (int64_t first = 0; first < STRIP; first += LANES)
-      BFloat16::put(out + row * matrix->rows + column + first, loaded<Floats>((const char*)&sums + 4 * first));
+  // The vectors of a strip follow each other.
+  void put(const void* sums, int64_t row, int64_t strip) const {
+    for (int64_t i = 0, column = strip * STRIP; i < STRIP; i += LANES, column += LANES) {
+      const Floats found = loaded<Floats>((const float*)sums + i);
+      BFloat16::put(out + row * matrix->rows + column, matrix->bias ? found + loaded<Floats>(matrix->bias + column) : found);
+    }
   }
 };
+
+// For many rows: as much as stays in the cache of a core while all rows use it.
+constexpr int64_t PANEL_BYTES = 512 * 1024;
+
+#if !defined(TAKES_INTEGERS)
+
+// The bytes of two unpacked strips.
+inline int64_t bytes_of_pair(const Part& part) { return 2 * part.blocks * BLOCK_BYTES; }
+
+template <class Multiply>
+inline void multiply_many(const Part& part, int64_t first, int64_t last, uint8_t* weights) {
+  for (int64_t strip = first; strip < last; ++strip)
+    part.unpack(strip, 0, part.blocks, weights + (strip - first) * part.blocks * BLOCK_BYTES);
+  for (int64_t row = 0; row < part.num_rows; row += Multiply::ROWS)
+    for (int64_t strip = first; strip < last; strip += 2) {
+      const uint8_t* of_strip = weights + (strip - first) * part.blocks * BLOCK_BYTES;
+      if (strip + 1 < last) Multiply::template many_of<2>(part, row, strip, of_strip);
+      else Multiply::template many_of<1>(part, row, strip, of_strip);
+    }
+}
+
+#endif
 
 #if defined(__AMX_BF16__)
 
@@ -41,8 +65,12 @@ struct Part {
 // of the group.
 struct Multiply {
   static constexpr int64_t ROWS = 32, FEW_ROWS = 32;
-  static constexpr int64_t AT_ONCE = 4;  // blocks, if there are few rows
+  static constexpr int64_t UNPACKED_BYTES = 4 * BLOCK_BYTES;
   static constexpr int64_t PACKED_TOGETHER = 16;
+
+  static int64_t pair_bytes(const Part& part) { return bytes_of_pair(part); }
+
+  static void many(const Part& part, int64_t first, int64_t last, uint8_t* panel) { multiply_many<Multiply>(part, first, last, panel); }
 
   static TileScope scope_of(const Part& part) { return TileScope(16, 16, least(part.num_rows, 16)); }
 
@@ -77,7 +105,7 @@ struct Multiply {
         Floats* found = sums[half][group];
         if (!is_one) transpose(sums[half][group]);
         for (int64_t i = 0; i < least(16, part.num_rows - row - 16 * group); ++i)
-          part.put((Sixteen)found[i], row + 16 * group + i, STRIP * (strip + half));
+          part.put(found + i, row + 16 * group + i, strip + half);
       }
   }
 
@@ -89,7 +117,7 @@ struct Multiply {
   }
 
   template <int STRIPS>
-  static void many(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
+  static void many_of(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
     if (row + 16 < part.num_rows) multiply<STRIPS, 2>(part, row, strip, weights);
     else multiply<STRIPS, 1>(part, row, strip, weights);
   }
@@ -128,7 +156,11 @@ void multiply_few(const Part& part, int64_t strip, uint8_t* factors) {
 // scale it is added to that of the number, and so are its zero or zeros times the sums of the row's halves.
 struct Multiply {
   static constexpr int64_t ROWS = 6, FEW_ROWS = FEW;
-  static constexpr int64_t AT_ONCE = 1, PACKED_TOGETHER = 1;
+  static constexpr int64_t UNPACKED_BYTES = 0, PACKED_TOGETHER = 1;
+
+  static int64_t pair_bytes(const Part& part) { return bytes_of_pair(part); }
+
+  static void many(const Part& part, int64_t first, int64_t last, uint8_t* panel) { multiply_many<Multiply>(part, first, last, panel); }
 
   static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
 
@@ -144,17 +176,17 @@ struct Multiply {
 
   static void few(const Part& part, int64_t strip, int64_t last, uint8_t*) {
     for (; strip < last; ++strip) {
-      Sixteen sums[FEW_ROWS];
+      Floats sums[FEW_ROWS];
       part.form.multiply[part.num_rows - 1](part.strip(strip), part.blocks, part.matrix->table, part.rows,
                                             (const float*)part.packed, sums);
-      for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip * STRIP);
+      for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums + row, row, strip);
     }
   }
 
   template <int STRIPS, int COUNT = ROWS>
-  static void many(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
+  static void many_of(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
     if constexpr (COUNT > 1)
-      if (part.num_rows - row < COUNT) return many<STRIPS, COUNT - 1>(part, row, strip, weights);
+      if (part.num_rows - row < COUNT) return many_of<STRIPS, COUNT - 1>(part, row, strip, weights);
     const int64_t columns = part.matrix->columns, next = part.blocks * BLOCK_BYTES;
     const int64_t groups = part.form.groups, pairs = 16 / groups;
     const uint16_t* rows = part.rows + row * columns;
@@ -191,23 +223,23 @@ struct Multiply {
         }
     }
     for (int i = 0; i < COUNT; ++i)
-      for (int half = 0; half < STRIPS; ++half) part.put((Sixteen)kept[i][half], row + i, (strip + half) * STRIP);
+      for (int half = 0; half < STRIPS; ++half) part.put((const Floats*)kept[i] + half, row + i, strip + half);
   }
 };
 
-#elif defined(HAS_DOTS)
+#else
 
-// Products of integers of 8 bits, which are exact in any order.
+// Sums of products of some rows with the parts that are multiplied together.
 template <int COUNT>
-struct IntegerSums {
+struct SumsOfRows {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   // Squares of two rows of the strip and two rows of the step. A last row alone is there twice.
   int32x4_t squares[2][(COUNT + 1) / 2][2] = {};
 
-  INLINE void add(const int8_t* weights, const Dots* rows, int64_t stride, int64_t eight) {
-    const int8x16_t first = vld1q_s8(weights), second = vld1q_s8(weights + 16);
+  INLINE void add(const uint8_t* weights, const Integers* rows, int64_t eight) {
+    const int8x16_t first = loaded<int8x16_t>(weights), second = loaded<int8x16_t>(weights + 16);
     for (int row = 0; row < COUNT; row += 2) {
-      const Dots *upper = rows + row * stride, *lower = row + 1 < COUNT ? upper + stride : upper;
+      const Integers *upper = rows + row, *lower = row + 1 < COUNT ? upper + 1 : upper;
       const int8x16_t parts[2] = {vcombine_s8(vld1_s8(upper->high + 8 * eight), vld1_s8(lower->high + 8 * eight)),
                                   vcombine_s8(vld1_s8(upper->low + 8 * eight), vld1_s8(lower->low + 8 * eight))};
       for (int part = 0; part < 2; ++part) {
@@ -218,194 +250,156 @@ struct IntegerSums {
     }
   }
 
-  INLINE int32x4_t of(int part, int row) const {
-    const int32x4_t* sums = squares[part][row / 2];
-    return row % 2 ? vuzp2q_s32(sums[0], sums[1]) : vuzp1q_s32(sums[0], sums[1]);
+  INLINE Ints of(int row, int) const {
+    const auto lines = [=](int part) {
+      const int32x4_t* sums = squares[part][row / 2];
+      return row % 2 ? vuzp2q_s32(sums[0], sums[1]) : vuzp1q_s32(sums[0], sums[1]);
+    };
+    return (Ints)vaddq_s32(vshlq_n_s32(lines(0), 8), lines(1));
   }
 #else
-  int32x4_t sums[2][COUNT] = {};
+  Sums sums[COUNT][WIDE];
 
-  INLINE void add(const int8_t* weights, const Dots* rows, int64_t stride, int64_t eight) {
-    const int8x16_t first = vld1q_s8(weights), second = vld1q_s8(weights + 16);
-    for (int row = 0; row < COUNT; ++row) {
-      sums[0][row] = dots_of(sums[0][row], first, second, rows[row * stride].high + 8 * eight);
-      sums[1][row] = dots_of(sums[1][row], first, second, rows[row * stride].low + 8 * eight);
-    }
+  INLINE void add(const uint8_t* weights, const Integers* rows, int64_t step) {
+    Factors factors[WIDE];
+    for (int part = 0; part < WIDE; ++part) factors[part] = loaded<Factors>(weights + part * sizeof(Factors));
+#pragma GCC unroll 6
+    for (int row = 0; row < COUNT; ++row)
+#pragma GCC unroll 2
+      for (int part = 0; part < WIDE; ++part) sums[row][part].add(factors[part], rows[row], step);
   }
 
-  INLINE int32x4_t of(int part, int row) const { return sums[part][row]; }
+  INLINE Ints of(int row, int part) const { return sums[row][part].whole(); }
 #endif
 };
 
-// Rows are integers with a scale for each block. A group of a block is summed up as an integer; times the scales it is
-// added to the number, and so are its zero or zeros times the sums of the row's halves.
+// Rows are integers with a scale for each block. A group of a block is summed up as an integer, in any order; times the
+// scales it is added to the number, and so are its zero or zeros times the sums of the row's halves.
 struct Multiply {
-  static constexpr int64_t ROWS = 6, FEW_ROWS = FEW;
-  static constexpr int64_t AT_ONCE = 1, PACKED_TOGETHER = 1;
+  static constexpr int64_t FEW_ROWS = FEW;
+  static constexpr int64_t PACKED_TOGETHER = 1;
+  static constexpr int64_t MANY_BLOCKS = 8, UNPACKED_BYTES = MANY_BLOCKS * BLOCK_BYTES;
 
   static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
 
   static bool takes_packed(const Part&) { return true; }
 
-  static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return num_rows * (columns / INNER) * sizeof(Dots); }
+  static int64_t packed_bytes(int64_t num_rows, int64_t columns) {
+    return up_to(num_rows, TOGETHER) * (columns / INNER) * sizeof(Integers);
+  }
 
   static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
-    Dots* to = (Dots*)packed + begin * (columns / INNER);
-    for (int64_t at = begin * columns; at < end * columns; at += INNER) pack_block(rows + at, *to++);
+    const int64_t blocks = columns / INNER;
+    for (int64_t row = begin; row < end; ++row) {
+      Integers* to = (Integers*)packed + row / TOGETHER * TOGETHER * blocks + row % TOGETHER;
+      for (int64_t block = 0; block < blocks; ++block) pack_block(rows + row * columns + block * INNER, to[block * TOGETHER]);
+    }
   }
 
   // An exponent of 2^-95 or less is taken for that. Infinite numbers, and those that are none, make a sum that is none.
-  static void pack_block(const uint16_t* from, Dots& to) {
-    static const uint8_t ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-    uint16x8_t highest = {};
-    for (int i = 0; i < INNER; i += 8) highest = vmaxq_u16(highest, vld1q_u16(from + i) & (uint16_t)0x7fff);
-    const uint32_t exponent = vmaxvq_u16(highest) >> 7, limited = most(exponent, 32);
-    const Floats factor = (Floats)all_ints((267 - limited) << 23);
-    to.scale = exponent == 255 ? __builtin_nanf("") : ((Floats)all_ints((limited - 13) << 23))[0];
-    to.unused = 0.0f;
-    for (int half = 0; half < 2; ++half) {
-      Floats sum = {};
-      for (int i = 16 * half; i < 16 * half + 16; i += 8) {
-        const Floats first = BFloat16::load(from + i), second = BFloat16::load(from + i + 4);
-        sum += first + second;
-        const int16x8_t whole = vcombine_s16(vmovn_s32(vcvtnq_s32_f32((float32x4_t)(first * factor))),
-                                             vmovn_s32(vcvtnq_s32_f32((float32x4_t)(second * factor))));
-        vst1_s8(to.high + i, vtbl1_s8(vrshrn_n_s16(whole, 8), (int8x8_t)vld1_u8(ORDER)));
-        vst1_s8(to.low + i, vtbl1_s8(vmovn_s16(whole), (int8x8_t)vld1_u8(ORDER)));
-      }
-      to.halves[half] = sum_of(sum);
+  static void pack_block(const uint16_t* from, Integers& to) {
+    Halves highest = {};
+    for (int i = 0; i < INNER; i += LANES) {
+      const Halves numbers = loaded<Halves>(from + i) & (uint16_t)0x7fff;
+      highest = numbers > highest ? numbers : highest;
     }
+    int64_t exponent = 32;
+    for (int lane = 0; lane < LANES; ++lane) exponent = most(exponent, highest[lane] >> 7);
+    const Floats factor = (Floats)all_ints((267 - exponent) << 23);
+    int16_t whole[INNER];
+    for (int i = 0; i < INNER; i += LANES) {
+      // Added to that number, others are rounded to integers in its last bits.
+      const Words bits = (Words)(BFloat16::load(from + i) * factor + all(12582912.0f));
+      store(whole + i, __builtin_convertvector(bits, Halves));
+    }
+    to.scale = exponent == 255 ? __builtin_nanf("") : ((Floats)all_ints((exponent - 13) << 23))[0];
+    for (int half = 0; half < 2; ++half) {
+      to.sums[half] = 0;
+      for (int i = 16 * half; i < 16 * half + 16; ++i) to.sums[half] += whole[i];
+    }
+    to.sums[2] = to.sums[0] + to.sums[1];
+    for (int i = 0; i < 3; ++i) to.totals[i] = to.sums[i] * to.scale;
+#if defined(__ARM_FEATURE_DOTPROD)
+    static const uint8_t ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    for (int i = 0; i < INNER; i += 8) {
+      const int16x8_t eight = vld1q_s16(whole + i);
+      vst1_s8(to.high + i, vtbl1_s8(vrshrn_n_s16(eight, 8), (int8x8_t)vld1_u8(ORDER)));
+      vst1_s8(to.low + i, vtbl1_s8(vmovn_s16(eight), (int8x8_t)vld1_u8(ORDER)));
+    }
+#else
+    memcpy(to.whole, whole, sizeof whole);
+#endif
   }
 
   static void few(const Part& part, int64_t strip, int64_t last, uint8_t*) {
     for (; strip < last; ++strip) {
-      Sixteen sums[FEW_ROWS];
-      part.form.multiply[part.num_rows - 1](part.strip(strip), part.blocks, part.matrix->table, (const Dots*)part.packed, sums);
-      for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip * STRIP);
+      Floats sums[FEW_ROWS][PARTS];
+      part.form.multiply[part.num_rows - 1](part.strip(strip), part.blocks, part.matrix->table, (const Integers*)part.packed, sums[0]);
+      for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip);
     }
   }
 
-  template <int STRIPS, int COUNT = ROWS>
-  static void many(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
+  // Those of the sums of two strips, and what is fetched ahead of them.
+  static int64_t pair_bytes(const Part& part) { return 2 * (part.num_rows * STRIP * sizeof(float) + AHEAD); }
+
+  // A few blocks of a strip are unpacked for all rows. Sums lie in memory meanwhile.
+  static void many(const Part& part, int64_t first, int64_t last, uint8_t* panel) {
+    float* sums = (float*)(panel + UNPACKED_BYTES);
+    const int64_t of_strip = part.num_rows * STRIP;
+    memset(sums, 0, (last - first) * of_strip * sizeof *sums);
+    for (int64_t block = 0; block < part.blocks; block += MANY_BLOCKS) {
+      const int64_t end = least(block + MANY_BLOCKS, part.blocks);
+      for (int64_t strip = first; strip < last; ++strip) {
+        part.unpack(strip, block, end, panel);
+        for (int64_t row = 0; row < part.num_rows; row += TOGETHER) {
+          const Integers* rows = (const Integers*)part.packed + row * part.blocks + block * TOGETHER;
+          float* of_rows = sums + (strip - first) * of_strip + row * STRIP;
+          if (part.form.groups == 1) add<1>(part, row, rows, panel, end - block, of_rows);
+          else add<2>(part, row, rows, panel, end - block, of_rows);
+        }
+      }
+    }
+    for (int64_t strip = first; strip < last; ++strip)
+      for (int64_t row = 0; row < part.num_rows; ++row, sums += STRIP) part.put(sums, row, strip);
+  }
+
+  // Adds the products of some blocks of a strip with some rows.
+  template <int GROUPS, int COUNT = TOGETHER>
+  static void add(const Part& part, int64_t row, const Integers* rows, const uint8_t* weights, int64_t count, float* sums) {
     if constexpr (COUNT > 1)
-      if (part.num_rows - row < COUNT) return many<STRIPS, COUNT - 1>(part, row, strip, weights);
-    const Dots* rows = (const Dots*)part.packed + row * part.blocks;
-    const int64_t groups = part.form.groups, eights = 4 / groups;
-    for (int half = 0; half < STRIPS; ++half) {
-      Sixteen sums[COUNT];
-      for (int quarter = 0; quarter < 4; ++quarter) {
-        float32x4_t kept[COUNT] = {};
-        for (int64_t block = 0; block < part.blocks; ++block) {
-          const uint8_t* of_block = weights + (half * part.blocks + block) * BLOCK_BYTES;
-          const int8_t* integers = (const int8_t*)of_block + 128 * quarter;
-          const float* scales = (const float*)(of_block + SCALES_AT) + 4 * quarter;
-          for (int64_t group = 0; group < groups; ++group, scales += 16) {
-            IntegerSums<COUNT> found;
-            for (int64_t eight = group * eights; eight < (group + 1) * eights; ++eight)
-              found.add(integers + 32 * eight, rows + block, part.blocks, eight);
-            for (int i = 0; i < COUNT; ++i)
-              kept[i] = with_group(kept[i], found.of(0, i), found.of(1, i), scales, rows[i * part.blocks + block]);
-          }
-          for (int64_t group = 0; part.form.has_zeros && group < groups; ++group, scales += 16)
-            for (int i = 0; i < COUNT; ++i) kept[i] = with_zero(kept[i], scales, rows[i * part.blocks + block], group, groups);
-        }
-        for (int i = 0; i < COUNT; ++i) store((char*)(sums + i) + 16 * quarter, kept[i]);
-      }
-      for (int i = 0; i < COUNT; ++i) part.put(sums[i], row + i, (strip + half) * STRIP);
-    }
-  }
-};
-
-#else
-
-// In float32. Products of bfloat16 factors are exact, so it does not matter whether they are fused with the addition.
-// Even and odd columns are summed apart, and added up at the end.
-struct Multiply {
-  static constexpr int64_t ROWS = 32, FEW_ROWS = 4;
-  static constexpr int64_t AT_ONCE = 1, PACKED_TOGETHER = 1;
-
-  static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
-
-  static bool takes_packed(const Part&) { return true; }
-
-  static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return num_rows * columns * 4; }
-
-  static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
-    for (int64_t i = begin * columns; i < end * columns; ++i) ((float*)packed)[i] = BFloat16::one(rows[i]);
-  }
-
-  template <int ROWS>
-  static void add(const float* rows, int64_t stride, const uint8_t* weights, int64_t blocks, Sixteen (*sums)[2]) {
-    for (int64_t first = 0; first < STRIP * 4; first += LANES * 4) {
-      Floats kept[ROWS][2];
-      for (int row = 0; row < ROWS; ++row)
-        for (int odd = 0; odd < 2; ++odd) kept[row][odd] = loaded<Floats>((const char*)&sums[row][odd] + first);
-      for (int64_t pair = 0; pair < 16 * blocks; ++pair) {
-        const Floats even = loaded<Floats>(weights + 128 * pair + first), odd = loaded<Floats>(weights + 128 * pair + 64 + first);
-        for (int row = 0; row < ROWS; ++row) {
-          const float* factors = rows + row * stride + 2 * pair;
-          kept[row][0] = fma(all(factors[0]), even, kept[row][0]);
-          kept[row][1] = fma(all(factors[1]), odd, kept[row][1]);
+      if (part.num_rows - row < COUNT) return add<GROUPS, COUNT - 1>(part, row, rows, weights, count, sums);
+    for (int64_t first = 0; first < PARTS; first += WIDE) {
+      Floats kept[COUNT][WIDE];
+      for (int i = 0; i < COUNT; ++i) memcpy(kept[i], sums + i * STRIP + first * LANES, sizeof kept[i]);
+      for (int64_t block = 0; block < count; ++block) {
+        const Integers* of_block = rows + block * TOGETHER;
+        const uint8_t* factors = weights + block * BLOCK_BYTES + first / WIDE * STEPS * STEP_BYTES;
+        const uint8_t* numbers = weights + block * BLOCK_BYTES + SCALES_AT + first * sizeof(Floats);
+        for (int group = 0; group < GROUPS; ++group) {
+          SumsOfRows<COUNT> found;
+#pragma GCC unroll 4
+          for (int step = group * STEPS / GROUPS; step < (group + 1) * STEPS / GROUPS; ++step)
+            found.add(factors + step * STEP_BYTES, of_block, step);
+#pragma GCC unroll 6
+          for (int i = 0; i < COUNT; ++i)
+#pragma GCC unroll 2
+            for (int at = 0; at < WIDE; ++at) {
+              const Floats scales = loaded<Floats>(numbers + 64 * group + at * sizeof(Floats));
+              kept[i][at] = with_group(kept[i][at], found.of(i, at), scales, of_block[i]);
+            }
+          for (int i = 0; part.form.has_zeros && i < COUNT; ++i)
+            for (int at = 0; at < WIDE; ++at) {
+              const Floats zeros = loaded<Floats>(numbers + 64 * (GROUPS + group) + at * sizeof(Floats));
+              kept[i][at] = fma(zeros, all(of_block[i].totals[place_of(group, GROUPS)]), kept[i][at]);
+            }
         }
       }
-      for (int row = 0; row < ROWS; ++row)
-        for (int odd = 0; odd < 2; ++odd) store((char*)&sums[row][odd] + first, kept[row][odd]);
+      for (int i = 0; i < COUNT; ++i) memcpy(sums + i * STRIP + first * LANES, kept[i], sizeof kept[i]);
     }
-  }
-
-  static void add(int64_t count, const float* rows, int64_t stride, const uint8_t* weights, int64_t blocks,
-                  Sixteen (*sums)[2]) {
-    switch (count) {
-      case 1: return add<1>(rows, stride, weights, blocks, sums);
-      case 2: return add<2>(rows, stride, weights, blocks, sums);
-      case 3: return add<3>(rows, stride, weights, blocks, sums);
-      default: return add<4>(rows, stride, weights, blocks, sums);
-    }
-  }
-
-  static void finish(const Part& part, int64_t row, int64_t count, int64_t strip, Sixteen (*sums)[2]) {
-    for (int64_t i = 0; i < count; ++i) part.put(sums[i][0] + sums[i][1], row + i, strip * STRIP);
-  }
-
-  static void few(const Part& part, int64_t strip, int64_t last, uint8_t* factors) {
-    for (; strip < last; ++strip) {
-      Sixteen sums[FEW_ROWS][2] = {};
-      for (int64_t block = 0; block < part.blocks; ++block) {
-        part.unpack(strip, block, block + 1, factors);
-        add(part.num_rows, (const float*)part.packed + block * INNER, part.matrix->columns, factors, 1, sums);
-      }
-      finish(part, 0, part.num_rows, strip, sums);
-    }
-  }
-
-  template <int STRIPS>
-  static void many(const Part& part, int64_t first, int64_t strip, const uint8_t* weights) {
-    const int64_t columns = part.matrix->columns;
-    for (int half = 0; half < STRIPS; ++half)
-      for (int64_t row = first; row < least(first + ROWS, part.num_rows); row += FEW_ROWS) {
-        const int64_t count = least(FEW_ROWS, part.num_rows - row);
-        Sixteen sums[FEW_ROWS][2] = {};
-        add(count, (const float*)part.packed + row * columns, columns, weights + half * part.blocks * BLOCK_BYTES, part.blocks, sums);
-        finish(part, row, count, strip + half, sums);
-      }
   }
 };
 
 #endif
-
-// The bytes of unpacked strips for many rows: as much as stays in the cache of a core while all rows use it.
-constexpr int64_t PANEL_BYTES = 512 * 1024;
-
-inline void multiply_many(const Part& part, int64_t first, int64_t last, uint8_t* weights) {
-  for (int64_t strip = first; strip < last; ++strip)
-    part.unpack(strip, 0, part.blocks, weights + (strip - first) * part.blocks * BLOCK_BYTES);
-  for (int64_t row = 0; row < part.num_rows; row += Multiply::ROWS)
-    for (int64_t strip = first; strip < last; strip += 2) {
-      const uint8_t* of_strip = weights + (strip - first) * part.blocks * BLOCK_BYTES;
-      if (strip + 1 < last) Multiply::many<2>(part, row, strip, of_strip);
-      else Multiply::many<1>(part, row, strip, of_strip);
-    }
-}
 
 // Multiplies with rows `begin` to `end` of a matrix in bfloat16.
 inline bool multiply_dense(const Part& part, int64_t begin, int64_t end) {
@@ -429,16 +423,15 @@ inline bool multiply_part(const Part& part, int64_t begin, int64_t end) {
   if (part.matrix->bits == 16) return multiply_dense(part, 2 * STRIP * begin, least(2 * STRIP * end, part.matrix->rows));
   static thread_local Memory memory;
   const bool is_few = part.num_rows <= Multiply::FEW_ROWS;
-  const int64_t of_pair = (is_few ? Multiply::AT_ONCE : 2 * part.blocks) * BLOCK_BYTES;
-  const int64_t fit = PANEL_BYTES / of_pair, at_once = is_few || fit < 1 ? 1 : fit;
-  const int64_t needed = least(at_once, end - begin) * of_pair;
+  const int64_t at_once = is_few ? end - begin : most(1, PANEL_BYTES / Multiply::pair_bytes(part));
+  const int64_t needed = Multiply::UNPACKED_BYTES + (is_few ? 0 : least(at_once, end - begin) * Multiply::pair_bytes(part));
   if (!memory.reserve(needed)) return false;
-  uint8_t* weights = memory.take<uint8_t>(needed);
+  uint8_t* panel = memory.take<uint8_t>(needed);
   const auto scope = Multiply::scope_of(part);
   for (int64_t pair = begin; pair < end; pair += at_once) {
     const int64_t strip = 2 * pair, last = least(2 * least(pair + at_once, end), part.strips);
-    if (is_few) Multiply::few(part, strip, last, weights);
-    else multiply_many(part, strip, last, weights);
+    if (is_few) Multiply::few(part, strip, last, panel);
+    else Multiply::many(part, strip, last, panel);
   }
   return true;
 }

@@ -22,7 +22,7 @@ class Memory {
       size_ = start_ ? bytes : 0;
     }
     used_ = 0;
-    return start_ != nullptr;
+    return start_ || !bytes;
   }
 
   template <class Number>

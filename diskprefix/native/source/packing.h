@@ -39,7 +39,9 @@ struct Row {
   void zero(int group, int number) const { zeros[group * STRIP] = number; }
 };
 
+typedef uint8_t BytesOfHalf __attribute__((vector_size(INNER / 2)));
 typedef uint8_t BytesOfLine __attribute__((vector_size(INNER)));
+typedef uint16_t WordsOfLine __attribute__((vector_size(2 * INNER)));
 
 template <class Bytes>
 INLINE void halves_of(const uint8_t* from, int count, uint8_t* codes) {
@@ -52,7 +54,7 @@ INLINE void halves_of(const uint8_t* from, int count, uint8_t* codes) {
 
 // 2 × `count` codes: the low halves of the bytes, then the high ones.
 INLINE void halves(const uint8_t* from, int count, uint8_t* codes) {
-  count < INNER ? halves_of<SixteenUnsigned>(from, count, codes) : halves_of<BytesOfLine>(from, count, codes);
+  count < INNER ? halves_of<BytesOfHalf>(from, count, codes) : halves_of<BytesOfLine>(from, count, codes);
 }
 
 // 128 codes: the lowest quarters of 32 bytes, then the others.
@@ -406,9 +408,9 @@ inline void put_codes(const Decoded& decoded, int64_t first, uint8_t* to) {
   if constexpr (Form::CODES == sizeof lines) {
     memcpy(to, lines, sizeof lines);
   } else {
-    Lanes words[Form::LOW + Form::HIGH] = {};
+    WordsOfLine words[Form::LOW + Form::HIGH] = {};
     for (int line = 0; line < 16; ++line) {
-      const Lanes codes = __builtin_convertvector(loaded<BytesOfLine>(lines[line]), Lanes);
+      const WordsOfLine codes = __builtin_convertvector(loaded<BytesOfLine>(lines[line]), WordsOfLine);
       words[line / Form::OF_LOW] |= (codes & (uint16_t)Form::LOW_MASK) << (uint16_t)(Form::LOW * (line % Form::OF_LOW));
       if (Form::HIGH)
         words[Form::LOW + line / Form::OF_HIGH] |= codes >> (uint16_t)Form::LOW << (uint16_t)(Form::HIGH * (line % Form::OF_HIGH));
@@ -428,7 +430,7 @@ inline uint8_t* put_unit(const Decoded& decoded, uint8_t* to) {
   }
   if (Numbers::OF_GROUP == STRIP) {
     put(decoded.scales_of_groups, Numbers::OF_UNIT * STRIP);
-    if (Numbers::PARTS == 2) put(decoded.zeros_of_groups, Numbers::OF_UNIT * STRIP);
+    if (Numbers::KINDS == 2) put(decoded.zeros_of_groups, Numbers::OF_UNIT * STRIP);
   }
   for (int64_t block = 0; block < Form::BLOCKS; ++block, to += Form::CODES) put_codes<Form>(decoded, block * INNER, to);
   return to;

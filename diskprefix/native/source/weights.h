@@ -4,9 +4,9 @@
 // how the matrix lies in memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after
 // the other, of 32 columns of the matrix. Matrices in bfloat16 are multiplied by `dense.h`.
 //
-// With AMX a block becomes a tile: 16 rows of 32 bfloat16. For the others it becomes 16 pairs of columns, in each the 16
-// rows. A vector of AVX-512 multiplies one with a pair of a row; there the codes' numbers are the factors, and scales and
-// zeros come to the sums.
+// With AMX a block becomes a tile: 16 rows of 32 bfloat16. For the others the codes' numbers are the factors, and scales and
+// zeros come to the sums. There a block becomes 16 pairs of columns, in each the 16 rows, and a vector is multiplied with a
+// pair of a row: as bfloat16 with AVX-512 that has it, else as integers. ARM's dot products take four columns.
 
 #pragma once
 
@@ -20,52 +20,44 @@ namespace matrices {
 constexpr int64_t STRIP = 16;
 constexpr int64_t INNER = 32;
 
-typedef float Sixteen __attribute__((vector_size(64)));
-typedef uint32_t SixteenWords __attribute__((vector_size(64)));
-typedef int32_t SixteenInts __attribute__((vector_size(64)));
-typedef int16_t SixteenShorts __attribute__((vector_size(32)));
-typedef int8_t SixteenBytes __attribute__((vector_size(16)));
-typedef uint8_t SixteenUnsigned __attribute__((vector_size(16)));
-typedef uint16_t Lanes __attribute__((vector_size(64)));
+// Vectors that have the rows of a strip.
+constexpr int PARTS = STRIP / LANES;
+
+typedef uint8_t UnsignedBytes __attribute__((vector_size(LANES)));
+typedef uint16_t Lanes __attribute__((vector_size(LANES * 4)));
+typedef int8_t BytesOfLanes __attribute__((vector_size(LANES * 2)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 4)));
 
 #define INLINE inline __attribute__((always_inline))
 
-INLINE Sixteen sixteen(float number) { return number - Sixteen{}; }
+// The numbers of all rows of a part.
+INLINE Floats halves_at(const uint8_t* from, int part) { return Float16::load((const uint16_t*)from + part * LANES); }
 
-INLINE Sixteen halves_at(const uint8_t* from) {
+// GCC converts bytes one by one.
+INLINE Words words_at(const uint8_t* from) {
 #if defined(__AVX512F__)
-  return (Sixteen)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+  return (Words)_mm512_cvtepu8_epi32(loaded<__m128i>(from));
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #else
-  Sixteen numbers;
-  for (int64_t first = 0; first < 16; first += LANES)
-    store((char*)&numbers + first * 4, Float16::load((const uint16_t*)from + first));
-  return numbers;
+  return __builtin_convertvector(loaded<UnsignedBytes>(from), Words);
 #endif
 }
 
-INLINE Sixteen bytes_at(const uint8_t* from) {
-#if defined(__AVX512F__)
-  return (Sixteen)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#else
-  return __builtin_convertvector(__builtin_convertvector(loaded<SixteenBytes>(from), SixteenInts), Sixteen);
-#endif
+INLINE Floats bytes_at(const uint8_t* from, int part) {
+  return __builtin_convertvector((Ints)words_at(from + part * LANES) << 24 >> 24, Floats);
 }
 
 // Half of 2^(byte - 127), as MXFP4 has it.
-INLINE Sixteen exponents_at(const uint8_t* from) {
-  const SixteenWords exponents = __builtin_convertvector(loaded<SixteenUnsigned>(from), SixteenWords);
-  const SixteenWords is_small = (SixteenWords)(exponents < 2);
-  return (Sixteen)(is_small & (exponents + 1) * 0x200000u | ~is_small & exponents - 1 << 23);
-}
-
-inline Sixteen rounded(Sixteen numbers) {
-  const SixteenWords bits = (SixteenWords)numbers;
-  return (Sixteen)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
+INLINE Floats exponents_at(const uint8_t* from, int part) {
+  const Words exponents = words_at(from + part * LANES);
+  const Words is_small = (Words)(exponents < 2);
+  return (Floats)(is_small & (exponents + 1) * 0x200000u | ~is_small & exponents - 1 << 23);
 }
 
 #if defined(__AVX512BF16__)
 
-INLINE __m512i pair_of(Sixteen low, Sixteen high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+INLINE __m512i pair_of(Floats low, Floats high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 
 #endif
 
@@ -84,32 +76,48 @@ constexpr int FEW = 6;
 constexpr int64_t SCALES_AT = 1024, BLOCK_BYTES = SCALES_AT + 4 * 64;
 constexpr bool HAS_ROWS = false;
 
-#elif defined(__ARM_FEATURE_DOTPROD)
+#else
 
-#define HAS_DOTS
+#define TAKES_INTEGERS
 
 constexpr int FEW = 4;
-
-// Behind the integers are the scales of the strip's rows for one group or two, then the zeros.
-constexpr int64_t SCALES_AT = 512, BLOCK_BYTES = SCALES_AT + 4 * 64;
+constexpr int TOGETHER = 6;  // rows whose blocks with the same columns lie side by side
 constexpr bool HAS_ROWS = false;
 
-// A block of a row: 2^n × (256 × high + low), in the order {0, 4, 1, 5, 2, 6, 3, 7} of each eight columns, and the sums of
-// its halves. Numbers down to a 64th of the largest one are exact.
-struct Dots {
-  int8_t high[INNER], low[INNER];
-  float scale, halves[2], unused;
+// A block of a row: 2^n × integers of 15 bits. Numbers down to a 64th of the largest one are exact. `sums` are those of the
+// integers of its halves and of all, `totals` those of the numbers.
+struct Integers {
+#if defined(__ARM_FEATURE_DOTPROD)
+  int8_t high[INNER], low[INNER];  // 256 × high + low, in the order {0, 4, 1, 5, 2, 6, 3, 7} of each eight columns
+#else
+  int16_t whole[INNER];
+#endif
+  float scale, totals[3];
+  int32_t sums[3];
+};
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+constexpr int STEPS = 4;  // of a block, each some columns of the strip's rows
+constexpr int WIDE = 1;   // parts that are multiplied together if there are many rows
+constexpr int64_t FACTOR_BYTES = 1;
+
+struct Factors {
+  int8x16_t first, second;  // columns in the order {0, 4, 1, 5}, and the others
 };
 
 #else
 
-constexpr bool HAS_ROWS = false;
-constexpr int64_t BLOCK_BYTES = 2048;
+constexpr int STEPS = 16, WIDE = LANES < 16 ? 2 : 1;
+constexpr int64_t FACTOR_BYTES = 2;
 
-INLINE void put_pair(uint8_t* to, int pair, Sixteen even, Sixteen odd) {
-  store(to + 128 * pair, rounded(even));
-  store(to + 128 * pair + 64, rounded(odd));
-}
+typedef Lanes Factors;
+
+#endif
+
+// Behind the integers are the scales of the strip's rows for one group or two, then the zeros.
+constexpr int64_t SCALES_AT = STRIP * INNER * FACTOR_BYTES, BLOCK_BYTES = SCALES_AT + 4 * 64;
+constexpr int64_t STEP_BYTES = SCALES_AT * WIDE / PARTS / STEPS;
 
 #endif
 
@@ -128,11 +136,11 @@ struct Form {
 #elif defined(KEEPS_CODES)
   // 1 to FEW rows times the blocks of a strip. `sums` are those of the halves of the rows' blocks.
   void (*multiply[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const uint16_t* rows, const float* sums,
-                        Sixteen* out);
+                        Floats* out);
   int64_t groups;  // of a block
   bool has_zeros;
-#elif defined(HAS_DOTS)
-  void (*multiply[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const Dots* rows, Sixteen* out);
+#else
+  void (*multiply[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const Integers* rows, Floats* out);
   int64_t groups;
   bool has_zeros;
 #endif
@@ -172,38 +180,39 @@ struct Numbers {
   static constexpr int BLOCKS = IS_NESTED ? 8 : 1, GROUPS = INNER / GROUP, OF_UNIT = BLOCKS * GROUPS;
   static constexpr int64_t SHARED_BYTES = IS_NESTED ? STRIP * 2 * (1 + HAS_ZEROS) : 0;
   static constexpr int64_t OF_GROUP = SCALES == IN_FLOAT16 ? 32 : SCALES == SHARED ? 0 : 16;
-  static constexpr int64_t PARTS = HAS_ZEROS && SCALES != IN_NIBBLES ? 2 : 1;
-  static constexpr int64_t BYTES = SHARED_BYTES + OF_UNIT * OF_GROUP * PARTS;
+  static constexpr int64_t KINDS = HAS_ZEROS && SCALES != IN_NIBBLES ? 2 : 1;
+  static constexpr int64_t BYTES = SHARED_BYTES + OF_UNIT * OF_GROUP * KINDS;
 
   const uint8_t* from;
-  Sixteen scale_of_unit, zero_of_unit;
+  Floats scale_of_unit[PARTS], zero_of_unit[PARTS];
 
   INLINE explicit Numbers(const uint8_t* unit) : from(unit + SHARED_BYTES) {
-    if (IS_NESTED) scale_of_unit = halves_at(unit);
-    if (IS_NESTED && HAS_ZEROS) zero_of_unit = halves_at(unit + STRIP * 2);
+    for (int part = 0; IS_NESTED && part < PARTS; ++part) {
+      scale_of_unit[part] = halves_at(unit, part);
+      if (HAS_ZEROS) zero_of_unit[part] = halves_at(unit + STRIP * 2, part);
+    }
   }
 
-  INLINE Sixteen scale(int64_t group) const {
+  INLINE Floats scale(int64_t group, int part = 0) const {
     const uint8_t* at = from + group * OF_GROUP;
-    if constexpr (SCALES == IN_FLOAT16) return halves_at(at);
-    if constexpr (SCALES == IN_EXPONENTS) return exponents_at(at);
-    if constexpr (SCALES == IN_BYTES) return scale_of_unit * bytes_at(at);
-    if constexpr (SCALES == IN_NIBBLES) return scale_of_unit * nibbles_at(at, 0);
-    return scale_of_unit;
+    if constexpr (SCALES == IN_FLOAT16) return halves_at(at, part);
+    if constexpr (SCALES == IN_EXPONENTS) return exponents_at(at, part);
+    if constexpr (SCALES == IN_BYTES) return scale_of_unit[part] * bytes_at(at, part);
+    if constexpr (SCALES == IN_NIBBLES) return scale_of_unit[part] * nibbles_at(at, part, 0);
+    return scale_of_unit[part];
   }
 
   // Nested ones are stored as what is subtracted.
-  INLINE Sixteen zero(int64_t group) const {
-    if constexpr (SCALES == IN_NIBBLES) return -(zero_of_unit * nibbles_at(from + group * OF_GROUP, 4));
+  INLINE Floats zero(int64_t group, int part = 0) const {
+    if constexpr (SCALES == IN_NIBBLES) return -(zero_of_unit[part] * nibbles_at(from + group * OF_GROUP, part, 4));
     const uint8_t* at = from + (OF_UNIT + group) * OF_GROUP;
-    if constexpr (SCALES == IN_FLOAT16) return halves_at(at);
-    return -(zero_of_unit * bytes_at(at));
+    if constexpr (SCALES == IN_FLOAT16) return halves_at(at, part);
+    return -(zero_of_unit[part] * bytes_at(at, part));
   }
 
  private:
-  static INLINE Sixteen nibbles_at(const uint8_t* from, int bit) {
-    const SixteenInts bytes = __builtin_convertvector(loaded<SixteenUnsigned>(from), SixteenInts);
-    return __builtin_convertvector(bytes >> bit & 15, Sixteen);
+  static INLINE Floats nibbles_at(const uint8_t* from, int part, int bit) {
+    return __builtin_convertvector((Ints)words_at(from + part * LANES) >> bit & 15, Floats);
   }
 };
 
@@ -227,7 +236,9 @@ struct Block {
       for (int64_t i = 0; i < BLOCKS; ++i, to += INNER) {
         float found[INNER];
         for (int group = 0; group < GROUPS; ++group) {
-          const float scale = numbers.scale(i * GROUPS + group)[row], zero = HAS_ZEROS ? numbers.zero(i * GROUPS + group)[row] : 0;
+          const auto of_row = [row](Floats numbers) { return numbers[row % LANES]; };
+          const float scale = of_row(numbers.scale(i * GROUPS + group, row / LANES));
+          const float zero = HAS_ZEROS ? of_row(numbers.zero(i * GROUPS + group, row / LANES)) : 0;
           for (int column = group * GROUP; column < (group + 1) * GROUP; ++column) {
             found[column] = number_of(strip + Numbers::BYTES + i * CODES, row, column, table) * scale;
             if (HAS_ZEROS) found[column] += zero;
@@ -248,31 +259,24 @@ struct Block {
     return table[code];
   }
 
-  struct Words {
-    SixteenWords words[BITS];
-    const uint8_t* codes;
+  // The words of a part.
+  struct Planes {
+    Lanes words[BITS];
+    const uint8_t* bytes;
 
-    INLINE explicit Words(const uint8_t* from) : codes(from) {
+    Planes() = default;
+    INLINE explicit Planes(const uint8_t* codes, int part = 0) : bytes(codes + 2 * LANES * part) {
       if (BITS < 8)
-        for (int i = 0; i < BITS; ++i) words[i] = in_register(loaded<SixteenWords>(from + 64 * i));
+        for (int i = 0; i < BITS; ++i) words[i] = in_register(loaded<Lanes>(codes + 64 * i + part * sizeof(Lanes)));
     }
   };
 
-  static INLINE SixteenWords in_register(SixteenWords words) {
+  static INLINE Lanes in_register(Lanes words) {
 #if defined(__AVX512F__)
     // GCC would load them again for each code.
     __asm__("" : "+v"(words));
 #endif
     return words;
-  }
-
-  // A code times a scale is exact where there are zeros, so both ways give the same bits.
-  static INLINE Sixteen fused(Sixteen code, Sixteen scale, Sixteen zero) {
-#if defined(__AVX512F__)
-    return (Sixteen)_mm512_fmadd_ps((__m512)code, (__m512)scale, (__m512)zero);
-#else
-    return code * scale + zero;
-#endif
   }
 
 #if defined(__AVX512BF16__)
@@ -282,8 +286,8 @@ struct Block {
     __m512i first, second;
 
     INLINE explicit Table(const float* table) {
-      if (BITS < 8) first = pair_of(loaded<Sixteen>(table), loaded<Sixteen>(table + 16));
-      if (BITS == 6) second = pair_of(loaded<Sixteen>(table + 32), loaded<Sixteen>(table + 48));
+      if (BITS < 8) first = pair_of(loaded<Floats>(table), loaded<Floats>(table + 16));
+      if (BITS == 6) second = pair_of(loaded<Floats>(table + 32), loaded<Floats>(table + 48));
     }
 
     INLINE __m512i of(__m512i codes) const {
@@ -292,10 +296,10 @@ struct Block {
   };
 
   // The codes of a line, with anything in the bits above them.
-  static INLINE __m512i codes_of(const Words& words, int line) {
-    const Lanes low = down((Lanes)words.words[line / OF_LOW], LOW * (line % OF_LOW));
+  static INLINE __m512i codes_of(const Planes& planes, int line) {
+    const Lanes low = down(planes.words[line / OF_LOW], LOW * (line % OF_LOW));
     if constexpr (!HIGH) return (__m512i)low;
-    const Lanes high = down((Lanes)words.words[LOW + line / OF_HIGH], HIGH * (line % OF_HIGH) - LOW);
+    const Lanes high = down(planes.words[LOW + line / OF_HIGH], HIGH * (line % OF_HIGH) - LOW);
     return _mm512_ternarylogic_epi32(_mm512_set1_epi16(LOW_MASK), (__m512i)low, (__m512i)high, 0xca);
   }
 
@@ -305,12 +309,12 @@ struct Block {
 
   template <class Body>
   static INLINE void each_pair(const uint8_t* codes, const Table& table, const Body& body) {
-    const Words words(codes);
+    const Planes planes(codes);
 #pragma GCC unroll 16
     for (int pair = 0; pair < 16; ++pair) {
       if (64 * pair < CODES) __builtin_prefetch(codes + AHEAD + 64 * pair);
-      if constexpr (BITS == 8) body(pair, pair_of(bytes_at(codes + STRIP * 2 * pair), bytes_at(codes + STRIP * (2 * pair + 1))));
-      else body(pair, table.of(codes_of(words, pair)));
+      if constexpr (BITS == 8) body(pair, pair_of(bytes_at(codes + STRIP * 2 * pair, 0), bytes_at(codes + STRIP * (2 * pair + 1), 0)));
+      else body(pair, table.of(codes_of(planes, pair)));
     }
   }
 
@@ -330,11 +334,11 @@ struct Block {
       const uint8_t* codes = strip_ + block / BLOCKS * BYTES + Numbers::BYTES + block % BLOCKS * CODES;
       const uint8_t* ahead = strip_ + AHEAD + BYTES + block * BYTES / BLOCKS;
       const float (*scales)[STRIP] = numbers_[block % (2 * BLOCKS)], (*added)[STRIP] = scales + GROUPS;
-      const Words words(codes);
+      const Planes planes(codes);
       const Table in_bfloat16(table_);
-      const auto weights = [=](Sixteen of_codes, int group, int row) {
-        const Sixteen scale = sixteen(scales[group][row]);
-        return ADDS ? fused(of_codes, scale, sixteen(added[group][row])) : of_codes * scale;
+      const auto weights = [=](Floats of_codes, int group, int row) {
+        const Floats scale = all(scales[group][row]);
+        return ADDS ? fma(of_codes, scale, all(added[group][row])) : of_codes * scale;
       };
       __m512i by_code;
 #pragma GCC unroll 16
@@ -344,22 +348,22 @@ struct Block {
         __m512i factors;
         if constexpr (BITS == 8) {
           const uint8_t* of_row = codes + INNER * row;
-          factors = pair_of(weights(bytes_at(of_row), 0, row), weights(bytes_at(of_row + STRIP), 0, row));
+          factors = pair_of(weights(bytes_at(of_row, 0), 0, row), weights(bytes_at(of_row + STRIP, 0), 0, row));
         } else if constexpr (BITS == 6) {
-          const SixteenWords found = (SixteenWords)codes_of(words, row);
+          const Words found = (Words)codes_of(planes, row);
           factors = pair_of(weights(from_128(found << 16), 0, row), weights(from_128(found), 1, row));
         } else if constexpr (GROUPS == 2) {
-          const SixteenWords found = (SixteenWords)in_bfloat16.of(codes_of(words, row));
-          factors = pair_of(weights((Sixteen)(found << 16), 0, row), weights((Sixteen)(found & 0xffff0000u), 1, row));
+          const Words found = (Words)in_bfloat16.of(codes_of(planes, row));
+          factors = pair_of(weights((Floats)(found << 16), 0, row), weights((Floats)(found & 0xffff0000u), 1, row));
         } else if constexpr (BITS == 5) {
-          by_code = pair_of(weights(loaded<Sixteen>(table_), 0, row), weights(loaded<Sixteen>(table_ + 16), 0, row));
-          factors = _mm512_permutexvar_epi16(codes_of(words, row), by_code);
+          by_code = pair_of(weights(loaded<Floats>(table_), 0, row), weights(loaded<Floats>(table_ + 16), 0, row));
+          factors = _mm512_permutexvar_epi16(codes_of(planes, row), by_code);
         } else {
           // 16 weights of this row and 16 of the next one.
-          const Sixteen numbers = loaded<Sixteen>(table_);
+          const Floats numbers = loaded<Floats>(table_);
           if (row % 2 == 0) by_code = pair_of(weights(numbers, 0, row), weights(numbers, 0, row + 1));
           const __m512i low = _mm512_set1_epi16(15), next = _mm512_set1_epi16(row % 2 * 16);
-          factors = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(codes_of(words, row), low, next, 0xea), by_code);
+          factors = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(codes_of(planes, row), low, next, 0xea), by_code);
         }
         store(to + 64 * row, factors);
       }
@@ -378,7 +382,7 @@ struct Block {
 #pragma GCC unroll 8
       for (int i = 0; i < BLOCKS; ++i)
         for (int group = 0; group < GROUPS; ++group) {
-          const Sixteen scale = numbers.scale(i * GROUPS + group);
+          const Floats scale = numbers.scale(i * GROUPS + group);
           store(to[i][group], scale);
           if (HAS_ZEROS) store(to[i][GROUPS + group], numbers.zero(i * GROUPS + group));
           if (HAS_SHIFT) store(to[i][GROUPS + group], -160.0f * scale);
@@ -387,8 +391,8 @@ struct Block {
     }
 
     // 128 more than the upper half of each lane.
-    static INLINE Sixteen from_128(SixteenWords codes) {
-      return (Sixteen)_mm512_ternarylogic_epi32((__m512i)codes, _mm512_set1_epi32(0x3f0000), _mm512_set1_epi32(0x43000000), 0xea);
+    static INLINE Floats from_128(Words codes) {
+      return (Floats)_mm512_ternarylogic_epi32((__m512i)codes, _mm512_set1_epi32(0x3f0000), _mm512_set1_epi32(0x43000000), 0xea);
     }
   };
 
@@ -397,29 +401,59 @@ struct Block {
     for (int64_t block = 0; block < blocks; ++block) opened.unpack(block, to + block * BLOCK_BYTES);
   }
 
-#elif defined(HAS_DOTS)
+#else
+
+#if defined(__ARM_FEATURE_DOTPROD)
+  static constexpr bool LOOKS_UP = BITS < 8;
+  static constexpr int ABOVE_BITS = 0;
+#else
+  static constexpr bool LOOKS_UP = HAS_TABLE;
+  static constexpr int ABOVE_BITS = HAS_TABLE ? 7 : HAS_ZEROS || BITS == 8 ? 0 : BITS - 1;
+#endif
+  // What the factors of codes are above their numbers, so that they are the codes or positive bytes.
+  static constexpr int ABOVE = ABOVE_BITS ? 1 << ABOVE_BITS : 0;
 
   // The numbers of the codes times a power of 2, with which they are integers of 8 bits.
   struct Table {
-    uint8x16_t numbers[4];
     float unit = 1.0f;
+#if defined(__ARM_FEATURE_DOTPROD)
+    uint8x16_t numbers[4];
+#else
+    Lanes numbers;
+#endif
 
     INLINE explicit Table(const float* table) {
-      if (BITS == 8) return;
+      if (!LOOKS_UP) return;
       float largest = 0.0f;
       for (int i = 0; i < 64; ++i) largest = __builtin_fmaxf(largest, __builtin_fabsf(table[i]));
       while (largest <= 63.5f * unit && unit > 0x1p-9f) unit *= 0.5f;
-      int8_t found[64];
-      for (int i = 0; i < 64; ++i) found[i] = (int8_t)(table[i] / unit);
-      for (int i = 0; i < 4; ++i) numbers[i] = loaded<uint8x16_t>(found + 16 * i);
+      uint8_t found[64];
+      for (int i = 0; i < 64; ++i) found[i] = (int)(table[i] / unit) + ABOVE;
+      memcpy(&numbers, found, sizeof numbers);
     }
 
+#if defined(__ARM_FEATURE_DOTPROD)
     INLINE int8x16_t of(uint8x16_t codes) const {
       if constexpr (BITS == 6) return (int8x16_t)vqtbl4q_u8({{numbers[0], numbers[1], numbers[2], numbers[3]}}, codes);
       if constexpr (BITS == 5) return (int8x16_t)vqtbl2q_u8({{numbers[0], numbers[1]}}, codes);
       return (int8x16_t)vqtbl1q_u8(numbers[0], codes);
     }
+#else
+    INLINE Lanes of(Lanes codes) const {
+      if (!HAS_TABLE) return codes;
+#if defined(__AVX512BW__)
+      return (Lanes)_mm512_shuffle_epi8((__m512i)numbers, (__m512i)codes) & (uint16_t)0xff;
+#elif defined(__AVX2__)
+      return (Lanes)_mm256_shuffle_epi8((__m256i)numbers, (__m256i)codes) & (uint16_t)0xff;
+#else
+      for (int lane = 0; lane < 2 * LANES; ++lane) codes[lane] = ((const uint8_t*)&numbers)[codes[lane]];
+      return codes;
+#endif
+    }
+#endif
   };
+
+#if defined(__ARM_FEATURE_DOTPROD)
 
   // The bits of a line, N of each lane, in its lower byte, and those of the line after the next one in the upper byte.
   template <int N>
@@ -429,109 +463,41 @@ struct Block {
     return (uint8x16_t)(both & (uint16_t)(0x101 * ((1 << N) - 1)));
   }
 
-  // Calls `body` for each eight columns of four rows of a strip: with the first, second, fifth, and sixth column, in the
-  // order {0, 4, 1, 5}, and with the others.
-  template <class Body>
-  static INLINE void each_eight(const uint8_t* codes, int quarter, const Table& table, const Body& body) {
+  // Eight columns of four rows of a strip.
+  static INLINE Factors factors_of(const Planes& planes, int eight, const Table& table) {
     if constexpr (BITS == 8) {
-      for (int eight = 0; eight < 4; ++eight) {
-        const int8_t* lines = (const int8_t*)codes + 128 * eight + 8 * quarter;
-        const auto both = [](const int8_t* line) {
-          const int8x8_t first = vld1_s8(line), second = vld1_s8(line + 64);
-          return vcombine_s8(vzip1_s8(first, second), vzip2_s8(first, second));
-        };
-        body(eight, both(lines), both(lines + 32));
-      }
-    } else {
-      uint16x8_t words[BITS];
-      for (int i = 0; i < BITS; ++i) words[i] = loaded<uint16x8_t>(codes + 64 * i + 16 * quarter);
-      const auto numbers = [&](int line) {
-        uint8x16_t found = bytes_of<LOW>(words[line / OF_LOW], line % OF_LOW);
-        if constexpr (HIGH > 0) found |= bytes_of<HIGH>(words[LOW + line / OF_HIGH], line % OF_HIGH) << LOW;
-        return table.of(found);
+      const int8_t* lines = (const int8_t*)planes.bytes + 128 * eight;
+      const auto both = [](const int8_t* line) {
+        const int8x8_t first = vld1_s8(line), second = vld1_s8(line + 64);
+        return vcombine_s8(vzip1_s8(first, second), vzip2_s8(first, second));
       };
-#pragma GCC unroll 4
-      for (int eight = 0; eight < 4; ++eight) body(eight, numbers(4 * eight), numbers(4 * eight + 1));
+      return {both(lines), both(lines + 32)};
     }
+    const auto numbers = [&](int line) {
+      uint8x16_t found = bytes_of<LOW>(planes.words[line / OF_LOW], line % OF_LOW);
+      if constexpr (HIGH > 0) found |= bytes_of<HIGH>(planes.words[LOW + line / OF_HIGH], line % OF_HIGH) << LOW;
+      return table.of(found);
+    };
+    return {numbers(4 * eight), numbers(4 * eight + 1)};
   }
 
 #else
 
-  static void unpack(const uint8_t* strip, int64_t begin, int64_t end, const float* table, uint8_t* to) {
-    for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) unpack_one(strip, block, table, to);
+  // The codes of a line.
+  static INLINE Lanes codes_of(const Planes& planes, int line) {
+    Lanes low = down(planes.words[line / OF_LOW], LOW * (line % OF_LOW));
+    if (line % OF_LOW < OF_LOW - 1) low &= (uint16_t)LOW_MASK;
+    if constexpr (!HIGH) return low;
+    return low | down(planes.words[LOW + line / OF_HIGH], HIGH * (line % OF_HIGH) - LOW) & (uint16_t)HIGH_MASK;
   }
 
-  static void unpack_one(const uint8_t* strip, int64_t block, const float* table, uint8_t* to) {
-    const uint8_t* unit = strip + block / BLOCKS * BYTES;
-    const uint8_t* codes = unit + Numbers::BYTES + block % BLOCKS * CODES;
-    const Numbers numbers(unit);
-    const Words words(codes);
-    Sixteen scales[GROUPS], zeros[GROUPS];
-    for (int group = 0; group < GROUPS; ++group) {
-      scales[group] = numbers.scale(block % BLOCKS * GROUPS + group);
-      if (HAS_ZEROS) zeros[group] = numbers.zero(block % BLOCKS * GROUPS + group);
-    }
-#if defined(__AVX512F__)
-#pragma GCC unroll 16
-#endif
-    for (int pair = 0; pair < 16; ++pair) {
-      // One line at a time: many at once would delay the computation.
-      if (64 * pair < CODES) __builtin_prefetch(codes + AHEAD + 64 * pair);
-      const int group = GROUPS == 1 ? 0 : pair / 8;
-      Sixteen parts[2];
-      for (int column = 0; column < 2; ++column) {
-        const Sixteen number = number_of(words, pair, column, table);
-        parts[column] = HAS_ZEROS ? fused(number, scales[group], zeros[group]) : number * scales[group];
-      }
-      put_pair(to, pair, parts[0], parts[1]);
-    }
+  // A pair of columns of a part of a strip.
+  static INLINE Factors factors_of(const Planes& planes, int pair, const Table& table) {
+    if constexpr (BITS == 8) return (Factors)__builtin_convertvector(loaded<BytesOfLanes>(planes.bytes + 32 * pair), Shorts);
+    return table.of(codes_of(planes, pair));
   }
 
-  // The numbers of the codes in one column of a pair.
-  static INLINE Sixteen number_of(const Words& words, int pair, int column, const float* table) {
-    if constexpr (BITS == 8) {
-      const SixteenInts both = __builtin_convertvector(loaded<SixteenShorts>(words.codes + STRIP * 2 * pair), SixteenInts);
-      return __builtin_convertvector((column ? both : both << 24) >> (column ? 8 : 24), Sixteen);
-    }
-    SixteenWords code = words.words[pair / OF_LOW] >> LOW * (pair % OF_LOW) + 16 * column;
-    if (HIGH) {
-      const int by = HIGH * (pair % OF_HIGH) + 16 * column - LOW;
-      const SixteenWords plane = words.words[LOW + pair / OF_HIGH];
-      code = code & LOW_MASK | (by > 0 ? plane >> by : plane << -by) & HIGH_MASK;
-    }
-#if defined(__AVX512F__)
-    // A look-up by their last bits, which is faster than a conversion.
-    if constexpr (BITS <= 4) return (Sixteen)_mm512_permutexvar_ps((__m512i)code, (__m512)loaded<Sixteen>(table));
-    if constexpr (BITS == 5)
-      return (Sixteen)_mm512_permutex2var_ps((__m512)loaded<Sixteen>(table), (__m512i)code, (__m512)loaded<Sixteen>(table + 16));
 #endif
-    if (!HIGH) code &= LOW_MASK;
-    if constexpr (HAS_TABLE) return in_table(code, table);
-    // The codes stand for numbers one after the other.
-    return __builtin_convertvector((SixteenInts)code, Sixteen) + sixteen(table[0]);
-  }
-
-  static INLINE Sixteen in_table(SixteenWords codes, const float* table) {
-    Sixteen numbers;
-#if defined(__AVX2__)
-    for (int half = 0; half < 2; ++half) {
-      const __m256i at = loaded<__m256i>((const char*)&codes + 32 * half);
-      const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), at);
-      const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), at);
-      store((char*)&numbers + 32 * half, _mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(at, 28)));
-    }
-#elif defined(__aarch64__)
-    // The 64 bytes of 16 numbers are a table.
-    const uint8x16x4_t bytes = vld1q_u8_x4((const uint8_t*)table);
-    for (int quarter = 0; quarter < 4; ++quarter) {
-      const uint32x4_t at = loaded<uint32x4_t>((const char*)&codes + 16 * quarter) * 0x04040404u + 0x03020100u;
-      store((char*)&numbers + 16 * quarter, vqtbl4q_u8(bytes, (uint8x16_t)at));
-    }
-#else
-    for (int lane = 0; lane < 16; ++lane) numbers[lane] = table[codes[lane]];
-#endif
-    return numbers;
-  }
 
 #endif
 };
@@ -563,7 +529,7 @@ INLINE float sum_of_group(const float* halves, int64_t group, int64_t groups) {
 
 template <class Weights, int COUNT>
 void multiply(const uint8_t* strip, int64_t blocks, const float* table, const uint16_t* rows,
-              const float* sums, Sixteen* out) {
+              const float* sums, Floats* out) {
   typedef typename Weights::Numbers Numbers;
   const typename Weights::Table numbers_of_codes(table);
   const int64_t columns = blocks * INNER, halves = blocks * 2;
@@ -595,7 +561,7 @@ void multiply(const uint8_t* strip, int64_t blocks, const float* table, const ui
       }
     }
   }
-  for (int row = 0; row < COUNT; ++row) out[row] = (Sixteen)kept[row];
+  for (int row = 0; row < COUNT; ++row) out[row] = (Floats)kept[row];
 }
 
 template <class Weights>
@@ -618,14 +584,77 @@ Form form_with(int64_t strip_bytes) {
           {{multiply_few<Weights, 1, 1>, multiply_few<Weights, 1, 2>}, {multiply_few<Weights, 2, 1>, multiply_few<Weights, 2, 2>}}};
 }
 
-#elif defined(HAS_DOTS)
+#else
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+INLINE void put_factors(Factors factors, int, uint8_t* to) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  // All eight columns of two rows.
+  store(to, vzip1q_s32((int32x4_t)factors.first, (int32x4_t)factors.second));
+  store(to + 16, vzip2q_s32((int32x4_t)factors.first, (int32x4_t)factors.second));
+#else
+  store(to, factors);
+#endif
+}
+
+INLINE int32x4_t dots_of(int32x4_t sum, Factors factors, const int8_t* row) {
+  const int8x8_t numbers = vld1_s8(row);
+  return vdotq_lane_s32(vdotq_lane_s32(sum, factors.first, numbers, 0), factors.second, numbers, 1);
+}
+
+// Sums of products of a part of a strip with a row.
+struct Sums {
+  int32x4_t high = {}, low = {};
+
+  INLINE void add(Factors factors, const Integers& row, int eight) {
+    high = dots_of(high, factors, row.high + 8 * eight);
+    low = dots_of(low, factors, row.low + 8 * eight);
+  }
+
+  INLINE Ints whole() const { return (Ints)vaddq_s32(vshlq_n_s32(high, 8), low); }
+};
+
+#else
+
+INLINE void put_factors(Factors factors, int above, uint8_t* to) { store(to, factors - (uint16_t)above); }
+
+struct Sums {
+  Ints sums = {};
+
+  INLINE void add(Factors factors, const Integers& row, int pair) {
+    const Ints numbers = all_ints(loaded<int32_t>(row.whole + 2 * pair));
+#if defined(__AVX512BW__)
+    sums += (Ints)_mm512_madd_epi16((__m512i)factors, (__m512i)numbers);
+#elif defined(__AVXVNNI__)
+    sums = (Ints)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)factors, (__m256i)numbers);
+#elif defined(__AVX2__)
+    sums += (Ints)_mm256_madd_epi16((__m256i)factors, (__m256i)numbers);
+#elif defined(__SSE2__)
+    sums += (Ints)_mm_madd_epi16((__m128i)factors, (__m128i)numbers);
+#else
+    sums += ((Ints)factors << 16 >> 16) * (numbers << 16 >> 16) + ((Ints)factors >> 16) * (numbers >> 16);
+#endif
+#if defined(__x86_64__)
+    // GCC would multiply everything first and keep the products in memory.
+    __asm__("" : "+v"(sums));
+#endif
+  }
+
+  INLINE Ints whole() const { return sums; }
+};
+
+#endif
 
 // The scales of a block's groups and then the zeros.
 template <class Weights>
-INLINE void put_numbers(const typename Weights::Numbers& numbers, int64_t block, float unit, Sixteen* to) {
-  for (int group = 0; group < Weights::GROUPS; ++group, ++to) store(to, numbers.scale(block * Weights::GROUPS + group) * unit);
-  for (int group = 0; Weights::ZEROS && group < Weights::GROUPS; ++group, ++to)
-    store(to, numbers.zero(block * Weights::GROUPS + group));
+INLINE void put_numbers(const typename Weights::Numbers& numbers, int64_t block, float unit, uint8_t* to) {
+  for (int kind = 0; kind < 1 + Weights::ZEROS; ++kind)
+    for (int group = 0; group < Weights::GROUPS; ++group)
+      for (int part = 0; part < PARTS; ++part, to += sizeof(Floats)) {
+        const int64_t at = block * Weights::GROUPS + group;
+        store(to, kind ? numbers.zero(at, part) : numbers.scale(at, part) * all(unit));
+      }
 }
 
 template <class Weights>
@@ -634,75 +663,75 @@ void unpack(const uint8_t* strip, int64_t begin, int64_t end, const float* table
   for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) {
     const uint8_t* unit = strip + block / Weights::BLOCKS * Weights::BYTES;
     const uint8_t* codes = unit + Weights::Numbers::BYTES + block % Weights::BLOCKS * Weights::CODES;
-    for (int quarter = 0; quarter < 4; ++quarter)
-      Weights::each_eight(codes, quarter, numbers_of_codes, [&](int eight, int8x16_t first, int8x16_t second) {
-        uint8_t* at = to + 128 * quarter + 32 * eight;
-#if defined(__ARM_FEATURE_MATMUL_INT8)
-        // All eight columns of two rows.
-        store(at, vzip1q_s32((int32x4_t)first, (int32x4_t)second));
-        store(at + 16, vzip2q_s32((int32x4_t)first, (int32x4_t)second));
-#else
-        store(at, first);
-        store(at + 16, second);
-#endif
-      });
-    put_numbers<Weights>(typename Weights::Numbers(unit), block % Weights::BLOCKS, numbers_of_codes.unit, (Sixteen*)(to + SCALES_AT));
+    for (int part = 0; part < PARTS; ++part) {
+      const typename Weights::Planes planes(codes, part);
+      uint8_t* of_part = to + part / WIDE * STEPS * STEP_BYTES + part % WIDE * sizeof(Factors);
+#pragma GCC unroll 16
+      for (int step = 0; step < STEPS; ++step)
+        put_factors(Weights::factors_of(planes, step, numbers_of_codes), Weights::ABOVE, of_part + step * STEP_BYTES);
+    }
+    put_numbers<Weights>(typename Weights::Numbers(unit), block % Weights::BLOCKS, numbers_of_codes.unit, to + SCALES_AT);
   }
 }
 
-// Adds the products of four rows of a strip with eight columns of a row.
-INLINE int32x4_t dots_of(int32x4_t sum, int8x16_t first, int8x16_t second, const int8_t* row) {
-  const int8x8_t numbers = vld1_s8(row);
-  return vdotq_lane_s32(vdotq_lane_s32(sum, first, numbers, 0), second, numbers, 1);
-}
-
 // Adds the product of a group of a block, which is an exact integer.
-INLINE float32x4_t with_group(float32x4_t sum, int32x4_t high, int32x4_t low, const float* scales, const Dots& row) {
-  return vfmaq_f32(sum, vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high, 8), low)), vmulq_n_f32(vld1q_f32(scales), row.scale));
+INLINE Floats with_group(Floats sum, Ints whole, Floats scales, const Integers& row) {
+  return fma(__builtin_convertvector(whole, Floats), scales * all(row.scale), sum);
 }
 
-INLINE float32x4_t with_zero(float32x4_t sum, const float* zeros, const Dots& row, int64_t group, int64_t groups) {
-  return vfmaq_n_f32(sum, vld1q_f32(zeros), groups == 1 ? row.halves[0] + row.halves[1] : row.halves[group]);
+// Where a row has the sums of a group.
+constexpr int64_t place_of(int64_t group, int64_t groups) { return groups == 1 ? 2 : group; }
+
+// Adds the products of a group of a block, of the parts of a strip from `first` on.
+template <class Weights, int GROUP, int COUNT>
+INLINE void add_group(const uint8_t* codes, int first, const typename Weights::Numbers& numbers, int64_t block,
+                      const typename Weights::Table& table, const Integers* rows, Floats (&kept)[PARTS][COUNT]) {
+  constexpr int STEPS_OF_GROUP = STEPS / Weights::GROUPS, PLACE = place_of(GROUP, Weights::GROUPS);
+  Sums found[WIDE][COUNT];
+  typename Weights::Planes planes[WIDE];
+  for (int part = 0; part < WIDE; ++part) planes[part] = typename Weights::Planes(codes, first + part);
+#pragma GCC unroll 16
+  for (int step = GROUP * STEPS_OF_GROUP; step < (GROUP + 1) * STEPS_OF_GROUP; ++step)
+    for (int part = 0; part < WIDE; ++part) {
+      const Factors factors = Weights::factors_of(planes[part], step, table);
+      for (int row = 0; row < COUNT; ++row) found[part][row].add(factors, rows[row], step);
+    }
+  for (int part = 0; part < WIDE; ++part) {
+    const int64_t at = block * Weights::GROUPS + GROUP;
+    const Floats scales = numbers.scale(at, first + part) * all(table.unit);
+    for (int row = 0; row < COUNT; ++row) {
+      Ints whole = found[part][row].whole();
+      if (Weights::ABOVE) whole -= all_ints(rows[row].sums[PLACE]) << Weights::ABOVE_BITS;
+      kept[first + part][row] = with_group(kept[first + part][row], whole, scales, rows[row]);
+    }
+    if (!Weights::ZEROS) continue;
+    const Floats zeros = numbers.zero(at, first + part);
+    for (int row = 0; row < COUNT; ++row) {
+      Floats& sum = kept[first + part][row];
+      sum = fma(zeros, all(rows[row].totals[PLACE]), sum);
+    }
+  }
 }
 
 template <class Weights, int COUNT>
-void multiply(const uint8_t* strip, int64_t blocks, const float* table, const Dots* rows, Sixteen* out) {
-  constexpr int GROUPS = Weights::GROUPS;
+void multiply(const uint8_t* strip, int64_t blocks, const float* table, const Integers* rows, Floats* out) {
   const typename Weights::Table numbers_of_codes(table);
-  float32x4_t kept[4][COUNT] = {};
+  Floats kept[PARTS][COUNT] = {};
   for (int64_t block = 0; block < blocks; block += Weights::BLOCKS) {
     const typename Weights::Numbers numbers(strip);
     for (int64_t line = 0; line < Weights::Numbers::BYTES; line += 64) __builtin_prefetch(strip + AHEAD + line);
     strip += Weights::Numbers::BYTES;
-    for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, ++rows) {
+    for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, rows += TOGETHER) {
       for (int64_t line = 0; line < Weights::CODES; line += 64) __builtin_prefetch(strip + AHEAD + line);
-      Sixteen of_groups[2 * GROUPS];
-      put_numbers<Weights>(numbers, i, numbers_of_codes.unit, of_groups);
 #pragma GCC unroll 4
-      for (int quarter = 0; quarter < 4; ++quarter) {
-        int32x4_t high[COUNT][GROUPS] = {}, low[COUNT][GROUPS] = {};
-        Weights::each_eight(strip, quarter, numbers_of_codes, [&](int eight, int8x16_t first, int8x16_t second) {
-          const int group = eight * GROUPS / 4;
-          for (int row = 0; row < COUNT; ++row) {
-            const Dots& of_row = rows[row * blocks];
-            high[row][group] = dots_of(high[row][group], first, second, of_row.high + 8 * eight);
-            low[row][group] = dots_of(low[row][group], first, second, of_row.low + 8 * eight);
-          }
-        });
-        const float* scales = (const float*)of_groups + 4 * quarter;
-        for (int row = 0; row < COUNT; ++row) {
-          const Dots& of_row = rows[row * blocks];
-          float32x4_t& sum = kept[quarter][row];
-          for (int group = 0; group < GROUPS; ++group)
-            sum = with_group(sum, high[row][group], low[row][group], scales + 16 * group, of_row);
-          for (int group = 0; Weights::ZEROS && group < GROUPS; ++group)
-            sum = with_zero(sum, scales + 16 * (GROUPS + group), of_row, group, GROUPS);
-        }
+      for (int first = 0; first < PARTS; first += WIDE) {
+        add_group<Weights, 0>(strip, first, numbers, i, numbers_of_codes, rows, kept);
+        if constexpr (Weights::GROUPS > 1) add_group<Weights, 1>(strip, first, numbers, i, numbers_of_codes, rows, kept);
       }
     }
   }
   for (int row = 0; row < COUNT; ++row)
-    for (int quarter = 0; quarter < 4; ++quarter) store((char*)(out + row) + 16 * quarter, kept[quarter][row]);
+    for (int part = 0; part < PARTS; ++part) out[row * PARTS + part] = kept[part][row];
 }
 
 template <class Weights>
@@ -711,18 +740,11 @@ Form form_with(int64_t strip_bytes) {
           {multiply<Weights, 1>, multiply<Weights, 2>, multiply<Weights, 3>, multiply<Weights, 4>}, Weights::GROUPS, Weights::ZEROS};
 }
 
-#else
-
-template <class Weights>
-Form form_with(int64_t strip_bytes) {
-  return {Weights::unpack, Weights::look_up, strip_bytes};
-}
-
 #endif
 
 template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES, bool HAS_TABLE = false>
 Form form_of_blocks(const Matrix& matrix) {
-#if defined(__AVX512F__) || defined(HAS_DOTS)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_DOTPROD)
   // Up to 5 bits are looked up anyway.
   typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, false> Weights;
 #else

@@ -23,7 +23,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     matrices.push_back(is_plain ? TestMatrix::plain(input, rows, columns, wild) : TestMatrix::random(input, *form, rows, columns, wild));
   }
   const Guarded rows = numbers(input, BFLOAT16, num_rows * columns, wild);
-  std::vector<std::vector<uint16_t>> in_float32(num_matrices), looked_up(num_matrices);
+  std::vector<std::vector<uint16_t>> of_integers(num_matrices), looked_up(num_matrices);
   for (const Operators* operators : variants()) {
     cut() = seed;
     std::vector<Guarded> outs;
@@ -42,9 +42,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
       require_same(BFLOAT16, out.as<void>(), outs[i].as<uint16_t>() + begin * matrix.rows, (end - begin) * matrix.rows,
                    "rows have other bits alone", operators->name);
       std::vector<uint16_t> found(outs[i].as<uint16_t>(), outs[i].as<uint16_t>() + num_rows * matrix.rows);
-      if (is_in_float32(operators) && !wild) {
-        if (in_float32[i].empty()) in_float32[i] = found;
-        require_same(BFLOAT16, found.data(), in_float32[i].data(), found.size(), "another variant multiplies otherwise",
+      if (is_of_integers(operators) && !wild) {
+        if (of_integers[i].empty()) of_integers[i] = found;
+        require_same(BFLOAT16, found.data(), of_integers[i].data(), found.size(), "another variant multiplies otherwise",
                      operators->name);
       }
       // For AMX the codes lie in another order.
