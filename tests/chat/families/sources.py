@@ -126,7 +126,7 @@ def _take_llama_cpp(archive: Path, work: Path, made: Path) -> None:
         tokenizer.add_bos_token = False
         tokenizer.backend_tokenizer.save(str(made / f"{vocabulary}.json"))
         if vocabulary == "command-r":
-            (made / "templates" / "command-r.jinja").write_text(str(tokenizer.chat_template), encoding="utf-8")
+            (made / "templates" / "command-r.jinja").write_text(tokenizer.get_chat_template(), encoding="utf-8")
         for ending in (".inp", ".out"):
             shutil.copyfile(f"{gguf}{ending}", made / f"{vocabulary}{ending}")
 
