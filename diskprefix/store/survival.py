@@ -4,8 +4,8 @@ LMDB trusts its file: a damaged page number, length or free list may end the pro
 So a daemon leaves a mark in the folder while it has the file open for writing (`folder.FolderLock.mark`). Whoever finds
 the mark of a process that is gone lets a child go through the file before it opens it. The child reads every page of
 the B-trees, as LMDB's compacting copy does, which also counts the free pages; the first page of each payload, and all
-other records. If nobody else has the file open, it also deletes all and fills free pages in a transaction that it gives
-up: so each page is written anew, which is where LMDB notices that one is both free and in use.
+other records; and looks each key up. If nobody else has the file open, it also deletes all and fills free pages in a
+transaction that it gives up: so each page is written anew, which is where LMDB notices that one is both free and in use.
 
 What is left is damage that LMDB can live with. Records have checksums, so it costs the nodes that it hits.
 """
@@ -37,8 +37,11 @@ with lmdb.open(folder, map_size=room, max_dbs=32, create=False, readonly=not is_
     with env.begin(buffers=True) as txn:
         for name in map(bytes, list(txn.cursor().iternext(values=False))):
             is_read_later = name == b"payloads"
-            for _, value in txn.cursor(env.open_db(name, txn=txn, create=False)):
+            database = env.open_db(name, txn=txn, create=False)
+            for key, value in txn.cursor(database):
                 bytes(value[:1] if is_read_later else value)
+                if txn.get(key, db=database) is None:
+                    sys.exit("a key that it lists is not found")
     if is_alone:
         try:
             # The pages that the last commit freed are used by the commit after the next one.
