@@ -5,7 +5,7 @@ So a daemon leaves a mark in the folder while it has the file open for writing (
 the mark of a process that is gone lets a child go through the file before it opens it. The child reads every page of
 the B-trees, as LMDB's compacting copy does, which also counts the free pages; the first page of each payload, and all
 other records; and looks each key up. If nobody else has the file open, it also deletes all and fills free pages in a
-transaction that it gives up: so each page is written anew, which is where LMDB notices that one is both free and in use.
+transaction that it gives up: so each page is written anew, where LMDB notices that one is both free and in use.
 
 What is left is damage that LMDB can live with. Records have checksums, so it costs the nodes that it hits.
 """
