@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -83,11 +82,12 @@ class GgufModel:
 
 @cache
 def _rules() -> str:
-    """Returns a digest of the tables of architectures: where one is mended, the same file gives another model."""
+    """Returns a digest of the tables of architectures and of what follows them: where one is mended, the same file
+    gives another model."""
     found = hashlib.sha256()
-    for file in sorted(Path(folder) / name for folder in diskprefix.model.gguf.__path__ for name in os.listdir(folder)):
-        if file.suffix == ".py":
-            found.update(file.read_bytes())
+    tables = [file for folder in diskprefix.model.gguf.__path__ for file in Path(folder).glob("*.py")]
+    for file in (*sorted(tables), Path(__file__).parents[1] / "quants" / "file_parameters.py"):
+        found.update(file.read_bytes())
     return found.hexdigest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -27,8 +27,6 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _UINT32 = 4
 _SKIPPED_BYTES = 4096
 """Longer strings of an array are skipped, shorter ones are read: both cost the same here."""
-_AT_ONCE = 1 << 22
-"""Elements that are dequantised at a time."""
 _PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 """Types of numpy. The content of other types is bytes."""
 _FEW, _FEW_NUMBERS = 16, 1024
@@ -82,28 +80,18 @@ class FileTensor:
             raise cut_short(self)
         return found.reshape(last - first, self.row_bytes)
 
-    def content(self, first: int = 0, last: int | None = None) -> np.ndarray[Any, Any]:
-        """Reads the content, or only from row `first` to before row `last`. Raises `ModelError` if it is not all there.
+    def content(self) -> np.ndarray[Any, Any]:
+        """Reads the content. Raises `ModelError` if it is not all there.
 
         The file is not mapped: whatever happens to it meanwhile, the process goes on.
         """
         import numpy as np
 
-        rows, *inner = self.stored_shape
-        last = rows if last is None else last
-        row = prod(inner)
-        offset = self.offset + first * row * self.dtype.itemsize
-        found = np.fromfile(self.file, self.dtype, count=(last - first) * row, offset=offset)
-        if found.size < (last - first) * row:
+        count = prod(self.stored_shape)
+        found = np.fromfile(self.file, self.dtype, count=count, offset=self.offset)
+        if found.size < count:
             raise cut_short(self)
-        return found.reshape(last - first, *inner)
-
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yields first and last row of pieces that are small enough to be dequantised at once."""
-        rows, *inner = self.shape
-        step = max(1, _AT_ONCE // prod(inner))
-        for first in range(0, rows, step):
-            yield first, min(first + step, rows)
+        return found.reshape(self.stored_shape)
 
 
 def cut_short(tensor: FileTensor) -> ModelError:

@@ -7,6 +7,7 @@ interface for quantisers.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections import defaultdict
@@ -267,8 +268,10 @@ class QuantsConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.kernel, self.forms, self.is_in_gguf = kernel, forms, is_in_gguf
 
     def to_dict(self) -> dict[str, Any]:
-        """The forms follow from the weights."""
-        return {"quant_method": METHOD, "kernel": self.kernel}
+        """Returns what goes into the identity of the model: which modules have which form decides its numbers."""
+        forms = sorted(f"{name} {form}" for name, form in self.forms.items())
+        digest = hashlib.sha256("\n".join(forms).encode()).hexdigest()
+        return {"quant_method": METHOD, "kernel": self.kernel, "forms": digest}
 
 
 @register_quantizer(METHOD)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from transformers import AutoModelForCausalLM, GgufConfig
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import gguf as module
 from diskprefix.model.load import loader
+from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants import file_parameters
+from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.model.tiny import read_file
@@ -66,6 +67,17 @@ def test_a_model_is_known_by_the_content_of_its_file_and_by_the_rules_it_is_read
     assert read_file(tiny.write_gguf(elsewhere, seed=1)).weights_digest != digest
     monkeypatch.setattr(module, "_rules", lambda: "those of tomorrow")
     assert read_file(gguf).weights_digest != digest
+
+
+def test_which_matrices_keep_their_quants_is_part_of_the_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
+    own, found = file_parameters._names_of_taking, set()
+    for left_out in (0, 2):
+        monkeypatch.setattr(file_parameters, "_names_of_taking", lambda model, n=left_out: own(model)[n:])
+        found.add(Fingerprint.of((one := read_file(file, "auto")).model, one.weights_digest).quantisation)
+    assert len(found) == (2 if operators() else 1)
 
 
 def test_a_start_writes_nothing_and_prints_nothing_but_its_own_line(
@@ -122,7 +134,7 @@ def test_the_size_that_is_asked_for_is_the_size_that_is_taken(weights: str, tmp_
     needs, found = needs_of_gguf(file, weights), read_file(file, weights)
     taken = sum({tensor.data_ptr(): tensor.nbytes for tensor in contents_of(found.model).values()}.values())
     assert needs.weights_bytes == pytest.approx(taken, rel=0.01)
-    assert prod((needs.making_bytes, needs.disk_bytes)) == 0
+    assert (needs.making_bytes, needs.disk_bytes) == (0, 0)
 
 
 def replaced(patch: pytest.MonkeyPatch, file: Path) -> None:
