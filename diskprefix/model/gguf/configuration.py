@@ -7,7 +7,7 @@ value that llama.cpp takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
@@ -52,17 +52,42 @@ _COMMON: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("expert_weights_norm", ("norm_topk_prob",), _LEFT),
     ("expert_group_count", ("n_group",), 1),
     ("expert_group_used_count", ("topk_group",), 1),
-    ("leading_dense_block_count", ("first_k_dense_replace",), _LEFT),
+    ("leading_dense_block_count", ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 0),
     ("attention.q_lora_rank", ("q_lora_rank",), _LEFT),
     ("attention.kv_lora_rank", ("kv_lora_rank",), _LEFT),
     ("embedding_scale", ("embedding_multiplier",), 1.0),
     ("residual_scale", ("residual_multiplier",), 1.0),
     ("attention.scale", ("attention_multiplier",), _LEFT),
     ("logit_scale", ("logits_scaling", "logit_scale"), _LEFT),
+    ("attention.shared_kv_layers", ("num_kv_shared_layers",), 0),
+    ("embedding_length_per_layer_input", ("hidden_size_per_layer_input",), 0),
+    ("shortconv.l_cache", ("conv_L_cache",), None),
+    ("ssm.time_step_rank", ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "num_heads"), None),
+    ("ssm.group_count", ("linear_num_key_heads", "mamba_n_groups", "n_groups"), None),
+    ("ssm.state_size", ("linear_key_head_dim", "mamba_d_state", "ssm_state_size", "state_size"), None),
+    ("ssm.conv_kernel", ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"), None),
+    ("ssm.inner_size", ("mamba_d_ssm",), None),
 )
 """Keys, the names that configurations have for them, and what a file without the key means. None: it must be there."""
 _OFF_AS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
 """What has no value where a file has zero."""
+_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "attention_bias": ("attn_q.bias", "attn_qkv.bias", "attn_output.bias"),
+    "attention_out_bias": ("attn_output.bias",),
+    "mlp_bias": ("ffn_up.bias", "ffn_down.bias"),
+    **dict.fromkeys(("use_bias", "use_qkv_bias"), ("attn_q.bias", "ssm_in.bias")),
+    "conv_bias": ("shortconv.in_proj.bias",),
+    **dict.fromkeys(("mamba_conv_bias", "use_conv_bias"), ("ssm_conv1d.bias",)),
+    "mamba_proj_bias": ("ssm_in.bias",),
+    "mamba_rms_norm": ("ssm_norm.weight",),
+    "use_expert_bias": ("exp_probs_b.bias",),
+}
+"""What is true of a model that has one of these tensors."""
+_QUOTIENTS = (
+    ("ssm.time_step_rank", ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim")),
+    ("embedding_length", ("mamba_expand", "expand")),
+)
+"""Keys that `ssm.inner_size` is divided by, and what that is in configurations."""
 
 
 def is_declared(kind: type[PreTrainedConfig], name: str) -> bool:
@@ -79,6 +104,7 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTra
     found = {"num_hidden_layers": metadata.num_layers, **_tokens(metadata)}
     expected = _common(kind, metadata, found, architecture.own)
     _attention(kind, metadata, found)
+    found |= {name: metadata.has(*tensors) for name, tensors in _FLAGS.items() if is_declared(kind, name)}
     found |= _epsilon(kind, metadata)
     if is_declared(kind, "rope_parameters"):
         found["rope_parameters"] = _rotary(metadata, found)
@@ -105,7 +131,13 @@ def _checked(
     """Returns the configuration as transformers reads it from a folder, which changes some values. Raises `ModelError`
     for values that are of another type than it declares, or that exclude each other."""
     try:
-        own = dict(architecture.fixed) | architecture.config(metadata, found)
+        own = {
+            name: metadata("ssm.inner_size") // metadata(divisor)
+            for divisor, names in _QUOTIENTS
+            for name in names
+            if is_declared(kind, name)
+        }
+        own |= dict(architecture.fixed) | architecture.config(metadata, found)
         return kind.from_dict(kind(**(found | own)).to_dict())
     except ModelError:
         raise
@@ -193,10 +225,6 @@ def _attention(kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str
     # Some classes take it and do not declare it. Those that do not have matrices of other shapes.
     if is_declared(kind, "head_dim") or width != plain:
         found["head_dim"] = width
-    if is_declared(kind, "attention_bias"):
-        found["attention_bias"] = metadata.has("attn_q.bias", "attn_qkv.bias", "attn_output.bias")
-    if is_declared(kind, "mlp_bias"):
-        found["mlp_bias"] = metadata.has("ffn_up.bias", "ffn_down.bias")
 
 
 def _epsilon(kind: type[PreTrainedConfig], metadata: Metadata) -> dict[str, float]:

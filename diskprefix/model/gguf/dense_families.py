@@ -95,18 +95,9 @@ def of_text(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 def _stable_lm(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     return {
-        "use_qkv_bias": metadata.has("attn_q.bias"),
         "qk_layernorm": metadata.has("attn_q_norm.weight"),
         "use_parallel_residual": not metadata.has("ffn_norm.weight"),
     }
-
-
-def _use_bias(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    return {"use_bias": metadata.has("attn_q.bias")}
-
-
-def _seed_oss(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    return {"attention_bias": metadata.has("attn_q.bias"), "attention_out_bias": metadata.has("attn_output.bias")}
 
 
 def _smol_lm_3(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +147,9 @@ DENSE: dict[str, Architecture] = {
     "olmo2": Architecture(model_type="olmo2", sources=AROUND),
     "exaone4": Architecture(model_type="exaone4", sources=AROUND, config=_windows(4)),
     "ernie4_5": Architecture(model_type="ernie4_5"),
-    "seed_oss": Architecture(model_type="seed_oss", config=_seed_oss),
+    "seed_oss": Architecture(
+        model_type="seed_oss", config=lambda metadata, _: {"attention_bias": metadata.has("attn_q.bias")}
+    ),
     "smollm3": Architecture(model_type="smollm3", sources=PAIRED, config=_smol_lm_3),
     "hunyuan-dense": Architecture(model_type="hunyuan_v1_dense"),
     "command-r": Architecture(model_type="cohere", config=_logit_factor),
@@ -164,7 +157,7 @@ DENSE: dict[str, Architecture] = {
         model_type="cohere2",
         config=lambda metadata, found: _logit_factor(metadata, found) | _windows(4)(metadata, found),
     ),
-    "starcoder2": Architecture(model_type="starcoder2", config=_use_bias),
+    "starcoder2": Architecture(model_type="starcoder2"),
     "stablelm": Architecture(model_type="stablelm", config=_stable_lm),
 }
 OLMO_3 = Architecture(

@@ -50,7 +50,6 @@ def _config(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
         "altup_num_inputs": NUM_STREAMS,
         "laurel_rank": metadata.num_rows("blk.0.laurel_l.weight"),
         "num_kv_shared_layers": metadata("attention.shared_kv_layers"),
-        "hidden_size_per_layer_input": metadata("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": metadata.num_rows("per_layer_token_embd.weight"),
     }
 

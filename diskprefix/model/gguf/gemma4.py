@@ -38,7 +38,6 @@ def _config(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     heads, widths = metadata.each_layer("attention.head_count_kv"), metadata.each_layer("feed_forward_length")
     if not full or not windowed:
         raise ModelError("Gemma 4 has layers with a window and layers without one")
-    shared = metadata.get("attention.shared_kv_layers", 0)
     own_values = f"blk.{full[0]}.attn_v.weight" in metadata.tensors
     metadata.get("attention.value_length_swa")
     return {
@@ -48,10 +47,8 @@ def _config(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
         "attention_k_eq_v": not own_values,
         "head_dim": metadata("attention.key_length_swa"),
         "global_head_dim": metadata("attention.key_length"),
-        "num_kv_shared_layers": shared,
         "intermediate_size": widths[0],
         "use_double_wide_mlp": widths[-1] == 2 * widths[0],
-        "hidden_size_per_layer_input": metadata.get("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": metadata.num_rows("per_layer_token_embd.weight"),
         "enable_moe_block": bool(metadata.get("expert_count", 0)),
         "rope_parameters": {

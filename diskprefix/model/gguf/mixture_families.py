@@ -46,24 +46,14 @@ def _granite_moe(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     return width_of_experts(metadata, found) | granite_factors(metadata, found)
 
 
-def _glm_4_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    return {"use_qk_norm": metadata.has("attn_q_norm.weight"), "first_k_dense_replace": _dense_layers(metadata)}
-
-
-def _dense_layers(metadata: Metadata) -> int:
-    return int(metadata.get("leading_dense_block_count", 0))
-
-
 def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     """The width of shared experts in a file is a guess of the converter (`Ernie4_5MoeModel`). It counts only where
     their number is missing."""
     width = metadata("expert_feed_forward_length")
     plain = metadata.get("expert_shared_feed_forward_length", 0) // width
     return {
-        "moe_layer_start_index": _dense_layers(metadata),
         "moe_layer_end_index": metadata.num_layers - 1,
         "moe_layer_interval": metadata.get("interleave_moe_layer_step", 1),
-        "use_bias": metadata.has("attn_q.bias"),
         "moe_num_shared_experts": metadata.get("expert_shared_count", plain),
     }
 
@@ -118,7 +108,6 @@ def latent_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
         "qk_rope_head_dim": rotary_dim,
         "qk_nope_head_dim": key_dim - rotary_dim,
         "v_head_dim": metadata.get("attention.value_length_mla") or metadata("attention.value_length"),
-        "first_k_dense_replace": _dense_layers(metadata),
     }
     if "rope_parameters" in found:
         own["rope_parameters"] = {
@@ -207,7 +196,11 @@ MIXTURES: dict[str, Architecture] = {
         own=("attention.sliding_window",),
         fixed={"norm_topk_prob": True},
     ),
-    "glm4moe": Architecture(model_type="glm4_moe", config=_glm_4_moe, gate=SIGMOID),
+    "glm4moe": Architecture(
+        model_type="glm4_moe",
+        config=lambda metadata, _: {"use_qk_norm": metadata.has("attn_q_norm.weight")},
+        gate=SIGMOID,
+    ),
     "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", config=_ernie_moe, gate=SOFTMAX),
 }
 MIXTRAL = Architecture(model_type="mixtral", sources=PAIRED, gate=SOFTMAX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,23 +32,6 @@ def _heads_by_layer(metadata: Metadata, _: dict[str, Any], other: str) -> dict[s
     return {
         "num_key_value_heads": max(heads),
         "layer_types": ["full_attention" if number else other for number in heads],
-    }
-
-
-def _lfm_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    return _heads_by_layer(metadata, found, "conv") | {
-        # The width of the file is the final one, which the configuration would change.
-        "block_auto_adjust_ff_dim": False,
-        "conv_L_cache": metadata("shortconv.l_cache"),
-        "conv_bias": metadata.has("shortconv.in_proj.bias"),
-    }
-
-
-def _lfm_2_moe(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in _lfm_2(metadata, found).items() if not name.startswith("block_")} | {
-        "num_dense_layers": metadata.get("leading_dense_block_count", 0),
-        "use_expert_bias": metadata.has("exp_probs_b.bias"),
-        "norm_topk_prob": True,
     }
 
 
@@ -85,17 +69,8 @@ def _delta(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     every = metadata.get("full_attention_interval", 4)
     flags = metadata.of_any_kind("attention.recurrent_layers")
     recurrent = flags if isinstance(flags, tuple) else [(i + 1) % every != 0 for i in range(metadata.num_layers)]
-    value_heads = metadata("ssm.time_step_rank")
-    return {
-        "layer_types": [
-            "linear_attention" if is_so else "full_attention" for is_so in recurrent[: metadata.num_layers]
-        ],
-        "linear_conv_kernel_dim": metadata("ssm.conv_kernel"),
-        "linear_key_head_dim": metadata("ssm.state_size"),
-        "linear_num_key_heads": metadata("ssm.group_count"),
-        "linear_num_value_heads": value_heads,
-        "linear_value_head_dim": metadata("ssm.inner_size") // value_heads,
-    }
+    kinds = ["linear_attention" if is_so else "full_attention" for is_so in recurrent[: metadata.num_layers]]
+    return {"layer_types": kinds}
 
 
 def _by_key_head(config: Any, both: Array, gates: Array) -> Array:
@@ -115,26 +90,11 @@ def _qwen_3_5(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mamba_sizes(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    heads, inner = metadata("ssm.time_step_rank"), metadata("ssm.inner_size")
-    return {
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_n_groups": metadata("ssm.group_count"),
-        "mamba_d_state": metadata("ssm.state_size"),
-        "mamba_d_conv": metadata("ssm.conv_kernel"),
-        "mamba_expand": inner // found["hidden_size"],
-        "mamba_conv_bias": metadata.has("ssm_conv1d.bias"),
-        "mamba_proj_bias": metadata.has("ssm_in.bias"),
-    }
-
-
 def _granite_hybrid(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     has_positions = metadata.scaling().get("finetuned", True)
     width = metadata("feed_forward_length")
     return (
         _heads_by_layer(metadata, found, "linear_attention")
-        | _mamba_sizes(metadata, found)
         | granite_factors(metadata, found)
         | {
             "position_embedding_type": "rope" if has_positions else "nope",
@@ -152,61 +112,34 @@ def _nemotron_h(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
         "full_attention" if number else "moe" if is_mixture else "mlp" if width else "linear_attention"
         for number, width, is_mixture in zip(heads, widths, has_experts, strict=True)
     ]
-    mamba_heads, inner = metadata("ssm.time_step_rank"), metadata("ssm.inner_size")
     plain = [width for width, is_mixture in zip(widths, has_experts, strict=True) if not is_mixture]
     return {
         "layers_block_type": kinds,
         "num_key_value_heads": max(heads),
         "intermediate_size": max(plain, default=0) or max(widths),
-        "mamba_num_heads": mamba_heads,
-        "mamba_head_dim": inner // mamba_heads,
-        "n_groups": metadata("ssm.group_count"),
-        "ssm_state_size": metadata("ssm.state_size"),
-        "conv_kernel": metadata("ssm.conv_kernel"),
-        "use_conv_bias": metadata.has("ssm_conv1d.bias"),
-        "mamba_proj_bias": metadata.has("ssm_in.bias"),
     }
 
 
-def _mamba_2(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    sizes = _mamba_sizes(metadata, found)
-    return {
-        "num_heads": sizes["mamba_n_heads"],
-        "head_dim": sizes["mamba_d_head"],
-        "n_groups": sizes["mamba_n_groups"],
-        "state_size": sizes["mamba_d_state"],
-        "conv_kernel": sizes["mamba_d_conv"],
-        "expand": sizes["mamba_expand"],
-        "use_conv_bias": sizes["mamba_conv_bias"],
-        "use_bias": sizes["mamba_proj_bias"],
-    }
+def _mamba_2(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+    return {"head_dim": metadata("ssm.inner_size") // metadata("ssm.time_step_rank")}
 
 
-def _falcon_h1(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """The factors of the model are in the weights of the file."""
-    ones = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
-    return _mamba_sizes(metadata, found) | {
-        **{f"{name}_multiplier": 1.0 for name in ones},
-        "mlp_multipliers": [1.0, 1.0],
-        "ssm_multipliers": [1.0] * 5,
-        "mamba_d_ssm": metadata("ssm.inner_size"),
-        "mamba_rms_norm": metadata.has("ssm_norm.weight"),
-    }
+_FALCON_ONES = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+"""Factors of the model that are in the weights of the file."""
 
 
 def _kimi(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     latent = latent_sizes(metadata, found)
-    dense = latent.pop("first_k_dense_replace")
+    num_dense = latent.pop("first_k_dense_replace", metadata.get("leading_dense_block_count", 0))
     return (
         {name: value for name, value in latent.items() if name not in ("rope_parameters", "topk_method")}
         | _heads_by_layer(metadata, found, "linear_attention")
         | {
             "num_key_value_heads": found["num_attention_heads"],
-            "mlp_layer_types": ["dense" if i < dense else "sparse" for i in range(metadata.num_layers)],
+            "mlp_layer_types": ["dense" if i < num_dense else "sparse" for i in range(metadata.num_layers)],
             "norm_topk_prob": metadata.get("expert_weights_norm", True),
             "linear_head_dim": metadata("kda.head_dim"),
             "linear_num_heads": found["num_attention_heads"],
-            "linear_conv_kernel_dim": metadata("ssm.conv_kernel"),
         }
     )
 
@@ -230,8 +163,18 @@ KIMI: Sources = {
 }
 
 RECURRENT: dict[str, Architecture] = {
-    "lfm2": Architecture(model_type="lfm2", config=_lfm_2),
-    "lfm2moe": Architecture(model_type="lfm2_moe", config=_lfm_2_moe, gate=SIGMOID),
+    "lfm2": Architecture(
+        model_type="lfm2",
+        config=partial(_heads_by_layer, other="conv"),
+        # The width of the file is the final one, which the configuration would change.
+        fixed={"block_auto_adjust_ff_dim": False},
+    ),
+    "lfm2moe": Architecture(
+        model_type="lfm2_moe",
+        config=partial(_heads_by_layer, other="conv"),
+        gate=SIGMOID,
+        fixed={"norm_topk_prob": True},
+    ),
     "qwen35": Architecture(model_type="qwen3_5_text", sources=DELTA, config=_qwen_3_5),
     "qwen35moe": Architecture(model_type="qwen3_5_moe_text", sources=DELTA, config=_qwen_3_5, gate=SOFTMAX),
     "granitehybrid": Architecture(model_type="granitemoehybrid", sources=PAIRED, config=_granite_hybrid),
@@ -250,6 +193,10 @@ RECURRENT: dict[str, Architecture] = {
     "qwen3next": Architecture(
         model_type="qwen3_next", sources=NEXT, config=_delta, gate=SOFTMAX, fixed={"norm_topk_prob": True}
     ),
-    "falcon-h1": Architecture(model_type="falcon_h1", config=_falcon_h1),
+    "falcon-h1": Architecture(
+        model_type="falcon_h1",
+        fixed={f"{name}_multiplier": 1.0 for name in _FALCON_ONES}
+        | {"mlp_multipliers": [1.0, 1.0], "ssm_multipliers": [1.0] * 5},
+    ),
     "kimi-linear": Architecture(model_type="kimi_linear", sources=KIMI, config=_kimi, gate=SIGMOID, is_rotary=False),
 }
