@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.dense_families import DENSE, OLMO_3
-from diskprefix.model.gguf.gemma3n import GEMMA_3N
-from diskprefix.model.gguf.gemma4 import GEMMA_4
+from diskprefix.model.gguf.late_gemmas import GEMMA_3N, GEMMA_4
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.mixture_families import MIXTRAL, MIXTURES, deepseek
 from diskprefix.model.gguf.recurrent_families import RECURRENT

@@ -1,22 +1,24 @@
-"""Gemma 4: windows in most layers, heads of two widths, layers that share keys and values, inputs of each layer."""
+"""Gemma 3n and 4: windows in most layers, layers that share keys and values, inputs of each layer. Gemma 4 has heads of
+two widths. Gemma 3n has four streams, of which a layer computes one and predicts the others."""
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
-from diskprefix.model.gguf.dense_families import AROUND, kinds_of_layers
+from diskprefix.model.gguf.dense_families import AROUND, kinds_of_layers, windows_and_all
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.names import NAMES
-from diskprefix.model.gguf.sources import Sources
+from diskprefix.model.gguf.sources import Sources, TensorSource, moved
 
 _FREQUENCIES = "rope_freqs.weight"
-OF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
+_OF_SHARED = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 """Files may have them in layers that share those of other layers."""
 
-SOURCES: Sources = {
+_SOURCES_OF_4: Sources = {
     **AROUND,
     "layer_scalar": "layer_output_scale.weight",
     "post_feedforward_layernorm_1": "post_ffw_norm_1",
@@ -30,7 +32,7 @@ SOURCES: Sources = {
 }
 
 
-def _config(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
+def _gemma_4(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     metadata.each_layer("attention.sliding_window_pattern")
     kinds = kinds_of_layers(metadata)
     full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
@@ -77,8 +79,58 @@ def _rotated(metadata: Metadata) -> float:
 
 GEMMA_4 = Architecture(
     model_type="gemma4_text",
-    sources=SOURCES,
-    config=_config,
+    sources=_SOURCES_OF_4,
+    config=_gemma_4,
     own=("feed_forward_length",),
-    unused=(_FREQUENCIES, *OF_SHARED),
+    unused=(_FREQUENCIES, *_OF_SHARED),
+)
+
+
+_NUM_STREAMS = 4
+
+
+def _stream(tensor: str, i: int) -> TensorSource:
+    return moved(tensor, lambda _, streams: streams[i])
+
+
+_SOURCES_OF_3N: Sources = {
+    **AROUND,
+    "altup.correct_output_scale": "altup_correct_scale.weight",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.modality_router": "altup_router",
+    "altup.router_norm": "altup_router_norm",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+    **{f"model.altup_projections.{i}": _stream("altup_proj", i) for i in range(_NUM_STREAMS - 1)},
+    **{f"model.altup_unembed_projections.{i}": _stream("altup_unembd_proj", i) for i in range(_NUM_STREAMS - 1)},
+}
+
+
+def _gemma_3n(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Older files lack the cap. A file has how many deviations above the mean a number must be, and a configuration the
+    part of the numbers that are below that."""
+    deviations = metadata.each_layer("activation_sparsity_scale")
+    if metadata("altup.num_inputs") != _NUM_STREAMS:
+        raise ModelError(f"Gemma 3n has {_NUM_STREAMS} streams: altup.num_inputs is {metadata('altup.num_inputs')}")
+    return windows_and_all(metadata, found) | {
+        "layer_types": kinds_of_layers(metadata, 5),
+        "intermediate_size": list(metadata.each_layer("feed_forward_length")),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", 30.0),
+        "activation_sparsity_pattern": [round(NormalDist().cdf(one), 6) for one in deviations],
+        "altup_active_idx": metadata("altup.active_idx"),
+        "altup_num_inputs": _NUM_STREAMS,
+        "laurel_rank": metadata.num_rows("blk.0.laurel_l.weight"),
+        "num_kv_shared_layers": metadata("attention.shared_kv_layers"),
+        "vocab_size_per_layer_input": metadata.num_rows("per_layer_token_embd.weight"),
+    }
+
+
+GEMMA_3N = Architecture(
+    model_type="gemma3n_text",
+    sources=_SOURCES_OF_3N,
+    config=_gemma_3n,
+    own=("feed_forward_length",),
+    unused=_OF_SHARED,
 )
