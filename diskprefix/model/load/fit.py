@@ -16,7 +16,7 @@ from diskprefix.model.load.gguf_file import part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.published import read_config, require_plain_weights, text_config
-from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
+from diskprefix.model.load.safetensors_header import StoredTensor, stored_tensors
 from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
 from diskprefix.printable import first_line
 from diskprefix.units import format_size, whole_size
@@ -210,12 +210,11 @@ def _kinds_in(header: GgufHeader, kind: str) -> list[str]:
 def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:
     """Returns what a model in a folder of transformers' needs. `files` are those of its weights. Raises `ModelError` if
     a header cannot be read."""
-    stored = [one for file in checkpoint_files(folder, files) for one in stored_shapes(file)]
-    return needs_of_checkpoint(folder.name, stored, read_config(folder), weights, dtype)
+    return needs_of_checkpoint(folder.name, stored_tensors(folder, files), read_config(folder), weights, dtype)
 
 
 def needs_of_checkpoint(
-    name: str, stored: Sequence[StoredShape], config: Mapping[str, Any], weights: str, dtype: str
+    name: str, stored: Sequence[StoredTensor], config: Mapping[str, Any], weights: str, dtype: str
 ) -> ModelNeeds:
     """Returns what a checkpoint with these tensors needs. `dtype` is that of `--dtype`. Raises `ModelError` for one
     that was published quantised."""
@@ -237,7 +236,7 @@ def _dtype_bytes(dtype: str, config: Mapping[str, Any], weights: str) -> int:
     return 4 if (named if dtype == "auto" else dtype) == "float32" else 2
 
 
-def state_of(tensors: Sequence[StoredShape | FileTensor], config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
+def state_of(tensors: Sequence[StoredTensor | FileTensor], config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
     """Returns the state of a sequence, from the matrices that make keys and values, or else from the `config.json`. A
     layer counts as one that sees all tokens, unless the configuration or `_WINDOWED` says that it has a window."""
     text = text_config(config)
@@ -282,7 +281,7 @@ def state_of(tensors: Sequence[StoredShape | FileTensor], config: Mapping[str, A
     )
 
 
-def _rows_of(tensors: Sequence[StoredShape | FileTensor]) -> tuple[dict[int, int], set[int]]:
+def _rows_of(tensors: Sequence[StoredTensor | FileTensor]) -> tuple[dict[int, int], set[int]]:
     """Returns how many numbers a token has in the keys and values of a layer, by the layer, as far as these have
     matrices of their own; and the layers with a state that does not grow."""
     found, recurrent = defaultdict[tuple[int, str], dict[str, int]](dict), set[tuple[int, str]]()

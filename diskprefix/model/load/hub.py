@@ -22,7 +22,7 @@ from diskprefix.model.load.made_once import require_disk
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.safetensors_header import (
     SAFETENSORS,
-    StoredShape,
+    StoredTensor,
     checkpoint_files,
     weight_files,
 )
@@ -53,7 +53,7 @@ class HubListing:
     `quant`, that of these files is meant."""
 
     repo: str
-    stored: Sequence[StoredShape]
+    stored: Sequence[StoredTensor]
     config: Mapping[str, Any]
     gguf: Mapping[str, int]
     quant: str = ""
@@ -93,7 +93,7 @@ def listing_of(model: str) -> HubListing | None:
     except Exception:  # noqa: BLE001 - it only comes before the download, which says what is wrong
         return None
     stored = [
-        StoredShape(name, str(one.dtype), tuple(one.shape), 0, one.data_offsets[1] - one.data_offsets[0])
+        StoredTensor(name, str(one.dtype), tuple(one.shape), one.data_offsets[1] - one.data_offsets[0])
         for file in found.files_metadata.values()
         for name, one in file.tensors.items()
     ]

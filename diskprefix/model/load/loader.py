@@ -7,12 +7,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
@@ -26,12 +26,11 @@ from diskprefix.model.load.fit import (
     Fit,
     ModelNeeds,
     enough_to_make,
-    needs_of_folder,
+    needs_of_checkpoint,
     needs_of_gguf,
 )
 from diskprefix.model.load.gguf_file import file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
-from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
 from diskprefix.model.load.memory import (
@@ -41,6 +40,8 @@ from diskprefix.model.load.memory import (
     use_gpu,
 )
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named, weight_files_of
+from diskprefix.model.load.published import read_config
+from diskprefix.model.load.safetensors_header import StoredTensor, stored_tensors
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
@@ -49,7 +50,7 @@ from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
     from diskprefix.model.load.gguf import GgufModel
     from diskprefix.model.quants.file_matrix import FileMatrix
@@ -107,8 +108,11 @@ class _ModelSource:
         if self.gguf is not None:
             found = needs_of_gguf(self.path, self.weights, self.dtype.itemsize)
         else:
-            found = needs_of_folder(self.files[0].parent, self.files, "native", dtype)
+            found = needs_of_checkpoint(self.path.name, self.stored(), read_config(self.path), "native", dtype)
         return replace(found, name=str(self))
+
+    def stored(self) -> list[StoredTensor]:
+        return stored_tensors(self.files[0].parent, self.files)
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -202,7 +206,7 @@ def load_model(
                     begun = BegunPacking.of(source.files, [])
                     failing.callback(begun.packing.stop)
                 begun.packing.add(parameters.matrices.values())
-            model = _read_folder(source) if parameters is None else _read_file(source, parameters)
+            model = _read(source, parameters)
         with clock("digest"), _load_failures(source.path):
             digest = source.digest()
         with clock("tokenizer"):
@@ -274,7 +278,7 @@ def _source(
         with clock("quantising"), _load_failures(path):
             from diskprefix.model.quants.quantising import weight_files_in
 
-            files = weight_files_in(weights, path, files, config, kind, dtype, device, progress, check)
+            files = weight_files_in(weights, path, files, config, kind, progress, check)
     return _ModelSource(
         path=path,
         name=name,
@@ -399,66 +403,43 @@ def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> Medi
 def _finish(model: PreTrainedModel, source: _ModelSource) -> None:
     """Makes a model ready to compute whose weights are there."""
     from diskprefix.model.quants.quantised import prepare
-    from diskprefix.model.quants.quantising import generation_config_of
 
     prepare(model)
-    if source.gguf is not None and len(source.gguf.stops) > 1:
+    if source.gguf is None and model.can_generate():
+        model.generation_config = _generation_config_in(source.path)
+    elif source.gguf is not None and len(source.gguf.stops) > 1:
         model.generation_config.eos_token_id = source.gguf.stops
-    elif source.files[0].parent != source.path and (own := generation_config_of(source.path)) is not None:
-        model.generation_config = own
     model.requires_grad_(False)
     model.eval()
 
 
-def _read_folder(source: _ModelSource) -> PreTrainedModel:
-    """Returns the model as transformers puts it together."""
-    from diskprefix.model.load.placing import placing
-    from diskprefix.model.load.stored_tensors import stored_tensors
-    from diskprefix.model.quants.quantised import describe, is_quantised
+def _generation_config_in(folder: Path) -> GenerationConfig:
+    """Returns that of a folder. In older ones it is a part of the configuration."""
+    from transformers import GenerationConfig
 
-    folder = source.files[0].parent
-    with ExitStack() as context:
-        if source.device.type == "cpu":
-            context.enter_context(without_tracer())
-            context.enter_context(placing(stored_tensors(folder, source.files)))
-        if is_quantised(source.files):
-            describe(source.config, source.files)
-        return _load(source.kind.loader, folder, source.config, source)
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
 
 
-def _read_file(source: _ModelSource, parameters: FileParameters) -> PreTrainedModel:
-    """Returns the model of a `.gguf` file, without what is packed."""
-    from diskprefix.model.load.placing import placing_all
-    from diskprefix.model.quants.parameter_stream import TensorOnRequest
-    from diskprefix.model.quants.quantised import describe_matrices
+def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrainedModel:
+    """Returns the model, of a `.gguf` file without what is packed. transformers puts it together."""
+    from diskprefix.model.quants.parameter_stream import Places, Source, load_parameters
+    from diskprefix.model.quants.quantised import describe, forms_in
 
     kind, config = source.kind.model_class(source.config)
-    if parameters.matrices:
-        describe_matrices(config, parameters.matrices)
-    state = {name: TensorOnRequest(read) for name, read in parameters.others.items()}
-    with without_tracer(), placing_all(on_cpu=source.device.type == "cpu"):
-        return _load(kind, None, config, source, state_dict=state)
-
-
-def _load(
-    kind: Any, folder: Path | None, config: PreTrainedConfig, source: _ModelSource, **more: Any
-) -> PreTrainedModel:
-    from diskprefix.model.quants.parameter_stream import require_whole
-
-    model, info = kind.from_pretrained(
-        folder,
-        config=config,
-        dtype=source.dtype,
-        device_map=None if source.device.type == "cpu" else {"": source.device},
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        # Without this, a mismatch is only logged. It is refused below.
-        ignore_mismatched_sizes=True,
-        **more,
-    )
-    require_whole(info, f"the weights in {source.path}")
-    return model
+    sources: Mapping[str, Source]
+    if parameters is not None:
+        sources, forms = parameters.others, {name: matrix.form for name, matrix in parameters.matrices.items()}
+    else:
+        sources = {tensor.name: tensor.read for tensor in source.stored()}
+        forms = forms_in(source.files[0]) if source.weights in QUANTISED else {}
+    if forms:
+        describe(config, forms, is_in_gguf=parameters is not None)
+    is_on_cpu = source.device.type == "cpu"
+    take, device = (Places().put, None) if is_on_cpu else (None, source.device)
+    weights = f"the weights in {source.path}"
+    return load_parameters(kind, config, sources, take, weights, dtype=source.dtype, device=device)
 
 
 def quiet_transformers() -> None:

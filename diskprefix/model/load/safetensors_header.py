@@ -1,4 +1,4 @@
-"""The headers of safetensors files, read strictly: every offset is compared with the size of the file."""
+"""The tensors of safetensors files, read one by one. Every offset in a header is compared with the size of the file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line
+
+if TYPE_CHECKING:
+    import torch
 
 SAFETENSORS, INDEX = "*.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 10**8
@@ -19,19 +22,40 @@ _BITS = {"F4": 4, "BOOL": 8, "C64": 64}
 
 
 @dataclass(frozen=True)
-class StoredShape:
+class StoredTensor:
     """A tensor of type `kind` (`BF16`, `F32`, …). `offset` counts from the begin of its file, `num_bytes` is what it
-    takes there."""
+    takes there. Of one on the hub only the header is known."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
-    offset: int
     num_bytes: int
+    offset: int = 0
+    file: Path = Path()
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    def read(self) -> torch.Tensor:
+        """Returns it in memory of its own. Raises `ModelError` if the file is cut short.
+
+        The file is not mapped: a page of a mapped one that is cut short meanwhile would end the process.
+        """
+        import torch
+        from transformers.modeling_utils import str_to_torch_dtype
+
+        if self.kind not in str_to_torch_dtype:
+            raise ModelError(f"{self.file.name}: {self.name} is of the type {self.kind}, which is not known")
+        found = torch.empty(self.shape, dtype=str_to_torch_dtype[self.kind])
+        view, done = memoryview(found.view(-1).view(torch.uint8).numpy().data), 0
+        with self.file.open("rb", buffering=0) as source:
+            source.seek(self.offset)
+            while done < len(view) and (size := source.readinto(view[done:])):
+                done += size
+        if done < len(view):
+            raise ModelError(f"{self.file} ends within {self.name}; fetch or copy it again")
+        return found
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -68,7 +92,13 @@ def shards_of(index: Path) -> list[str]:
         raise ModelError(f"{index} is damaged; fetch or copy it again") from error
 
 
-def stored_shapes(file: Path) -> list[StoredShape]:
+def stored_tensors(folder: Path, files: Sequence[Path]) -> list[StoredTensor]:
+    """Returns the tensors that transformers would load of the weight `files` of a folder. Raises `ModelError` if a file
+    is damaged or cut short."""
+    return [tensor for file in checkpoint_files(folder, files) for tensor in tensors_in(file)]
+
+
+def tensors_in(file: Path) -> list[StoredTensor]:
     """Returns the tensors of a safetensors file. Raises `ModelError` if it is damaged or cut short."""
     try:
         with file.open("rb") as content:
@@ -77,20 +107,20 @@ def stored_shapes(file: Path) -> list[StoredShape]:
                 raise ValueError(f"its header has {size} bytes")
             header = json.loads(content.read(size))
         total = file.stat().st_size - 8 - size
-        return [_stored(name, entry, 8 + size, total) for name, entry in header.items() if name != "__metadata__"]
+        return [_stored(file, name, entry, 8 + size, total) for name, entry in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or copy it again") from error
 
 
-def _stored(name: str, entry: Mapping[str, Any], begin: int, total: int) -> StoredShape:
+def _stored(file: Path, name: str, entry: Mapping[str, Any], begin: int, total: int) -> StoredTensor:
     kind, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
     first, last = entry["data_offsets"]
-    if not 0 <= first <= last <= total or min(shape, default=0) < 0 or last - first != bytes_of(kind, shape):
+    if not 0 <= first <= last <= total or min(shape, default=0) < 0 or last - first != _num_bytes(kind, shape):
         raise ValueError(f"{name} lies outside of it")
-    return StoredShape(name, kind, shape, begin + first, last - first)
+    return StoredTensor(name, kind, shape, last - first, begin + first, file)
 
 
-def bytes_of(kind: str, shape: Sequence[int]) -> int:
+def _num_bytes(kind: str, shape: Sequence[int]) -> int:
     """Returns the bytes of a tensor. Raises `ValueError` for a type whose name does not say its bits."""
     digits = "".join(letter for letter in kind.partition("_")[0] if letter.isdigit())
     bits = _BITS.get(kind) or int(digits)

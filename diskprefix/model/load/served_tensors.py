@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from diskprefix.model.load.gguf_file import within_block
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.model.load.safetensors_header import StoredShape
+from diskprefix.model.load.safetensors_header import StoredTensor
 from diskprefix.model.quants.quant_form import form_of
 from diskprefix.native import COLUMNS, ROWS
 
@@ -77,7 +77,7 @@ def of_gguf(
     return served
 
 
-def of_checkpoint(tensors: Sequence[StoredShape], weights: str, dtype_bytes: int) -> tuple[dict[str, int], int]:
+def of_checkpoint(tensors: Sequence[StoredTensor], weights: str, dtype_bytes: int) -> tuple[dict[str, int], int]:
     """Returns the bytes of the tensors of safetensors in memory by form, and the memory of quantising them, which is
     done one by one."""
     has_head = any(_LOGITS.search(tensor.name) for tensor in tensors)

@@ -1,28 +1,36 @@
 """The parameters of a model one by one, as transformers names, merges and transforms them when it loads a checkpoint.
-The model itself stays on torch's meta device."""
+No more than one of them is in memory twice."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import transformers.core_model_loading as loading
 
 from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.model.load.imports import without_tracer
+from diskprefix.model.load.memory import LINE_BYTES, large_pages
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
+Source: TypeAlias = Callable[[], torch.Tensor]
+"""Reads a tensor of a checkpoint, perhaps later."""
+Take: TypeAlias = "Callable[[PreTrainedModel, str, torch.Tensor], torch.Tensor]"
+"""Takes a model, and a parameter with its name. Returns what the model gets."""
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """Without this variable, threads of transformers read all tensors ahead."""
+_PIECE_BYTES = 1 << 26
+"""The memory that small parameters share."""
 
 
-class TensorOnRequest:
+class _TensorOnRequest:
     """A tensor that transformers reads when its turn comes."""
 
     def __init__(self, read: Callable[[], torch.Tensor]) -> None:
@@ -36,7 +44,7 @@ class TensorOnRequest:
 
 
 @contextmanager
-def taking_parameters(take: Callable[[PreTrainedModel, str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def _taking_parameters(take: Take) -> Iterator[None]:
     """Gives a context in which transformers reads tensors in its own thread, and hands each parameter that it has made
     of them to `take`, with the model and its name. The model gets what `take` returns: a tensor without memory.
 
@@ -73,14 +81,55 @@ def taking_parameters(take: Callable[[PreTrainedModel, str, torch.Tensor], torch
             os.environ[_SEQUENTIAL] = is_sequential
 
 
-def require_whole(info: Mapping[str, Any], weights: str) -> None:
-    """Raises `ModelError` if `weights` lack tensors of the model, or have some of other shapes. `info` is what
-    transformers says of a load."""
+class Places:
+    """Large pages, which are filled from the first to the last."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def put(self, _model: PreTrainedModel, _name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy that begins with a line of the caches. Raises `MemoryError`."""
+        room = -(-tensor.nbytes // LINE_BYTES) * LINE_BYTES
+        if room > len(self._free):
+            self._free = large_pages(max(room, _PIECE_BYTES))
+        place, self._free = self._free[: tensor.nbytes], self._free[room:]
+        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def load_parameters(
+    kind: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    sources: Mapping[str, Source],
+    take: Take | None,
+    weights: str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """Returns the model of a class, whose parameters are made of `sources`, by their names in the checkpoint. Each
+    source is read when its turn comes, and each parameter goes to `take` as soon as it is made. Without a `device` the
+    model is on the CPU.
+
+    Raises `ModelError` if `weights` lack tensors of the model, or have some of other shapes, and what a source raises.
+    """
+    with without_tracer(), _taking_parameters(take or (lambda _model, _name, tensor: tensor)):
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict={name: _TensorOnRequest(read) for name, read in sources.items()},
+            dtype=dtype,
+            device_map=None if device is None else {"": device},
+            local_files_only=True,
+            output_loading_info=True,
+            # Without this, a mismatch is only logged. It is refused below.
+            ignore_mismatched_sizes=True,
+        )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{weights} lack {len(missing)} tensors of the model, for example {missing[0]}")
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise ModelError(f"{weights} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}")
+    return model
 
 
 def name_of_loaded(name: str, tied: Mapping[str, str], loaded: Mapping[str, Any]) -> str:

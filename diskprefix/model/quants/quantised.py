@@ -11,18 +11,17 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix
@@ -34,7 +33,6 @@ from diskprefix.model.quants.quantised_experts import (
     QuantisedMatrices,
     may_be_quantised,
 )
-from diskprefix.native.library import has_rows
 from diskprefix.native.matrix import Matrix, rows_of
 
 if TYPE_CHECKING:
@@ -43,13 +41,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 METHOD = "diskprefix"
-_HEAD = "lm_head"
 _SCALE = "scalar_embed_scale"
 """The attribute of embeddings that are multiplied, in transformers."""
 FILE = "model.safetensors"
-_FORMS, _LINES, _UNTIED = "diskprefix_forms", "diskprefix_lines", "diskprefix_untied"
-"""Keys of the metadata of the weights file: the forms by the names of the modules; what the lines of codes are; set if
-the logits have a matrix of their own instead of that of the embeddings."""
+_FORMS = "diskprefix_forms"
+"""The key of the metadata of the weights file that has the forms by the names of the modules."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
 """Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
@@ -161,75 +157,31 @@ def bits_for(model: PreTrainedModel, name: str, weights: str) -> int:
     return 8 if weights == "int8" or model.get_submodule(name) is model.get_output_embeddings() else 4
 
 
-def metadata_of(model: PreTrainedModel, forms: Mapping[str, str]) -> dict[str, str]:
+def metadata_of(forms: Mapping[str, str]) -> dict[str, str]:
     """Returns the metadata of the weights file of a model whose modules have these forms. For experts the names are
     those of the parts, such as `experts.gate`."""
-    untied = {_UNTIED: "1"} if _head_name(model) in forms else {}
-    return {"format": "pt", _FORMS: json.dumps(forms, sort_keys=True), _LINES: _lines(), **untied}
+    return {"format": "pt", _FORMS: json.dumps(forms, sort_keys=True)}
 
 
-def _head_name(model: PreTrainedModel) -> str | None:
-    head = model.get_output_embeddings()
-    return next((name for name, module in model.named_modules() if module is head), None)
+def forms_in(file: Path) -> dict[str, QuantForm]:
+    """Returns the forms of the modules of a model that was quantised into a file."""
+    with safe_open(file, framework="pt") as tensors:
+        forms = json.loads(tensors.metadata()[_FORMS])
+    return {name: QuantForm.parse(text) for name, text in forms.items()}
 
 
-def save_configurations(model: PreTrainedModel, folder: Path) -> None:
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-
-
-def is_quantised(files: Sequence[Path]) -> bool:
-    """Returns whether these weight files are of a quantised model that diskprefix made."""
-    return len(files) == 1 and _FORMS in _metadata(files[0])
-
-
-def describe(config: PreTrainedConfig, files: Sequence[Path]) -> None:
-    """Tells transformers that the weights in these files are quantised, and which kernels compute with them.
-    This goes into the identity of the model. Raises `ModelError` if those that were chosen do not take them."""
-    metadata = _metadata(files[0])
-    if metadata.get(_LINES) != _lines():
-        raise ModelError(f"{files[0]} was made for another CPU; serve the model that it was made of")
-    forms = {name: QuantForm.parse(text) for name, text in json.loads(metadata[_FORMS]).items()}
-    _set_forms(config, forms, is_in_gguf=False)
-    if _UNTIED in metadata:
-        untie(config)
-
-
-def describe_matrices(config: PreTrainedConfig, matrices: Mapping[str, FileMatrix]) -> None:
-    """Does the same for the `matrices` of a `.gguf` file, by the names of their modules. They come by
-    `take_matrices`."""
-    forms = {name: matrix.form for name, matrix in matrices.items()}
-    _set_forms(config, forms, is_in_gguf=True)
-    if _HEAD in matrices:
-        untie(config)
-
-
-def _set_forms(config: PreTrainedConfig, forms: Mapping[str, QuantForm], *, is_in_gguf: bool) -> None:
+def describe(config: PreTrainedConfig, forms: Mapping[str, QuantForm], *, is_in_gguf: bool) -> None:
+    """Tells transformers which modules have quants, and which kernels compute with them. This goes into the identity of
+    the model. `is_in_gguf`: they come by `take_matrices`. Raises `ModelError` without the compiled operators."""
     # transformers makes a `QuantsConfig` of it.
     described = {"kernel": compiled().identity, "forms": forms, "is_in_gguf": is_in_gguf}
     config.quantization_config = {"quant_method": METHOD, **described}
-
-
-def _lines() -> str:
-    return "rows" if has_rows() else "pairs"
 
 
 def untie(config: PreTrainedConfig) -> None:
     """Says in a configuration that the matrix of the logits is not that of the embeddings."""
     for one in (config, config.get_text_config(decoder=True)):
         one.tie_word_embeddings = False
-
-
-def _metadata(file: Path) -> dict[str, str]:
-    if file.suffix != ".safetensors":
-        return {}
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return dict(tensors.metadata() or {})
-    except (SafetensorError, OSError):
-        # Loading the weights reports the problem of the file.
-        return {}
 
 
 def take_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], packing: MatrixPacking) -> None:
@@ -293,6 +245,12 @@ class Quantiser(HfQuantizer):  # type: ignore[misc]
         for name, forms in experts.items():
             made = QuantisedExperts(model.get_submodule(name), forms, is_in_gguf=config.is_in_gguf)
             model.set_submodule(name, made)
+        tied = model.all_tied_weights_keys
+        model.all_tied_weights_keys = {
+            name: source for name, source in tied.items() if name.removesuffix(".weight") not in config.forms
+        }
+        if model.all_tied_weights_keys != tied:
+            untie(model.config)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,12 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from diskprefix.errors import ModelError
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.parameter_stream import (
-    TensorOnRequest,
-    name_of_loaded,
-    require_whole,
-    taking_parameters,
-)
+from diskprefix.model.quants.parameter_stream import Source, load_parameters, name_of_loaded
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised import FILE, bits_for, metadata_of, quantisable, quantisable_experts
 from diskprefix.model.quants.quantised_experts import quantised_experts
@@ -37,10 +32,6 @@ _ENTRY_BYTES = 512
 """The greatest length of a tensor's entry in the header, with its form."""
 _AT_ONCE = 1 << 20
 """Weights that a thread quantises at a time, so that the work does not take several times the memory of the matrix."""
-
-
-Source: TypeAlias = Callable[[], torch.Tensor]
-"""Reads a tensor of a checkpoint, perhaps later."""
 
 
 class StreamedQuantising:
@@ -64,19 +55,9 @@ class StreamedQuantising:
     def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
         """Quantises, and returns the model without its weights. Raises `ModelError` if the checkpoint lacks tensors, or
         nothing in it can be quantised, `OSError` if the disk is full."""
-        state = {name: TensorOnRequest(source) for name, source in self._sources.items()}
         try:
-            with taking_parameters(self._take), torch.no_grad(), one_thread():
-                model, info = model_class.from_pretrained(
-                    None,
-                    config=config,
-                    state_dict=state,
-                    dtype=torch.bfloat16,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                    local_files_only=True,
-                )
-                require_whole(info, "the weights")
+            with torch.no_grad(), one_thread():
+                model = load_parameters(model_class, config, self._sources, self._take, "the weights")
                 self._finish(model)
         finally:
             if self._writer is not None:
@@ -153,7 +134,7 @@ class StreamedQuantising:
             # What the model has and no file.
             if name not in self._written and tensor.device.type != "meta":
                 self._writer.add(name, tensor)
-        self._writer.finish(metadata_of(model, self._forms))
+        self._writer.finish(metadata_of(self._forms))
 
 
 def pack_in_pieces(weight: torch.Tensor, bits: int, num_threads: int) -> tuple[torch.Tensor, QuantForm]:

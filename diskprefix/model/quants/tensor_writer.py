@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.modeling_utils import str_to_torch_dtype
 
-from diskprefix.model.load.stored_tensors import TYPES
-
-_KINDS = {dtype: kind for kind, dtype in TYPES.items()}
+_KINDS = {dtype: kind for kind, dtype in str_to_torch_dtype.items()}
 _ALIGNMENT = 8
 """Bytes. Each tensor begins at a multiple of the largest element, and the format allows no gaps."""
 

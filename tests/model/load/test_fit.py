@@ -30,7 +30,7 @@ from diskprefix.model.load.fit import (
 )
 from diskprefix.model.load.hub import listing_of
 from diskprefix.model.load.published import require_plain_weights
-from diskprefix.model.load.safetensors_header import StoredShape, stored_shapes
+from diskprefix.model.load.safetensors_header import StoredTensor, tensors_in
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
@@ -61,7 +61,7 @@ def test_quantised_weights_take_about_what_is_made(cache: Path, tmp_path: Path) 
     needs = needs_in(folder, "int4")
     load(folder, weights="int4")
     (made,) = cache.glob("tiny-*")
-    taken = sum(one.num_bytes for one in stored_shapes(made / "model.safetensors"))
+    taken = sum(one.num_bytes for one in tensors_in(made / "model.safetensors"))
     assert taken <= needs.weights_bytes * 1.05
     assert needs.weights_bytes <= 1.2 * taken
 
@@ -91,13 +91,13 @@ def test_weights_that_are_cut_or_whose_header_means_nothing_are_refused_by_name(
     else:
         file.write_bytes(file.read_bytes()[: int(content * file.stat().st_size)])
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
-        stored_shapes(file)
+        tensors_in(file)
 
 
-def layers_of(names: Mapping[str, tuple[int, int]], num_layers: int, before: str = "model.") -> list[StoredShape]:
+def layers_of(names: Mapping[str, tuple[int, int]], num_layers: int, before: str = "model.") -> list[StoredTensor]:
     """Returns the tensors of layers, each with rows and columns."""
     return [
-        StoredShape(f"{before}layers.{layer}.{name}", "BF16", shape, 0, 2 * shape[0] * shape[1])
+        StoredTensor(f"{before}layers.{layer}.{name}", "BF16", shape, 2 * shape[0] * shape[1])
         for layer in range(num_layers)
         for name, shape in names.items()
     ]
@@ -129,7 +129,7 @@ RECURRENT = {"linear_attn.A_log": (4, 1)}
     ],
 )
 def test_the_state_of_a_token_follows_from_matrices_and_configuration(
-    changed: dict[str, Any], tensors: list[StoredShape], state: TokenState
+    changed: dict[str, Any], tensors: list[StoredTensor], state: TokenState
 ) -> None:
     config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
     config |= {"max_position_embeddings": 2048, **changed}
@@ -191,7 +191,7 @@ def test_a_file_says_which_layers_have_windows_and_share_keys(monkeypatch: pytes
     """As those of Gemma 4. Gate and up of its experts are one tensor of quants."""
     keys = {f"attn_{name}.weight": (32, 64) for name in "kv"}
     tensors: list[Any] = [replace(one, name=one.name.replace("layers", "blk")) for one in layers_of(keys, 3, "")]
-    tensors.append(StoredShape("blk.0.ffn_gate_up_exps.weight", "Q8_0", (2, 64, 32), 0, 0))
+    tensors.append(StoredTensor("blk.0.ffn_gate_up_exps.weight", "Q8_0", (2, 64, 32), 0))
     values = {"attention.sliding_window": 512, "attention.shared_kv_layers": 1, "attention.head_count": 8}
     header = SimpleNamespace(
         values={"general.architecture": "gemma4"} | {f"gemma4.{key}": value for key, value in values.items()},

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import LlamaForCausalLM
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader, tokenizer
@@ -291,7 +291,7 @@ def test_a_model_that_does_not_fit_is_refused_before_loading_with_both_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "available_bytes", lambda _: 4096)
-    monkeypatch.setattr(loader, "_read_folder", None)
+    monkeypatch.setattr(loader, "_read", None)
     message = refusal(folder, dtype="float32")
     assert message.startswith("tiny-llama as float32 on cpu does not fit: about ")
     assert "of memory needed (weights in float32 " in message
@@ -312,7 +312,7 @@ def test_memory_that_runs_out_while_loading_is_one_line(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", fail)
     assert "tiny-llama does not fit in memory" in refusal(folder)
 
 

@@ -16,7 +16,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.memory import LINE_BYTES, available_bytes, available_ram_bytes, large_pages, trim_heap
-from diskprefix.model.load.stored_tensors import StoredTensor, stored_tensors
+from diskprefix.model.load.safetensors_header import StoredTensor, stored_tensors
 from tests import forked
 from tests.model import tiny
 from tests.model.load.test_loader import load
@@ -155,7 +155,7 @@ def test_a_stored_tensor_is_read_as_it_was_written(shape: tuple[int, ...], dtype
     tensors = {"before": torch.ones(3), "it": (torch.randn(shape) * 3).to(dtype), "after": torch.ones(5)}
     save_file(tensors, file)
     found = stored_tensors(tmp_path, [file])
-    assert all(torch.equal(found[name].read(), tensor) for name, tensor in tensors.items())
+    assert all(torch.equal(one.read(), tensors[one.name]) for one in found)
 
 
 # The memory of the machine.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
@@ -15,9 +15,10 @@ from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load import loader
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.load.stored_tensors import stored_tensors
+from diskprefix.model.load.safetensors_header import tensors_in
 from diskprefix.model.quants import quantised
-from diskprefix.model.quants.quantised import QuantisedLinear, describe, prepare, save_configurations
+from diskprefix.model.quants.parameter_stream import load_parameters
+from diskprefix.model.quants.quantised import QuantisedLinear, describe, forms_in, prepare
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
 from diskprefix.model.quants.streamed import StreamedQuantising
 from diskprefix.native import library
@@ -175,23 +176,6 @@ def test_what_does_not_fit_is_said_before_anything_slow(
     assert raised.value.message == message
 
 
-def test_what_was_made_for_other_operators_is_refused(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded(folder, "int4")
-    (made,) = cache.glob(f"*/{quantised.FILE}")
-    quantised.describe(PreTrainedConfig(), [made])
-    has_rows = library.has_rows()
-    monkeypatch.setattr(quantised, "has_rows", lambda: not has_rows)
-    with pytest.raises(ModelError, match="was made for another CPU; serve the model that"):
-        quantised.describe(PreTrainedConfig(), [made])
-    monkeypatch.undo()
-    monkeypatch.setattr(library, "_chosen", "torch")
-    monkeypatch.setattr(quantised, "has_rows", lambda: has_rows)
-    with pytest.raises(ModelError, match="need the compiled operators"):
-        quantised.describe(PreTrainedConfig(), [made])
-
-
 @pytest.mark.usefixtures("cache")
 def test_a_model_without_a_matrix_of_whole_blocks_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 3, "num_key_value_heads": 3}
@@ -247,15 +231,12 @@ def test_experts_that_are_written_are_read(name: str, tmp_path: Path) -> None:
     model = quantised_tiny_model(name, "int4")
     source = tmp_path / "source"
     tiny_model(name, torch.bfloat16).save_pretrained(source)
-    stored = stored_tensors(source, [source / "model.safetensors"])
-    sources = {name: tensor.read for name, tensor in stored.items()}
-    made = StreamedQuantising(sources, "int4", tmp_path, lambda _: None).run(type(model), model.config)
-    save_configurations(made, tmp_path)
-    config = type(model.config).from_pretrained(tmp_path)
-    describe(config, [tmp_path / "model.safetensors"])
-    again, info = type(model).from_pretrained(tmp_path, config=config, dtype=torch.bfloat16, output_loading_info=True)
+    sources = {tensor.name: tensor.read for tensor in tensors_in(source / "model.safetensors")}
+    config, file = type(model.config).from_pretrained(source), tmp_path / quantised.FILE
+    StreamedQuantising(sources, "int4", tmp_path, lambda _: None).run(type(model), config)
+    describe(config, forms_in(file), is_in_gguf=False)
+    again = load_parameters(type(model), config, {one.name: one.read for one in tensors_in(file)}, None, "they")
     prepare(again)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert forms_of_experts(again) == forms_of_experts(model)
     assert torch.equal(logits_of(again), logits_of(model))
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.load.stored_tensors import StoredTensor
+from diskprefix.model.load.safetensors_header import StoredTensor
 from diskprefix.model.quants import quantising
 from diskprefix.model.quants.tensor_writer import TensorWriter
 from diskprefix.settings import Settings
@@ -68,8 +68,7 @@ def quantised_folder(source: Path, cache: Path, weights: str = "int4") -> Path:
 
     config = AutoConfig.from_pretrained(source)
     files, kind = sorted(source.glob("*.safetensors")), require_served_kind(source, config)
-    cpu = torch.device("cpu")
-    quantising.weight_files_in(weights, source, files, config, kind, torch.bfloat16, cpu, lambda _: None)
+    quantising.weight_files_in(weights, source, files, config, kind, lambda _: None)
     (found,) = made_in(cache)
     return cache / found
 
