@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias
@@ -27,7 +27,7 @@ from diskprefix.model.exact.fused import Parts
 from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
-from diskprefix.model.exact.recurrent import Scans, scans_on, with_scans
+from diskprefix.model.exact.recurrent import with_scans
 from diskprefix.model.exact.rows import (
     each_times,
     in_whole_vectors,
@@ -37,7 +37,7 @@ from diskprefix.model.exact.rows import (
     spread_of_rows,
     times,
 )
-from diskprefix.native.library import described, operators
+from diskprefix.native.library import Operators, described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _REPLACED = ("forward", "expand_kv")
@@ -56,7 +56,6 @@ _NUMBER_BY_NUMBER = frozenset({
 
 _installed: WeakKeyDictionary[PreTrainedModel, ExitStack] = WeakKeyDictionary()
 """The models that were changed, and how it is undone."""
-_ForwardOf: TypeAlias = Callable[[nn.Module], Callable[..., Any] | None]
 _Methods: TypeAlias = list[tuple[nn.Module, str, Callable[..., Any]]]
 _sees_calls: ContextVar[bool] = ContextVar("sees_calls", default=False)
 """True within a module whose calls of torch are seen by `_Rows`."""
@@ -65,7 +64,7 @@ _methods: WeakKeyDictionary[PreTrainedModel, dict[str, _Methods]] = WeakKeyDicti
 
 
 def install(model: PreTrainedModel) -> None:
-    """Gives the model's decoder our attention, experts and products."""
+    """Gives the model's decoder our attention, experts and products. Needs the compiled operators."""
     undo = _installed[model] = ExitStack()
     config = model.config.get_text_config(decoder=True)
     methods = _methods.setdefault(model, {})
@@ -83,15 +82,12 @@ def install(model: PreTrainedModel) -> None:
 def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     """Returns replacements for methods of modules. A module that already has another forward keeps it."""
     compiled = operators()
-    parts = None if compiled is None else Parts(compiled)
-    found: dict[nn.Module, Callable[..., Any]] = {}
+    assert compiled is not None, "no model is exact at every token without them"
+    parts, found = Parts(compiled), dict[nn.Module, Callable[..., Any]]()
     try:
         # What is larger is compared with what its own parts compute.
-        steps: list[_ForwardOf] = [partial(_forward_of, parts, scans_on(model.device))]
-        if parts is not None:
-            steps += [parts.larger, parts.largest]
-        for forward_of in steps:
-            with nullcontext() if parts is None else observing(config):
+        for forward_of in (partial(_forward_of, parts, compiled), parts.larger, parts.largest):
+            with observing(config):
                 for module in model.modules():
                     forward = None if "forward" in vars(module) else forward_of(module)
                     if forward is not None:
@@ -130,11 +126,11 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
             install(model)
 
 
-def _forward_of(parts: Parts | None, scans: Scans | None, module: nn.Module) -> Callable[..., Any] | None:
+def _forward_of(parts: Parts, compiled: Operators, module: nn.Module) -> Callable[..., Any] | None:
     """Returns what replaces a module's forward, None if that need not change."""
-    if (with_ours := with_scans(module, scans)) is not None:
+    if (with_ours := with_scans(module, compiled)) is not None:
         return partial(_with_rows, with_ours, module)
-    if parts is not None and (forward := parts.smallest(module)) is not None:
+    if (forward := parts.smallest(module)) is not None:
         return forward
     if type(module) is torch.nn.Linear:
         return partial(_linear, module._parameters)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from math import prod
 
 import gguf
 import numpy as np
 import torch
 
+from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import FileTensor, cut_short
 from diskprefix.model.quants.products import weights_of
 from diskprefix.model.quants.quant_form import QuantForm, form_of
@@ -42,21 +41,22 @@ class FileMatrix:
         return cls((tensor,), tensor.shape, None)
 
     @classmethod
-    def of(cls, rows: np.ndarray, tensors: Sequence[FileTensor], firsts: Sequence[int]) -> FileMatrix | None:
-        """Returns the matrix of these `rows`; None if they have several lengths. `tensors` are all of the file, whose
-        rows are numbered from `firsts` on, ascending."""
-        flat = rows.reshape(-1)
-        used = [bisect_right(firsts, row) - 1 for row in _one_of_each(flat, firsts)]
-        found = tuple(tensors[number] for number in used)
-        if len({tensor.shape[-1] for tensor in found}) != 1:
-            return None
-        starts = np.array([0, *accumulate(tensor.num_rows for tensor in found)])
+    def of(cls, rows: np.ndarray, tensors: Sequence[FileTensor]) -> FileMatrix:
+        """Returns the matrix of these `rows` of `tensors`, which are counted one after the other. Raises `ModelError`
+        if they have several lengths."""
+        flat, found, starts, first = rows.reshape(-1), list[FileTensor](), [0], 0
         order = np.empty(len(flat), np.int32)
-        for number, start in zip(used, starts, strict=False):
-            own = (flat >= firsts[number]) & (flat < firsts[number] + tensors[number].num_rows)
-            order[own] = flat[own] - firsts[number] + start
+        for tensor in tensors:
+            own = (flat >= first) & (flat < first + tensor.num_rows)
+            if own.any():
+                order[own] = flat[own] - first + starts[-1]
+                found.append(tensor)
+                starts.append(starts[-1] + tensor.num_rows)
+            first += tensor.num_rows
+        if len({tensor.shape[-1] for tensor in found}) != 1:
+            raise ModelError("matrices of several widths cannot be joined")
         is_same = len(flat) == starts[-1] and bool((np.diff(order) == 1).all())
-        return cls(found, (*rows.shape, found[0].shape[-1]), None if is_same else order)
+        return cls(tuple(found), (*rows.shape, found[0].shape[-1]), None if is_same else order)
 
     @property
     def kind(self) -> str | None:
@@ -173,9 +173,3 @@ class FileRows:
     places: np.ndarray
     content: np.ndarray
     order: np.ndarray
-
-
-def _one_of_each(rows: np.ndarray, firsts: Sequence[int]) -> list[int]:
-    """Returns a row of each tensor that has any of them, in ascending order."""
-    which = np.searchsorted(np.asarray(firsts), rows, side="right")
-    return sorted(int(rows[which == one][0]) for one in np.unique(which))

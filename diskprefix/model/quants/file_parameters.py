@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -47,10 +46,7 @@ class FileParameters:
         self.others: dict[str, Callable[[], torch.Tensor]] = {}
         """What makes each other parameter, by its name in the model's state. Raises `ModelError` if it has another
         shape, or the file is cut short."""
-        self._model, self._tensors, self._dtype = model, tensors, dtype
-        firsts = [0, *accumulate(tensor.num_rows for tensor in tensors)][:-1]
-        self._first_of = {tensor.name: first for tensor, first in zip(tensors, firsts, strict=True)}
-        """The numbers of the tensors' first rows."""
+        self._model, self._dtype = model, dtype
         tied = dict(model.all_tied_weights_keys)
         parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         parts = architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors})
@@ -73,16 +69,18 @@ class FileParameters:
                 continue
             if not part.is_matrix:
                 return
-            rows = torch.from_numpy(self._numbers(part))
+            rows = torch.from_numpy(self._rows(part))
             halves = named_halves(experts, name.rpartition(".")[2], rows)
-            matrices |= {f"{owner}.{half}": self._matrix(half_rows.numpy()) for half, half_rows in halves.items()}
+            matrices |= {
+                f"{owner}.{half}": FileMatrix.of(half_rows.numpy(), part.tensors) for half, half_rows in halves.items()
+            }
         if len(matrices) < len(matrices_of(experts)) or not all(one.is_packable for one in matrices.values()):
             return
         self.matrices |= matrices
         for name, part in own.items():
             del parts[name]
             if not part.is_bias:
-                _require_shape(part, self._numbers(part).shape, _turned(parameters[name], experts))
+                _require_shape(part, self._rows(part).shape, _turned(parameters[name], experts))
                 continue
             bias = self._made(name, parameters[name], part)
             for half, values in named_halves(experts, name.rpartition(".")[2].removesuffix("_bias"), bias).items():
@@ -93,7 +91,7 @@ class FileParameters:
         left, experts = users, self._experts_at(users[0])
         read = partial(self._made, users[0], parameter, part)
         if part.is_matrix and parameter.ndim > 1:
-            matrix = self._matrix(self._numbers(part))
+            matrix = FileMatrix.of(self._rows(part), part.tensors)
             _require_shape(part, matrix.shape[:-1], _turned(parameter, experts))
             if matrix.is_packable and len(matrix.shape) == 2:
                 left = [user for user in users if user not in self._taking]
@@ -108,19 +106,14 @@ class FileParameters:
         owner = self._model.get_submodule(name.rpartition(".")[0])
         return owner if getattr(owner, "is_transposed", False) else None
 
-    def _numbers(self, part: SourcedParameter) -> np.ndarray:
-        """Returns the numbers of the rows of a matrix, [rows] or [experts, rows]."""
-        numbers = []
+    def _rows(self, part: SourcedParameter) -> np.ndarray:
+        """Returns the numbers of the rows of a matrix, [rows] or [experts, rows]. Those of its tensors are counted one
+        after the other."""
+        numbers, first = [], 0
         for tensor in part.tensors:
-            first = self._first_of[tensor.name]
             numbers.append(np.arange(first, first + tensor.num_rows).reshape(tensor.shape[:-1]))
+            first += tensor.num_rows
         return part.rows(self._model.config, numbers)
-
-    def _matrix(self, rows: np.ndarray) -> FileMatrix:
-        found = FileMatrix.of(rows, self._tensors, [*self._first_of.values()])
-        if found is None:
-            raise ModelError("matrices of several widths cannot be joined")
-        return found
 
     def _made(self, name: str, parameter: torch.Tensor, part: SourcedParameter) -> torch.Tensor:
         """Returns a parameter, computed in float32."""

@@ -86,8 +86,7 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
     monkeypatch.setattr(module, "_PIECE_BYTES", 700)
     monkeypatch.setattr(module, "_TASK_BYTES", 700)
     assert callable(change)
-    matrix = FileMatrix.of(rows_of(change, tensors), tensors, firsts_of(tensors))
-    assert matrix is not None
+    matrix = FileMatrix.of(rows_of(change, tensors), tensors)
     expected = change(weights_of(tensors))
     assert matrix.shape == expected.shape
     assert torch.equal(matrix.dequantised(), expected)
@@ -103,8 +102,7 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
 
 def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None:
     rows = rows_of(lambda numbers: numbers[2], tensors)
-    matrix, compiled = FileMatrix.of(rows, tensors, firsts_of(tensors)), operators()
-    assert matrix is not None
+    matrix, compiled = FileMatrix.of(rows, tensors), operators()
     with tensors[0].file.open("r+b") as content:
         content.truncate(tensors[2].offset + 20)
     readings: list[Callable[[], object]] = [matrix.dequantised]
