@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.native import attention_operator as native
 from diskprefix.native.dense import head_products
@@ -25,10 +24,8 @@ from diskprefix.native.library import operators
 Memory: TypeAlias = torch.Tensor | list[torch.Tensor]
 """A layer's memory, [1, 1, tokens, dim], or that of each sequence."""
 
-_SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Names that transformers' modules have for heads, latent_dim, key_dim, rotary_dim and value_dim."""
-_MAX_ERROR = 0.02
-"""The largest difference of an expansion from the module's own, which is rounding, relative to the largest number."""
+_SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+"""Names that transformers' modules have for heads, latent_dim, key_dim and value_dim."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,43 +74,19 @@ class LatentMemory:
 
 
 def expansion_of(module: nn.Module) -> Expansion | None:
-    """Returns the expansion that a module with latent attention computes, None if it has none or another one."""
+    """Returns the expansion that a module with latent attention computes, None if it has none. The method `expand_kv`
+    is the same in all of transformers' modules."""
     matrix = getattr(module, "kv_b_proj", None)
     sizes = [size for name in _SIZES if isinstance(size := vars(module).get(name), int)]
     if not hasattr(module, "expand_kv") or not isinstance(matrix, nn.Module) or len(sizes) != len(_SIZES):
         return None
-    (heads, latent_dim, key_dim, rotary_dim, value_dim), weight = sizes, matrix.weight
+    (heads, latent_dim, key_dim, value_dim), weight = sizes, matrix.weight
     if not isinstance(weight, torch.Tensor) or getattr(matrix, "bias", None) is not None:
         return None
     if weight.shape != (heads * (key_dim + value_dim), latent_dim) or weight.device.type != "cpu":
         return None
     parts = weight.detach().view(heads, key_dim + value_dim, latent_dim).tensor_split([key_dim], dim=1)
-    found = Expansion(*parts)
-    return found if _is_that_of(module, found, rotary_dim) else None
-
-
-def _is_that_of(module: nn.Module, expansion: Expansion, rotary_dim: int) -> bool:
-    random = torch.Generator().manual_seed(6)
-    latents, rotary = (
-        torch.randn(1, 1, 3, dim, generator=random).to(expansion.of_keys.dtype)
-        for dim in (expansion.latent_dim, rotary_dim)
-    )
-    try:
-        with torch.inference_mode():
-            found = cast(Any, type(module)).expand_kv(module, latents, rotary)
-    except Exception as error:  # a model class of any age and author may fail in any way
-        if is_out_of_memory(error):
-            raise
-        return False
-    keys, values = (latents.float()[0] @ part.float().mT for part in (expansion.of_keys, expansion.of_values))
-    expected = torch.cat([keys, rotary.float()[0].expand(len(keys), -1, -1)], dim=-1), values
-    return len(found) == 2 and all(map(_is_near, found, expected))
-
-
-def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.shape != (1, *expected.shape):
-        return False
-    return bool((found[0].float() - expected).abs().max() <= _MAX_ERROR * expected.abs().max())
+    return Expansion(*parts)
 
 
 def remember(expansion: Expansion, latents: Memory, rotary: Memory) -> tuple[LatentMemory, LatentMemory]:
