@@ -425,7 +425,7 @@ def _generation_config_in(folder: Path) -> GenerationConfig:
 def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrainedModel:
     """Returns the model, of a `.gguf` file without what is packed. transformers puts it together."""
     from diskprefix.model.quants.parameter_stream import Places, Source, load_parameters
-    from diskprefix.model.quants.quantised import describe, forms_in
+    from diskprefix.model.quants.quantised import describe, read_forms
 
     kind, config = source.kind.model_class(source.config)
     sources: Mapping[str, Source]
@@ -433,7 +433,7 @@ def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrained
         sources, forms = parameters.others, {name: matrix.form for name, matrix in parameters.matrices.items()}
     else:
         sources = {tensor.name: tensor.read for tensor in source.stored()}
-        forms = forms_in(source.files[0]) if source.weights in QUANTISED else {}
+        forms = read_forms(source.files[0].parent) if source.weights in QUANTISED else {}
     if forms:
         describe(config, forms, is_in_gguf=parameters is not None)
     is_on_cpu = source.device.type == "cpu"

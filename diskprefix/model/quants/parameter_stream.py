@@ -130,11 +130,3 @@ def load_parameters(
         name, found, expected = mismatched[0]
         raise ModelError(f"{weights} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}")
     return model
-
-
-def name_of_loaded(name: str, tied: Mapping[str, str], loaded: Mapping[str, Any]) -> str:
-    """Returns the name under which a parameter comes, if those in `loaded` do: its own, or one that it is tied to."""
-    source = tied.get(name, name)
-    if name in loaded or source in loaded:
-        return name if name in loaded else source
-    return next((target for target, of in tied.items() if of == source and target in loaded), source)

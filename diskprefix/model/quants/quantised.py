@@ -1,6 +1,6 @@
 """A model whose matrices are quantised, as it is loaded from a folder or a `.gguf` file.
 
-The weights file of a folder names the form of each matrix in its metadata. transformers puts `QuantisedLinear` in the
+A file beside the weights of a folder names the form of each matrix. transformers puts `QuantisedLinear` in the
 place of those modules, and `QuantisedExperts` in that of experts, before it loads the tensors, through its own
 interface for quantisers.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -43,9 +42,8 @@ log = logging.getLogger("diskprefix")
 METHOD = "diskprefix"
 _SCALE = "scalar_embed_scale"
 """The attribute of embeddings that are multiplied, in transformers."""
-FILE = "model.safetensors"
-_FORMS = "diskprefix_forms"
-"""The key of the metadata of the weights file that has the forms by the names of the modules."""
+_FORMS = "forms.json"
+"""Beside the weights: the forms by the names of the modules. For experts these are of parts, such as `experts.gate`."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
 """Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
@@ -157,16 +155,13 @@ def bits_for(model: PreTrainedModel, name: str, weights: str) -> int:
     return 8 if weights == "int8" or model.get_submodule(name) is model.get_output_embeddings() else 4
 
 
-def metadata_of(forms: Mapping[str, str]) -> dict[str, str]:
-    """Returns the metadata of the weights file of a model whose modules have these forms. For experts the names are
-    those of the parts, such as `experts.gate`."""
-    return {"format": "pt", _FORMS: json.dumps(forms, sort_keys=True)}
+def write_forms(folder: Path, forms: Mapping[str, str]) -> None:
+    (folder / _FORMS).write_text(json.dumps(forms, sort_keys=True), encoding="utf-8")
 
 
-def forms_in(file: Path) -> dict[str, QuantForm]:
-    """Returns the forms of the modules of a model that was quantised into a file."""
-    with safe_open(file, framework="pt") as tensors:
-        forms = json.loads(tensors.metadata()[_FORMS])
+def read_forms(folder: Path) -> dict[str, QuantForm]:
+    """Returns the forms of the modules of a model that was quantised into a folder."""
+    forms = json.loads((folder / _FORMS).read_text(encoding="utf-8"))
     return {name: QuantForm.parse(text) for name, text in forms.items()}
 
 

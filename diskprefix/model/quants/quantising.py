@@ -11,9 +11,8 @@ from diskprefix.model.load.fit import Check, enough_to_make, needs_of_checkpoint
 from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.made_once import build_once, require_disk
 from diskprefix.model.load.published import read_config, require_plain_weights
-from diskprefix.model.load.safetensors_header import stored_tensors
+from diskprefix.model.load.safetensors_header import SAFETENSORS, stored_tensors
 from diskprefix.model.load.served_tensors import QUANTISED
-from diskprefix.model.quants.quantised import FILE
 from diskprefix.model.quants.streamed import StreamedQuantising
 from diskprefix.native.library import has_rows
 from diskprefix.progress import Report, progress_bar
@@ -48,8 +47,8 @@ def weight_files_in(
     digest = weights_digest(files)
     # The number changes with what is made.
     lines = "-rows" if has_rows() else ""
-    name = f"{folder.resolve().name[:100]}-{digest[:12]}-{weights}{lines}.5"
-    return [build_once(name, build, report) / FILE]
+    name = f"{folder.resolve().name[:100]}-{digest[:12]}-{weights}{lines}.6"
+    return sorted(build_once(name, build, report).glob(SAFETENSORS))
 
 
 def _quantise(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,26 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.parameter_stream import Source, load_parameters, name_of_loaded
+from diskprefix.model.quants.parameter_stream import Source, load_parameters
 from diskprefix.model.quants.quant_form import QuantForm
-from diskprefix.model.quants.quantised import FILE, bits_for, metadata_of, quantisable, quantisable_experts
+from diskprefix.model.quants.quantised import bits_for, quantisable, quantisable_experts, write_forms
 from diskprefix.model.quants.quantised_experts import quantised_experts
-from diskprefix.model.quants.tensor_writer import TensorWriter
 from diskprefix.native import ROWS
 from diskprefix.native.matrix import fills_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_ENTRY_BYTES = 512
-"""The greatest length of a tensor's entry in the header, with its form."""
+_FILE_BYTES = 1 << 26
+"""What is written to a file at a time."""
 _AT_ONCE = 1 << 20
 """Weights that a thread quantises at a time, so that the work does not take several times the memory of the matrix."""
 
@@ -42,77 +39,74 @@ class StreamedQuantising:
         self._sources, self._weights, self._made, self._advance = sources, weights, made, advance
         self._num_threads = torch.get_num_threads()
         self._done = 0
-        self._users: dict[str, list[str]] = {}
-        """Names that share a parameter, by the name that it comes with."""
         self._linears: set[str] = set()
         self._mixtures: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
         """Parameters of the experts of a layer, until all are there."""
-        self._written: set[str] = set()
+        self._taken: set[str] = set()
         self._forms: dict[str, str] = {}
-        self._writer: TensorWriter | None = None
+        self._pending: dict[str, torch.Tensor] = {}
+        """What goes into the next file."""
+        self._num_files = 0
 
-    def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-        """Quantises, and returns the model without its weights. Raises `ModelError` if the checkpoint lacks tensors, or
-        nothing in it can be quantised, `OSError` if the disk is full."""
-        try:
-            with torch.no_grad(), one_thread():
-                model = load_parameters(model_class, config, self._sources, self._take, "the weights")
-                self._finish(model)
-        finally:
-            if self._writer is not None:
-                self._writer.close()
-        return model
-
-    def _begin(self, model: PreTrainedModel) -> TensorWriter:
-        tied, users = dict(model.all_tied_weights_keys), defaultdict(list)
-        loaded = self._loaded_names(model)
-        for name in model.state_dict():
-            users[name_of_loaded(name, tied, loaded)].append(name)
-        self._users = dict(users)
-        self._linears = {f"{name}.weight" for name, _ in quantisable(model)}
-        self._mixtures = {name for name, _ in quantisable_experts(model)}
-        return TensorWriter(self._made / FILE, _ENTRY_BYTES * (len(model.state_dict()) + 1))
-
-    def _loaded_names(self, model: PreTrainedModel) -> dict[str, None]:
-        """Returns the names of the parameters that transformers makes of the checkpoint."""
-        mapping, meta = get_model_conversion_mapping(model), model.state_dict()
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        prefix = model.base_model_prefix
-        return dict.fromkeys(rename_source_key(name, renamings, converters, prefix, meta)[0] for name in self._sources)
+    def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+        """Quantises. Raises `ModelError` if the checkpoint lacks tensors, or nothing in it can be quantised, `OSError`
+        if the disk is full."""
+        with torch.no_grad(), one_thread():
+            model = load_parameters(model_class, config, self._sources, self._take, "the weights")
+        if not self._forms:
+            raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
+        for name, tensor in model.state_dict().items():
+            # What the model has and no file.
+            if tensor.device.type != "meta":
+                self._add(name, tensor)
+        self._write_file()
+        write_forms(self._made, self._forms)
 
     def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Writes a parameter, quantised where it can be. Returns a tensor of its shape on torch's meta device."""
-        if self._writer is None:
-            self._writer = self._begin(model)
+        """Adds a parameter, quantised where it can be. Returns a tensor of its shape on torch's meta device."""
+        if not self._taken:
+            self._linears = {f"{name}.weight" for name, _ in quantisable(model)}
+            self._mixtures = {name for name, _ in quantisable_experts(model)}
+        self._taken.add(name)
         owner, _, part = name.rpartition(".")
         if owner in self._mixtures:
             self._hold(model, owner, part, tensor)
         else:
-            self._write(model, name, tensor)
-        self._written.update(self._users.get(name, [name]))
+            self._add_parameter(model, name, tensor)
         self._done += tensor.numel()
         self._advance(self._done)
         return torch.empty_like(tensor, device="meta")
 
-    def _write(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
-        assert self._writer is not None
-        plain = []
-        for user in self._users.get(name, [name]):
+    def _add_parameter(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+        """Adds a parameter for all that share it, but for those that have their own in the checkpoint."""
+        tied: Mapping[str, str] = model.all_tied_weights_keys
+        source, plain = tied.get(name, name), []
+        for user in (source, *(target for target, of in tied.items() if of == source)):
             linear = user.removesuffix(".weight")
+            if user != name and user in self._taken:
+                continue
             if user not in self._linears or not fills_blocks(tensor):
                 plain.append(user)
             else:
                 packed, form = pack_in_pieces(tensor, bits_for(model, linear, self._weights), self._num_threads)
-                self._writer.add(f"{linear}.packed", packed)
+                self._add(f"{linear}.packed", packed)
                 self._forms[linear] = str(form)
         if plain:
-            self._writer.add(plain[0], tensor)
+            self._add(plain[0], tensor)
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        self._pending[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if sum(one.nbytes for one in self._pending.values()) >= _FILE_BYTES:
+            self._write_file()
+
+    def _write_file(self) -> None:
+        (self._made / f"{self._num_files:05}.safetensors").write_bytes(save(self._pending))
+        self._num_files += 1
+        self._pending.clear()
 
     def _hold(self, model: PreTrainedModel, name: str, part: str, tensor: torch.Tensor) -> None:
-        """Holds a parameter of the experts of a layer until all are there, then writes them quantised."""
-        assert self._writer is not None
+        """Holds a parameter of the experts of a layer until all are there, then adds them quantised."""
         self._held[part] = tensor
         experts = model.get_submodule(name)
         if len(self._held) < len(experts._parameters):
@@ -122,19 +116,10 @@ class StreamedQuantising:
         bits = bits_for(model, name, self._weights)
         made = quantised_experts(experts, partial(quantised, bits=bits))
         for one, packed in made.state_dict().items():
-            self._writer.add(f"{name}.{one}", packed)
+            self._add(f"{name}.{one}", packed)
         self._forms |= {f"{name}.{one}": str(matrices.form) for one, matrices in made.parts().items()}
         experts._parameters.update(empty)
         self._held.clear()
-
-    def _finish(self, model: PreTrainedModel) -> None:
-        if not self._forms or self._writer is None:
-            raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
-        for name, tensor in model.state_dict().items():
-            # What the model has and no file.
-            if name not in self._written and tensor.device.type != "meta":
-                self._writer.add(name, tensor)
-        self._writer.finish(metadata_of(self._forms))
 
 
 def pack_in_pieces(weight: torch.Tensor, bits: int, num_threads: int) -> tuple[torch.Tensor, QuantForm]:

@@ -16,9 +16,8 @@ from diskprefix.model.load import loader
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.safetensors_header import tensors_in
-from diskprefix.model.quants import quantised
 from diskprefix.model.quants.parameter_stream import load_parameters
-from diskprefix.model.quants.quantised import QuantisedLinear, describe, forms_in, prepare
+from diskprefix.model.quants.quantised import QuantisedLinear, describe, prepare, read_forms
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
 from diskprefix.model.quants.streamed import StreamedQuantising
 from diskprefix.native import library
@@ -130,7 +129,7 @@ def test_weights_are_quantised_once(folder: Path, cache: Path, monkeypatch: pyte
     first = loaded(folder, "int4")
     made = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
     assert made == [
-        f"tiny-{loaded(folder, 'native').weights_digest[:12]}-int4{'-rows' if library.has_rows() else ''}.5"
+        f"tiny-{loaded(folder, 'native').weights_digest[:12]}-int4{'-rows' if library.has_rows() else ''}.6"
     ]
     monkeypatch.setattr("diskprefix.model.quants.quantising.StreamedQuantising", None)
     assert loaded(folder, "int4").weights_digest == first.weights_digest
@@ -232,10 +231,12 @@ def test_experts_that_are_written_are_read(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     tiny_model(name, torch.bfloat16).save_pretrained(source)
     sources = {tensor.name: tensor.read for tensor in tensors_in(source / "model.safetensors")}
-    config, file = type(model.config).from_pretrained(source), tmp_path / quantised.FILE
+    config = type(model.config).from_pretrained(source)
     StreamedQuantising(sources, "int4", tmp_path, lambda _: None).run(type(model), config)
-    describe(config, forms_in(file), is_in_gguf=False)
-    again = load_parameters(type(model), config, {one.name: one.read for one in tensors_in(file)}, None, "they")
+    describe(config, read_forms(tmp_path), is_in_gguf=False)
+    again = load_parameters(
+        type(model), config, {one.name: one.read for one in tensors_in(tmp_path / "00000.safetensors")}, None, "they"
+    )
     prepare(again)
     assert forms_of_experts(again) == forms_of_experts(model)
     assert torch.equal(logits_of(again), logits_of(model))

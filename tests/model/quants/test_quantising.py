@@ -12,7 +12,6 @@ from weakref import ref
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -21,7 +20,6 @@ from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.safetensors_header import StoredTensor
 from diskprefix.model.quants import quantising
-from diskprefix.model.quants.tensor_writer import TensorWriter
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
@@ -54,11 +52,15 @@ def test_a_streamed_model_has_the_bits_of_one_that_is_quantised_whole(name: str,
     model = tiny_model(name, torch.bfloat16)
     model.save_pretrained(tmp_path / name)
     tiny.tokenizer().save_pretrained(tmp_path / name)
-    found = load_file(quantised_folder(tmp_path / name, cache) / FILE)
+    found = load_folder(quantised_folder(tmp_path / name, cache))
     expected = quantised_whole(model, "int4")
     tied = {source: target for target, source in model.all_tied_weights_keys.items()}
     assert {name for name in expected if name not in found} <= set(tied.values())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def quantised_folder(source: Path, cache: Path, weights: str = "int4") -> Path:
@@ -108,7 +110,7 @@ def full_disk(patch: pytest.MonkeyPatch, _: Path) -> None:
     def fill(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    patch.setattr(TensorWriter, "add", fill)
+    patch.setattr(Path, "write_bytes", fill)
 
 
 def cut_short_meanwhile(patch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -159,32 +161,3 @@ def test_a_model_that_cannot_be_quantised_leaves_nothing(
     with pytest.raises(ModelError, match=words):
         loaded(folder)
     assert not made_in(cache)
-
-
-TENSORS = {
-    "odd": torch.arange(3, dtype=torch.bfloat16),
-    "number": torch.tensor(2.5),
-    "bytes": torch.arange(7, dtype=torch.uint8),
-    "even": torch.arange(16.0).view(4, 4),
-    "turned": torch.arange(8, dtype=torch.int64).view(2, 4).t(),
-}
-
-
-def test_what_is_written_is_read_whatever_its_size(tmp_path: Path) -> None:
-    writer = TensorWriter(tmp_path / "model.safetensors", 4096)
-    for name, tensor in TENSORS.items():
-        writer.add(name, tensor)
-    writer.finish({"format": "pt"})
-    writer.close()
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-        assert set(file.keys()) == set(TENSORS)
-        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in TENSORS.items())
-
-
-def test_a_header_without_enough_space_is_refused(tmp_path: Path) -> None:
-    writer = TensorWriter(tmp_path / "model.safetensors", 64)
-    writer.add("even", TENSORS["even"])
-    with pytest.raises(ValueError, match="the header of 1 tensors"):
-        writer.finish({"format": "pt"})
-    writer.close()
