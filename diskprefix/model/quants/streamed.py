@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import save
 from torch import nn
+from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.memory import one_thread
@@ -25,6 +26,7 @@ from diskprefix.native.matrix import fills_blocks
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+_KINDS = {dtype: kind for kind, dtype in str_to_torch_dtype.items()}
 _FILE_BYTES = 1 << 26
 """What is written to a file at a time."""
 _AT_ONCE = 1 << 20
@@ -96,12 +98,24 @@ class StreamedQuantising:
             self._add(plain[0], tensor)
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        self._pending[name] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        self._pending[name] = tensor.detach().contiguous()
         if sum(one.nbytes for one in self._pending.values()) >= _FILE_BYTES:
             self._write_file()
 
     def _write_file(self) -> None:
-        (self._made / f"{self._num_files:05}.safetensors").write_bytes(save(self._pending))
+        """Writes a file of safetensors. The library would first copy all that goes into it."""
+        header, at = {}, 0
+        # So each tensor is aligned: the format allows no gaps.
+        tensors = dict(sorted(self._pending.items(), key=lambda item: -item[1].element_size()))
+        for name, tensor in tensors.items():
+            offsets = [at, at := at + tensor.nbytes]
+            header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        with (self._made / f"{self._num_files:05}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         self._num_files += 1
         self._pending.clear()
 

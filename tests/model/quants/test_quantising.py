@@ -20,6 +20,7 @@ from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.load.safetensors_header import StoredTensor
 from diskprefix.model.quants import quantising
+from diskprefix.model.quants.streamed import StreamedQuantising
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
@@ -110,7 +111,7 @@ def full_disk(patch: pytest.MonkeyPatch, _: Path) -> None:
     def fill(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    patch.setattr(Path, "write_bytes", fill)
+    patch.setattr(StreamedQuantising, "_write_file", fill)
 
 
 def cut_short_meanwhile(patch: pytest.MonkeyPatch, folder: Path) -> None:
