@@ -31,3 +31,10 @@ def quantise(model: PreTrainedModel, weights: str) -> None:
         model.set_submodule(name, quantised_experts(experts, partial(quants_of, name)))
     if isinstance(model.get_output_embeddings(), QuantisedLinear):
         untie(model.config)
+
+
+def weights_of_quants(quants: Quants) -> torch.Tensor:
+    """Returns the weights, bfloat16 [rows, columns]."""
+    groups = quants.codes.view(*quants.scales.shape, -1).float() * quants.scales.unsqueeze(-1)
+    groups += 0 if quants.zeros is None else quants.zeros.unsqueeze(-1)
+    return groups.view(quants.codes.shape).bfloat16()

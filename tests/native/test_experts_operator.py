@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
 from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.products import matrix_of as matrix_in_memory
+from diskprefix.model.quants.forms import matrix_of as matrix_in_memory
 from diskprefix.model.quants.quant_form import FORMS, QuantForm, form_of
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts

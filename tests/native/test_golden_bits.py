@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from diskprefix.model.quants.products import matrix_of
+from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import form_of
 from diskprefix.native import library, scans
 from diskprefix.native.attention_operator import attention, run_of

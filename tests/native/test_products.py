@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.products import matrix_of as matrix_in_memory
+from diskprefix.model.quants.forms import matrix_of as matrix_in_memory
 from diskprefix.model.quants.quant_form import FILE_FORMS, FORMS, QuantForm, form_of
 from diskprefix.native import library
 from diskprefix.native.blocks import Gated, Norm
@@ -20,6 +20,7 @@ from diskprefix.native.dense import head_products
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import _TYPES, pack
+from tests.model.quantising_in_place import weights_of_quants
 from tests.model.quants.test_forms import quants_of
 from tests.native.variants import OF_INTEGERS, of_this_cpu
 
@@ -48,14 +49,14 @@ def product_of(
 def test_it_computes_with_the_weights_of_the_form(operators: Operators, form: QuantForm) -> None:
     quants = quants_of(form, ROWS, COLUMNS)
     found = product_of(operators, quants)(torch.eye(COLUMNS).bfloat16())
-    assert torch.equal(found.t(), quants.dequantised())
+    assert torch.equal(found.t(), weights_of_quants(quants))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_rows_are_looked_up(operators: Operators, form: QuantForm) -> None:
     quants = quants_of(form, ROWS, COLUMNS)
     ids = torch.tensor([[47, 0, 17], [17, 8, 7]])
-    assert torch.equal(rows_of(operators, matrix_with(quants), ids), quants.dequantised()[ids])
+    assert torch.equal(rows_of(operators, matrix_with(quants), ids), weights_of_quants(quants)[ids])
 
 
 @pytest.mark.parametrize("ids", [[0, ROWS], [-1]])
@@ -105,7 +106,7 @@ def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
 def test_it_is_as_near_to_the_exact_product_as_bfloat16_can_be(operators: Operators) -> None:
     quants, bias = quants_of(FORMS[0], ROWS, COLUMNS), torch.arange(float(ROWS)) / 100
     rows = torch.randn(33, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
-    exact = rows.double() @ quants.dequantised().double().t() + bias
+    exact = rows.double() @ weights_of_quants(quants).double().t() + bias
     found = product_of(operators, quants, bias)(rows)
     assert float((found.double() - exact).abs().max()) < float(exact.abs().max()) * 2**-8
 

@@ -14,12 +14,12 @@ from diskprefix.cli.tooling import json_option, plain, print_json, print_table, 
 from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue
+from diskprefix.model.load.checkpoint import checkpoint_files, weight_files
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.safetensors_header import checkpoint_files, weight_files
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line
 from diskprefix.printable import shown as text_shown

@@ -12,11 +12,16 @@ from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
+from diskprefix.model.load.checkpoint import (
+    StoredTensor,
+    read_config,
+    require_plain_weights,
+    stored_tensors,
+    text_config,
+)
 from diskprefix.model.load.gguf_file import part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.published import read_config, require_plain_weights, text_config
-from diskprefix.model.load.safetensors_header import StoredTensor, stored_tensors
 from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
 from diskprefix.printable import first_line
 from diskprefix.units import format_size, whole_size

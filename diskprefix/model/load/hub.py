@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.checkpoint import (
+    SAFETENSORS,
+    StoredTensor,
+    checkpoint_files,
+    weight_files_of,
+)
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
 from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.safetensors_header import (
-    SAFETENSORS,
-    StoredTensor,
-    checkpoint_files,
-    weight_files,
-)
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
 from diskprefix.units import format_size
@@ -227,14 +227,12 @@ def _snapshots(folder: Path) -> list[Path]:
 
 def is_model_folder(folder: Path) -> bool:
     """Returns whether a folder holds a configuration and all files of the weights."""
-    files = weight_files(folder)
     try:
-        needed = checkpoint_files(folder, files) if files else []
+        files = weight_files_of(folder)
     except ModelError:
         return False
-    if needed == files and sum(map(len, first_parts(file.name for file in files).values())) < len(files):
-        return False
-    return (folder / "config.json").is_file() and bool(needed) and all(file.is_file() for file in needed)
+    is_named = checkpoint_files(folder, files) != files
+    return is_named or sum(map(len, first_parts(file.name for file in files).values())) == len(files)
 
 
 # -- removing --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
+from diskprefix.model.load.checkpoint import StoredTensor, read_config, stored_tensors, weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import (
@@ -39,9 +40,7 @@ from diskprefix.model.load.memory import (
     explain_out_of_memory,
     use_gpu,
 )
-from diskprefix.model.load.named_model import is_embedded, name_faster, require_named, weight_files_of
-from diskprefix.model.load.published import read_config
-from diskprefix.model.load.safetensors_header import StoredTensor, stored_tensors
+from diskprefix.model.load.named_model import is_embedded, name_faster, require_named
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
@@ -53,9 +52,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
     from diskprefix.model.load.gguf import GgufModel
-    from diskprefix.model.quants.file_matrix import FileMatrix
+    from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
     from diskprefix.model.quants.file_parameters import FileParameters
-    from diskprefix.model.quants.matrix_packing import MatrixPacking
 
 log = logging.getLogger("diskprefix")
 
@@ -130,8 +128,8 @@ class BegunPacking:
     @classmethod
     def of(cls, parts: list[Path], matrices: Iterable[FileMatrix]) -> BegunPacking:
         """Raises `ModelError` without the compiled operators, `OSError`, `MemoryError`."""
-        from diskprefix.model.quants.matrix_packing import MatrixPacking
-        from diskprefix.model.quants.products import compiled
+        from diskprefix.model.quants.file_matrix import MatrixPacking
+        from diskprefix.model.quants.forms import compiled
 
         found = cls(
             stamps={part: file_stamp(part) for part in parts},
@@ -152,7 +150,7 @@ def begin_packing(settings: Settings) -> BegunPacking | None:
     with suppress(DiskPrefixError, OSError, MemoryError):
         # Nothing here imports transformers.
         from diskprefix.model.load.gguf import whole_matrices
-        from diskprefix.model.quants.matrix_packing import packed_bytes
+        from diskprefix.model.quants.file_matrix import packed_bytes
 
         if pick_device(settings.device).type == "cpu":
             matrices = whole_matrices(path)

@@ -9,10 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.checkpoint import weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.gguf_file import first_parts
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model
-from diskprefix.model.load.safetensors_header import INDEX, checkpoint_files, require_weights, shards_of
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
@@ -65,30 +65,6 @@ def _nearest(model: str, names: Iterator[str] | list[str]) -> str:
     # A path is written as the user has begun it.
     near = [by_letters[one] for one in get_close_matches(name.casefold(), by_letters, n=1)]
     return f"; the nearest is {escaped(os.path.join(folder or model[: model.find('/') + 1], near[0]))}" if near else ""
-
-
-def weight_files_of(folder: Path) -> list[Path]:
-    """Returns the safetensors of a folder. Raises `ModelError` if there are none, or not all."""
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
-    if (folder / INDEX).is_file():
-        _require_shards(folder / INDEX)
-    files = require_weights(folder, _hint(folder))
-    return [*files, *(one for one in checkpoint_files(folder, files) if one not in files)]
-
-
-def _require_shards(index: Path) -> None:
-    shards = shards_of(index)
-    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
-    if missing:
-        raise ModelError(f"{index.parent} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
-
-
-def _hint(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return "; it holds an adapter: give the folder of the merged model"
-    gguf = sorted(folder.glob("*.gguf"))
-    return f"; to serve {gguf[0].name}, give the path of that file" if gguf else ""
 
 
 def name_faster(folder: Path, files: list[Path], report: Report) -> None:

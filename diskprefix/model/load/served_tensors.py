@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
+from diskprefix.model.load.checkpoint import StoredTensor
 from diskprefix.model.load.gguf_file import within_block
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.model.load.safetensors_header import StoredTensor
 from diskprefix.model.quants.quant_form import form_of
 from diskprefix.native import COLUMNS, ROWS
 

@@ -1,4 +1,4 @@
-"""Quantised weights: how a matrix gets a form of `quant_form.py`, and is packed."""
+"""Quantised weights: how a matrix gets a form of `quant_form.py`, is packed, and is given to the compiled operators."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from diskprefix.errors import ModelError
 from diskprefix.model.quants.quant_form import FORMS, QuantForm
 from diskprefix.native import COLUMNS, ROWS
-from diskprefix.native.library import has_rows
+from diskprefix.native.library import Operators, has_rows, operators
+from diskprefix.native.matrix import Matrix, rows_of
 
 _SHRUNK = (1.0, 0.94, 0.88, 0.82)
 """The parts of a group's range that are tried for 4 bits. A smaller one cuts the outermost weights off and is finer."""
@@ -31,19 +33,6 @@ class Quants:
     def form(self) -> QuantForm:
         """The form of files that has such numbers."""
         return FORMS[1] if self.zeros is None else FORMS[0]
-
-    def dequantised(self) -> torch.Tensor:
-        """Returns the weights, bfloat16 [rows, columns]."""
-        found = torch.empty(self.codes.shape, dtype=torch.bfloat16)
-        step = max(1, _AT_ONCE // self.codes.shape[1])
-        for first in range(0, len(found), step):
-            part = slice(first, first + step)
-            scales = self.scales[part]
-            groups = self.codes[part].view(*scales.shape, -1).float() * scales.unsqueeze(-1)
-            if self.zeros is not None:
-                groups += self.zeros[part].unsqueeze(-1)
-            found[part] = groups.view(len(scales), -1)
-        return found
 
     def packed(self) -> torch.Tensor:
         """Returns its blocks, uint8 of `form.packed_shape`."""
@@ -126,3 +115,32 @@ def _divisor(scales: torch.Tensor) -> torch.Tensor:
 def _stored(numbers: torch.Tensor) -> torch.Tensor:
     """Returns them as float16 numbers. So a code times a scale is exact in float32."""
     return numbers.clamp(-_LARGEST, _LARGEST).half().float()
+
+
+def compiled() -> Operators:
+    """Returns the compiled operators. Raises `ModelError` if there are none."""
+    found = operators()
+    if found is None:
+        raise ModelError("quantised weights need the compiled operators; add --weights native")
+    return found
+
+
+def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) -> Matrix:
+    """Returns a matrix that is packed as `quant_form` describes."""
+    return Matrix(
+        packed,
+        (packed.shape[0] * ROWS, packed.shape[1] * form.unit_columns),
+        bits=form.bits,
+        group=form.group,
+        has_zeros=form.has_zeros,
+        scales=form.scales,
+        numbers=form.numbers,
+        has_table=bool(form.table),
+        bias=bias,
+    )
+
+
+def weights_of(packed: torch.Tensor, form: QuantForm) -> torch.Tensor:
+    """Returns the weights, bfloat16 [rows, columns]."""
+    matrix = matrix_of(packed, form, None)
+    return rows_of(compiled(), matrix, torch.arange(matrix.rows))

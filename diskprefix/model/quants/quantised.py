@@ -11,7 +11,8 @@ import hashlib
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,16 +24,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.file_matrix import FileMatrix
-from diskprefix.model.quants.matrix_packing import MatrixPacking
-from diskprefix.model.quants.products import Product, compiled, matrix_of, product_of, weights_of
+from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
+from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised_experts import (
     QuantisedExperts,
     QuantisedMatrices,
     may_be_quantised,
 )
-from diskprefix.native.matrix import Matrix, rows_of
+from diskprefix.native.matrix import Matrix, product, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -63,7 +63,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("packed", packed, persistent=not is_in_gguf)
         self.bias = linear.bias
         self.matrix: Matrix | None = None
-        self._product: Product | None = None
+        self._product: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def weight(self) -> torch.Tensor:
@@ -77,7 +77,7 @@ class QuantisedLinear(nn.Module):
         """Prepares the matrix for the kernel, once the weights are there. They must not change afterwards."""
         bias = None if self.bias is None else self.bias.detach()
         self.matrix = matrix_of(self.packed, self.form, bias)
-        self._product = product_of(self.matrix)
+        self._product = partial(product, compiled(), matrix=self.matrix)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._product is not None, "the model was not prepared"

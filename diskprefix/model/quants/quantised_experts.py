@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, routed
-from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.products import compiled, matrix_of, weights_of
+from diskprefix.model.quants.forms import Quants, compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.matrix import fills_blocks

@@ -1,26 +1,47 @@
-"""Quantises the weights in a folder once. What is made is kept with the converted models."""
+"""Quantises the weights in a folder once, parameter by parameter: in memory are one parameter and what it is made of.
+What is made is kept with the models."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+from transformers.modeling_utils import str_to_torch_dtype
+
 from diskprefix.errors import ModelError
+from diskprefix.model.load.checkpoint import SAFETENSORS, read_config, require_plain_weights, stored_tensors
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, enough_to_make, needs_of_checkpoint
 from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.made_once import build_once, require_disk
-from diskprefix.model.load.published import read_config, require_plain_weights
-from diskprefix.model.load.safetensors_header import SAFETENSORS, stored_tensors
+from diskprefix.model.load.memory import one_thread
 from diskprefix.model.load.served_tensors import QUANTISED
-from diskprefix.model.quants.streamed import StreamedQuantising
+from diskprefix.model.quants.forms import quantised
+from diskprefix.model.quants.parameter_stream import Source, load_parameters
+from diskprefix.model.quants.quant_form import QuantForm
+from diskprefix.model.quants.quantised import bits_for, quantisable, quantisable_experts, write_forms
+from diskprefix.model.quants.quantised_experts import quantised_experts
+from diskprefix.native import ROWS
 from diskprefix.native.library import has_rows
+from diskprefix.native.matrix import fills_blocks
 from diskprefix.progress import Report, progress_bar
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from diskprefix.model.load.kinds import ModelKind
+
+_KINDS = {dtype: kind for kind, dtype in str_to_torch_dtype.items()}
+_FILE_BYTES = 1 << 26
+"""What is written to a file at a time."""
+_AT_ONCE = 1 << 20
+"""Weights that a thread quantises at a time, so that the work does not take several times the memory of the matrix."""
 
 
 def weight_files_in(
@@ -74,3 +95,120 @@ def _quantise(
         streamed.run(*kind.model_class(config))
     if [file_stamp(file) for file in files] != before:
         raise ModelError(f"the weights in {folder} were changed while they were read; start again")
+
+
+class StreamedQuantising:
+    """The quantising of a checkpoint to the form `weights`, into the folder `made`. `sources` has its tensors by their
+    names there. `advance` takes the elements done."""
+
+    def __init__(self, sources: Mapping[str, Source], weights: str, made: Path, advance: Callable[[int], None]) -> None:
+        self._sources, self._weights, self._made, self._advance = sources, weights, made, advance
+        self._num_threads = torch.get_num_threads()
+        self._done = 0
+        self._linears: set[str] = set()
+        self._mixtures: set[str] = set()
+        self._held: dict[str, torch.Tensor] = {}
+        """Parameters of the experts of a layer, until all are there."""
+        self._taken: set[str] = set()
+        self._forms: dict[str, str] = {}
+        self._pending: dict[str, torch.Tensor] = {}
+        """What goes into the next file."""
+        self._num_files = 0
+
+    def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+        """Quantises. Raises `ModelError` if the checkpoint lacks tensors, or nothing in it can be quantised, `OSError`
+        if the disk is full."""
+        with torch.no_grad(), one_thread():
+            model = load_parameters(model_class, config, self._sources, self._take, "the weights")
+        if not self._forms:
+            raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
+        for name, tensor in model.state_dict().items():
+            # What the model has and no file.
+            if tensor.device.type != "meta":
+                self._add(name, tensor)
+        self._write_file()
+        write_forms(self._made, self._forms)
+
+    def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Adds a parameter, quantised where it can be. Returns a tensor of its shape on torch's meta device."""
+        if not self._taken:
+            self._linears = {f"{name}.weight" for name, _ in quantisable(model)}
+            self._mixtures = {name for name, _ in quantisable_experts(model)}
+        self._taken.add(name)
+        owner, _, part = name.rpartition(".")
+        if owner in self._mixtures:
+            self._hold(model, owner, part, tensor)
+        else:
+            self._add_parameter(model, name, tensor)
+        self._done += tensor.numel()
+        self._advance(self._done)
+        return torch.empty_like(tensor, device="meta")
+
+    def _add_parameter(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+        """Adds a parameter for all that share it, but for those that have their own in the checkpoint."""
+        tied: Mapping[str, str] = model.all_tied_weights_keys
+        source, plain = tied.get(name, name), []
+        for user in (source, *(target for target, of in tied.items() if of == source)):
+            linear = user.removesuffix(".weight")
+            if user != name and user in self._taken:
+                continue
+            if user not in self._linears or not fills_blocks(tensor):
+                plain.append(user)
+            else:
+                packed, form = pack_in_pieces(tensor, bits_for(model, linear, self._weights), self._num_threads)
+                self._add(f"{linear}.packed", packed)
+                self._forms[linear] = str(form)
+        if plain:
+            self._add(plain[0], tensor)
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        self._pending[name] = tensor.detach().contiguous()
+        if sum(one.nbytes for one in self._pending.values()) >= _FILE_BYTES:
+            self._write_file()
+
+    def _write_file(self) -> None:
+        """Writes a file of safetensors. The library would first copy all that goes into it."""
+        header, at = {}, 0
+        # So each tensor is aligned: the format allows no gaps.
+        tensors = dict(sorted(self._pending.items(), key=lambda item: -item[1].element_size()))
+        for name, tensor in tensors.items():
+            offsets = [at, at := at + tensor.nbytes]
+            header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        text = json.dumps(header).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        with (self._made / f"{self._num_files:05}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self._num_files += 1
+        self._pending.clear()
+
+    def _hold(self, model: PreTrainedModel, name: str, part: str, tensor: torch.Tensor) -> None:
+        """Holds a parameter of the experts of a layer until all are there, then adds them quantised."""
+        self._held[part] = tensor
+        experts = model.get_submodule(name)
+        if len(self._held) < len(experts._parameters):
+            return
+        empty = dict(experts._parameters)
+        experts._parameters.update({part: nn.Parameter(one, False) for part, one in self._held.items()})
+        bits = bits_for(model, name, self._weights)
+        made = quantised_experts(experts, partial(quantised, bits=bits))
+        for one, packed in made.state_dict().items():
+            self._add(f"{name}.{one}", packed)
+        self._forms |= {f"{name}.{one}": str(matrices.form) for one, matrices in made.parts().items()}
+        experts._parameters.update(empty)
+        self._held.clear()
+
+
+def pack_in_pieces(weight: torch.Tensor, bits: int, num_threads: int) -> tuple[torch.Tensor, QuantForm]:
+    """Returns a matrix of floating-point numbers quantised and packed, and its form."""
+
+    def piece(part: torch.Tensor) -> tuple[torch.Tensor, QuantForm]:
+        with torch.no_grad():
+            quants = quantised(part, bits)
+            return quants.packed(), quants.form
+
+    parts = torch.split(weight, max(ROWS, _AT_ONCE // weight.shape[1] // ROWS * ROWS))
+    with ThreadPoolExecutor(num_threads) as threads:
+        pieces = list(threads.map(piece, parts))
+    return torch.cat([packed for packed, _ in pieces]), pieces[0][1]

@@ -18,6 +18,7 @@ from diskprefix.kv.arena import bytes_for, tokens_within
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import fit
 from diskprefix.model.load.alternatives import other_forms, require_fit
+from diskprefix.model.load.checkpoint import StoredTensor, require_plain_weights, tensors_in
 from diskprefix.model.load.fit import (
     ROOM_BYTES,
     ModelNeeds,
@@ -29,8 +30,6 @@ from diskprefix.model.load.fit import (
     state_of,
 )
 from diskprefix.model.load.hub import listing_of
-from diskprefix.model.load.published import require_plain_weights
-from diskprefix.model.load.safetensors_header import StoredTensor, tensors_in
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny

@@ -17,10 +17,11 @@ from transformers import LlamaForCausalLM
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader, tokenizer
+from diskprefix.model.load.checkpoint import weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.loader import LoadedModel, load_model, load_tokenizer
-from diskprefix.model.load.named_model import name_faster, require_named, weight_files_of
+from diskprefix.model.load.named_model import name_faster, require_named
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.model.hub import fake_hub

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.checkpoint import StoredTensor, stored_tensors
 from diskprefix.model.load.memory import LINE_BYTES, available_bytes, available_ram_bytes, large_pages, trim_heap
-from diskprefix.model.load.safetensors_header import StoredTensor, stored_tensors
 from tests import forked
 from tests.model import tiny
 from tests.model.load.test_loader import load

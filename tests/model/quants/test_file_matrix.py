@@ -24,10 +24,8 @@ from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.loader import BegunPacking, begin_packing, load_model
 from diskprefix.model.quants import file_matrix as module
-from diskprefix.model.quants import matrix_packing
-from diskprefix.model.quants.file_matrix import FileMatrix
-from diskprefix.model.quants.matrix_packing import MatrixPacking
-from diskprefix.model.quants.products import weights_of as weights_of_packed
+from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
+from diskprefix.model.quants.forms import weights_of as weights_of_packed
 from diskprefix.model.quants.quant_form import form_of
 from diskprefix.native.library import Operators, operators
 from diskprefix.settings import Settings
@@ -151,7 +149,7 @@ def packed_alone(compiled: Operators, matrix: FileMatrix) -> torch.Tensor:
 def test_all_that_is_wanted_is_packed_as_alone(
     num_helpers: int, file: Path, compiled: Operators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix_packing, "_num_helpers", lambda: num_helpers)
+    monkeypatch.setattr(module, "_num_helpers", lambda: num_helpers)
     wanted = GgufModel.read(file, print).parameters("auto", torch.bfloat16).matrices.values()
     assert {matrix.order is None for matrix in wanted} == {True, False}
     packing = MatrixPacking(compiled)
@@ -173,7 +171,7 @@ def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.Monk
         own(self)
 
     monkeypatch.setattr(Thread, "start", start)
-    monkeypatch.setattr(matrix_packing, "_num_helpers", lambda: 3)
+    monkeypatch.setattr(module, "_num_helpers", lambda: 3)
     begun = begin_packing(Settings(model=str(file)))
     with pytest.raises(SettingsError):
         load_model(Settings(model=str(file), weights="int4", dtype="float32"), print, begun=begun)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diskprefix.model.quants.forms import Quants, quantised
-from diskprefix.model.quants.products import weights_of
+from diskprefix.model.quants.forms import Quants, quantised, weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, FORMS, QuantForm
-from diskprefix.model.quants.streamed import pack_in_pieces
+from diskprefix.model.quants.quantising import pack_in_pieces
 from diskprefix.native.matrix import fills_blocks
+from tests.model.quantising_in_place import weights_of_quants
 
 
 def quants_of(form: QuantForm, rows: int = 48, columns: int = 96, seed: int = 0) -> Quants:
@@ -26,7 +26,7 @@ def test_what_is_packed_has_the_weights_that_were_quantised(form: QuantForm) -> 
     packed = quants.packed()
     assert quants.form == form
     assert packed.shape == form.packed_shape(48, 96)
-    assert torch.equal(weights_of(packed, form), quants.dequantised())
+    assert torch.equal(weights_of(packed, form), weights_of_quants(quants))
 
 
 def test_a_text_describes_each_form() -> None:
@@ -42,7 +42,7 @@ def test_four_bits_are_nearer_than_equal_steps_from_the_least_to_the_largest() -
     groups = weight.view(64, 8, 32)
     low, high = groups.aminmax(dim=-1, keepdim=True)
     plain = ((groups - low) / (high - low) * 15).round() / 15 * (high - low) + low
-    found = quantised(weight, 4).dequantised().float() - weight
+    found = weights_of_quants(quantised(weight, 4)).float() - weight
     assert found.square().sum() < 0.93 * (plain - groups).square().sum()
 
 
@@ -52,7 +52,7 @@ def test_weights_of_any_size_stay_what_they_are_relative_to_the_largest(bits: in
     weight = torch.linspace(-1, 1, 16 * 64).view(16, 64) * scale
     # A group of equal weights.
     weight[0, :32] = 0.75 * scale
-    found = quantised(weight, bits).dequantised().float()
+    found = weights_of_quants(quantised(weight, bits)).float()
     assert torch.isfinite(found).all()
     assert float((found - weight).abs().max()) <= scale * (0.01 if bits == 8 else 0.06)
 
@@ -61,7 +61,7 @@ def test_pieces_of_a_matrix_get_the_form_that_all_its_rows_have(monkeypatch: pyt
     weight = torch.randn(64, 64)
     # Scales of these rows are not float16 numbers.
     weight[40] *= 1e-8
-    monkeypatch.setattr("diskprefix.model.quants.streamed._AT_ONCE", 16 * 64)
+    monkeypatch.setattr("diskprefix.model.quants.quantising._AT_ONCE", 16 * 64)
     packed, form = pack_in_pieces(weight, 4, 2)
     whole = quantised(weight, 4)
     assert form == whole.form

@@ -13,13 +13,13 @@ from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load import loader
+from diskprefix.model.load.checkpoint import tensors_in
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.load.safetensors_header import tensors_in
 from diskprefix.model.quants.parameter_stream import load_parameters
 from diskprefix.model.quants.quantised import QuantisedLinear, describe, prepare, read_forms
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
-from diskprefix.model.quants.streamed import StreamedQuantising
+from diskprefix.model.quants.quantising import StreamedQuantising
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.settings import Settings

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
+from diskprefix.model.load.checkpoint import StoredTensor
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.load.safetensors_header import StoredTensor
 from diskprefix.model.quants import quantising
-from diskprefix.model.quants.streamed import StreamedQuantising
+from diskprefix.model.quants.quantising import StreamedQuantising
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny

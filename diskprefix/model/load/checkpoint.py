@@ -1,8 +1,10 @@
-"""The tensors of safetensors files, read one by one. Every offset in a header is compared with the size of the file."""
+"""A checkpoint in a folder: its `config.json`, which files belong to it, and its tensors, which are read one by one.
+Every offset in a header is compared with the size of the file."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +21,10 @@ SAFETENSORS, INDEX = "*.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 10**8
 """safetensors refuses longer headers."""
 _BITS = {"F4": 4, "BOOL": 8, "C64": 64}
+_QUANTS_IN_NAME = re.compile(
+    r"-(awq|gptq|fp8|int[48]|w\d+a\d+|4bit|8bit|mxfp4|nvfp4|bnb|quantized\.\w+)\b.*", re.IGNORECASE
+)
+"""The end of the name of a checkpoint in quants."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,26 @@ def weight_files(folder: Path) -> list[Path]:
     return read if any(file.match("model*.safetensors") for file in read) else files
 
 
-def require_weights(folder: Path, hint: str = "") -> list[Path]:
-    """Returns the safetensors of a folder. Raises `ModelError` if there are none; `hint` ends its message."""
-    if files := weight_files(folder):
-        return files
-    if any(folder.glob("pytorch_model*.bin")):
-        hint = "; pickled weights are not read: convert them to safetensors (`save_pretrained` of transformers does)"
-    raise ModelError(f"{folder} holds no weights: there is no {SAFETENSORS}{hint}")
+def weight_files_of(folder: Path) -> list[Path]:
+    """Returns the safetensors of a folder. Raises `ModelError` if there are none, or not all."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
+    index, files = folder / INDEX, weight_files(folder)
+    shards = shards_of(index) if index.is_file() else []
+    if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+        raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
+    if files:
+        return [*files, *(one for one in checkpoint_files(folder, files) if one not in files)]
+    is_pickled = any(folder.glob("pytorch_model*.bin"))
+    hint = "; pickled weights are not read: convert them to safetensors (`save_pretrained` of transformers does)"
+    raise ModelError(f"{folder} holds no weights: there is no {SAFETENSORS}{hint if is_pickled else _hint(folder)}")
+
+
+def _hint(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "; it holds an adapter: give the folder of the merged model"
+    gguf = sorted(folder.glob("*.gguf"))
+    return f"; to serve {gguf[0].name}, give the path of that file" if gguf else ""
 
 
 def checkpoint_files(folder: Path, files: Sequence[Path]) -> list[Path]:
@@ -125,3 +144,39 @@ def _num_bytes(kind: str, shape: Sequence[int]) -> int:
     digits = "".join(letter for letter in kind.partition("_")[0] if letter.isdigit())
     bits = _BITS.get(kind) or int(digits)
     return prod(shape) * bits // 8
+
+
+# -- the configuration -----------------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the configuration in a folder. Raises `ModelError` if it cannot be read."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
+    return found
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the part of a configuration that is about text."""
+    thinker = config.get("thinker_config")
+    found = config.get("text_config") or (thinker.get("text_config") if isinstance(thinker, dict) else None)
+    return found if isinstance(found, dict) else config
+
+
+def require_plain_weights(name: str, config: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for a checkpoint that was published quantised, and names the `.gguf` file to take instead.
+    `config` is its `config.json`, `name` its name on the hub or its folder."""
+    found = config.get("quantization_config") or text_config(config).get("quantization_config")
+    if not found:
+        return
+    method = str(found.get("quant_method") or "an unknown method") if isinstance(found, dict) else "an unknown method"
+    owner, _, model = name.rpartition("/")
+    file = f"{owner if owner and '/' not in owner else 'ORG'}/{_QUANTS_IN_NAME.sub('', model)}-GGUF"
+    raise ModelError(
+        f"{name}: weights quantised with {method} are not served; take a .gguf file of the model, such as that of "
+        f"`diskprefix pull {file}`"
+    )
