@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from transformers import PreTrainedModel
 
+from diskprefix.model.exact.mixtures import matrices_of
 from diskprefix.model.quants.forms import Quants, quantised
 from diskprefix.model.quants.quantised import QuantisedLinear, bits_for, quantisable, quantisable_experts, untie
-from diskprefix.model.quants.quantised_experts import quantised_experts
+from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.matrix import fills_blocks
 
 
@@ -28,7 +27,12 @@ def quantise(model: PreTrainedModel, weights: str) -> None:
             module.packed = quants.packed()
             model.set_submodule(name, module)
     for name, experts in list(quantisable_experts(model)):
-        model.set_submodule(name, quantised_experts(experts, partial(quants_of, name)))
+        parts = {part: weight for part, (weight, _) in matrices_of(experts).items()}
+        of_parts = {part: quants_of(name, weight.reshape(-1, weight.shape[2])) for part, weight in parts.items()}
+        made = QuantisedExperts(experts, {part: one.form for part, one in of_parts.items()})
+        for part, matrices in made.parts().items():
+            matrices.packed = of_parts[part].packed().view(matrices.packed.shape)
+        model.set_submodule(name, made)
     if isinstance(model.get_output_embeddings(), QuantisedLinear):
         untie(model.config)
 

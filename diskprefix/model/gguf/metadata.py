@@ -9,37 +9,16 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 
-_DESCRIPTIVE = frozenset(
-    {
-        "context_length",
-        "vocab_size",
-        "tensor_data_layout",
-        "pooling_type",
-        # Tensors of further tokens are left out.
-        "nextn_predict_layers",
-        # Checked before.
-        "attention.causal",
-        # Its part of a head is checked with the model itself.
-        "rope.dimension_count_swa",
-        # A model with other values has tensors of other names or shapes, which are refused.
-        "use_parallel_residual",
-        "feed_forward_length",
-        "expert_count",
-        "expert_feed_forward_length",
-        "expert_shared_count",
-        "expert_shared_feed_forward_length",
-        "leading_dense_block_count",
-        "attention.q_lora_rank",
-        "attention.kv_lora_rank",
-        "shortconv.l_cache",
-        "ssm.conv_kernel",
-        "ssm.inner_size",
-        "ssm.state_size",
-        "ssm.time_step_rank",
-        "ssm.group_count",
-    }
-)
-"""Keys of numbers and strings that change no number, or that something else checks."""
+_HARMLESS = """
+    context_length vocab_size tensor_data_layout pooling_type nextn_predict_layers attention.causal
+    rope.dimension_count_swa use_parallel_residual feed_forward_length expert_count expert_feed_forward_length
+    expert_shared_count expert_shared_feed_forward_length leading_dense_block_count attention.q_lora_rank
+    attention.kv_lora_rank shortconv.l_cache ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank
+    ssm.group_count
+"""
+"""Keys of numbers and strings that change no number, or that something else checks: a model with other sizes has
+tensors of other names or shapes, which are refused."""
+_DESCRIPTIVE = frozenset(_HARMLESS.split())
 # All sections have the same position in text.
 _DESCRIPTIVE_LISTS = frozenset({"classifier.output_labels", "rope.dimension_sections"})
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {

@@ -14,27 +14,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_ENVIRONMENT = (
-    # oneDNN, MKL, cuBLAS and cuDNN: lower precision for float32, or other kernels.
-    "CUBLAS_WORKSPACE_CONFIG",
-    "DNNL_CPU_ISA_HINTS",
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_CPU_ISA_HINTS",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "ONEDNN_MAX_CPU_ISA",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-    # The number of threads may change from one kernel to the next, whatever it is set to.
-    "KMP_DYNAMIC",
-    "MKL_DYNAMIC",
-    "OMP_DYNAMIC",
-    "OMP_THREAD_LIMIT",
-)
-"""Variables that change numbers behind torch's back: its own settings do not show them. ATEN_CPU_CAPABILITY is not
-among them, as `cpu_kind` names what it selects."""
+_ENVIRONMENT = """
+    CUBLAS_WORKSPACE_CONFIG DNNL_CPU_ISA_HINTS DNNL_DEFAULT_FPMATH_MODE DNNL_MAX_CPU_ISA MKL_CBWR
+    MKL_ENABLE_INSTRUCTIONS NVIDIA_TF32_OVERRIDE ONEDNN_CPU_ISA_HINTS ONEDNN_DEFAULT_FPMATH_MODE ONEDNN_MAX_CPU_ISA
+    TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
+    KMP_DYNAMIC MKL_DYNAMIC OMP_DYNAMIC OMP_THREAD_LIMIT
+"""
+"""Variables that change numbers behind torch's back: lower precision for float32, other kernels, and a number of
+threads that changes from one kernel to the next. ATEN_CPU_CAPABILITY is not among them, as `cpu_kind` names what it
+selects."""
 
 _KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy torchao xformers"
 """The modules whose kernels transformers uses where they are installed."""
@@ -42,7 +30,7 @@ _KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy 
 
 def environment() -> dict[str, str]:
     """Returns the environment variables that change numbers, as far as they are set and not empty."""
-    return {name: os.environ[name].strip() for name in _ENVIRONMENT if os.environ.get(name, "").strip()}
+    return {name: os.environ[name].strip() for name in _ENVIRONMENT.split() if os.environ.get(name, "").strip()}
 
 
 @cache

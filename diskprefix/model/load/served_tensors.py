@@ -4,8 +4,8 @@ here needs torch."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from math import prod
 from typing import TYPE_CHECKING
 
 from diskprefix.model.load.checkpoint import StoredTensor
@@ -53,27 +53,18 @@ def _floating(dtype_bytes: int) -> str:
     return "bfloat16" if dtype_bytes == 2 else "float32"
 
 
-def quants_of_gguf(tensors: Sequence[FileTensor], architecture: Architecture) -> dict[str, str]:
-    """Returns the types of the tensors of a `.gguf` file whose quants are computed with as they are, by name. All
-    others become floating point."""
-    changed = {*architecture.changed, _EXPANSION}
-    return {
-        tensor.name: tensor.kind
-        for tensor in tensors
-        if form_of(tensor.kind) and _fills_blocks(tensor.shape) and within_block(tensor.name) not in changed
-    }
-
-
 def of_gguf(
     tensors: Sequence[FileTensor], weights: str, dtype_bytes: int, architecture: Architecture
 ) -> dict[str, int]:
-    """Returns the bytes of a `.gguf` file's tensors in memory by form."""
-    quants, served = {} if weights == "native" else quants_of_gguf(tensors, architecture), dict[str, int]()
+    """Returns the bytes of a `.gguf` file's tensors in memory by form. Those whose quants cannot be computed with as
+    they are become floating point."""
+    changed, served = {*architecture.changed, _EXPANSION}, Counter[str]()
     for tensor in tensors:
-        kind = quants.get(tensor.name)
-        num_bytes = tensor.num_elements * dtype_bytes if kind is None else _quant_bytes(tensor.num_elements, kind)
-        form = kind or _floating(dtype_bytes)
-        served[form] = served.get(form, 0) + num_bytes
+        has_form = form_of(tensor.kind) and _fills_blocks(tensor.shape) and within_block(tensor.name) not in changed
+        if has_form and weights != "native":
+            served[tensor.kind] += _quant_bytes(tensor.num_elements, tensor.kind)
+        else:
+            served[_floating(dtype_bytes)] += tensor.num_elements * dtype_bytes
     return served
 
 
@@ -81,26 +72,22 @@ def of_checkpoint(tensors: Sequence[StoredTensor], weights: str, dtype_bytes: in
     """Returns the bytes of the tensors of safetensors in memory by form, and the memory of quantising them, which is
     done one by one."""
     has_head = any(_LOGITS.search(tensor.name) for tensor in tensors)
-    served, working = dict[str, int](), dict[str, int]()
-
-    def serve(form: str, num_bytes: int) -> None:
-        served[form] = served.get(form, 0) + num_bytes
-
+    served, working = Counter[str](), Counter[str]()
     for tensor in tensors:
-        is_head = bool(_LOGITS.search(tensor.name))
-        is_matrix = _fills_blocks(tensor.shape) and bool(_FLOATING.match(tensor.kind))
+        is_head, is_floating = bool(_LOGITS.search(tensor.name)), bool(_FLOATING.match(tensor.kind))
         is_linear = is_head or (_LINEAR.search(tensor.name) and not _NOT_LINEAR.search(tensor.name))
-        if weights in QUANTISED and is_matrix and is_linear:
+        is_matrix = weights in QUANTISED and is_floating and _fills_blocks(tensor.shape)
+        if is_matrix and is_linear:
             kind = _HEAD if is_head else QUANTISED[weights]
-            serve(kind, _quant_bytes(tensor.num_elements, kind))
-        elif _FLOATING.match(tensor.kind):
-            serve(_floating(dtype_bytes), tensor.num_elements * dtype_bytes)
+            served[kind] += _quant_bytes(tensor.num_elements, kind)
+        elif is_floating:
+            served[_floating(dtype_bytes)] += tensor.num_elements * dtype_bytes
         else:
-            serve(tensor.kind, tensor.num_bytes)
-        if weights in QUANTISED and is_matrix and not has_head and _EMBEDDINGS.search(tensor.name):
+            served[tensor.kind] += tensor.num_bytes
+        if is_matrix and not has_head and _EMBEDDINGS.search(tensor.name):
             # The logits get a matrix of their own.
-            serve(_HEAD, _quant_bytes(tensor.num_elements, _HEAD))
+            served[_HEAD] += _quant_bytes(tensor.num_elements, _HEAD)
         step = _EXPERT.sub(".experts", tensor.name)
         each = _QUANTISING_EXPERTS_BYTES if ".experts" in step else _QUANTISING_BYTES
-        working[step] = working.get(step, 0) + int(prod(tensor.shape) * each)
+        working[step] += int(tensor.num_elements * each)
     return served, max(working.values(), default=0)

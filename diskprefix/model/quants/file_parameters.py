@@ -20,7 +20,8 @@ from diskprefix.model.exact.mixtures import matrices_of, named_halves
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.quants.file_matrix import FileMatrix
-from diskprefix.model.quants.quantised import is_expansion, is_plain_embedding, quantisable_experts
+from diskprefix.model.quants.quantised import in_decoder, is_plain_embedding
+from diskprefix.model.quants.quantised_experts import may_be_quantised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,10 +51,13 @@ class FileParameters:
         tied = dict(model.all_tied_weights_keys)
         parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
         parts = architecture.parts_of(parameters, {tensor.name: tensor for tensor in tensors})
-        self._taking = set() if weights == "native" else set(_names_of_taking(model))
+        self._taking: set[str] = set()
         """Parameters of modules that take quants."""
-        for owner, experts in quantisable_experts(model) if weights != "native" else ():
-            self._keep_experts(owner, experts, parameters, parts)
+        for module_name, module in in_decoder(model) if weights != "native" else ():
+            if type(module) is nn.Linear or is_plain_embedding(module):
+                self._taking.add(f"{module_name}.weight")
+            elif may_be_quantised(module):
+                self._keep_experts(module_name, module, parameters, parts)
         for name, part in parts.items():
             users = [name, *(target for target, source in tied.items() if source == name)]
             self._add(users, parameters[name], part)
@@ -144,17 +148,6 @@ class FileParameters:
     def _dtype_of(self, name: str) -> torch.dtype:
         is_float32 = any(part in name for part in self._model._keep_in_fp32_modules_strict or ())
         return torch.float32 if is_float32 else self._dtype
-
-
-def _names_of_taking(model: PreTrainedModel) -> list[str]:
-    """Returns the names of the matrices in modules of a decoder that may have quants."""
-    inside = {id(module) for module in model.get_decoder().modules()} | {id(model.get_output_embeddings())}
-    return [
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if id(module) in inside
-        and (is_plain_embedding(module) or (type(module) is nn.Linear and not is_expansion(name)))
-    ]
 
 
 def _dequantised(matrix: FileMatrix, shape: Sequence[int], experts: Any) -> torch.Tensor:

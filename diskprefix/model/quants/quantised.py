@@ -117,32 +117,26 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and hasattr(module, _SCALE))
 
 
+def in_decoder(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of the decoder with their names, and the one that gives the logits. Without the matrix of
+    latent attention that is multiplied from both sides (`model.exact.latent`): it is small."""
+    inside = {id(module) for module in model.get_decoder().modules()} | {id(model.get_output_embeddings())}
+    for name, module in model.named_modules():
+        if id(module) in inside and not name.endswith("kv_b_proj"):
+            yield name, module
+
+
 def quantisable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """Yields the matrices that may be quantised, with their names, whether they fill blocks or not."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = {id(module) for module in decoder.modules()} | {id(head)}
-    recurrent = [name for name, module in model.named_modules() if name and _is_recurrent(module)]
-    for name, module in model.named_modules():
-        if type(module) is not nn.Linear or id(module) not in inside:
-            continue
-        if name.split(".")[-1] in _ROUTERS or is_expansion(name):
-            continue
-        if not any(name.startswith(f"{outer}.") for outer in recurrent):
+    recurrent = tuple(f"{name}." for name, module in model.named_modules() if name and _is_recurrent(module))
+    for name, module in in_decoder(model):
+        if type(module) is nn.Linear and name.split(".")[-1] not in _ROUTERS and not name.startswith(recurrent):
             yield name, module
 
 
 def quantisable_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yields the experts of mixtures that may be quantised, with the names of their modules."""
-    inside = {id(module) for module in model.get_decoder().modules()}
-    for name, module in model.named_modules():
-        if id(module) in inside and may_be_quantised(module):
-            yield name, module
-
-
-def is_expansion(name: str) -> bool:
-    """Returns whether a module has the matrix of latent attention that is multiplied from both sides
-    (`model.exact.latent`). It is small."""
-    return name.endswith("kv_b_proj")
+    return ((name, module) for name, module in in_decoder(model) if may_be_quantised(module))
 
 
 def _is_recurrent(module: nn.Module) -> bool:

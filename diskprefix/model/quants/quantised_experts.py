@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, routed
-from diskprefix.model.quants.forms import Quants, compiled, matrix_of, weights_of
+from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.matrix import fills_blocks
@@ -89,15 +89,3 @@ def may_be_quantised(experts: Any) -> bool:
     return (
         all(fills_blocks(weight[0]) for weight, _ in matrices_of(experts).values()) and curves_of(experts) is not None
     )
-
-
-def quantised_experts(experts: nn.Module, quantise: Callable[[torch.Tensor], Quants]) -> QuantisedExperts:
-    """Returns the replacement. `quantise` gets the matrices of all experts as one, below each other."""
-    made: dict[str, tuple[QuantForm, torch.Tensor]] = {}
-    for part, (weight, _) in matrices_of(experts).items():
-        quants = quantise(weight.reshape(-1, weight.shape[2]))
-        made[part] = quants.form, quants.packed()
-    found = QuantisedExperts(experts, {part: form for part, (form, _) in made.items()})
-    for name, part_of_it in found.parts().items():
-        part_of_it.packed = made[name][1].view(part_of_it.packed.shape)
-    return found

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from torch import nn
 from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
+from diskprefix.model.exact.mixtures import matrices_of
 from diskprefix.model.load.checkpoint import SAFETENSORS, read_config, require_plain_weights, stored_tensors
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, enough_to_make, needs_of_checkpoint
@@ -26,7 +26,6 @@ from diskprefix.model.quants.forms import quantised
 from diskprefix.model.quants.parameter_stream import Source, load_parameters
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised import bits_for, quantisable, quantisable_experts, write_forms
-from diskprefix.model.quants.quantised_experts import quantised_experts
 from diskprefix.native import ROWS
 from diskprefix.native.library import has_rows
 from diskprefix.native.matrix import fills_blocks
@@ -191,11 +190,14 @@ class StreamedQuantising:
             return
         empty = dict(experts._parameters)
         experts._parameters.update({part: nn.Parameter(one, False) for part, one in self._held.items()})
-        bits = bits_for(model, name, self._weights)
-        made = quantised_experts(experts, partial(quantised, bits=bits))
-        for one, packed in made.state_dict().items():
-            self._add(f"{name}.{one}", packed)
-        self._forms |= {f"{name}.{one}": str(matrices.form) for one, matrices in made.parts().items()}
+        for one, (weight, bias) in matrices_of(experts).items():
+            # The matrices of all experts as one, below each other.
+            quants = quantised(weight.reshape(-1, weight.shape[2]), bits_for(model, name, self._weights))
+            packed = quants.packed()
+            self._add(f"{name}.{one}.packed", packed.view(len(weight), -1, *packed.shape[1:]))
+            self._forms[f"{name}.{one}"] = str(quants.form)
+            if bias is not None:
+                self._add(f"{name}.{one}.bias", bias)
         experts._parameters.update(empty)
         self._held.clear()
 

@@ -18,6 +18,7 @@ from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants import file_parameters
+from diskprefix.model.quants.quantised import in_decoder
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
@@ -73,9 +74,9 @@ def test_which_matrices_keep_their_quants_is_part_of_the_identity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
-    own, found = file_parameters._names_of_taking, set()
-    for left_out in (0, 2):
-        monkeypatch.setattr(file_parameters, "_names_of_taking", lambda model, n=left_out: own(model)[n:])
+    own, found = in_decoder, set()
+    for count in (0, 20):
+        monkeypatch.setattr(file_parameters, "in_decoder", lambda model, count=count: [*own(model)][count:])
         found.add(Fingerprint.of((one := read_file(file, "auto")).model, one.weights_digest).quantisation)
     assert len(found) == (2 if operators() else 1)
 
