@@ -7,9 +7,17 @@ from transformers import PreTrainedModel
 
 from diskprefix.model.exact.mixtures import matrices_of
 from diskprefix.model.quants.forms import Quants, quantised
+from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.model.quants.quantised import QuantisedLinear, bits_for, quantisable, quantisable_experts, untie
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.matrix import fills_blocks
+
+FORMS = (FILE_FORMS["Q4_1"], FILE_FORMS["Q8_0"])
+"""Those of matrices that are quantised here."""
+
+
+def form_in(quants: Quants) -> QuantForm:
+    return FILE_FORMS[quants.kind]
 
 
 def quantise(model: PreTrainedModel, weights: str) -> None:
@@ -23,13 +31,13 @@ def quantise(model: PreTrainedModel, weights: str) -> None:
     for name, linear in list(quantisable(model)):
         if fills_blocks(linear.weight):
             quants = quants_of(name, linear.weight.detach())
-            module = QuantisedLinear(model.get_submodule(name), quants.form)
+            module = QuantisedLinear(model.get_submodule(name), form_in(quants))
             module.packed = quants.packed()
             model.set_submodule(name, module)
     for name, experts in list(quantisable_experts(model)):
         parts = {part: weight for part, (weight, _) in matrices_of(experts).items()}
         of_parts = {part: quants_of(name, weight.reshape(-1, weight.shape[2])) for part, weight in parts.items()}
-        made = QuantisedExperts(experts, {part: one.form for part, one in of_parts.items()})
+        made = QuantisedExperts(experts, {part: form_in(one) for part, one in of_parts.items()})
         for part, matrices in made.parts().items():
             matrices.packed = of_parts[part].packed().view(matrices.packed.shape)
         model.set_submodule(name, made)

@@ -12,12 +12,13 @@ from torch.nn import functional
 from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
 from diskprefix.model.quants.forms import Quants
 from diskprefix.model.quants.forms import matrix_of as matrix_in_memory
-from diskprefix.model.quants.quant_form import FORMS, QuantForm, form_of
+from diskprefix.model.quants.quant_form import QuantForm, form_of
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product
 from diskprefix.native.packing import pack
+from tests.model.quantising_in_place import FORMS
 from tests.model.quants.test_forms import quants_of
 from tests.native.test_products import ONE_OF_EACH_FORM, content_of, matrix_with
 

@@ -13,14 +13,14 @@ from torch.nn import functional
 
 from diskprefix.model.quants.forms import Quants
 from diskprefix.model.quants.forms import matrix_of as matrix_in_memory
-from diskprefix.model.quants.quant_form import FILE_FORMS, FORMS, QuantForm, form_of
+from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm, form_of
 from diskprefix.native import library
 from diskprefix.native.blocks import Gated, Norm
 from diskprefix.native.dense import head_products
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import _TYPES, pack
-from tests.model.quantising_in_place import weights_of_quants
+from tests.model.quantising_in_place import FORMS, form_in, weights_of_quants
 from tests.model.quants.test_forms import quants_of
 from tests.native.variants import OF_INTEGERS, of_this_cpu
 
@@ -35,7 +35,7 @@ def matrix_of(rows: int, columns: int, bits: int) -> Matrix:
 
 
 def matrix_with(quants: Quants, bias: torch.Tensor | None = None) -> Matrix:
-    return matrix_in_memory(quants.packed(), quants.form, bias)
+    return matrix_in_memory(quants.packed(), form_in(quants), bias)
 
 
 def product_of(

@@ -21,13 +21,12 @@ from diskprefix.kv.layers import FullAttentionLayer, SlidingWindowLayer, TokenLa
 from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact.attention import HARMLESS
-from diskprefix.model.exact.mixtures import experts_of
+from diskprefix.model.exact.mixtures import all_numbers, experts_of
 from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.model.exact.rows import in_whole_vectors
 from diskprefix.native import attention_operator as native
 from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Layer, Norm, StepPlace
-from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks, product
 
@@ -57,8 +56,8 @@ def matrix_of(module: nn.Module) -> Matrix | None:
     )
 
 
-def norm_of(module: nn.Module, compute: Callable[[Norm, torch.Tensor], torch.Tensor]) -> Norm | None:
-    """Returns the norm that a module computes, None if it computes something else. `compute` computes a norm."""
+def norm_of(module: nn.Module, operators: Operators) -> Norm | None:
+    """Returns the norm that a module computes, None if it computes something else."""
     parameters = [*module.parameters(recurse=False)]
     epsilon = next((vars(module)[name] for name in _EPSILONS if isinstance(vars(module).get(name), float)), None)
     if len(parameters) != 1 or any(True for _ in module.children()) or epsilon is None:
@@ -70,7 +69,7 @@ def norm_of(module: nn.Module, compute: Callable[[Norm, torch.Tensor], torch.Ten
     expected = result_of(lambda: type(module).forward(module, rows))
     for kind in NORM_KINDS:
         norm = Norm(weight.detach(), kind, epsilon)
-        if isinstance(expected, torch.Tensor) and _is_near(compute(norm, rows), expected):
+        if isinstance(expected, torch.Tensor) and _is_near(norm(operators, rows), expected):
             return norm
     return None
 
@@ -165,8 +164,8 @@ class Parts:
             return partial(product, self._operators, matrix=matrix)
         experts = experts_of(module)
         if experts is not None:
-            return partial(_experts, experts, self._operators)
-        norm = norm_of(module, lambda norm, rows: norm(self._operators, rows))
+            return partial(experts, self._operators)
+        norm = norm_of(module, self._operators)
         return None if norm is None else self._forward(module, norm, _norm)
 
     def larger(self, module: nn.Module) -> Forward | None:
@@ -207,16 +206,6 @@ def _kind_of(module: nn.Module) -> Hashable:
         )
         for name, one in module.named_modules()
     )
-
-
-def _experts(
-    part: RoutedExperts,
-    operators: Operators,
-    hidden_states: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-) -> torch.Tensor:
-    return part(operators, hidden_states, top_k_index, top_k_weights)
 
 
 def _norm(own: Forward, norm: Norm, operators: Operators, rows: torch.Tensor, *gate: Any) -> Any:
@@ -286,8 +275,7 @@ def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: Curves) -> torc
     functions = [str(value) for value in vars(curve).values() if callable(value)] if hasattr(curve, "__dict__") else []
     key = (_kind_of(curve), *functions) if isinstance(curve, nn.Module) else curve
     if key not in known:
-        numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-        known[key] = nn.functional.pad(in_whole_vectors(curve, numbers), (0, 1))
+        known[key] = nn.functional.pad(in_whole_vectors(curve, all_numbers()), (0, 1))
     return known[key]
 
 

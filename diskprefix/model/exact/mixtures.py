@@ -85,7 +85,7 @@ def _halves(module: Any, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 def curves_of(module: Any) -> GateCurves | None:
     """Returns what a module computes between its products; None if that is not one curve for gate and one for up."""
-    numbers = _numbers()
+    numbers = all_numbers()
     if not module.has_gate:
         return GateCurves(_table(in_whole_vectors(module.act_fn, numbers)), None)
 
@@ -178,7 +178,7 @@ def weighted(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return total.to(found.dtype)
 
 
-def _numbers() -> torch.Tensor:
+def all_numbers() -> torch.Tensor:
     """Returns all bfloat16 numbers, by their bits."""
     return torch.arange(1 << 16, dtype=torch.int32, device="cpu").to(torch.int16).view(torch.bfloat16)
 

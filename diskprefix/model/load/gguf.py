@@ -15,7 +15,7 @@ from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf_file import part_paths, read_tensors, within_block
-from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
+from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, not_served
 from diskprefix.progress import Report
@@ -48,8 +48,10 @@ class GgufModel:
 
         parts = part_paths(gguf)
         header, tensors = read_tensors(parts)
-        _require_causal(gguf, header)
         metadata = Metadata(header, tensors)
+        if metadata.of_any_kind("attention.causal", True) is False:
+            # Such as EmbeddingGemma or GTE-Qwen2.
+            raise not_served(gguf, metadata.architecture, LATER_TOKENS)
         architecture = architecture_of(metadata)
         if predictors := metadata.get("nextn_predict_layers", 0):
             report(f"{gguf.name}: {predictors} of its blocks predict further tokens, which is not used")
@@ -110,10 +112,3 @@ def _kind_of(config: Any) -> ModelKind:
     is_of_text = type(config) in AutoModelForCausalLM._model_mapping
     loader = AutoModelForCausalLM if is_of_text else AutoModelForMultimodalLM
     return ModelKind(loader, is_multimodal=False, has_own_generate=False)
-
-
-def _require_causal(gguf: Path, header: GgufHeader) -> None:
-    """Raises `ModelError` for a model such as EmbeddingGemma or GTE-Qwen2."""
-    architecture = header.values.get("general.architecture")
-    if header.values.get(f"{architecture}.attention.causal", True) is False:
-        raise not_served(gguf, str(architecture), LATER_TOKENS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.model.quants.quant_form import FORMS, QuantForm
+from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import COLUMNS, ROWS
 from diskprefix.native.library import Operators, has_rows, operators
 from diskprefix.native.matrix import Matrix, rows_of
@@ -30,12 +30,12 @@ class Quants:
     zeros: torch.Tensor | None = None
 
     @property
-    def form(self) -> QuantForm:
-        """The form of files that has such numbers."""
-        return FORMS[1] if self.zeros is None else FORMS[0]
+    def kind(self) -> str:
+        """The type of files that has such numbers."""
+        return "Q8_0" if self.zeros is None else "Q4_1"
 
     def packed(self) -> torch.Tensor:
-        """Returns its blocks, uint8 of `form.packed_shape`."""
+        """Returns its blocks, uint8 of the `packed_shape` of its form."""
         rows, units = self.scales.shape
         parts = [
             numbers.half().view(rows // ROWS, ROWS, units).transpose(1, 2).contiguous().view(torch.uint8)

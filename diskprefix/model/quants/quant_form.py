@@ -59,14 +59,6 @@ class QuantForm:
         zeros = "zeros" if self.has_zeros else "symmetric"
         return f"{self.kind} {self.group} {zeros} {self.scales} {self.table}".strip()
 
-    @classmethod
-    def parse(cls, text: str) -> QuantForm:
-        """Returns the form that `str` described. Raises `ValueError` for other texts."""
-        for form in FILE_FORMS.values():
-            if str(form) == text:
-                return form
-        raise ValueError(f"{text!r} is not a form of quantised weights")
-
     @property
     def kind(self) -> str:
         """The kind of number that codes are, as people call it: `int4`."""
@@ -128,8 +120,6 @@ FILE_FORMS = {
     "MXFP4": QuantForm(4, 32, False, "exponents", "mxfp4"),
 }
 """The form of each type of quants in files, number for number: `native.packing` gives it to them."""
-FORMS = (FILE_FORMS["Q4_1"], FILE_FORMS["Q8_0"])
-"""Those of matrices that are quantised here."""
 
 
 def form_of(kind: str) -> QuantForm | None:

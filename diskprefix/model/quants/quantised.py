@@ -26,7 +26,7 @@ from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
 from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
-from diskprefix.model.quants.quant_form import QuantForm
+from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.model.quants.quantised_experts import (
     QuantisedExperts,
     QuantisedMatrices,
@@ -43,7 +43,7 @@ METHOD = "diskprefix"
 _SCALE = "scalar_embed_scale"
 """The attribute of embeddings that are multiplied, in transformers."""
 _FORMS = "forms.json"
-"""Beside the weights: the forms by the names of the modules. For experts these are of parts, such as `experts.gate`."""
+"""Beside the weights: the types of quants by the names of the modules, or of parts of experts (`experts.gate`)."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
 """Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
@@ -156,7 +156,7 @@ def write_forms(folder: Path, forms: Mapping[str, str]) -> None:
 def read_forms(folder: Path) -> dict[str, QuantForm]:
     """Returns the forms of the modules of a model that was quantised into a folder."""
     forms = json.loads((folder / _FORMS).read_text(encoding="utf-8"))
-    return {name: QuantForm.parse(text) for name, text in forms.items()}
+    return {name: FILE_FORMS[kind] for name, kind in forms.items()}
 
 
 def describe(config: PreTrainedConfig, forms: Mapping[str, QuantForm], *, is_in_gguf: bool) -> None:

@@ -24,7 +24,6 @@ from diskprefix.model.load.memory import one_thread
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.quants.forms import quantised
 from diskprefix.model.quants.parameter_stream import Source, load_parameters
-from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised import bits_for, quantisable, quantisable_experts, write_forms
 from diskprefix.native import ROWS
 from diskprefix.native.library import has_rows
@@ -154,9 +153,9 @@ class StreamedQuantising:
             if user not in self._linears or not fills_blocks(tensor):
                 plain.append(user)
             else:
-                packed, form = pack_in_pieces(tensor, bits_for(model, linear, self._weights), self._num_threads)
+                packed, kind = pack_in_pieces(tensor, bits_for(model, linear, self._weights), self._num_threads)
                 self._add(f"{linear}.packed", packed)
-                self._forms[linear] = str(form)
+                self._forms[linear] = kind
         if plain:
             self._add(plain[0], tensor)
 
@@ -195,20 +194,20 @@ class StreamedQuantising:
             quants = quantised(weight.reshape(-1, weight.shape[2]), bits_for(model, name, self._weights))
             packed = quants.packed()
             self._add(f"{name}.{one}.packed", packed.view(len(weight), -1, *packed.shape[1:]))
-            self._forms[f"{name}.{one}"] = str(quants.form)
+            self._forms[f"{name}.{one}"] = quants.kind
             if bias is not None:
                 self._add(f"{name}.{one}.bias", bias)
         experts._parameters.update(empty)
         self._held.clear()
 
 
-def pack_in_pieces(weight: torch.Tensor, bits: int, num_threads: int) -> tuple[torch.Tensor, QuantForm]:
-    """Returns a matrix of floating-point numbers quantised and packed, and its form."""
+def pack_in_pieces(weight: torch.Tensor, bits: int, num_threads: int) -> tuple[torch.Tensor, str]:
+    """Returns a matrix of floating-point numbers quantised and packed, and the type of its quants."""
 
-    def piece(part: torch.Tensor) -> tuple[torch.Tensor, QuantForm]:
+    def piece(part: torch.Tensor) -> tuple[torch.Tensor, str]:
         with torch.no_grad():
             quants = quantised(part, bits)
-            return quants.packed(), quants.form
+            return quants.packed(), quants.kind
 
     parts = torch.split(weight, max(ROWS, _AT_ONCE // weight.shape[1] // ROWS * ROWS))
     with ThreadPoolExecutor(num_threads) as threads:
