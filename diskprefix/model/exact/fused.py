@@ -125,8 +125,7 @@ def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module,
 def layer_of(
     module: nn.Module, operators: Operators, parts: dict[nn.Module, Any], *, is_known: bool = False
 ) -> Layer | None:
-    """Returns the layer that a module computes from the known modules, `parts`. `is_known`: another module of the same
-    kind does."""
+    """Returns the layer that a module computes from known `parts`. `is_known`: another module of its kind does."""
     children = [child for child in module.children() if type(child) is not nn.Dropout]
     kinds = {kind: [parts[child] for child in children if type(parts.get(child)) is kind] for kind in _PARTS}
     (attention, gated, norms) = (kinds[kind] for kind in _PARTS)
@@ -223,8 +222,7 @@ def _in_place(
     past_key_values: Any = None,
     **others: Any,
 ) -> Any:
-    """Replaces the forward of attention, or of a layer, over the rows of a step. `attention` is the module that knows
-    the number of the layer."""
+    """Replaces the forward of attention, or of a layer, over a step. `attention` knows the number of the layer."""
     step = current_step()
     layer: Any = (
         past_key_values.layers[attention.layer_idx] if step is not None and past_key_values is not None else None

@@ -30,8 +30,7 @@ _SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """The matrices that give keys and values of a latent: [heads, key_dim, latent_dim] without the rotary part, and
-    [heads, value_dim, latent_dim]."""
+    """The matrices that make keys (but for the rotary part) and values of latents, [heads, dim, latent_dim]."""
 
     of_keys: torch.Tensor
     of_values: torch.Tensor
@@ -41,8 +40,7 @@ class Expansion:
         return self.of_keys.shape[2]
 
     def queries(self, query: torch.Tensor) -> torch.Tensor:
-        """Returns queries for rows of the memory, [1, heads, rows, latent_dim + rotary_dim], for those of keys, [1,
-        heads, rows, key_dim + rotary_dim]."""
+        """Returns queries for rows of the memory, [1, heads, rows, latent_dim + rotary_dim], for those of keys."""
         _, heads, rows, dim = query.shape
         key_dim = self.of_keys.shape[1]
         out = query.new_empty(rows, heads, self.latent_dim + dim - key_dim).transpose(0, 1)
@@ -60,10 +58,7 @@ class Expansion:
 
 @dataclass(frozen=True, eq=False)
 class LatentMemory:
-    """The keys or the values of a layer with latent attention, as `model.exact.attention` gets them from the module.
-
-    `rows` are the memory of each sequence, [1, 1, tokens, latent_dim + rotary_dim].
-    """
+    """The memory of each sequence, `rows` [1, 1, tokens, latent_dim + rotary_dim], for keys and for values."""
 
     rows: list[torch.Tensor]
     expansion: Expansion

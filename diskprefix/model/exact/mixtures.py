@@ -68,8 +68,7 @@ def _weights(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]
 
 
 def named_halves(module: Any, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the parts of the parameter `name` of experts, [experts, rows, ..], as `matrices_of` names them. For
-    matrices that are not turned."""
+    """Returns the parts of the parameter `name` of experts, [experts, rows, ..], that is not turned."""
     if name == "down_proj":
         return {"down": rows}
     return dict(zip(("gate", "up"), _halves(module, rows), strict=True)) if module.has_gate else {"gate": rows}
@@ -169,8 +168,7 @@ def one_by_one(
 
 
 def weighted(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Returns the sum over the choices of each row, [rows, width], for `weights` [rows, choices] and what the experts
-    have `found`, [rows × choices, width]."""
+    """Returns the sum over choices, [rows, width], of what experts have `found`, [rows × choices, width]."""
     parts = (found * weights.reshape(-1, 1)).to(found.dtype).view(*weights.shape, -1).float()
     total = parts[:, 0]
     for number in range(1, weights.shape[1]):

@@ -30,8 +30,7 @@ _POSITIONS = (7, 8, 100_003)
 
 
 class ObservedMemory:
-    """The memory of a layer with a few tokens in it. An observed module takes it for its cache, and for its attention's
-    keys and values."""
+    """The memory of a layer with a few tokens in it, which an observed module takes for its cache, keys and values."""
 
     def __init__(self, operators: Operators) -> None:
         self._operators = operators

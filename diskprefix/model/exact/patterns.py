@@ -36,8 +36,7 @@ class Pattern:
         raise AttributeError(name) if name.startswith("_") else NotInvariant(_OWN_ATTENTION)
 
     def __getitem__(self, rows: tuple[slice, ...]) -> Pattern:
-        """Returns the pattern of the last rows, as a model cuts a mask [1, 1, rows, tokens]: `mask[:, :, -n:, :]`.
-        Raises `NotInvariant` for other parts."""
+        """Returns the pattern of the last rows, `mask[:, :, -n:, :]`. Raises `NotInvariant` for other parts."""
         everything = slice(None)
         if len(rows) == 4 and (rows[0], rows[1], rows[3]) == (everything,) * 3:
             start, stop, step = rows[2].start, rows[2].stop, rows[2].step

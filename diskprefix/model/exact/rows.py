@@ -75,8 +75,7 @@ def is_curve(name: str, dtype: torch.dtype) -> bool:
 
 
 def in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Returns the result of `function`, which works number by number. torch has other code for numbers that do not fill
-    a vector or are not side by side."""
+    """Returns the result of `function`, which works number by number, of whole vectors (see `is_curve`)."""
     return as_ours(_in_whole_vectors, function, numbers, *args)
 
 

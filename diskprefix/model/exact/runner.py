@@ -34,8 +34,7 @@ State: TypeAlias = KVArena | TransformersState
 
 @dataclass(frozen=True)
 class Rows:
-    """The next tokens of one sequence, int64 [1, num_rows] in main memory, and its state. The last `num_logits` get
-    logits."""
+    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits."""
 
     state: State
     token_ids: torch.Tensor

@@ -155,8 +155,7 @@ def _layer_spec(layer: Any) -> LayerSpec:
 
 
 def _latent_dim(layer: Any) -> int:
-    """Returns the size of the latents that a layer keeps, 0 if it keeps keys and values: a latent and a rotary key are
-    shared by all heads."""
+    """Returns the size of latents with a rotary key, which all heads share; 0 for a layer of keys and values."""
     keys, values = layer.keys, layer.values
     is_latent = keys.ndim == values.ndim == 4 and keys.shape[1] == values.shape[1] == 1
     return keys.shape[3] if is_latent and keys.shape[3] != values.shape[3] else 0

@@ -86,8 +86,7 @@ class Architecture:
         return {name for one in found if one.values is not None for name in one.tensors}
 
     def parts_of(self, parameters: Iterable[str], tensors: Mapping[str, FileTensor]) -> dict[str, SourcedParameter]:
-        """Returns what each parameter is made of. Raises `ModelError` if the file lacks a tensor for one, or has one of
-        which nothing is made."""
+        """Returns what each parameter is made of. Raises `ModelError` if a tensor is missing, or not used."""
         found = {name: self._part(name, tensors) for name in parameters}
         used = {tensor.name for part in found.values() for tensor in part.tensors}
         if surplus := [name for name in tensors if name not in used and _BLOCK.sub("", name) not in self.unused]:

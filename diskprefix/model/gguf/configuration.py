@@ -190,8 +190,7 @@ def _tokens(metadata: Metadata) -> dict[str, Any]:
 def _common(
     kind: type[PreTrainedConfig], metadata: Metadata, found: dict[str, Any], own: Collection[str]
 ) -> dict[str, str]:
-    """Puts what most architectures have into `found`, but for the `own` keys of this one. Returns the names of values
-    by the keys that the file has."""
+    """Puts what most architectures have into `found`, but for `own` keys. Returns the names by the keys of the file."""
     expected = {}
     for key, names, default in _COMMON:
         name = next((name for name in names if is_declared(kind, name)), None)

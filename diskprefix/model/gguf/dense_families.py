@@ -49,8 +49,7 @@ def windows_and_all(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]
 
 
 def _query_scale(metadata: Metadata, found: dict[str, Any], largest: int) -> dict[str, Any]:
-    """Returns the scale of queries. llama.cpp has another one for the models with 27B parameters, which have `largest`
-    layers."""
+    """Returns the scale of queries. In llama.cpp that of 27B parameters, with the `largest` layers, is another one."""
     is_largest = metadata.num_layers == largest
     plain = found["hidden_size"] // found["num_attention_heads"]
     return {"query_pre_attn_scalar": plain if is_largest else found["head_dim"]}
@@ -114,8 +113,7 @@ def granite_factors(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def scaled_by_position(metadata: Metadata, found: dict[str, Any], default: float) -> dict[str, Any]:
-    """Returns the parameters of positions of models whose queries are scaled by their position. `default` is the factor
-    where the file has none."""
+    """Returns the parameters of positions by which queries are scaled, with `default` where a file has no factor."""
     original = metadata.scaling().get("original_context_length", found["max_position_embeddings"])
     return {
         "llama_4_scaling_beta": metadata.get("attention.temperature_scale", default),

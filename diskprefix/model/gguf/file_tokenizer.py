@@ -125,8 +125,7 @@ class _Keys:
 
 
 def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the key that is missing, not
-    known or wrong."""
+    """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the key that is wrong."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -248,8 +247,7 @@ def _found_first(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -
 
 
 def _set_templates(tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any]) -> None:
-    """Conversations with tools have a template of their own in some files. Raises `ModelError` for one that does not
-    parse."""
+    """Some files have another template for tools. Raises `ModelError` for one that does not parse."""
     found: dict[str, str] = {}
     for name, key in _TEMPLATES.items():
         if (template := values.get(key)) is None:

@@ -65,8 +65,7 @@ def _gemma_4(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rotated(metadata: Metadata) -> float:
-    """Returns which part of a head is rotated in layers without a window: where the divisor of the frequencies is one.
-    Raises `ModelError` for others."""
+    """Returns which part of a head is rotated without a window: where the divisor of the frequencies is one."""
     tensor = metadata.tensors.get(_FREQUENCIES)
     if tensor is None:
         return 1.0
@@ -109,8 +108,7 @@ _SOURCES_OF_3N: Sources = {
 
 
 def _gemma_3n(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    """Older files lack the cap. A file has how many deviations above the mean a number must be, and a configuration the
-    part of the numbers that are below that."""
+    """Older files lack the cap. Of sparsity a file has deviations above the mean, a configuration the part below."""
     deviations = metadata.each_layer("activation_sparsity_scale")
     if metadata("altup.num_inputs") != _NUM_STREAMS:
         raise ModelError(f"Gemma 3n has {_NUM_STREAMS} streams: altup.num_inputs is {metadata('altup.num_inputs')}")

@@ -99,8 +99,7 @@ class Metadata:
 
     @property
     def num_layers(self) -> int:
-        """The blocks of the model, without those that predict further tokens. Raises `ModelError` if no model has so
-        many."""
+        """The blocks without those that predict further tokens. Raises `ModelError` if no model has so many."""
         blocks, predictors = self("block_count"), self.get("nextn_predict_layers", 0)
         if not 0 < blocks - predictors <= _MOST_LAYERS:
             of_them = f", of which {predictors} predict further tokens" if predictors else ""
@@ -120,8 +119,7 @@ class Metadata:
         return found
 
     def _end_of_turn(self, tokens: Any) -> int | None:
-        """Returns the likeliest one that is not known already. Messages within a reply end with `<|end|>` where calls
-        have an end of their own."""
+        """Returns the likeliest new one. Messages within a reply end with `<|end|>` where calls have their own end."""
         numbers = {token: number for number, token in enumerate(tokens)}
         if "<|call|>" in numbers or "<|calls|>" in numbers:
             numbers.pop("<|end|>", None)

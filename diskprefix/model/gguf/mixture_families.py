@@ -47,8 +47,7 @@ def _granite_moe(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    """The width of shared experts in a file is a guess of the converter (`Ernie4_5MoeModel`). It counts only where
-    their number is missing."""
+    """The width of shared experts is a guess of the converter, which counts only where their number is missing."""
     width = metadata("expert_feed_forward_length")
     plain = metadata.get("expert_shared_feed_forward_length", 0) // width
     return {
@@ -143,8 +142,7 @@ LATENT: Sources = {
 
 
 def deepseek(metadata: Metadata) -> Architecture:
-    """Returns DeepSeek V2 or V3, by how routers make weights of scores. Files without that value are older than the
-    models that need another one than this."""
+    """Returns DeepSeek V2 or V3, by how routers weigh scores. Files that do not say it are older than other models."""
     has_bias, is_normed = metadata.has("exp_probs_b.bias"), bool(metadata.get("expert_weights_norm", False))
     gate = metadata.get("expert_gating_func") or (SIGMOID if has_bias else SOFTMAX)
     if metadata.get("expert_count", 0) and gate == SOFTMAX and not is_normed:

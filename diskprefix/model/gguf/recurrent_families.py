@@ -74,8 +74,7 @@ def _delta(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_key_head(config: Any, both: Array, gates: Array) -> Array:
-    """Returns rows of queries, keys, values and their gates by key heads, of which files have one kind behind the
-    other."""
+    """Returns rows of queries, keys, values and gates by key heads. Files have one kind behind the other."""
     heads = config.linear_num_key_heads
     width = heads * config.linear_key_head_dim
     parts = both[:width], both[width : 2 * width], both[2 * width :], gates

@@ -87,8 +87,7 @@ def attention_part(part: int, rows: Rows = same) -> TensorSource:
 
 
 def _paired(one: Array, num_heads: int) -> Array:
-    """Returns rows of heads whose rotary pairs lie side by side, with those pairs half a head apart: Llama's
-    (llama.cpp's converter, `permute`)."""
+    """Returns rows whose rotary pairs lie side by side with these half a head apart (`permute` of llama.cpp)."""
     return one.reshape(num_heads, -1, 2, *one.shape[1:]).swapaxes(1, 2).reshape(one.shape)
 
 

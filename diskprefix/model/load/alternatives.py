@@ -20,8 +20,7 @@ _MOST_OTHERS = 8
 
 
 def require_fit(needs: ModelNeeds, free_bytes: int, settings: Settings) -> Fit:
-    """Returns how a model fits beside the KV memory of `settings`, which name it. Raises `ModelError` if it does
-    not."""
+    """Returns how the model of `settings` fits beside its KV memory. Raises `ModelError` if it does not."""
     found = fitted(needs, free_bytes, settings.kv_memory)
     if not found.is_enough:
         raise ModelError(found.refusal(other_forms(settings)))

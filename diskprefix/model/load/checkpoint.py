@@ -65,8 +65,7 @@ class StoredTensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors of a folder. The same weights in another format (`consolidated.safetensors`), which
-    nothing reads, are left out."""
+    """Returns the safetensors of a folder, without the same weights in another format (`consolidated`)."""
     files = sorted(folder.glob(SAFETENSORS))
     read = [file for file in files if not file.match("consolidated*.safetensors")]
     return read if any(file.match("model*.safetensors") for file in read) else files
@@ -112,8 +111,7 @@ def shards_of(index: Path) -> list[str]:
 
 
 def stored_tensors(folder: Path, files: Sequence[Path]) -> list[StoredTensor]:
-    """Returns the tensors that transformers would load of the weight `files` of a folder. Raises `ModelError` if a file
-    is damaged or cut short."""
+    """Returns the tensors that transformers would load. Raises `ModelError` if a file is damaged or cut short."""
     return [tensor for file in checkpoint_files(folder, files) for tensor in tensors_in(file)]
 
 

@@ -210,8 +210,7 @@ _digests = Memo("digests", version=3)
 
 
 def remembered_digest(file: Path) -> str:
-    """Returns `tokens.file_digest`. It is computed again when path, size, modification time or inode change. Raises
-    `OSError` if the file cannot be read."""
+    """Returns `tokens.file_digest`, remembered until path, size, time or inode change. Raises `OSError`."""
     path = file.resolve()
     stamp = [*file_stamp(path)]
     record = _digests.get(str(path))

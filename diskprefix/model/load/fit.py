@@ -121,8 +121,7 @@ class Fit:
         return max(self.needs.weights_bytes + self.kv_bytes + ROOM_BYTES, self.needs.making_bytes)
 
     def buffer_bytes(self, asked: int) -> int:
-        """Returns how much of the `asked` bytes state may take while it waits to be written, so that all that may be
-        used is there."""
+        """Returns how much of the `asked` bytes state may take while it waits to be written."""
         left = self.free_bytes - self.needs.weights_bytes - ROOM_BYTES - self.kv_limit
         least = max(_LEAST_BUFFER_BYTES, self.needs.state.num_bytes(CAPACITY_STEP))
         return min(asked, max(least, int(left * _BUFFER_SHARE)))
@@ -145,8 +144,7 @@ class Fit:
         return [f"{what:<34} {format_size(num_bytes):>10}" for what, num_bytes in rows]
 
     def refusal(self, others: Iterable[tuple[str, ModelNeeds]] = ()) -> str:
-        """Returns one line with both figures and the sum, and what would fit instead. `others` are other forms of the
-        model, each with how it is asked for."""
+        """Returns one line with the sum, and which of the `others` would fit: forms, with how each is asked for."""
         parts = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in self.rows())
         return (
             f"{self.needs.name} does not fit: about {format_size(self.needed_bytes)} of memory needed ({parts}), "
@@ -184,8 +182,7 @@ def enough_to_make(needs: ModelNeeds) -> None:
 
 
 def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
-    """Returns what a `.gguf` file needs, or all parts of a split one. Raises `ModelError` if its header cannot be read,
-    or files of its architecture are not."""
+    """Returns what a `.gguf` file needs, in all its parts. Raises `ModelError` if it is damaged or not read."""
     # They need numpy.
     from diskprefix.model.gguf.known_families import architecture_of
     from diskprefix.model.gguf.metadata import Metadata
@@ -205,24 +202,21 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
 
 
 def _kinds_in(header: GgufHeader, kind: str) -> list[str]:
-    """Returns what the layers of a `.gguf` file see, without those that share the keys of a layer before. Empty if the
-    file does not say it."""
+    """Returns what layers with keys of their own see. Empty if the file does not say it."""
     windows = header.lists.get(f"{kind}.attention.sliding_window_pattern") or ()
     num_own = len(windows) - header.values.get(f"{kind}.attention.shared_kv_layers", 0)
     return ["sliding_attention" if has_window else "full_attention" for has_window in windows[:num_own]]
 
 
 def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:
-    """Returns what a model in a folder of transformers' needs. `files` are those of its weights. Raises `ModelError` if
-    a header cannot be read."""
+    """Returns what a model in a folder needs, with these weight `files`. Raises `ModelError` if a header is damaged."""
     return needs_of_checkpoint(folder.name, stored_tensors(folder, files), read_config(folder), weights, dtype)
 
 
 def needs_of_checkpoint(
     name: str, stored: Sequence[StoredTensor], config: Mapping[str, Any], weights: str, dtype: str
 ) -> ModelNeeds:
-    """Returns what a checkpoint with these tensors needs. `dtype` is that of `--dtype`. Raises `ModelError` for one
-    that was published quantised."""
+    """Returns what a checkpoint needs. `dtype` is that of `--dtype`. Raises `ModelError` for published quants."""
     require_plain_weights(name, config)
     dtype_bytes = _dtype_bytes(dtype, config, weights)
     served, working = of_checkpoint(stored, weights, dtype_bytes)

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GgufModel:
-    """The model in the file of these `parts`, or in one. `tensors` are those of which its parameters are made, and
-    `stops` the tokens that end a reply."""
+    """The model in these `parts`. `tensors` make its parameters, and `stops` are the tokens that end a reply."""
 
     parts: list[Path]
     architecture: Architecture
@@ -77,15 +76,13 @@ class GgufModel:
         return FileParameters(self.kind.skeleton(self.config), self.architecture, self.tensors, weights, dtype)
 
     def digest(self) -> str:
-        """Returns the identity of the weights: that of the file, and of what makes parameters of its tensors. Raises
-        `OSError`."""
+        """Returns the identity of the weights: file, and what makes parameters of it. Raises `OSError`."""
         return hashlib.sha256(f"{_rules()} {weights_digest([], self.parts)}".encode()).hexdigest()[:32]
 
 
 @cache
 def _rules() -> str:
-    """Returns a digest of the tables of architectures and of what follows them: where one is mended, the same file
-    gives another model."""
+    """Returns a digest of the tables and of what follows them: with another one the same file is another model."""
     found = hashlib.sha256()
     tables = [file for folder in diskprefix.model.gguf.__path__ for file in Path(folder).glob("*.py")]
     for file in (*sorted(tables), Path(__file__).parents[1] / "quants" / "file_parameters.py"):
@@ -94,8 +91,7 @@ def _rules() -> str:
 
 
 def whole_matrices(gguf: Path) -> list[FileMatrix]:
-    """Returns the matrices that are surely computed with as they lie in the file, without an import of transformers.
-    Raises `ModelError`, `OSError`."""
+    """Returns matrices that stay as they are, without an import of transformers. Raises `ModelError`, `OSError`."""
     from diskprefix.model.quants.file_matrix import FileMatrix
 
     header, tensors = read_tensors(part_paths(gguf))

@@ -45,8 +45,7 @@ def _part_names(found: re.Match[str], suffix: str) -> list[str]:
 
 
 def first_parts(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the models among the names of `.gguf` files: all parts by the name of the first one. A model of which a
-    part is missing is left out."""
+    """Returns all parts of the models among these names, by the first part. Models that are not whole are left out."""
     known, models = set(names), dict[str, list[str]]()
     for name in sorted(known):
         suffix = Path(name).suffix

@@ -87,8 +87,7 @@ def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTenso
 
 
 def _require_read(metadata: Metadata, read: set[str]) -> None:
-    """Raises `ModelError` for a key whose value changes numbers and that is not among those that are `read`, and for a
-    value of another type."""
+    """Raises `ModelError` for a key that is not `read` and changes numbers, and for a value of another type."""
     harmless = {"finetuned", "original_context_length", *_YARN}
     for name, value in metadata.scaling().items():
         neutral = ("none", "linear") if name == "type" else (0, 1) if name == "factor" else _NEUTRAL.get(name, ())

@@ -49,8 +49,7 @@ _CREDENTIALS = re.compile(r"//[^/\s]*@")
 
 @dataclass(frozen=True)
 class HubListing:
-    """The tensors of a repository's safetensors, its configuration, and the sizes of its `.gguf` files by name. With a
-    `quant`, that of these files is meant."""
+    """A repository: its tensors in safetensors, its configuration, and its `.gguf` files, of which `quant` is meant."""
 
     repo: str
     stored: Sequence[StoredTensor]
@@ -75,8 +74,7 @@ class HubListing:
 
 
 def listing_of(model: str) -> HubListing | None:
-    """Returns the listing of a repository, perhaps with a quant, None if the hub does not give it. Nothing is
-    downloaded but headers."""
+    """Returns the listing of a repository, None if the hub does not give it. Only headers are downloaded."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     _require_tags_that_are_digests()
@@ -110,8 +108,7 @@ def split_name(model: str) -> tuple[str, str]:
 
 
 def repository_files(repo: str) -> tuple[str, dict[str, int]]:
-    """Returns the newest commit of a repository, and the sizes of its files by name. Raises what `huggingface_hub`
-    raises."""
+    """Returns the newest commit of a repository and its files with their sizes. Raises what the library raises."""
     from huggingface_hub import HfApi
 
     found = HfApi().model_info(repo, files_metadata=True)
@@ -201,8 +198,7 @@ def _models_in(snapshot: Path) -> Iterator[tuple[str, list[Path]]]:
 
 
 def cached_model(model: str) -> Path | None:
-    """Returns the path of a model of the hub if all of it is on this machine. If a repository has quants only and none
-    is named, that is the largest one here."""
+    """Returns the path of a model that is on this machine. Without a name of a quant it is the largest one here."""
     repo, quant = split_name(model)
     found = [(split_name(name)[1], path) for name, path in cached_models() if split_name(name)[0] == repo]
     asked = [path for own, path in found if (_is_called(quant, own, str(path)) if quant else not own)]

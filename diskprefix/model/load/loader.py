@@ -118,8 +118,7 @@ class _ModelSource:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BegunPacking:
-    """The packing of the matrices of a `.gguf` file. `stamps` are those of its parts, and `free_bytes` the memory that
-    was free, both before it began."""
+    """The packing of matrices. `stamps` of the parts and `free_bytes` of memory are from before it began."""
 
     stamps: dict[Path, tuple[int, int, int]]
     free_bytes: int
@@ -303,8 +302,7 @@ def import_model(settings: Settings) -> None:
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of a model with its chat template. The weights of a hub id are not fetched. `model` and the
-    errors are those of `load_model`."""
+    """Returns the tokenizer of a model, without its weights. `model` and the errors are those of `load_model`."""
     template = read_template(chat_template)
     path, _ = _find(model, progress, with_weights=False)
     quiet_transformers()

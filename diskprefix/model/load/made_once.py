@@ -117,8 +117,7 @@ def _failures_explained(models: Path) -> Iterator[None]:
 
 
 def require_disk(folder: Path, needed_bytes: int, variable: str = "XDG_CACHE_HOME") -> None:
-    """Raises `ModelError` with both figures if the disk of `folder`, which `variable` sets, has less than
-    `needed_bytes` free."""
+    """Raises `ModelError` if the disk of `folder`, which `variable` sets, has less than `needed_bytes` free."""
     free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     if free < needed_bytes:
         raise ModelError(

@@ -34,8 +34,7 @@ class MediaProcessor(Protocol):
         """Returns a sound file, read. Raises `InvalidRequest` if it is none, or too long with the sounds `beside`."""
 
     def prepare(self, text: str, images: Sequence[Any], audio: Sequence[Any]) -> MediaPrompt:
-        """Returns the model's input for a rendered conversation and what was read, in the order of their placeholders.
-        Raises `InvalidRequest`."""
+        """Returns the input for a rendered conversation and its media, in their order. Raises `InvalidRequest`."""
 
 
 def prepared_bytes(tensors: Mapping[str, Any]) -> int:

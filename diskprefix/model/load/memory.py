@@ -48,8 +48,7 @@ def one_thread() -> Iterator[None]:
 
 
 def large_pages(num_bytes: int) -> torch.Tensor:
-    """Returns fresh memory, uint8 [num_bytes], in pages of 2 MiB where the kernel has them: they are read up to 1.4
-    times as fast. Raises `MemoryError`."""
+    """Returns memory, uint8 [num_bytes], in pages of 2 MiB: read up to 1.4 times as fast. Raises `MemoryError`."""
     import torch
 
     size = num_bytes + _LARGE_PAGE
@@ -66,8 +65,7 @@ def large_pages(num_bytes: int) -> torch.Tensor:
 
 
 def trim_heap() -> None:
-    """Gives the heap's free memory back to the kernel, where the C library can. Making a form of weights piece by piece
-    leaves hundreds of MiB."""
+    """Gives free memory of the heap back to the kernel, where the C library can. Quantising leaves much."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

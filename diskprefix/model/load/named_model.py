@@ -23,8 +23,7 @@ def is_embedded(model: str | None) -> bool:
 
 
 def default_sampling(settings: Settings) -> dict[str, float]:
-    """Returns how a request is sampled that does not say it: as `--sampling` says, and as the makers of the embedded
-    model recommend."""
+    """Returns the sampling of requests that say none: that of `--sampling`, and of the embedded model."""
     return {**(EMBEDDED.sampling if is_embedded(settings.model) else {}), **settings.sampling_values}
 
 
@@ -68,8 +67,7 @@ def _nearest(model: str, names: Iterator[str] | list[str]) -> str:
 
 
 def name_faster(folder: Path, files: list[Path], report: Report) -> None:
-    """Reports a `.gguf` model beside the weight `files` of a folder, which are served. It takes fewer bytes, so it is
-    faster on a CPU."""
+    """Reports a smaller `.gguf` model beside the weight `files` that are served. It would be faster on a CPU."""
     served = _num_bytes(files)
     models = first_parts(one.name for one in folder.glob("*.gguf") if is_gguf_model(one.name))
     sizes = {name: _num_bytes([folder / part for part in parts]) for name, parts in models.items()}

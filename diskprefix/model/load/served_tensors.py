@@ -56,8 +56,7 @@ def _floating(dtype_bytes: int) -> str:
 def of_gguf(
     tensors: Sequence[FileTensor], weights: str, dtype_bytes: int, architecture: Architecture
 ) -> dict[str, int]:
-    """Returns the bytes of a `.gguf` file's tensors in memory by form. Those whose quants cannot be computed with as
-    they are become floating point."""
+    """Returns the bytes of tensors of a `.gguf` file by form. Quants that cannot stay become floating point."""
     changed, served = {*architecture.changed, _EXPANSION}, Counter[str]()
     for tensor in tensors:
         has_form = form_of(tensor.kind) and _fills_blocks(tensor.shape) and within_block(tensor.name) not in changed
@@ -69,8 +68,7 @@ def of_gguf(
 
 
 def of_checkpoint(tensors: Sequence[StoredTensor], weights: str, dtype_bytes: int) -> tuple[dict[str, int], int]:
-    """Returns the bytes of the tensors of safetensors in memory by form, and the memory of quantising them, which is
-    done one by one."""
+    """Returns the bytes of tensors of safetensors by form, and the most memory of quantising one."""
     has_head = any(_LOGITS.search(tensor.name) for tensor in tensors)
     served, working = Counter[str](), Counter[str]()
     for tensor in tensors:

@@ -48,8 +48,7 @@ class FileMatrix:
 
     @classmethod
     def of(cls, rows: np.ndarray, tensors: Sequence[FileTensor]) -> FileMatrix:
-        """Returns the matrix of these `rows` of `tensors`, which are counted one after the other. Raises `ModelError`
-        if they have several lengths."""
+        """Returns the matrix of `rows`, counted through `tensors`. Raises `ModelError` for rows of several lengths."""
         flat, found, starts, first = rows.reshape(-1), list[FileTensor](), [0], 0
         order = np.empty(len(flat), np.int32)
         for tensor in tensors:
@@ -210,8 +209,7 @@ class MatrixPacking:
             thread.start()
 
     def finish(self) -> dict[Hashable, torch.Tensor]:
-        """Returns the packed matrices by their keys once all are there. Raises `ModelError` if the file is cut short,
-        `OSError`, `MemoryError`."""
+        """Returns all packed matrices by their keys. Raises `ModelError` for a file cut short, `OSError`, `MemoryError`."""
         self._work()
         self._wait()
         for failure in self._failures:

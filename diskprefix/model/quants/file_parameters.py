@@ -45,8 +45,7 @@ class FileParameters:
         self.matrices: dict[str, FileMatrix] = {}
         """Those that stay in the file, by the names of modules. For experts these are of parts: `experts.gate`."""
         self.others: dict[str, Callable[[], torch.Tensor]] = {}
-        """What makes each other parameter, by its name in the model's state. Raises `ModelError` if it has another
-        shape, or the file is cut short."""
+        """What makes each other parameter, by its name. Raises `ModelError` for another shape and a file cut short."""
         self._model, self._dtype = model, dtype
         tied = dict(model.all_tied_weights_keys)
         parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
@@ -111,8 +110,7 @@ class FileParameters:
         return owner if getattr(owner, "is_transposed", False) else None
 
     def _rows(self, part: SourcedParameter) -> np.ndarray:
-        """Returns the numbers of the rows of a matrix, [rows] or [experts, rows]. Those of its tensors are counted one
-        after the other."""
+        """Returns the rows of a matrix, [rows] or [experts, rows], by numbers that count its tensors through."""
         numbers, first = [], 0
         for tensor in part.tensors:
             numbers.append(np.arange(first, first + tensor.num_rows).reshape(tensor.shape[:-1]))

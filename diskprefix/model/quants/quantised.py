@@ -144,8 +144,7 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 
 def bits_for(model: PreTrainedModel, name: str, weights: str) -> int:
-    """Returns the bits that `--weights` wants for the matrix of a module. With `int4`, the matrix that gives the logits
-    has 8 bits."""
+    """Returns the bits that `--weights` wants for a matrix. That of the logits has 8 with `int4`, too."""
     return 8 if weights == "int8" or model.get_submodule(name) is model.get_output_embeddings() else 4
 
 

@@ -16,10 +16,7 @@ from diskprefix.native.matrix import fills_blocks
 
 
 class QuantisedMatrices(nn.Module):
-    """A matrix [rows, columns] of each expert.
-
-    `packed` is uint8 [experts, *form.packed_shape], `bias` [experts, rows] or None.
-    """
+    """A matrix of each expert: `packed` uint8 [experts, *form.packed_shape], `bias` [experts, rows] or None."""
 
     packed: torch.Tensor
     bias: torch.Tensor | None
@@ -27,8 +24,7 @@ class QuantisedMatrices(nn.Module):
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: QuantForm, *, is_in_gguf: bool = False
     ) -> None:
-        """`weight` is [experts, rows, columns]; only its sizes and device are used. `is_in_gguf`: the quants come from
-        a `.gguf` file, by `take_matrices`."""
+        """Of `weight`, [experts, rows, columns], only the sizes are used. For `is_in_gguf` see `take_matrices`."""
         super().__init__()
         self.form = form
         num_experts, rows, columns = weight.shape

@@ -51,8 +51,7 @@ def weight_files_in(
     report: Report,
     check: Check = enough_to_make,
 ) -> list[Path]:
-    """Returns the weight files of a model in the form `weights`, which are made on first use. Raises `ModelError` if
-    the model cannot have it or `check` does."""
+    """Returns the weight files in the form `weights`, made on first use. Raises `ModelError` if there is none."""
     require_plain_weights(str(folder), read_config(folder))
     if weights not in QUANTISED:
         return files
@@ -114,8 +113,7 @@ class StreamedQuantising:
         self._num_files = 0
 
     def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-        """Quantises. Raises `ModelError` if the checkpoint lacks tensors, or nothing in it can be quantised, `OSError`
-        if the disk is full."""
+        """Quantises. Raises `ModelError` for missing tensors and if none can be quantised, `OSError` for a full disk."""
         with torch.no_grad(), one_thread():
             model = load_parameters(model_class, config, self._sources, self._take, "the weights")
         if not self._forms:
