@@ -28,15 +28,7 @@ from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import with_scans
-from diskprefix.model.exact.rows import (
-    each_times,
-    in_whole_vectors,
-    is_curve,
-    is_ours,
-    linear,
-    spread_of_rows,
-    times,
-)
+from diskprefix.model.exact.rows import each_times, in_whole_vectors, is_curve, is_ours, linear, spread_of_rows, times
 from diskprefix.native.library import Operators, described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")

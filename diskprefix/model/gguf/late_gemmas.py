@@ -126,9 +126,5 @@ def _gemma_3n(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
 
 
 GEMMA_3N = Architecture(
-    model_type="gemma3n_text",
-    sources=_SOURCES_OF_3N,
-    config=_gemma_3n,
-    own=("feed_forward_length",),
-    unused=_OF_SHARED,
+    model_type="gemma3n_text", sources=_SOURCES_OF_3N, config=_gemma_3n, own=("feed_forward_length",), unused=_OF_SHARED
 )

@@ -9,13 +9,7 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.configuration import BASE
-from diskprefix.model.gguf.dense_families import (
-    PAIRED,
-    granite_factors,
-    kinds_of_layers,
-    of_text,
-    scaled_by_position,
-)
+from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, kinds_of_layers, of_text, scaled_by_position
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.sources import Array, Sources, TensorSource, expansion_of_latents, same, turned_experts
 

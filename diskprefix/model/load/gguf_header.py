@@ -25,8 +25,6 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """Formats of `struct`, by the number of the type in the file."""
 _UINT32 = 4
-_SKIPPED_BYTES = 4096
-"""Longer strings of an array are skipped, shorter ones are read: both cost the same here."""
 _PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 """Types of numpy. The content of other types is bytes."""
 _FEW, _FEW_NUMBERS = 16, 1024
@@ -72,26 +70,23 @@ class FileTensor:
 
     def rows(self, first: int, last: int) -> np.ndarray[Any, Any]:
         """Reads rows `first` to before `last`, uint8 [rows, bytes of a row]. Raises `ModelError` as `content`."""
-        import numpy as np
-
-        count = (last - first) * self.row_bytes
-        found = np.fromfile(self.file, np.uint8, count=count, offset=self.offset + first * self.row_bytes)
-        if found.size < count:
-            raise cut_short(self)
-        return found.reshape(last - first, self.row_bytes)
+        content = self._read("u1", (last - first) * self.row_bytes, first * self.row_bytes)
+        return content.reshape(last - first, self.row_bytes)
 
     def content(self) -> np.ndarray[Any, Any]:
         """Reads the content. Raises `ModelError` if it is not all there.
 
         The file is not mapped: whatever happens to it meanwhile, the process goes on.
         """
+        return self._read(self.dtype, prod(self.stored_shape)).reshape(self.stored_shape)
+
+    def _read(self, dtype: Any, count: int, begin: int = 0) -> np.ndarray[Any, Any]:
         import numpy as np
 
-        count = prod(self.stored_shape)
-        found = np.fromfile(self.file, self.dtype, count=count, offset=self.offset)
+        found = np.fromfile(self.file, dtype, count=count, offset=self.offset + begin)
         if found.size < count:
             raise cut_short(self)
-        return found.reshape(self.stored_shape)
+        return found
 
 
 def cut_short(tensor: FileTensor) -> ModelError:
@@ -168,11 +163,8 @@ class _Reading:
         return found
 
     def skip(self, count: int) -> None:
-        if count <= _SKIPPED_BYTES:
-            self.take(count)
-        else:
-            self._advance(count)
-            self._file.seek(count, 1)
+        self._advance(count)
+        self._file.seek(count, 1)
 
     def number(self, form: str) -> Any:
         return struct.unpack(form, self.take(struct.calcsize(form)))[0]
@@ -190,8 +182,8 @@ class _Reading:
         return found
 
     def _skip_strings(self, count: int) -> None:
-        # A vocabulary has hundreds of thousands, so this is `take` and `skip` without their calls. Each string takes 8
-        # bytes or more, so the file ends before a count that is too large does.
+        # A vocabulary has hundreds of thousands, so this is `take` without its calls. Each string takes 8 bytes or more,
+        # so the file ends before a count that is too large does.
         read, left = self._file.read, self._left
         for _ in range(count):
             if left < 8:
@@ -201,9 +193,7 @@ class _Reading:
             left -= 8 + length
             if left < 0:
                 self._advance(self._left + 1)
-            if length > _SKIPPED_BYTES:
-                self._file.seek(length, 1)
-            elif len(read(length)) < length or len(size) < 8:
+            if len(read(length)) < length or len(size) < 8:
                 raise ValueError("it became shorter while it was read")
         self._advance(self._left - left)
 

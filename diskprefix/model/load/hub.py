@@ -16,12 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.checkpoint import (
-    SAFETENSORS,
-    StoredTensor,
-    checkpoint_files,
-    weight_files_of,
-)
+from diskprefix.model.load.checkpoint import SAFETENSORS, StoredTensor, checkpoint_files, weight_files_of
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
 from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
 from diskprefix.model.load.made_once import require_disk

@@ -34,12 +34,7 @@ from diskprefix.model.load.gguf_file import file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
-from diskprefix.model.load.memory import (
-    available_bytes,
-    available_ram_bytes,
-    explain_out_of_memory,
-    use_gpu,
-)
+from diskprefix.model.load.memory import available_bytes, available_ram_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
@@ -159,11 +154,7 @@ def begin_packing(settings: Settings) -> BegunPacking | None:
 
 
 def load_model(
-    settings: Settings,
-    progress: Report,
-    flag: str = "--model",
-    *,
-    begun: BegunPacking | None = None,
+    settings: Settings, progress: Report, flag: str = "--model", *, begun: BegunPacking | None = None
 ) -> LoadedModel:
     """Finds, fetches, checks and loads the model that `settings` name.
 

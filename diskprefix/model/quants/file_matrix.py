@@ -209,7 +209,7 @@ class MatrixPacking:
             thread.start()
 
     def finish(self) -> dict[Hashable, torch.Tensor]:
-        """Returns all packed matrices by their keys. Raises `ModelError` for a file cut short, `OSError`, `MemoryError`."""
+        """Returns all packed matrices by their keys. Raises `ModelError` for a cut file, `OSError`, `MemoryError`."""
         self._work()
         self._wait()
         for failure in self._failures:

@@ -27,11 +27,7 @@ from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
 from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
-from diskprefix.model.quants.quantised_experts import (
-    QuantisedExperts,
-    QuantisedMatrices,
-    may_be_quantised,
-)
+from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices, may_be_quantised
 from diskprefix.native.matrix import Matrix, product, rows_of
 
 if TYPE_CHECKING:

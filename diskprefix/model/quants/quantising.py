@@ -113,7 +113,7 @@ class StreamedQuantising:
         self._num_files = 0
 
     def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-        """Quantises. Raises `ModelError` for missing tensors and if none can be quantised, `OSError` for a full disk."""
+        """Quantises. Raises `ModelError` for missing tensors or without any matrix, `OSError` for a full disk."""
         with torch.no_grad(), one_thread():
             model = load_parameters(model_class, config, self._sources, self._take, "the weights")
         if not self._forms:
