@@ -182,8 +182,8 @@ class _Reading:
         return found
 
     def _skip_strings(self, count: int) -> None:
-        # A vocabulary has hundreds of thousands, so this is `take` without its calls. Each string takes 8 bytes or more,
-        # so the file ends before a count that is too large does.
+        # A vocabulary has hundreds of thousands, so this is `take` without its calls. Each string takes 8 bytes or
+        # more, so the file ends before a count that is too large does.
         read, left = self._file.read, self._left
         for _ in range(count):
             if left < 8:
