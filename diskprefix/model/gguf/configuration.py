@@ -114,10 +114,12 @@ def make_configuration(architecture: Architecture, metadata: Metadata) -> PreTra
     config = _checked(kind, architecture, metadata, found)
     config.allow_global_per_layer_attribute_access = True
     gate = metadata.get("expert_gating_func")
-    if metadata.get("expert_count", 0) and gate not in (None, 0, architecture.gate):
-        raise ModelError(f"experts that are weighted so are not served: expert_gating_func {gate}")
+    if count := metadata.get("expert_count", 0):
+        if gate not in (None, 0, architecture.gate):
+            raise ModelError(f"experts that are weighted so are not served: expert_gating_func {gate}")
+        if not 0 < (used := metadata.get("expert_used_count", 0)) <= count:
+            raise ModelError(f"the file's {metadata.architecture}.expert_used_count is {used}, of {count} experts")
     _require_scale(config, metadata)
-    _require_experts(metadata)
     metadata.require_read()
     for key, name in expected.items():
         if not _is_same(metadata(key), getattr(config, name)):
@@ -154,13 +156,6 @@ def _require_scale(config: PreTrainedConfig, metadata: Metadata) -> None:
     expected = float(getattr(config, "query_pre_attn_scalar", None) or head_dim(config)) ** -0.5
     if not _is_same(scale, expected):
         raise _differs(metadata, "attention.scale", scale, expected)
-
-
-def _require_experts(metadata: Metadata) -> None:
-    """Raises `ModelError` if a router chooses no expert, or more than there are."""
-    count, used = metadata.get("expert_count", 0), metadata.get("expert_used_count", 0)
-    if count and not 0 < used <= count:
-        raise ModelError(f"the file's {metadata.architecture}.expert_used_count is {used}, of {count} experts")
 
 
 def _differs(metadata: Metadata, key: str, value: Any, has: Any) -> ModelError:

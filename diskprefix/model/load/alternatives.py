@@ -38,14 +38,14 @@ def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:
         listing = listing_of(settings.model)
         yield from () if listing is None else listing.other_forms(settings.weights)
         return
-    asked: list[tuple[str, Callable[[], ModelNeeds]]] = []
+    asked: dict[str, Callable[[], ModelNeeds]] = {}
     if path.is_file():
         others = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda other: -other.stat().st_size)
         smaller = [other for other in others if other.stat().st_size < path.stat().st_size]
-        asked += [(f"the file {other.name}", partial(needs_of_gguf, other, "auto")) for other in smaller[:_MOST_OTHERS]]
+        asked = {f"the file {other.name}": partial(needs_of_gguf, other, "auto") for other in smaller[:_MOST_OTHERS]}
     elif files := sorted(path.glob("*.safetensors")):
         forms = [form for form in QUANTISED if form != settings.weights]
-        asked += [(f"--weights {form}", partial(needs_of_folder, path, files, form, "auto")) for form in forms]
-    for how, needs in asked:
+        asked = {f"--weights {form}": partial(needs_of_folder, path, files, form, "auto") for form in forms}
+    for how, needs in asked.items():
         with suppress(ModelError, OSError, ValueError, KeyError):
             yield how, needs()

@@ -24,13 +24,6 @@ def read_template(path: Path | None) -> str | None:
         raise SettingsError(f"--chat-template: {path} is not UTF-8 text") from error
 
 
-def override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
-    """Gives a tokenizer another chat template. Raises `SettingsError` if that does not parse."""
-    tokenizer.chat_template = template
-    if fault := fault_of_template(tokenizer):
-        raise SettingsError(f"--chat-template: {fault}")
-
-
 def fault_of_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
     """Returns the line of the chat template that does not parse, and why; None if all does."""
     from jinja2 import TemplateError, TemplateSyntaxError

@@ -199,11 +199,8 @@ def cached_model(model: str) -> Path | None:
     asked = [path for own, path in found if (_is_called(quant, own, str(path)) if quant else not own)]
     if quant or asked:
         return next(iter(asked), None)
-    return max((path for _, path in found), key=_part_bytes, default=None)
-
-
-def _part_bytes(gguf: Path) -> int:
-    return sum(part.stat().st_size for part in part_paths(gguf))
+    sizes = {path: sum(part.stat().st_size for part in part_paths(path)) for _, path in found}
+    return max(sizes, key=lambda path: sizes[path], default=None)
 
 
 def _snapshots(folder: Path) -> list[Path]:

@@ -46,7 +46,7 @@ class ModelKind:
 def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     """Returns the kind of the model in `folder`. Imports the model's code as a side effect. Raises `ModelError` for a
     model that is not a decoder that generates text. The message says what it is."""
-    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationMixin
     from transformers.models.auto import modeling_auto as registry
 
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False) is True:
@@ -59,24 +59,15 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     for loader, name in kinds if named else reversed(kinds):
         mapping = getattr(registry, f"{name}_MAPPING")
         if type(config) in mapping and (not named or named & _classes(name)):
-            return _served(folder, config, loader, mapping)
+            found = mapping[type(config)]
+            classes = found if isinstance(found, tuple) else (found,)
+            # The multimodal registry holds diffusion models and robot policies too.
+            if not any(issubclass(cls, GenerationMixin) for cls in classes):
+                raise not_served(folder, _named(config), "not a decoder that generates text token by token")
+            has_own_generate = any(cls.generate is not GenerationMixin.generate for cls in classes)
+            return ModelKind(loader, loader is AutoModelForMultimodalLM, has_own_generate)
     is_without_head = bool(named & (_classes("MODEL") | _classes("MODEL_FOR_TEXT_ENCODING")))
     raise not_served(folder, _named(config), _EMBEDDING if is_without_head else "not a decoder model")
-
-
-def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -> ModelKind:
-    """Returns the kind. The multimodal registry holds diffusion models and robot policies too."""
-    from transformers import AutoModelForMultimodalLM, GenerationMixin
-
-    found = mapping[type(config)]
-    classes = found if isinstance(found, tuple) else (found,)
-    if not any(issubclass(cls, GenerationMixin) for cls in classes):
-        raise not_served(folder, _named(config), "not a decoder that generates text token by token")
-    return ModelKind(
-        loader,
-        is_multimodal=loader is AutoModelForMultimodalLM,
-        has_own_generate=any(cls.generate is not GenerationMixin.generate for cls in classes),
-    )
 
 
 def _classes(registry_name: str) -> set[str]:

@@ -111,7 +111,7 @@ class _ModelSource:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BegunPacking:
     """The packing of matrices. `stamps` of the parts and `free_bytes` of memory are from before it began."""
 
@@ -125,11 +125,7 @@ class BegunPacking:
         from diskprefix.model.quants.file_matrix import MatrixPacking
         from diskprefix.model.quants.forms import compiled
 
-        found = cls(
-            stamps={part: file_stamp(part) for part in parts},
-            free_bytes=available_ram_bytes(),
-            packing=MatrixPacking(compiled()),
-        )
+        found = cls({part: file_stamp(part) for part in parts}, available_ram_bytes(), MatrixPacking(compiled()))
         found.packing.add(matrices)
         return found
 
@@ -209,12 +205,11 @@ def load_model(
             for file, stamp in stamps.items():
                 if file_stamp(file) != stamp:
                     raise ModelError(f"{file} was changed while it was read; start again")
-    name = settings.served_model_name or source.name
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         media=media,
-        name=name,
+        name=settings.served_model_name or source.name,
         origin=source.path,
         weights_digest=digest,
         fit=fit,
@@ -371,10 +366,10 @@ def _pick_dtype(name: str, config: PreTrainedConfig | None, weights: str) -> tor
     """Returns the type in which a model computes. `config` is None for a `.gguf` file, which names none."""
     import torch
 
-    if name == "auto" and (config is None or weights in QUANTISED):
-        return torch.bfloat16
-    if config is None or name != "auto":
+    if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    if config is None or weights in QUANTISED:
+        return torch.bfloat16
     own = config.dtype or config.get_text_config(decoder=True).dtype
     return own if isinstance(own, torch.dtype) else torch.float32
 

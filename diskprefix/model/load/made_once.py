@@ -58,20 +58,10 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
 
 
 def _publish(made: Path, folder: Path) -> None:
-    files = [path for path in made.iterdir() if path.is_file()]
-    for path in files:
-        # safetensors writes 0600.
-        path.chmod(0o666 & ~_umask())
-    for path in (*files, made):
+    for path in (*filter(Path.is_file, made.iterdir()), made):
         sync(path)
     made.replace(folder)
     sync(folder.parent)
-
-
-def _umask() -> int:
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
 
 
 def _open_lock(file: Path) -> IO[bytes]:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diskprefix.errors import ModelError
-from diskprefix.model.load.chat_template import override_template
+from diskprefix.errors import ModelError, SettingsError
+from diskprefix.model.load.chat_template import fault_of_template
 from diskprefix.model.load.gguf_file import file_stamp, part_paths, read_tensors
 from diskprefix.printable import first_line
 
@@ -45,7 +45,9 @@ def _stamps(model: Path, template: str | None) -> Hashable:
 def _read(model: Path, template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = _of_file(model) if model.is_file() else _of_folder(model)
     if template is not None:
-        override_template(tokenizer, template)
+        tokenizer.chat_template = template
+        if fault := fault_of_template(tokenizer):
+            raise SettingsError(f"--chat-template: {fault}")
     elif not tokenizer.chat_template and model.is_dir():
         tokenizer.chat_template = _processors_template(model)
     return tokenizer

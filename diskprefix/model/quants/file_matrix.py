@@ -21,7 +21,7 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import FileTensor, cut_short
 from diskprefix.model.load.memory import LINE_BYTES, large_pages
 from diskprefix.model.quants.forms import weights_of
-from diskprefix.model.quants.quant_form import QuantForm, form_of
+from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import ROWS
 from diskprefix.native.library import Operators, operators
 from diskprefix.native.packing import pack, pack_file
@@ -64,10 +64,9 @@ class FileMatrix:
         return cls(tuple(found), (*rows.shape, found[0].shape[-1]), None if is_same else order)
 
     @property
-    def kind(self) -> str | None:
-        """The type of its tensors, None if there are several."""
-        kinds = {tensor.kind for tensor in self.tensors}
-        return kinds.pop() if len(kinds) == 1 else None
+    def kind(self) -> str:
+        """The type of its tensors, or several types."""
+        return " and ".join({tensor.kind for tensor in self.tensors})
 
     @property
     def key(self) -> Hashable:
@@ -80,20 +79,14 @@ class FileMatrix:
         return prod(self.shape[:-1])
 
     @property
-    def form(self) -> QuantForm:
-        """The form in which its quants are kept."""
-        form = self._form
-        assert form is not None, "it is not packable"
-        return form
-
-    @property
     def is_packable(self) -> bool:
         """True if the operators take its quants, or those of each expert."""
-        return self._form is not None and len(self.shape) > 1 and self.shape[-2] % ROWS == 0
+        return self.kind in FILE_FORMS and len(self.shape) > 1 and self.shape[-2] % ROWS == 0
 
     @property
-    def _form(self) -> QuantForm | None:
-        return None if self.kind is None else form_of(self.kind)
+    def form(self) -> QuantForm:
+        """The form in which its quants are kept, if it is packable."""
+        return FILE_FORMS[self.kind]
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
@@ -144,7 +137,6 @@ class FileMatrix:
                 raise cut_short(tensor) from error
 
     def _pack_joined(self, operators: Operators, out: torch.Tensor) -> None:
-        assert self.kind is not None, "its form would not be known"
         for first, last, parts in self.pieces(ROWS):
             content = np.concatenate([part.content for part in parts])
             order, at = np.empty(last - first, np.int32), 0
