@@ -12,7 +12,7 @@ from pathlib import Path
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.extras.catalogue.proposals import proposed
-from diskprefix.model.load.checkpoint import weight_files_of
+from diskprefix.model.load.checkpoint import require_weights
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf_file import first_parts, model_stem
@@ -239,4 +239,4 @@ def _needs(path: Path, settings: Settings) -> ModelNeeds:
         weights = "native"
     if path.is_file():
         return needs_of_gguf(path, weights, 4 if settings.dtype == "float32" else 2)
-    return needs_of_folder(path, weight_files_of(path), weights, settings.dtype)
+    return needs_of_folder(path, require_weights(path), weights, settings.dtype)

@@ -49,37 +49,32 @@ def is_mixture(module: Any) -> bool:
 def matrices_of(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
     """Returns the matrices of all experts, [experts, rows, columns], each with its biases [experts, rows] or None:
     `gate`, `up` (unless there is none) and `down`. They are views."""
-    first, last = (_weights(module, name) for name in weight_names(module))
-    if not module.has_gate:
-        return {"gate": first, "down": last}
-    gate, up = zip(*((None, None) if part is None else _halves(module, part) for part in first), strict=True)
-    return {"gate": gate, "up": up, "down": last}
+    found = dict[str, tuple[torch.Tensor, torch.Tensor | None]]()
+    for name, (weight, bias) in _weights(module).items():
+        biases = {} if bias is None else named_halves(module, name, bias)
+        found |= {part: (half, biases.get(part)) for part, half in named_halves(module, name, weight).items()}
+    return found
 
 
-def weight_names(module: Any) -> tuple[str, str]:
-    """Returns the names of the parameters with the matrices of experts."""
-    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-
-
-def _weights(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight = module._parameters[name].detach()
-    bias = module._parameters[f"{name}_bias"].detach() if module.has_bias else None
-    return (weight.transpose(1, 2) if module.is_transposed else weight), bias
+def _weights(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Returns the parameters of experts by their names, as they lie there but for turned ones, with their biases."""
+    parameters = module._parameters
+    return {
+        name: (
+            parameters[name].detach().transpose(1, 2) if module.is_transposed else parameters[name].detach(),
+            parameters[f"{name}_bias"].detach() if module.has_bias else None,
+        )
+        for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+    }
 
 
 def named_halves(module: Any, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the parts of the parameter `name` of experts, [experts, rows, ..], that is not turned."""
-    if name == "down_proj":
-        return {"down": rows}
-    return dict(zip(("gate", "up"), _halves(module, rows), strict=True)) if module.has_gate else {"gate": rows}
-
-
-def _halves(module: Any, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns gate and up. In one tensor they lie behind each other, or turn about."""
-    if module.is_concatenated:
-        gate, up = both.chunk(2, dim=1)
-        return gate, up
-    return both[:, ::2], both[:, 1::2]
+    """Returns the parts of the parameter `name` of experts, [experts, rows, ..], that is not turned. Gate and up lie
+    behind each other, or turn about."""
+    if name == "down_proj" or not module.has_gate:
+        return {"down" if name == "down_proj" else "gate": rows}
+    gate, up = rows.chunk(2, dim=1) if module.is_concatenated else (rows[:, ::2], rows[:, 1::2])
+    return {"gate": gate, "up": up}
 
 
 def curves_of(module: Any) -> GateCurves | None:
@@ -138,7 +133,7 @@ def experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface."""
-    (first, first_bias), (last, last_bias) = (_weights(self, name) for name in weight_names(self))
+    (first, first_bias), (last, last_bias) = _weights(self).values()
 
     def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
         inner = linear(rows, first[expert], None if first_bias is None else first_bias[expert])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf.metadata import ENDS_OF_TURN, shown
+from diskprefix.model.gguf.metadata import ENDS_OF_TURN, Metadata, shown
 from diskprefix.model.load.chat_template import fault_of_template
 from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.printable import first_line
@@ -143,7 +143,7 @@ def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
         raise ModelError(f"the file's {_PREFIX}tokens has a token twice")
     # An empty one at first: it copies what it is given, which takes as long as making it.
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    special = _special(keys, tokens)
+    special = _special(Metadata(header, ()), tokens)
     _KINDS[kind](made.backend_tokenizer, keys, vocabulary, special.get("unk_token"))
     ends = (token for token in ENDS_OF_TURN if token in vocabulary)
     made.backend_tokenizer.add_tokens(_found_first(keys, tokens, [*special.values(), *ends]))
@@ -217,17 +217,11 @@ def _merges_by_score(keys: _Keys, vocabulary: dict[str, int]) -> list[tuple[str,
     return found
 
 
-def _special(keys: _Keys, tokens: Sequence[str]) -> dict[str, str]:
+def _special(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]:
     """Returns the texts of special tokens, by the names that transformers has for them."""
-    found, defaults = {}, _OF_OLD_FILES if keys.get("model") == "llama" else {}
-    for name, key in _SPECIAL.items():
-        number = keys.get(f"{key}_token_id", defaults.get(key))
-        if number is None:
-            continue
-        if not isinstance(number, int) or not 0 <= number < len(tokens):
-            raise ModelError(f"the file's {_PREFIX}{key}_token_id is {shown(number)}, and it has {len(tokens)} tokens")
-        found[name] = tokens[number]
-    return found
+    is_old = metadata.header.values.get(f"{_PREFIX}model") == "llama"
+    found = {name: metadata.token(key, _OF_OLD_FILES.get(key) if is_old else None) for name, key in _SPECIAL.items()}
+    return {name: tokens[number] for name, number in found.items() if number is not None}
 
 
 def _found_first(keys: _Keys, tokens: Sequence[str], special: Collection[str]) -> list[AddedToken]:

@@ -106,11 +106,11 @@ class Metadata:
             raise ModelError(f"the file's {self.architecture}.block_count is {blocks}{of_them}: no model has so many")
         return int(blocks - predictors)
 
-    def token(self, kind: str) -> int | None:
-        """Returns the number of a special token, or None. The one that ends a turn is found by its text if the file
-        does not say it. Raises `ModelError` for a value that is no number of a token."""
+    def token(self, kind: str, default: int | None = None) -> int | None:
+        """Returns the number of a special token, or `default`. The one that ends a turn is found by its text if the
+        file does not say it. Raises `ModelError` for a value that is no number of a token."""
         tokens, key = self.header.arrays.get("tokenizer.ggml.tokens"), f"tokenizer.ggml.{kind}_token_id"
-        found = self.header.values.get(key)
+        found = self.header.values.get(key, default)
         if found is None:
             return self._end_of_turn(tokens.read()) if tokens is not None and kind == "eot" else None
         if not isinstance(found, int) or (tokens is not None and not 0 <= found < tokens.count):

@@ -75,14 +75,20 @@ def weight_files_of(folder: Path) -> list[Path]:
     """Returns the safetensors of a folder. Raises `ModelError` if there are none, or not all."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
-    index, files = folder / INDEX, weight_files(folder)
+    index = folder / INDEX
     shards = shards_of(index) if index.is_file() else []
     if missing := [shard for shard in shards if not (folder / shard).is_file()]:
         raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
-    if files:
-        return [*files, *(one for one in checkpoint_files(folder, files) if one not in files)]
-    is_pickled = any(folder.glob("pytorch_model*.bin"))
+    files = require_weights(folder)
+    return [*files, *(one for one in checkpoint_files(folder, files) if one not in files)]
+
+
+def require_weights(folder: Path) -> list[Path]:
+    """Returns the safetensors of a folder. Raises `ModelError` if there are none."""
+    if files := weight_files(folder):
+        return files
     hint = "; pickled weights are not read: convert them to safetensors (`save_pretrained` of transformers does)"
+    is_pickled = any(folder.glob("pytorch_model*.bin"))
     raise ModelError(f"{folder} holds no weights: there is no {SAFETENSORS}{hint if is_pickled else _hint(folder)}")
 
 

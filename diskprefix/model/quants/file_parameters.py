@@ -83,7 +83,8 @@ class FileParameters:
         for name, part in own.items():
             del parts[name]
             if not part.is_bias:
-                _require_shape(part, self._rows(part).shape, _turned(parameters[name], experts))
+                shape = (*self._rows(part).shape, part.tensors[0].shape[-1])
+                _require_same(part, shape, _turned(parameters[name], experts.is_transposed).shape)
                 continue
             bias = self._made(name, parameters[name], part)
             for half, values in named_halves(experts, name.rpartition(".")[2].removesuffix("_bias"), bias).items():
@@ -91,23 +92,24 @@ class FileParameters:
 
     def _add(self, users: list[str], parameter: torch.Tensor, part: SourcedParameter) -> None:
         """Adds a parameter that has several names, if it is shared."""
-        left, experts = users, self._experts_at(users[0])
-        read = partial(self._made, users[0], parameter, part)
+        left, is_turned = users, self._is_turned(users[0])
+        read: Callable[[], torch.Tensor] = partial(self._made, users[0], parameter, part)
         if part.is_matrix and parameter.ndim > 1:
             matrix = FileMatrix.of(self._rows(part), part.tensors)
-            _require_shape(part, matrix.shape[:-1], _turned(parameter, experts))
+            shape = _turned(parameter, is_turned).shape
+            _require_same(part, matrix.shape, shape)
             if matrix.is_packable and len(matrix.shape) == 2:
                 left = [user for user in users if user not in self._taking]
                 kept = [user.removesuffix(".weight") for user in users if user in self._taking]
                 self.matrices |= dict.fromkeys(kept, matrix)
             if self._dtype_of(users[0]) is torch.bfloat16:
-                read = partial(_dequantised, matrix, _turned(parameter, experts).shape, experts)
+                read = lambda: _turned(matrix.dequantised().view(shape), is_turned)  # noqa: E731
         if left:
             self.others[left[0]] = read
 
-    def _experts_at(self, name: str) -> Any:
-        owner = self._model.get_submodule(name.rpartition(".")[0])
-        return owner if getattr(owner, "is_transposed", False) else None
+    def _is_turned(self, name: str) -> bool:
+        """Returns whether a parameter is of experts whose matrices have rows and columns exchanged."""
+        return bool(getattr(self._model.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
 
     def _rows(self, part: SourcedParameter) -> np.ndarray:
         """Returns the rows of a matrix, [rows] or [experts, rows], by numbers that count its tensors through."""
@@ -119,19 +121,16 @@ class FileParameters:
 
     def _made(self, name: str, parameter: torch.Tensor, part: SourcedParameter) -> torch.Tensor:
         """Returns a parameter, computed in float32."""
-        config, experts = self._model.config, self._experts_at(name)
-        contents = [self._content(tensor) for tensor in part.tensors]
+        config, contents = self._model.config, [self._content(tensor) for tensor in part.tensors]
         with np.errstate(all="ignore"):
             found = part.rows(config, contents)
             if part.source.values is not None:
                 found = part.source.values(config, found)
         made = torch.from_numpy(np.ascontiguousarray(found)).to(self._dtype_of(name))
-        if experts is not None and made.ndim == 3:
-            made = made.transpose(1, 2)
+        made = _turned(made, self._is_turned(name))
         if parameter.ndim == 1 and made.numel() == len(parameter):
             return made.flatten()
-        if [size for size in made.shape if size > 1] != [size for size in parameter.shape if size > 1]:
-            raise _mismatch(part, tuple(made.shape), tuple(parameter.shape))
+        _require_same(part, made.shape, parameter.shape)
         return made.reshape(parameter.shape)
 
     def _content(self, tensor: FileTensor) -> np.ndarray:
@@ -148,20 +147,11 @@ class FileParameters:
         return torch.float32 if is_float32 else self._dtype
 
 
-def _dequantised(matrix: FileMatrix, shape: Sequence[int], experts: Any) -> torch.Tensor:
-    return _turned(matrix.dequantised().view(*shape), experts)
+def _require_same(part: SourcedParameter, found: Sequence[int], expected: Sequence[int]) -> None:
+    if [size for size in found if size > 1] != [size for size in expected if size > 1]:
+        raise ModelError(f"the model takes {tuple(expected)} where the file has {tuple(found)}: {part.names}")
 
 
-def _require_shape(part: SourcedParameter, rows: Sequence[int], parameter: torch.Tensor) -> None:
-    shape = (*rows, part.tensors[0].shape[-1])
-    if [size for size in shape if size > 1] != [size for size in parameter.shape if size > 1]:
-        raise _mismatch(part, shape, tuple(parameter.shape))
-
-
-def _mismatch(part: SourcedParameter, found: tuple[int, ...], expected: tuple[int, ...]) -> ModelError:
-    return ModelError(f"the model takes {expected} where the file has {found}: {part.names}")
-
-
-def _turned(weights: torch.Tensor, experts: Any) -> torch.Tensor:
-    """Returns the matrices of a parameter with rows and columns exchanged, if its module has experts that way."""
-    return weights.transpose(1, 2) if experts is not None and experts.is_transposed and weights.ndim == 3 else weights
+def _turned(weights: torch.Tensor, is_turned: bool) -> torch.Tensor:
+    """Returns the matrices of a parameter, with rows and columns exchanged if they are of experts that way."""
+    return weights.transpose(1, 2) if is_turned and weights.ndim == 3 else weights
