@@ -56,7 +56,10 @@ def attend(
         raise NotInvariant("attention without a step or with a mask of its own")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask.last is not None:
-        step = _last_rows(step, attention_mask.last)
+        # A model that drops the other rows has one sequence.
+        (run,) = step.runs
+        count = min(attention_mask.last, run.num_rows)
+        step = Step((Run(run.end - count, count),))
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
         raise NotInvariant("attention over other rows than those of the step")
     keys, values = ([memory] if isinstance(memory, torch.Tensor) else memory for memory in (key, value))
@@ -78,12 +81,6 @@ def attend(
         sinks=None if s_aux is None else s_aux.float(),
     )
     return out.unsqueeze(0), None
-
-
-def _last_rows(step: Step, count: int) -> Step:
-    """Returns the step of only the last rows. A model that drops the others has one sequence."""
-    (run,) = step.runs
-    return Step((Run(run.end - min(count, run.num_rows), min(count, run.num_rows)),))
 
 
 def _check_memory(

@@ -150,10 +150,8 @@ def one_by_one(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns the sum of the experts that each row chose. `compute` gets the number of an expert and its rows.
-
-    A row's experts are added up in the order in which the router names them.
-    """
+    """Returns the sum of the experts that each row chose, in their order. `compute` gets the number of an expert and
+    its rows."""
     flat = chosen.reshape(-1)
     out = rows.new_empty(len(flat), rows.shape[-1])
     for expert in sorted(set(flat.tolist())):

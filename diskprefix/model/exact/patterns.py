@@ -20,9 +20,8 @@ class NotInvariant(Exception):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The tokens that a token sees: all up to itself, or the last `window`, or those of its chunk of `chunk` tokens. A
-    model passes it from the mask interface to its layers instead of a mask. With `last`, the rows are only the last so
-    many of the step."""
+    """The tokens that a token sees: all up to itself, or the last `window`, or those of its chunk. A model passes it to
+    its layers instead of a mask. With `last`, the rows are only the last so many of the step."""
 
     window: int | None = None
     chunk: int | None = None

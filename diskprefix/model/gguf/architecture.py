@@ -97,7 +97,7 @@ class Architecture:
         layer = _LAYER.fullmatch(name)
         block, inner = (f"blk.{layer[1]}.", layer[2]) if layer else ("", name)
         stem, end = inner, ".weight"
-        if self._of(inner) is None and (found := _ENDING.fullmatch(inner)) is not None:
+        if not self._sources(inner) and (found := _ENDING.fullmatch(inner)) is not None:
             stem, end = found[1], found[2].replace("_bias", ".bias")
         missing = ""
         for source in self._sources(stem):
@@ -107,20 +107,17 @@ class Architecture:
             missing = missing or next(one for one in names if one not in tensors)
         raise ModelError(f"the file lacks the tensor {missing}" if missing else f"no tensor of the file is {name}")
 
-    def _of(self, stem: str) -> _Source | None:
-        return self.sources.get(stem) or NAMES.get(stem)
-
-    def _sources(self, stem: str) -> Iterable[TensorSource]:
-        found = _several(self._of(stem) or ())
-        return [TensorSource((one,)) if isinstance(one, str) else one for one in found]
+    def _sources(self, stem: str) -> list[TensorSource]:
+        return _several(self.sources.get(stem) or NAMES.get(stem) or ())
 
 
 def _sources_in(sources: Sources) -> Iterator[TensorSource]:
-    return (one for found in sources.values() for one in _several(found) if isinstance(one, TensorSource))
+    return (one for found in sources.values() for one in _several(found))
 
 
-def _several(found: _Source) -> tuple[str | TensorSource, ...]:
-    return found if isinstance(found, tuple) else (found,)
+def _several(found: _Source) -> list[TensorSource]:
+    of_one = found if isinstance(found, tuple) else (found,)
+    return [TensorSource((one,)) if isinstance(one, str) else one for one in of_one]
 
 
 def _name_in(tensors: Mapping[str, FileTensor], stem: str, end: str) -> str:

@@ -77,13 +77,10 @@ def kinds_of_layers(metadata: Metadata, every: int = 0) -> list[str]:
     return ["sliding_attention" if has_window else "full_attention" for has_window in pattern[: metadata.num_layers]]
 
 
-def _windows(every: int) -> Any:
-    def config(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-        if not found.get("sliding_window"):
-            return {"layer_types": ["full_attention"] * metadata.num_layers}
-        return {"layer_types": kinds_of_layers(metadata, every)}
-
-    return config
+def _windows(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    if not found.get("sliding_window"):
+        return {"layer_types": ["full_attention"] * metadata.num_layers}
+    return {"layer_types": kinds_of_layers(metadata, 4)}
 
 
 def of_text(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
@@ -143,7 +140,7 @@ DENSE: dict[str, Architecture] = {
     ),
     "granite": Architecture(model_type="granite", sources=PAIRED, config=granite_factors),
     "olmo2": Architecture(model_type="olmo2", sources=AROUND),
-    "exaone4": Architecture(model_type="exaone4", sources=AROUND, config=_windows(4)),
+    "exaone4": Architecture(model_type="exaone4", sources=AROUND, config=_windows),
     "ernie4_5": Architecture(model_type="ernie4_5"),
     "seed_oss": Architecture(
         model_type="seed_oss", config=lambda metadata, _: {"attention_bias": metadata.has("attn_q.bias")}
@@ -153,7 +150,7 @@ DENSE: dict[str, Architecture] = {
     "command-r": Architecture(model_type="cohere", config=_logit_factor),
     "cohere2": Architecture(
         model_type="cohere2",
-        config=lambda metadata, found: _logit_factor(metadata, found) | _windows(4)(metadata, found),
+        config=lambda metadata, found: _logit_factor(metadata, found) | _windows(metadata, found),
     ),
     "starcoder2": Architecture(model_type="starcoder2"),
     "stablelm": Architecture(model_type="stablelm", config=_stable_lm),
@@ -161,6 +158,6 @@ DENSE: dict[str, Architecture] = {
 OLMO_3 = Architecture(
     model_type="olmo3",
     sources=AROUND,
-    config=lambda metadata, found: _windows(4)(metadata, found) | windows_and_all(metadata, found),
+    config=lambda metadata, found: _windows(metadata, found) | windows_and_all(metadata, found),
 )
 """Its files are called `olmo2`, and have a window."""

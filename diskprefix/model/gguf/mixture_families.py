@@ -146,11 +146,6 @@ def deepseek(metadata: Metadata) -> Architecture:
     return Architecture(model_type="deepseek_v3", sources=LATENT, config=latent_sizes, gate=gate)
 
 
-LLAMA_4: Sources = {
-    "feed_forward.experts.gate_up_proj": turned_experts("ffn_gate_exps", "ffn_up_exps"),
-    "feed_forward.experts.down_proj": turned_experts("ffn_down_exps"),
-}
-
 MIXTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture(model_type="qwen2_moe", gate=SOFTMAX, fixed={"norm_topk_prob": False}),
     "qwen3moe": Architecture(model_type="qwen3_moe", gate=SOFTMAX, fixed={"norm_topk_prob": True}),
@@ -174,7 +169,10 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "llama4": Architecture(
         model_type="llama4_text",
-        sources=LLAMA_4,
+        sources={
+            "feed_forward.experts.gate_up_proj": turned_experts("ffn_gate_exps", "ffn_up_exps"),
+            "feed_forward.experts.down_proj": turned_experts("ffn_down_exps"),
+        },
         config=_llama_4,
         gate=SIGMOID,
         own=("feed_forward_length",),

@@ -119,10 +119,6 @@ def _nemotron_h(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _mamba_2(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    return {"head_dim": metadata("ssm.inner_size") // metadata("ssm.time_step_rank")}
-
-
 _FALCON_ONES = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 """Factors of the model that are in the weights of the file."""
 
@@ -188,7 +184,10 @@ RECURRENT: dict[str, Architecture] = {
         is_rotary=False,
         own=("feed_forward_length",),
     ),
-    "mamba2": Architecture(model_type="mamba2", config=_mamba_2),
+    "mamba2": Architecture(
+        model_type="mamba2",
+        config=lambda metadata, _: {"head_dim": metadata("ssm.inner_size") // metadata("ssm.time_step_rank")},
+    ),
     "qwen3next": Architecture(
         model_type="qwen3_next", sources=NEXT, config=_delta, gate=SOFTMAX, fixed={"norm_topk_prob": True}
     ),

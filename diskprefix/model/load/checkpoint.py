@@ -150,9 +150,6 @@ def _num_bytes(kind: str, shape: Sequence[int]) -> int:
     return prod(shape) * bits // 8
 
 
-# -- the configuration -----------------------------------------------------------------------------------------------
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Returns the configuration in a folder. Raises `ModelError` if it cannot be read."""
     try:

@@ -20,7 +20,7 @@ from diskprefix.model.load.checkpoint import (
     text_config,
 )
 from diskprefix.model.load.gguf_file import part_paths, read_tensors
-from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
+from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
 from diskprefix.printable import first_line
@@ -101,7 +101,7 @@ Check: TypeAlias = Callable[[ModelNeeds], object]
 """Raises `ModelError` if a model does not fit."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fit:
     """A model's needs beside the memory that is `free_bytes`. `kv_limit` is what `--kv-memory` says, or follows from
     what is free; `kv_bytes` is what of it must be there: without `--kv-memory` one sequence has to fit."""
@@ -166,12 +166,10 @@ class Fit:
 def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> Fit:
     """Returns a model's needs with KV memory of `kv_memory` bytes, or else of the share of what it leaves free."""
     if kv_memory is not None:
-        return Fit(needs=needs, free_bytes=free_bytes, kv_limit=kv_memory, kv_bytes=kv_memory)
+        return Fit(needs, free_bytes, kv_memory, kv_memory)
     state, left = needs.state, free_bytes - needs.weights_bytes - ROOM_BYTES
     limit = max(state.num_bytes(min(_LEAST_CONTEXT, state.positions)), int(left * _KV_SHARE))
-    return Fit(
-        needs=needs, free_bytes=free_bytes, kv_limit=limit, kv_bytes=min(limit, state.num_bytes(state.positions))
-    )
+    return Fit(needs, free_bytes, limit, min(limit, state.num_bytes(state.positions)))
 
 
 def enough_to_make(needs: ModelNeeds) -> None:
@@ -193,19 +191,16 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
         raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
     metadata = Metadata(header, tensors)
     kind = metadata.architecture
-    config = {name: header.values.get(f"{kind}.{key}") for name, key in _IN_FILE.items()}
+    config = {name: header.values.get(f"{kind}.{key}") for name, key in _IN_FILE.items()} | {"model_type": kind}
+    windows = header.lists.get(f"{kind}.attention.sliding_window_pattern") or ()
+    # The last layers may share the keys of others.
+    own = windows[: len(windows) - header.values.get(f"{kind}.attention.shared_kv_layers", 0)]
+    config["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in own]
     return ModelNeeds(
         name=gguf.name,
         weights=of_gguf(tensors, weights, dtype_bytes, architecture_of(metadata)),
-        state=state_of(tensors, config | {"model_type": kind, "layer_types": _kinds_in(header, kind)}, dtype_bytes),
+        state=state_of(tensors, config, dtype_bytes),
     )
-
-
-def _kinds_in(header: GgufHeader, kind: str) -> list[str]:
-    """Returns what layers with keys of their own see. Empty if the file does not say it."""
-    windows = header.lists.get(f"{kind}.attention.sliding_window_pattern") or ()
-    num_own = len(windows) - header.values.get(f"{kind}.attention.shared_kv_layers", 0)
-    return ["sliding_attention" if has_window else "full_attention" for has_window in windows[:num_own]]
 
 
 def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:
@@ -251,18 +246,13 @@ def state_of(tensors: Sequence[StoredTensor | FileTensor], config: Mapping[str, 
         row = size("kv_lora_rank") + size("qk_rope_head_dim")
     num_layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers") or max(rows, default=-1) + 1
     full_every = _WINDOWED.get(str(text.get("model_type")).removesuffix("_text").replace("_", "-"), 1)
-    kinds = text.get("layer_types") or [
-        "linear_attention"
-        if layer in recurrent and layer not in rows
-        else "full_attention"
-        if (layer + 1) % full_every == 0
-        else "sliding_attention"
-        for layer in range(num_layers)
+    of_architecture = [
+        "sliding_attention" if (layer + 1) % full_every else "full_attention" for layer in range(num_layers)
     ]
     windowed = full = 0
-    for layer, kind in enumerate(kinds):
-        has_keys = kind != "linear_attention" and ("attention" in kind or "hybrid" in kind)
-        num_rows = rows.get(layer, row) if has_keys else 0
+    for layer, kind in enumerate(text.get("layer_types") or of_architecture):
+        is_recurrent = kind == "linear_attention" or (layer in recurrent and layer not in rows)
+        num_rows = rows.get(layer, row) if not is_recurrent and ("attention" in kind or "hybrid" in kind) else 0
         if window and kind == "sliding_attention":
             windowed += num_rows
         else:

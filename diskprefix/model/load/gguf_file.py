@@ -21,10 +21,7 @@ def within_block(name: str) -> str:
 
 
 def part_paths(gguf: Path) -> list[Path]:
-    """Returns all parts of the split model that `gguf` is a part of; otherwise `gguf` alone.
-
-    Raises `ModelError` if one is missing.
-    """
+    """Returns all parts of the model that `gguf` is, or is a part of. Raises `ModelError` if one is missing."""
     found = _PART.fullmatch(gguf.stem)
     if found is None:
         return [gguf]
@@ -63,11 +60,8 @@ def model_stem(gguf: Path) -> str:
 
 
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
-    """Returns the header of the first part, and the tensors of all of them that are served.
-
-    The last ones are remembered, as a start needs them several times. Raises `ModelError` if a part is damaged or the
-    parts do not belong to one model, and `OSError`.
-    """
+    """Returns the header of the first part, and the tensors of all that are served. The last ones are remembered.
+    Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`."""
     return _read_tensors(tuple(parts), tuple(map(file_stamp, parts)))
 
 

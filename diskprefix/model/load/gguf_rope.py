@@ -42,11 +42,8 @@ def full_parameters(config: Any) -> dict[str, Any]:
 
 
 def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTensor], report: Report) -> set[str]:
-    """Puts the scaling of a file into the configuration that was made of it.
-
-    Returns the names of the tensors that it has used. If the model has layers with a window, only the others are
-    scaled. Raises `ModelError` for a scaling that is not known.
-    """
+    """Puts the scaling of a file into the configuration, of layers without a window. Returns the names of the tensors
+    that it has used. Raises `ModelError` for a scaling that is not known."""
     import numpy as np
 
     parameters, original = full_parameters(config), "original_max_position_embeddings"

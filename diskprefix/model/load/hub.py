@@ -64,7 +64,7 @@ class HubListing:
             if form != weights and not self.quant:
                 yield f"--weights {form}", self.needs(form, "auto")
         state = state_of(self.stored, self.config, 2)
-        for quant, size in sorted(_sizes(self.gguf).items(), key=lambda found: -found[1]):
+        for quant, size in reversed(_sizes(self.gguf).items()):
             yield f"--model {self.repo}:{quant}", ModelNeeds(name=quant, weights={quant: size}, state=state)
 
 
@@ -132,7 +132,9 @@ def is_gguf_model(name: str) -> bool:
 
 
 def _sizes(files: Mapping[str, int]) -> dict[str, int]:
-    return {quant: sum(files[name] for name in names) for quant, names in quants_in(list(files)).items()}
+    """Returns the bytes of quants, the smallest first."""
+    sizes = {quant: sum(files[name] for name in names) for quant, names in quants_in(list(files)).items()}
+    return dict(sorted(sizes.items(), key=lambda one: one[1]))
 
 
 def _is_called(asked: str, quant: str, file: str) -> bool:
@@ -151,9 +153,7 @@ def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: in
     the free memory. 16 bits and more take twice the time and memory of 8, so they are the last choice. `files` are
     those of the repository, with their bytes. Raises `ModelError` if there is no such quant, or none fits."""
     sizes = _sizes(files)
-    listed = ", ".join(
-        f"{quant} ({format_size(size)})" for quant, size in sorted(sizes.items(), key=lambda one: one[1])
-    )
+    listed = ", ".join(f"{quant} ({format_size(size)})" for quant, size in sizes.items())
     if asked:
         if (found := _quant_called(asked, list(files))) is None:
             raise ModelError(f"{repo} has no quant {asked!r}; it has {listed or 'no .gguf files'}")
@@ -264,12 +264,11 @@ def _content(file: Path) -> Path:
 def fetched_model(
     model: str, progress: Report, flag: str, before: Callable[[HubListing], None], *, with_weights: bool
 ) -> Path:
-    """Returns the folder of the newest snapshot of a repository, or the first part of a `.gguf` file: of the quant that
-    `model` names, or of the best one if the repository has nothing else. If the hub does not answer, or has no such
-    quant any more, that in the hub's cache.
+    """Returns the folder of the newest snapshot of a repository, or the first part of a quant: of the one that `model`
+    names, or of the best one if the repository has nothing else. Without an answer of the hub it is what is in its
+    cache.
 
-    `before` is called before weights are fetched. Raises `ModelError`; `flag` is what named the model.
-    """
+    `before` is called before weights are fetched. Raises `ModelError`; `flag` is what named the model."""
     repo, quant = split_name(model)
     progress(f"looking for {model} on the Hugging Face hub")
     here = cached_model(model)
@@ -334,12 +333,9 @@ def _fetched(
     *,
     ignored: Sequence[str] = tuple(_SUBFOLDERS),
 ) -> Path:
-    """Returns the folder of a snapshot with the files that fit the patterns: of a commit, or of what is here without
-    one. `before` is called if some are fetched.
-
-    The library goes on with a connection that breaks.
-    """
-    from huggingface_hub import constants, snapshot_download
+    """Returns the folder of a snapshot with the files that fit the patterns: of a commit, or else of what is here.
+    `before` is called if some are fetched. The library goes on with a connection that breaks."""
+    from huggingface_hub import constants, file_download, snapshot_download
 
     get: Any = partial(
         snapshot_download,
@@ -360,7 +356,9 @@ def _fetched(
         with progress_bar(f"fetching {repo}", new_bytes, progress, in_bytes=True) as advance:
             get(revision=commit, tqdm_class=_counting(advance))
     folder = Path(get(revision=commit))
-    _set_newest(folder)
+    with suppress(OSError):
+        # That of the main branch now, for other programs too.
+        file_download._cache_commit_hash_for_specific_revision(str(folder.parents[1]), "main", commit)
     return folder
 
 
@@ -381,18 +379,6 @@ def _require_tags_that_are_digests() -> None:
 
     checked.requires_digests = True  # type: ignore[attr-defined]
     file_download._get_metadata_or_catch_error = checked
-
-
-def _set_newest(snapshot: Path) -> None:
-    """Makes a snapshot that of the main branch, for other programs too."""
-    ref = snapshot.parents[1] / "refs" / "main"
-    with suppress(OSError):
-        if ref.is_file() and ref.read_text(encoding="utf-8") == snapshot.name:
-            return
-        ref.parent.mkdir(exist_ok=True)
-        new = ref.with_name(f"main.{os.getpid()}.tmp")
-        new.write_text(snapshot.name, encoding="utf-8")
-        new.replace(ref)
 
 
 def _counting(advance: Callable[[float], None]) -> type[Any]:
@@ -441,16 +427,12 @@ def _explained(repo: str, flag: str) -> Iterator[None]:
 def _reason(error: Exception) -> str:
     from huggingface_hub import errors
 
+    cause = error.__cause__
     if isinstance(error, errors.RepositoryNotFoundError):
         return "there is no such model, or it is private"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, and its cache on this machine holds no complete copy"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        if isinstance(error.__cause__, errors.HfHubHTTPError):
-            return first_line(error.__cause__)
-        offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
-        where = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+    is_offline = any(isinstance(one, errors.OfflineModeIsEnabled) for one in (error, cause))
+    is_not_here = isinstance(error, errors.LocalEntryNotFoundError)
+    if is_offline or (is_not_here and not isinstance(cause, errors.HfHubHTTPError)):
+        where = "HF_HUB_OFFLINE is set" if is_offline else "the hub cannot be reached"
         return f"{where}, and its cache on this machine holds no complete copy"
-    if isinstance(error, errors.DryRunError) and error.__cause__ is not None:
-        return first_line(error.__cause__)
-    return first_line(error)
+    return first_line(cause if cause is not None and (is_not_here or isinstance(error, errors.DryRunError)) else error)

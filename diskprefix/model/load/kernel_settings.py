@@ -20,9 +20,8 @@ _ENVIRONMENT = """
     TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
     KMP_DYNAMIC MKL_DYNAMIC OMP_DYNAMIC OMP_THREAD_LIMIT
 """
-"""Variables that change numbers behind torch's back: lower precision for float32, other kernels, and a number of
-threads that changes from one kernel to the next. ATEN_CPU_CAPABILITY is not among them, as `cpu_kind` names what it
-selects."""
+"""Variables that change numbers behind torch's back: precisions, kernels, and numbers of threads that change on the
+way. ATEN_CPU_CAPABILITY is not among them, as `cpu_kind` names what it selects."""
 
 _KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy torchao xformers"
 """The modules whose kernels transformers uses where they are installed."""

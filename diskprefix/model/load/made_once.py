@@ -25,11 +25,9 @@ _LOCK, _PARTIAL = ".lock-", ".partial-"
 
 
 def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path:
-    """Returns the model folder `name`, and makes it with `build` if there is none. One that is there is whole.
-
-    `build` takes an empty folder to work in and returns the folder inside it that holds the model's files. It may be
-    interrupted at any point, and other processes may do the same at the same time.
-    """
+    """Returns the model folder `name`, which is whole. Without one, `build` makes it: it takes an empty folder to work
+    in, and returns the folder inside it with the files. It may be interrupted, and other processes may do the same
+    meanwhile."""
     models = cache_home() / "models"
     folder = models / name
     if problem := distrusted_by_root(folder):

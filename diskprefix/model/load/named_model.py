@@ -28,9 +28,8 @@ def default_sampling(settings: Settings) -> dict[str, float]:
 
 
 def require_named(model: str | None, flag: str, *, with_weights: bool = False) -> None:
-    """Raises `ModelError` if there cannot be such a model, and names the nearest: a path must exist, and a name without
-    a slash must be in the hub's cache. Whether the hub has any other is not known. `with_weights`: files that are
-    missing in a folder are noticed, too."""
+    """Raises `ModelError` with the nearest name if there is no such path, or a name without a slash is not in the hub's
+    cache. `with_weights`: files that are missing in a folder are noticed, too."""
     if model is None or is_embedded(model):
         return
     path = Path(os.path.expanduser(model))

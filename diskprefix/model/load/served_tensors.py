@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diskprefix.model.load.checkpoint import StoredTensor
 from diskprefix.model.load.gguf_file import within_block
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.model.quants.quant_form import form_of
+from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import COLUMNS, ROWS
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ def _fills_blocks(shape: Sequence[int]) -> bool:
 
 
 def _quant_bytes(num_elements: int, kind: str) -> int:
-    form = form_of(kind)
-    assert form is not None, "it is served as it is"
-    return int(num_elements * form.weight_bits / 8)
+    return int(num_elements * FILE_FORMS[kind].weight_bits / 8)
 
 
 def _floating(dtype_bytes: int) -> str:
@@ -59,8 +57,8 @@ def of_gguf(
     """Returns the bytes of tensors of a `.gguf` file by form. Quants that cannot stay become floating point."""
     changed, served = {*architecture.changed, _EXPANSION}, Counter[str]()
     for tensor in tensors:
-        has_form = form_of(tensor.kind) and _fills_blocks(tensor.shape) and within_block(tensor.name) not in changed
-        if has_form and weights != "native":
+        is_kept = tensor.kind in FILE_FORMS and within_block(tensor.name) not in changed
+        if is_kept and _fills_blocks(tensor.shape) and weights != "native":
             served[tensor.kind] += _quant_bytes(tensor.num_elements, tensor.kind)
         else:
             served[_floating(dtype_bytes)] += tensor.num_elements * dtype_bytes

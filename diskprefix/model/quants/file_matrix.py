@@ -172,9 +172,6 @@ class FileRows:
     order: np.ndarray
 
 
-# -- packing ---------------------------------------------------------------------------------------------------------
-
-
 class MatrixPacking:
     """Packs different matrices side by side in large pages, on all threads that torch has but one: that of the caller,
     which joins them in `finish`. Not thread-safe."""

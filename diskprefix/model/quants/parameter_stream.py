@@ -106,12 +106,11 @@ def load_parameters(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Returns the model of a class, whose parameters are made of `sources`, by their names in the checkpoint. Each
-    source is read when its turn comes, and each parameter goes to `take` as soon as it is made. Without a `device` the
-    model is on the CPU.
+    """Returns the model of a class, made of `sources` by their names in the checkpoint: each is read when its turn
+    comes, and each parameter goes to `take` as soon as it is made. Without a `device` the model is on the CPU.
 
-    Raises `ModelError` if `weights` lack tensors of the model, or have some of other shapes, and what a source raises.
-    """
+    Raises `ModelError` if `weights` lack tensors of the model, or have some of other shapes, and what a source
+    raises."""
     with without_tracer(), _taking_parameters(take or (lambda _model, _name, tensor: tensor)):
         model, info = kind.from_pretrained(
             None,

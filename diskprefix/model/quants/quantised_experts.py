@@ -45,10 +45,8 @@ class QuantisedMatrices(nn.Module):
 
 
 class QuantisedExperts(nn.Module):
-    """A replacement for the experts of a mixture: rows [n, hidden] → [n, hidden], in bfloat16.
-
-    Its children are `gate`, `up` (unless there is none) and `down`, each with a matrix of every expert.
-    """
+    """A replacement for the experts of a mixture: rows [n, hidden] → [n, hidden], in bfloat16. Its children are `gate`,
+    `up` (unless there is none) and `down`, each with a matrix of every expert."""
 
     def __init__(self, experts: nn.Module, forms: Mapping[str, QuantForm], *, is_in_gguf: bool = False) -> None:
         super().__init__()
@@ -80,8 +78,6 @@ class QuantisedExperts(nn.Module):
 
 def may_be_quantised(experts: Any) -> bool:
     """Returns whether `QuantisedExperts` can replace a module."""
-    if not is_mixture(experts) or experts.has_post_expert_norm:
-        return False
-    return (
-        all(fills_blocks(weight[0]) for weight, _ in matrices_of(experts).values()) and curves_of(experts) is not None
-    )
+    is_plain = is_mixture(experts) and not experts.has_post_expert_norm
+    fills = is_plain and all(fills_blocks(weight[0]) for weight, _ in matrices_of(experts).values())
+    return fills and curves_of(experts) is not None
