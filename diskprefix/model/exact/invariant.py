@@ -87,10 +87,10 @@ def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     finally:
         for module in found:
             del vars(module)["forward"]
-    expansions = ((module, latent.replacement(module)) for module in model.modules())
+    expansions = ((module, latent.expansion_of(module)) for module in model.modules())
     return [
         *((module, "forward", forward) for module, forward in found.items()),
-        *((module, "expand_kv", method) for module, method in expansions if method is not None),
+        *((module, "expand_kv", partial(latent.remember, one)) for module, one in expansions if one is not None),
     ]
 
 

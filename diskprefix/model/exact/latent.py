@@ -10,8 +10,7 @@ all heads, with any sequences, and a token costs the same products in a prefill 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -89,12 +88,6 @@ def remember(expansion: Expansion, latents: Memory, rotary: Memory) -> tuple[Lat
     pairs = ([part] if isinstance(part, torch.Tensor) else part for part in (latents, rotary))
     memory = LatentMemory([_joined(*pair) for pair in zip(*pairs, strict=True)], expansion)
     return memory, memory
-
-
-def replacement(module: nn.Module) -> Any:
-    """Returns what replaces `expand_kv` of a module, None if the module keeps its own."""
-    expansion = expansion_of(module)
-    return None if expansion is None else partial(remember, expansion)
 
 
 def _joined(latents: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:

@@ -68,30 +68,24 @@ def _convolution(
 
 
 def _delta_rule(
-    own: _Function,
     compiled: Operators,
+    states: list[torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-    **others: Any,
+    **_: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Returns [1, rows, heads, value_dim], and the state of the first sequence: all are updated in place."""
-    states = _taken_states()
-    if states is None:
-        out: tuple[torch.Tensor, Any] = own(
-            query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **others
-        )
-        return out
     epsilon = _LENGTH_EPSILON if use_qk_l2norm_in_kernel else 0.0
     return native.delta_rule(compiled, query, key, value, g, beta, _runs(states), epsilon), states[0]
 
 
 def _state_space(
-    own: _Function,
     compiled: Operators,
+    states: list[torch.Tensor],
     hidden_states: torch.Tensor,
     dt: torch.Tensor,
     A: torch.Tensor,
@@ -102,15 +96,9 @@ def _state_space(
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **others: Any,
+    **_: Any,
 ) -> Any:
     """Returns float32 [1, rows, heads, dim], and the state of the first sequence: all are updated in place."""
-    states = _taken_states()
-    if states is None:
-        return own(
-            *(hidden_states, dt, A, B, C),
-            **(others | {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}),
-        )
     steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         steps = in_whole_vectors(functional.softplus, steps)
@@ -118,10 +106,13 @@ def _state_space(
     return native.state_space(compiled, hidden_states, steps, A, B, C, D, _runs(states)), states[0]
 
 
-def _taken_states() -> list[torch.Tensor] | None:
-    """Returns the states that the layer asked for, for the sequences of the step; None outside a step."""
+def _with_states(ours: _Function, own: _Function, compiled: Operators, *args: Any, **kwargs: Any) -> Any:
+    """Calls our function with the states that the layer asked for, for the sequences of the step; outside a step their
+    own."""
     step = current_step()
-    return step.states.pop() if step is not None and step.states else None
+    if step is None or not step.states:
+        return own(*args, **kwargs)
+    return ours(compiled, step.states.pop(), *args, **kwargs)
 
 
 def _runs(states: Sequence[torch.Tensor]) -> Any:
@@ -132,8 +123,8 @@ def _runs(states: Sequence[torch.Tensor]) -> Any:
 
 _OURS: dict[str, _Function] = {
     "causal_conv1d_fn": _convolution,
-    "torch_chunk_gated_delta_rule": _delta_rule,
-    "chunk_kimi_delta_attention": _delta_rule,
-    "mamba2_chunk_scan": _state_space,
+    "torch_chunk_gated_delta_rule": partial(_with_states, _delta_rule),
+    "chunk_kimi_delta_attention": partial(_with_states, _delta_rule),
+    "mamba2_chunk_scan": partial(_with_states, _state_space),
 }
 """Our functions by the names that they have in transformers."""

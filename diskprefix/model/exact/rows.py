@@ -80,7 +80,9 @@ def in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tenso
 
 
 def _in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tensor, *args: Any) -> torch.Tensor:
-    if _are_whole(numbers.numel(), torch.get_num_threads()):
+    # Numbers side by side fill vectors, in the part of each thread.
+    count = numbers.numel()
+    if count % (_VECTOR * max(1, min(torch.get_num_threads(), -(-count // _UNSHARED)))) == 0:
         return function(numbers.contiguous(), *args)
     flat = numbers.reshape(-1)
     parts = [
@@ -88,8 +90,3 @@ def _in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tens
         for part in torch.split(flat, _UNSHARED)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(numbers.shape)
-
-
-def _are_whole(count: int, threads: int) -> bool:
-    """Returns whether `count` numbers side by side fill vectors, in the part of each thread."""
-    return count % (_VECTOR * max(1, min(threads, -(-count // _UNSHARED)))) == 0

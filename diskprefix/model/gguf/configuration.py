@@ -27,46 +27,38 @@ _ROTARY, _ROTARY_OF_WINDOWS = "rope.dimension_count", "rope.dimension_count_swa"
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 _EPSILON_KEYS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 
-_COMMON: tuple[tuple[str, tuple[str, ...], Any], ...] = (
-    ("embedding_length", ("hidden_size",), None),
-    ("context_length", ("max_position_embeddings",), None),
-    ("attention.head_count", ("num_attention_heads",), None),
-    ("feed_forward_length", ("intermediate_size",), _LEFT),
-    ("attention.sliding_window", ("sliding_window",), 0),
-    ("attn_logit_softcapping", ("attn_logit_softcapping",), 0),
-    ("final_logit_softcapping", ("final_logit_softcapping",), 0),
-    ("expert_count", ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), _LEFT),
-    (
-        "expert_used_count",
-        ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_k", "moe_topk"),
-        _LEFT,
-    ),
-    ("expert_feed_forward_length", ("moe_intermediate_size",), _LEFT),
-    (
-        "expert_shared_feed_forward_length",
-        ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-        _LEFT,
-    ),
-    ("expert_shared_count", ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), _LEFT),
-    ("expert_weights_scale", ("routed_scaling_factor",), 1.0),
-    ("expert_weights_norm", ("norm_topk_prob",), _LEFT),
-    ("expert_group_count", ("n_group",), 1),
-    ("expert_group_used_count", ("topk_group",), 1),
-    ("leading_dense_block_count", ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"), 0),
-    ("attention.q_lora_rank", ("q_lora_rank",), _LEFT),
-    ("attention.kv_lora_rank", ("kv_lora_rank",), _LEFT),
-    ("embedding_scale", ("embedding_multiplier",), 1.0),
-    ("residual_scale", ("residual_multiplier",), 1.0),
-    ("attention.scale", ("attention_multiplier",), _LEFT),
-    ("logit_scale", ("logits_scaling", "logit_scale"), _LEFT),
-    ("attention.shared_kv_layers", ("num_kv_shared_layers",), 0),
-    ("embedding_length_per_layer_input", ("hidden_size_per_layer_input",), 0),
-    ("shortconv.l_cache", ("conv_L_cache",), None),
-    ("ssm.time_step_rank", ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "num_heads"), None),
-    ("ssm.group_count", ("linear_num_key_heads", "mamba_n_groups", "n_groups"), None),
-    ("ssm.state_size", ("linear_key_head_dim", "mamba_d_state", "ssm_state_size", "state_size"), None),
-    ("ssm.conv_kernel", ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"), None),
-    ("ssm.inner_size", ("mamba_d_ssm",), None),
+_COMMON: tuple[tuple[str, str, Any], ...] = (
+    ("embedding_length", "hidden_size", None),
+    ("context_length", "max_position_embeddings", None),
+    ("attention.head_count", "num_attention_heads", None),
+    ("feed_forward_length", "intermediate_size", _LEFT),
+    ("attention.sliding_window", "sliding_window", 0),
+    ("attn_logit_softcapping", "attn_logit_softcapping", 0),
+    ("final_logit_softcapping", "final_logit_softcapping", 0),
+    ("expert_count", "num_experts num_local_experts n_routed_experts moe_num_experts", _LEFT),
+    ("expert_used_count", "num_experts_per_tok top_k_experts num_experts_per_token moe_k moe_topk", _LEFT),
+    ("expert_feed_forward_length", "moe_intermediate_size", _LEFT),
+    ("expert_shared_feed_forward_length", "shared_expert_intermediate_size moe_shared_expert_intermediate_size", _LEFT),
+    ("expert_shared_count", "n_shared_experts num_shared_experts moe_num_shared_experts", _LEFT),
+    ("expert_weights_scale", "routed_scaling_factor", 1.0),
+    ("expert_weights_norm", "norm_topk_prob", _LEFT),
+    ("expert_group_count", "n_group", 1),
+    ("expert_group_used_count", "topk_group", 1),
+    ("leading_dense_block_count", "first_k_dense_replace num_dense_layers moe_layer_start_index", 0),
+    ("attention.q_lora_rank", "q_lora_rank", _LEFT),
+    ("attention.kv_lora_rank", "kv_lora_rank", _LEFT),
+    ("embedding_scale", "embedding_multiplier", 1.0),
+    ("residual_scale", "residual_multiplier", 1.0),
+    ("attention.scale", "attention_multiplier", _LEFT),
+    ("logit_scale", "logits_scaling logit_scale", _LEFT),
+    ("attention.shared_kv_layers", "num_kv_shared_layers", 0),
+    ("embedding_length_per_layer_input", "hidden_size_per_layer_input", 0),
+    ("shortconv.l_cache", "conv_L_cache", None),
+    ("ssm.time_step_rank", "linear_num_value_heads mamba_n_heads mamba_num_heads num_heads", None),
+    ("ssm.group_count", "linear_num_key_heads mamba_n_groups n_groups", None),
+    ("ssm.state_size", "linear_key_head_dim mamba_d_state ssm_state_size state_size", None),
+    ("ssm.conv_kernel", "linear_conv_kernel_dim mamba_d_conv conv_kernel", None),
+    ("ssm.inner_size", "mamba_d_ssm", None),
 )
 """Keys, the names that configurations have for them, and what a file without the key means. None: it must be there."""
 _OFF_AS_NONE = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
@@ -188,7 +180,7 @@ def _common(
     """Puts what most architectures have into `found`, but for `own` keys. Returns the names by the keys of the file."""
     expected = {}
     for key, names, default in _COMMON:
-        name = next((name for name in names if is_declared(kind, name)), None)
+        name = next((name for name in names.split() if is_declared(kind, name)), None)
         if name is None or key in own:
             continue
         value = metadata(key) if default is None else metadata.get(key, default)

@@ -37,32 +37,35 @@ def _mamba(owner: str) -> Sources:
     }
 
 
+def _all(parameters: str, tensor: str) -> Sources:
+    """Returns the same source for several parameters."""
+    return dict.fromkeys(parameters.split(), tensor)
+
+
 NAMES: Sources = {
     # Outside of the layers.
-    **dict.fromkeys(("model.embed_tokens", "model.embeddings", "backbone.embeddings"), "token_embd"),
-    **dict.fromkeys(("model.norm", "model.norm_f", "backbone.norm_f", "model.final_layernorm"), "output_norm"),
+    **_all("model.embed_tokens model.embeddings backbone.embeddings", "token_embd"),
+    **_all("model.norm model.norm_f backbone.norm_f model.final_layernorm", "output_norm"),
     "model.embedding_norm": ("token_embd_norm", "output_norm"),
     "lm_head": ("output", "token_embd"),
     # Norms.
-    **dict.fromkeys(("input_layernorm", "operator_norm", "norm"), "attn_norm"),
+    **_all("input_layernorm operator_norm norm", "attn_norm"),
     "post_attention_layernorm": ("ffn_norm", "post_attention_norm"),
-    **dict.fromkeys(("pre_feedforward_layernorm", "pre_ff_layernorm", "ffn_norm"), "ffn_norm"),
-    **dict.fromkeys(("post_feedforward_layernorm", "post_mlp_layernorm"), "post_ffw_norm"),
+    **_all("pre_feedforward_layernorm pre_ff_layernorm ffn_norm", "ffn_norm"),
+    **_all("post_feedforward_layernorm post_mlp_layernorm", "post_ffw_norm"),
     # Attention.
     "self_attn.q_proj": ("attn_q", attention_part(0)),
     "self_attn.k_proj": ("attn_k", attention_part(1)),
     "self_attn.v_proj": ("attn_v", attention_part(2)),
     "self_attn.qkv_proj": ("attn_qkv", joined("attn_q", "attn_k", "attn_v")),
-    **dict.fromkeys(("self_attn.o_proj", "self_attn.out_proj"), "attn_output"),
-    **dict.fromkeys(("self_attn.q_norm", "self_attn.q_layernorm", "self_attn.query_layernorm"), "attn_q_norm"),
-    **dict.fromkeys(("self_attn.k_norm", "self_attn.k_layernorm", "self_attn.key_layernorm"), "attn_k_norm"),
+    **_all("self_attn.o_proj self_attn.out_proj mixer.o_proj", "attn_output"),
+    **_all("self_attn.q_norm self_attn.q_layernorm self_attn.query_layernorm", "attn_q_norm"),
+    **_all("self_attn.k_norm self_attn.k_layernorm self_attn.key_layernorm", "attn_k_norm"),
     "self_attn.sinks": "attn_sinks.weight",
     # Feed-forward parts.
-    **dict.fromkeys(("mlp.gate_proj", "feed_forward.gate_proj", "feed_forward.w1"), "ffn_gate"),
-    **dict.fromkeys(("mlp.up_proj", "feed_forward.up_proj", "feed_forward.w3", "mlp.c_fc", "mixer.up_proj"), "ffn_up"),
-    **dict.fromkeys(
-        ("mlp.down_proj", "feed_forward.down_proj", "feed_forward.w2", "mlp.c_proj", "mixer.down_proj"), "ffn_down"
-    ),
+    **_all("mlp.gate_proj feed_forward.gate_proj feed_forward.w1", "ffn_gate"),
+    **_all("mlp.up_proj feed_forward.up_proj feed_forward.w3 mlp.c_fc mixer.up_proj", "ffn_up"),
+    **_all("mlp.down_proj feed_forward.down_proj feed_forward.w2 mlp.c_proj mixer.down_proj", "ffn_down"),
     "mlp.gate_up_proj": ("ffn_up", joined("ffn_gate", "ffn_up")),
     # Mixtures.
     **_experts("mlp"),
@@ -77,15 +80,9 @@ NAMES: Sources = {
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "shared_mlp.input_linear": (joined("ffn_gate_shexp", "ffn_up_shexp"), joined("ffn_gate", "ffn_up")),
     "shared_mlp.output_linear": ("ffn_down_shexp", "ffn_down"),
-    **dict.fromkeys(
-        (
-            "mlp.gate.e_score_correction_bias",
-            "mlp.gate.moe_statics.e_score_correction_bias",
-            "mlp.e_score_correction_bias",
-            "mixer.gate.e_score_correction_bias",
-            "feed_forward.expert_bias",
-        ),
-        "exp_probs_b.bias",
+    **_all("mlp.gate.e_score_correction_bias mlp.gate.moe_statics.e_score_correction_bias", "exp_probs_b.bias"),
+    **_all(
+        "mlp.e_score_correction_bias mixer.gate.e_score_correction_bias feed_forward.expert_bias", "exp_probs_b.bias"
     ),
     # Inputs of each layer.
     "model.embed_tokens_per_layer": "per_layer_token_embd",
@@ -104,5 +101,4 @@ NAMES: Sources = {
     "mixer.q_proj": "attn_q",
     "mixer.k_proj": "attn_k",
     "mixer.v_proj": "attn_v",
-    "mixer.o_proj": "attn_output",
 }

@@ -43,7 +43,15 @@ def _stamps(model: Path, template: str | None) -> Hashable:
 
 
 def _read(model: Path, template: str | None) -> PreTrainedTokenizerFast:
-    tokenizer = _of_file(model) if model.is_file() else _of_folder(model)
+    if model.is_file():
+        from diskprefix.model.gguf.file_tokenizer import make_tokenizer
+
+        try:
+            tokenizer = make_tokenizer(read_tensors(part_paths(model))[0])
+        except OSError as error:
+            raise ModelError(f"cannot read {model}: {first_line(error)}") from error
+    else:
+        tokenizer = _of_folder(model)
     if template is not None:
         tokenizer.chat_template = template
         if fault := fault_of_template(tokenizer):
@@ -51,15 +59,6 @@ def _read(model: Path, template: str | None) -> PreTrainedTokenizerFast:
     elif not tokenizer.chat_template and model.is_dir():
         tokenizer.chat_template = _processors_template(model)
     return tokenizer
-
-
-def _of_file(gguf: Path) -> PreTrainedTokenizerFast:
-    from diskprefix.model.gguf.file_tokenizer import make_tokenizer
-
-    try:
-        return make_tokenizer(read_tensors(part_paths(gguf))[0])
-    except OSError as error:
-        raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
 
 
 def _of_folder(folder: Path) -> PreTrainedTokenizerFast:

@@ -38,11 +38,6 @@ class QuantisedMatrices(nn.Module):
         """The weights as they are computed with, [experts, rows, columns], made anew each time."""
         return torch.stack([weights_of(packed, self.form) for packed in self.packed])
 
-    def each(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Returns the packed matrix of each expert and its bias."""
-        biases = [None] * len(self.packed) if self.bias is None else [*self.bias]
-        return list(zip(self.packed, biases, strict=True))
-
 
 class QuantisedExperts(nn.Module):
     """A replacement for the experts of a mixture: rows [n, hidden] → [n, hidden], in bfloat16. Its children are `gate`,
@@ -64,7 +59,10 @@ class QuantisedExperts(nn.Module):
     def prepare(self) -> None:
         """Prepares the matrices for the kernel, once the weights are there. They must not change afterwards."""
         matrices = {
-            name: [matrix_of(packed, part.form, bias) for packed, bias in part.each()]
+            name: [
+                matrix_of(packed, part.form, None if part.bias is None else part.bias[number])
+                for number, packed in enumerate(part.packed)
+            ]
             for name, part in self.parts().items()
         }
         self._routed = routed(self.curves, matrices)

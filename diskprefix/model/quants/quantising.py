@@ -52,46 +52,30 @@ def weight_files_in(
     check: Check = enough_to_make,
 ) -> list[Path]:
     """Returns the weight files in the form `weights`, made on first use. Raises `ModelError` if there is none."""
-    require_plain_weights(str(folder), read_config(folder))
+    configuration = read_config(folder)
+    require_plain_weights(str(folder), configuration)
     if weights not in QUANTISED:
         return files
 
     def build(work: Path) -> Path:
-        made = work / "model"
-        made.mkdir()
-        _quantise(folder, files, config, kind, weights, made, report, check)
+        stored, before = stored_tensors(folder, files), [file_stamp(file) for file in files]
+        needs = needs_of_checkpoint(folder.name, stored, configuration, weights, "bfloat16")
+        check(needs)
+        require_disk(work, needs.disk_bytes)
+        (made := work / "model").mkdir()
+        sources = {tensor.name: tensor.read for tensor in stored}
+        total = sum(parameter.numel() for parameter in kind.skeleton(config).parameters())
+        with progress_bar(f"quantising {folder.name} to {weights}", total, report) as advance:
+            streamed = StreamedQuantising(sources, weights, made, lambda done: advance(min(done, total)))
+            streamed.run(*kind.model_class(config))
+        if [file_stamp(file) for file in files] != before:
+            raise ModelError(f"the weights in {folder} were changed while they were read; start again")
         return made
 
-    digest = weights_digest(files)
     # The number changes with what is made.
     lines = "-rows" if has_rows() else ""
-    name = f"{folder.resolve().name[:100]}-{digest[:12]}-{weights}{lines}.6"
+    name = f"{folder.resolve().name[:100]}-{weights_digest(files)[:12]}-{weights}{lines}.6"
     return sorted(build_once(name, build, report).glob(SAFETENSORS))
-
-
-def _quantise(
-    folder: Path,
-    files: list[Path],
-    config: PreTrainedConfig,
-    kind: ModelKind,
-    weights: str,
-    made: Path,
-    report: Report,
-    check: Check,
-) -> None:
-    stored = stored_tensors(folder, files)
-    skeleton = kind.skeleton(config)
-    needs = needs_of_checkpoint(folder.name, stored, read_config(folder), weights, "bfloat16")
-    check(needs)
-    require_disk(made.parent, needs.disk_bytes)
-    before = [file_stamp(file) for file in files]
-    sources = {tensor.name: tensor.read for tensor in stored}
-    total = sum(parameter.numel() for parameter in skeleton.parameters())
-    with progress_bar(f"quantising {folder.name} to {weights}", total, report) as advance:
-        streamed = StreamedQuantising(sources, weights, made, lambda done: advance(min(done, total)))
-        streamed.run(*kind.model_class(config))
-    if [file_stamp(file) for file in files] != before:
-        raise ModelError(f"the weights in {folder} were changed while they were read; start again")
 
 
 class StreamedQuantising:
