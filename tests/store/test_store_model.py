@@ -22,7 +22,6 @@ from unittest import mock
 
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -701,7 +700,6 @@ class StoreMachine(RuleBasedStateMachine):
         assert verify_index(self.store).problems == ()
 
 
-@pytest.mark.slow
 def test_the_store_does_what_a_plain_model_of_it_does(tmp_path: Path) -> None:
     folders = (tmp_path / str(i) for i in range(10**6))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
@@ -709,6 +707,6 @@ def test_the_store_does_what_a_plain_model_of_it_does(tmp_path: Path) -> None:
             lambda: StoreMachine(next(folders), other),  # type: ignore[arg-type]
             # Drawing is timed too, and a busy machine is no failure.
             settings=settings(
-                max_examples=examples(6), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
+                max_examples=examples(4), stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
             ),
         )
