@@ -170,7 +170,7 @@ class Parts:
     def larger(self, module: nn.Module) -> Forward | None:
         """Returns a replacement for the forward of gated products or attention, whose parts have theirs already."""
         if any(hasattr(child, "in_features") for child in module.children()):
-            kind = _kind_of(module)
+            kind = kind_of(module)
             found = gated_of(module, self._operators, self._curves, self._kinds.get(kind))
             if found is not None:
                 self._found[module], self._kinds[kind] = found
@@ -182,7 +182,7 @@ class Parts:
         """Returns a replacement for the forward of a whole layer, whose parts have theirs already."""
         if not any(type(self._found.get(child)) is AttentionBlock for child in module.children()):
             return None
-        kind = _kind_of(module)
+        kind = kind_of(module)
         layer = layer_of(module, self._operators, self._found, is_known=kind in self._kinds)
         if layer is None:
             return None
@@ -195,7 +195,7 @@ class Parts:
         return partial(forward, partial(type(module).forward, module), part, self._operators, *others)
 
 
-def _kind_of(module: nn.Module) -> Hashable:
+def kind_of(module: nn.Module) -> Hashable:
     """Returns a value that is equal for modules with the same classes, attributes, and forms of tensors."""
     return tuple(
         (
@@ -271,7 +271,7 @@ def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
 def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: Curves) -> torch.Tensor:
     """Returns the curve as bfloat16 [65 537], see `Gated`. Layers with the same share it."""
     functions = [str(value) for value in vars(curve).values() if callable(value)] if hasattr(curve, "__dict__") else []
-    key = (_kind_of(curve), *functions) if isinstance(curve, nn.Module) else curve
+    key = (kind_of(curve), *functions) if isinstance(curve, nn.Module) else curve
     if key not in known:
         known[key] = nn.functional.pad(in_whole_vectors(curve, all_numbers()), (0, 1))
     return known[key]

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.memo import Memo
 from diskprefix.model.exact import attention
-from diskprefix.model.exact.invariant import install, uninstall
+from diskprefix.model.exact.fused import kind_of
+from diskprefix.model.exact.invariant import as_it_was, install, uninstall
 from diskprefix.model.exact.patterns import NAME, NotInvariant
 from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
@@ -109,9 +111,10 @@ def _checked(model: PreTrainedModel) -> Layout:
     layout = replace(layout, exact_at="token")
     token_ids = made_up_tokens(model, 4, sum(_CUT))
     try:
-        with torch.inference_mode():
-            expected = model(input_ids=token_ids, use_cache=False).logits[0].float()
-            install(model)
+        install(model)
+        with torch.inference_mode(), _first_layers(model):
+            with as_it_was(model):
+                expected = model(input_ids=token_ids, use_cache=False).logits[0].float()
             whole = _run(model, layout, token_ids, [token_ids.shape[1]], num_logits=token_ids.shape[1])
             found = _run(model, layout, token_ids, _CUT, restored_at=sum(_CUT[:2]))
             layout = replace(layout, packs=can_pack(model, layout))
@@ -131,6 +134,28 @@ def _checked(model: PreTrainedModel) -> Layout:
     if not torch.equal(found[1], whole[1][[end - 1 for end in accumulate(_CUT)]]):
         raise NotInvariant("its logits depend on the steps")
     return layout
+
+
+@contextmanager
+def _first_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Gives a context in which a model has only its first layers, up to the first one of each kind: the others compute
+    with the same code, and a large model takes seconds for all of them."""
+    config = model.config.get_text_config(decoder=True)
+    num_layers = config.num_hidden_layers
+    found = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
+    if len(found) != 1:
+        yield
+        return
+    (layers,) = found
+    every = layers._modules
+    types = getattr(config, "layer_types", None) or [""] * num_layers
+    kinds = [(name, kind_of(layer)) for name, layer in zip(types, every.values(), strict=True)]
+    num_first = max(map(kinds.index, kinds)) + 1
+    layers._modules = dict(islice(every.items(), num_first))
+    try:
+        yield
+    finally:
+        layers._modules = every
 
 
 def _run(

@@ -84,6 +84,18 @@ def test_a_model_that_reads_behind_the_last_token_is_not_exact() -> None:
         ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
 
+@pytest.mark.parametrize("is_other", [False, True])
+def test_the_first_layers_of_each_kind_are_checked(is_other: bool) -> None:
+    model, calls = tiny_model("llama", torch.float32), []
+    last: Any = model.model.layers[-1].mlp
+    last.register_forward_hook(lambda *_: calls.append(1))
+    if is_other:
+        last.is_other = True
+    assert make_exact(model)[1] == ""
+    assert (len(calls) > 1) is is_other, "all layers are run once, for the layout"
+    assert len(model.model.layers) == model.config.num_hidden_layers
+
+
 def in_chunks_of_the_step(
     _: Any,
     query: torch.Tensor,
