@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -87,7 +87,10 @@ def _check_outside(model: PreTrainedModel) -> None:
     name = type(model).__name__
     # One kind of RoPE for the whole model, or one for each kind of layer.
     ropes = [getattr(module, "rope_type", None) for module in model.modules()]
-    found = moving_ropes(str(kind) for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope]))
+    kinds = {str(kind) for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope])}
+    # Dynamic frequencies depend on earlier runs. Those of longrope change for all positions when a sequence outgrows
+    # the original length.
+    found = sorted(f"{kind} RoPE" for kind in kinds if "dynamic" in kind or kind == "longrope")
     if _cache_argument(model) is None:
         found.append(f"{name} takes no past_key_values")
     elif not model._supports_default_dynamic_cache():
@@ -100,12 +103,6 @@ def _cache_argument(model: PreTrainedModel) -> CacheArgument | None:
     accepted = inspect.signature(type(model).forward).parameters
     known: tuple[CacheArgument, ...] = ("past_key_values", "cache_params")
     return next((argument for argument in known if argument in accepted), None)
-
-
-def moving_ropes(kinds: Iterable[str]) -> list[str]:
-    """Returns the kinds of RoPE whose frequencies depend on more than the position. Dynamic frequencies depend on
-    earlier runs. Those of longrope change for all positions when a sequence outgrows the original length."""
-    return sorted(f"{kind} RoPE" for kind in set(kinds) if "dynamic" in kind or kind == "longrope")
 
 
 def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.Tensor:

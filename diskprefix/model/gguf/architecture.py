@@ -48,10 +48,6 @@ _LAYER = re.compile(r"\w+\.layers\.(\d+)\.(.+)")
 _ENDING = re.compile(r"(.+)(\.weight|\.bias|_bias)")
 
 
-def _no_values(_metadata: Metadata, _found: dict[str, Any]) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """An architecture that becomes transformers' model of the type `model_type`.
@@ -65,7 +61,7 @@ class Architecture:
     sources: Sources = field(default_factory=dict)
     """Those that are not as in `NAMES`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    config: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = _no_values
+    config: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = lambda _metadata, _found: {}
     gate: int | None = None
     own: Collection[str] = ()
     unused: Collection[str] = ()

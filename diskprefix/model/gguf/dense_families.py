@@ -24,22 +24,21 @@ PAIRED: Sources = {
 """Rotary pairs of queries and keys lie side by side in files of Llama's kind."""
 
 
-def plus_one(**norms: str) -> Sources:
-    """Returns sources of norms that files have with one more than the model."""
-    return {name.replace("__", "."): changed(tensor, minus_one) for name, tensor in norms.items()}
-
-
 AROUND: Sources = {"post_attention_layernorm": "post_attention_norm"}
 """There is a norm behind attention, whether or not one stands before the feed-forward part."""
-GEMMA = plus_one(
-    input_layernorm="attn_norm",
-    post_attention_layernorm="post_attention_norm",
-    pre_feedforward_layernorm="ffn_norm",
-    post_feedforward_layernorm="post_ffw_norm",
-    self_attn__q_norm="attn_q_norm",
-    self_attn__k_norm="attn_k_norm",
-    model__norm="output_norm",
-)
+PLUS_ONE: Sources = {
+    parameter: changed(tensor, minus_one)
+    for parameter, tensor in {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "model.norm": "output_norm",
+    }.items()
+}
+"""Norms that files have with one more than the model."""
 
 
 def windows_and_all(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +130,8 @@ DENSE: dict[str, Architecture] = {
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
     "qwen3vl": Architecture(model_type="qwen3", config=of_text),
-    "gemma2": Architecture(model_type="gemma2", sources=GEMMA, config=_gemma_2),
-    "gemma3": Architecture(model_type="gemma3_text", sources=GEMMA, config=_gemma_3),
+    "gemma2": Architecture(model_type="gemma2", sources=PLUS_ONE, config=_gemma_2),
+    "gemma3": Architecture(model_type="gemma3_text", sources=PLUS_ONE, config=_gemma_3),
     "phi3": Architecture(model_type="phi3"),
     "glm4": Architecture(
         model_type="glm4",

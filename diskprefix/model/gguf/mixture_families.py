@@ -36,10 +36,6 @@ def width_of_experts(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     return {"intermediate_size": metadata.get("expert_feed_forward_length") or metadata("feed_forward_length")}
 
 
-def _granite_moe(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
-    return width_of_experts(metadata, found) | granite_factors(metadata, found)
-
-
 def _ernie_moe(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
     """The width of shared experts is a guess of the converter, which counts only where their number is missing."""
     width = metadata("expert_feed_forward_length")
@@ -160,7 +156,11 @@ MIXTURES: dict[str, Architecture] = {
         gate=SOFTMAX_OF_CHOSEN,
     ),
     "minimax-m2": Architecture(model_type="minimax_m2", config=width_of_experts, gate=SIGMOID),
-    "granitemoe": Architecture(model_type="granitemoe", sources=PAIRED, config=_granite_moe),
+    "granitemoe": Architecture(
+        model_type="granitemoe",
+        sources=PAIRED,
+        config=lambda metadata, found: width_of_experts(metadata, found) | granite_factors(metadata, found),
+    ),
     "hunyuan-moe": Architecture(model_type="hunyuan_v1_moe", gate=SOFTMAX),
     "dots1": Architecture(
         model_type="dots1",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.model.gguf.architecture import Architecture
-from diskprefix.model.gguf.dense_families import PAIRED, granite_factors, plus_one
+from diskprefix.model.gguf.dense_families import PAIRED, PLUS_ONE, granite_factors
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.gguf.mixture_families import LATENT, SIGMOID, SOFTMAX, latent_sizes
 from diskprefix.model.gguf.sources import (
@@ -36,13 +36,7 @@ def _heads_by_layer(metadata: Metadata, _: dict[str, Any], other: str) -> dict[s
 
 
 DELTA: Sources = {
-    **plus_one(
-        input_layernorm="attn_norm",
-        post_attention_layernorm="post_attention_norm",
-        self_attn__q_norm="attn_q_norm",
-        self_attn__k_norm="attn_k_norm",
-        model__norm="output_norm",
-    ),
+    **PLUS_ONE,
     "linear_attn.in_proj_qkv": moved("attn_qkv", grouped_behind_keys),
     "linear_attn.in_proj_z": moved("attn_gate", grouped_values),
     "linear_attn.in_proj_a": moved("ssm_alpha", grouped_heads),

@@ -34,19 +34,13 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
 """Values that change nothing, where a key is not read."""
 
 
-def full_parameters(config: Any) -> dict[str, Any]:
-    """Returns the rotary parameters of the layers without a window, as the configuration has them."""
-    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    found: dict[str, Any] = parameters.get("full_attention", parameters)
-    return found
-
-
 def scale_positions(config: Any, metadata: Metadata, tensors: Sequence[FileTensor], report: Report) -> set[str]:
     """Puts the scaling of a file into the configuration, of layers without a window. Returns the names of the tensors
     that it has used. Raises `ModelError` for a scaling that is not known."""
     import numpy as np
 
-    parameters, original = full_parameters(config), "original_max_position_embeddings"
+    of_layers: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    parameters, original = of_layers.get("full_attention", of_layers), "original_max_position_embeddings"
     if parameters.get("rope_type") not in ("default", "yarn"):
         # It has no rotary positions, or transformers knows how the architecture scales them.
         _require_read(metadata, set())

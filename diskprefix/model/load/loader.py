@@ -93,16 +93,13 @@ class _ModelSource:
     device: torch.device
     weights: str
 
-    def __str__(self) -> str:
-        return f"{self.path.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
-
     def needs(self) -> ModelNeeds:
         dtype = str(self.dtype).removeprefix("torch.")
         if self.gguf is not None:
             found = needs_of_gguf(self.path, self.weights, self.dtype.itemsize)
         else:
             found = needs_of_checkpoint(self.path.name, self.stored(), read_config(self.path), "native", dtype)
-        return replace(found, name=str(self))
+        return replace(found, name=f"{self.path.name} as {dtype} on {self.device}")
 
     def stored(self) -> list[StoredTensor]:
         return stored_tensors(self.files[0].parent, self.files)
