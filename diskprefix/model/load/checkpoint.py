@@ -17,7 +17,7 @@ from diskprefix.printable import first_line
 if TYPE_CHECKING:
     import torch
 
-SAFETENSORS, INDEX = "*.safetensors", "model.safetensors.index.json"
+SAFETENSORS, FILE, INDEX = "*.safetensors", "model.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 10**8
 """safetensors refuses longer headers."""
 _BITS = {"F4": 4, "BOOL": 8, "C64": 64}
@@ -102,8 +102,8 @@ def _hint(folder: Path) -> str:
 def checkpoint_files(folder: Path, files: Sequence[Path]) -> list[Path]:
     """Returns the files of one checkpoint: a folder may hold the same weights twice, under other names. Raises
     `ModelError` if its index is damaged."""
-    if folder / "model.safetensors" in files:
-        return [folder / "model.safetensors"]
+    if folder / FILE in files:
+        return [folder / FILE]
     index = folder / INDEX
     return [folder / shard for shard in shards_of(index)] if index.is_file() else list(files)
 

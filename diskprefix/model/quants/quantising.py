@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import matrices_of
-from diskprefix.model.load.checkpoint import SAFETENSORS, read_config, require_plain_weights, stored_tensors
+from diskprefix.model.load.checkpoint import FILE, read_config, require_plain_weights, stored_tensors
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, enough_to_make, needs_of_checkpoint
 from diskprefix.model.load.gguf_file import file_stamp
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from diskprefix.model.load.kinds import ModelKind
 
 _KINDS = {dtype: kind for kind, dtype in str_to_torch_dtype.items()}
-_FILE_BYTES = 1 << 26
-"""What is written to a file at a time."""
+_ENTRY_BYTES = 1024
+"""The greatest length of what the header has of a parameter: of experts the entries of gate and up."""
 _AT_ONCE = 1 << 20
 """Weights that a thread quantises at a time, so that the work does not take several times the memory of the matrix."""
 
@@ -64,10 +64,11 @@ def weight_files_in(
         require_disk(work, needs.disk_bytes)
         (made := work / "model").mkdir()
         sources = {tensor.name: tensor.read for tensor in stored}
-        total = sum(parameter.numel() for parameter in kind.skeleton(config).parameters())
+        state = kind.skeleton(config).state_dict()
+        total = sum(tensor.numel() for tensor in state.values())
         with progress_bar(f"quantising {folder.name} to {weights}", total, report) as advance:
             streamed = StreamedQuantising(sources, weights, made, lambda done: advance(min(done, total)))
-            streamed.run(*kind.model_class(config))
+            streamed.run(*kind.model_class(config), _ENTRY_BYTES * (len(state) + 1))
         if [file_stamp(file) for file in files] != before:
             raise ModelError(f"the weights in {folder} were changed while they were read; start again")
         return made
@@ -75,7 +76,7 @@ def weight_files_in(
     # The number changes with what is made.
     lines = "-rows" if has_rows() else ""
     name = f"{folder.resolve().name[:100]}-{weights_digest(files)[:12]}-{weights}{lines}.6"
-    return sorted(build_once(name, build, report).glob(SAFETENSORS))
+    return [build_once(name, build, report) / FILE]
 
 
 class StreamedQuantising:
@@ -92,21 +93,25 @@ class StreamedQuantising:
         """Parameters of the experts of a layer, until all are there."""
         self._taken: set[str] = set()
         self._forms: dict[str, str] = {}
-        self._pending: dict[str, torch.Tensor] = {}
-        """What goes into the next file."""
-        self._num_files = 0
+        self._header: dict[str, Any] = {}
+        self._num_bytes = 0
 
-    def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig, header_bytes: int) -> None:
         """Quantises. Raises `ModelError` for missing tensors or without any matrix, `OSError` for a full disk."""
-        with torch.no_grad(), one_thread():
+        with (self._made / FILE).open("wb") as self._file, torch.no_grad(), one_thread():
+            # The header is written at the end.
+            self._file.seek(8 + header_bytes)
             model = load_parameters(model_class, config, self._sources, self._take, "the weights")
-        if not self._forms:
-            raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
-        for name, tensor in model.state_dict().items():
-            # What the model has and no file.
-            if tensor.device.type != "meta":
-                self._add(name, tensor)
-        self._write_file()
+            if not self._forms:
+                raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
+            for name, tensor in model.state_dict().items():
+                # What the model has and no file.
+                if tensor.device.type != "meta":
+                    self._add(name, tensor)
+            header = json.dumps(self._header).encode()
+            assert len(header) <= header_bytes, "there is no space for it"
+            self._file.seek(0)
+            self._file.write(header_bytes.to_bytes(8, "little") + header.ljust(header_bytes))
         write_forms(self._made, self._forms)
 
     def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -142,26 +147,11 @@ class StreamedQuantising:
             self._add(plain[0], tensor)
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
-        self._pending[name] = tensor.detach().contiguous()
-        if sum(one.nbytes for one in self._pending.values()) >= _FILE_BYTES:
-            self._write_file()
-
-    def _write_file(self) -> None:
-        """Writes a file of safetensors. The library would first copy all that goes into it."""
-        header, at = {}, 0
-        # So each tensor is aligned: the format allows no gaps.
-        tensors = dict(sorted(self._pending.items(), key=lambda item: -item[1].element_size()))
-        for name, tensor in tensors.items():
-            offsets = [at, at := at + tensor.nbytes]
-            header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-        text = json.dumps(header).encode()
-        text = text.ljust(-(-len(text) // 8) * 8)
-        with (self._made / f"{self._num_files:05}.safetensors").open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for tensor in tensors.values():
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        self._num_files += 1
-        self._pending.clear()
+        """Writes a tensor, behind those before it."""
+        self._file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        offsets = [self._num_bytes, self._num_bytes + tensor.nbytes]
+        self._num_bytes = offsets[1]
+        self._header[name] = {"dtype": _KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
 
     def _hold(self, model: PreTrainedModel, name: str, part: str, tensor: torch.Tensor) -> None:
         """Holds a parameter of the experts of a layer until all are there, then adds them quantised."""

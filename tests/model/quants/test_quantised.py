@@ -232,10 +232,10 @@ def test_experts_that_are_written_are_read(name: str, tmp_path: Path) -> None:
     tiny_model(name, torch.bfloat16).save_pretrained(source)
     sources = {tensor.name: tensor.read for tensor in tensors_in(source / "model.safetensors")}
     config = type(model.config).from_pretrained(source)
-    StreamedQuantising(sources, "int4", tmp_path, lambda _: None).run(type(model), config)
+    StreamedQuantising(sources, "int4", tmp_path, lambda _: None).run(type(model), config, 1 << 20)
     describe(config, read_forms(tmp_path), is_in_gguf=False)
     again = load_parameters(
-        type(model), config, {one.name: one.read for one in tensors_in(tmp_path / "00000.safetensors")}, None, "they"
+        type(model), config, {one.name: one.read for one in tensors_in(tmp_path / "model.safetensors")}, None, "they"
     )
     prepare(again)
     assert forms_of_experts(again) == forms_of_experts(model)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
-from diskprefix.model.load.checkpoint import StoredTensor
+from diskprefix.model.load.checkpoint import StoredTensor, tensors_in
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.quants import quantising
 from diskprefix.model.quants.quantising import StreamedQuantising
@@ -53,15 +53,11 @@ def test_a_streamed_model_has_the_bits_of_one_that_is_quantised_whole(name: str,
     model = tiny_model(name, torch.bfloat16)
     model.save_pretrained(tmp_path / name)
     tiny.tokenizer().save_pretrained(tmp_path / name)
-    found = load_folder(quantised_folder(tmp_path / name, cache))
+    found = {one.name: one.read() for one in tensors_in(quantised_folder(tmp_path / name, cache) / FILE)}
     expected = quantised_whole(model, "int4")
     tied = {source: target for target, source in model.all_tied_weights_keys.items()}
     assert {name for name in expected if name not in found} <= set(tied.values())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-
-
-def load_folder(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def quantised_folder(source: Path, cache: Path, weights: str = "int4") -> Path:
@@ -111,7 +107,7 @@ def full_disk(patch: pytest.MonkeyPatch, _: Path) -> None:
     def fill(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    patch.setattr(StreamedQuantising, "_write_file", fill)
+    patch.setattr(StreamedQuantising, "_add", fill)
 
 
 def cut_short_meanwhile(patch: pytest.MonkeyPatch, folder: Path) -> None:
