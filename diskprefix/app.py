@@ -99,7 +99,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured
-    from diskprefix.model.load.memory import explain_out_of_memory
+    from diskprefix.model.load.memory import explain_out_of_memory, trim_heap
 
     imported = time.perf_counter()
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
@@ -140,6 +140,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         draft = None if not has_draft else load_draft(settings, loaded, cache, progress)
         engine = Engine(loaded, cache, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()
+        trim_heap()
         opened.pop_all()
     imports_s = loaded.timings["imports"] + imported - started
     engine.startup_timings = loaded.timings | {"imports": imports_s, "warm_up": time.perf_counter() - loaded_at}
