@@ -152,6 +152,12 @@ class Settings:
         is_common=True,
         choices=("auto", "native", "int8", "int4"),
     )
+    kernels: str = _model(
+        "auto",
+        "What computes on a CPU: auto (the best of the compiled operators for it), one of their variants such as avx2, "
+        "or torch. State is not shared between them.",
+        metavar="auto|torch|VARIANT",
+    )
     served_model_name: str | None = _model(
         None, "The model's name for clients.", is_common=True, metavar="NAME", unset="the model's own"
     )
@@ -420,7 +426,7 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 
 PER_MODEL = frozenset(
     {
-        *("device", "dtype", "weights", "chat_template", "draft_model", "sampling"),
+        *("device", "dtype", "weights", "kernels", "chat_template", "draft_model", "sampling"),
         *("prefill_compression", "kv_memory", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "normalise"),
         *("kv_cache_gate", "max_sequences"),

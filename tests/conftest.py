@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from diskprefix.native import library
 from tests import cache_folder
 from tests.closing import ClosingLines
 from tests.server.chat_model import write_chat_model
@@ -63,6 +64,13 @@ def log_as_it_was() -> None:
     root = logging.getLogger()
     for handler in [one for one in root.handlers if type(one) is logging.StreamHandler]:
         root.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def kernels_as_they_were() -> Iterator[None]:
+    """What a test chose, the next one does not have."""
+    yield
+    library.choose("auto")
 
 
 @pytest.fixture(scope="session")

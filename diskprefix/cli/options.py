@@ -14,6 +14,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
+from diskprefix.native.library import require as require_kernels
 from diskprefix.settings import SETTINGS, Settings, expanded, flag_of
 from diskprefix.units import parse_duration, parse_size, whole_size
 
@@ -265,6 +266,8 @@ def _parsed(name: str, value: Any) -> Any:
         return str(parse_scope(value, param=flag))
     if name == "prefill_compression":
         return str(value).lower()
+    if name == "kernels":
+        require_kernels(str(value))
     if name == "normalise":
         Normalisers.parse(value, param=flag)
     if kind == "size":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from diskprefix.errors import SettingsError
 from diskprefix.native import build
 
 log = logging.getLogger("diskprefix")
@@ -93,14 +94,26 @@ class _Table(ctypes.Structure):
     )
 
 
+def variants() -> tuple[str, ...]:
+    """Returns those of `VARIANTS` that are there for this CPU, the best one first. Imports no torch."""
+    try:
+        library = _opened()
+    except Unavailable:
+        return ()
+    return tuple(name for name in VARIANTS if library.diskprefix_operators(name.encode()))
+
+
+def require(kernels: str) -> None:
+    """Raises `SettingsError` if `--kernels` is neither `auto`, `torch` nor a variant for this CPU. Imports no torch."""
+    if kernels not in ("auto", "torch") and kernels not in (there := variants()):
+        raise SettingsError(f"--kernels: {kernels!r} is not one of {', '.join(('auto', 'torch', *there))}")
+
+
 def choose(kernels: str) -> None:
-    """Sets the kernels that this process uses: `auto` (the best that there are), `torch` (none of them), or
-    one of `VARIANTS`. Raises `Unavailable` if those are not there."""
+    """Sets the kernels that this process uses: `auto` (the best that there are), `torch` (none of them), or a variant.
+    Call it before a model is loaded. Raises `SettingsError`."""
     global _chosen
-    if kernels not in ("auto", "torch"):
-        found, why = _loaded(kernels)
-        if found is None:
-            raise Unavailable(why)
+    require(kernels)
     _chosen = kernels
 
 
@@ -167,7 +180,15 @@ def _load(kernels: str) -> Operators:
 
 
 def _table(variant: str | None) -> tuple[ctypes.CDLL, _Table]:
-    """Opens the library. Without `variant`, the table is that of the best one."""
+    """Returns the library, and the table of a variant, without `variant` of the best one."""
+    library = _opened()
+    table = library.diskprefix_operators(variant.encode() if variant else None)
+    if not table:
+        raise Unavailable(f"there are no operators {variant!r} for this CPU" if variant else "this CPU is too old")
+    return library, table.contents
+
+
+def _opened() -> ctypes.CDLL:
     if not build.LIBRARY.exists():
         raise Unavailable("the operators were not compiled when diskprefix was installed")
     if not build.is_current():
@@ -176,12 +197,10 @@ def _table(variant: str | None) -> tuple[ctypes.CDLL, _Table]:
         library = ctypes.CDLL(str(build.LIBRARY))
     except OSError as error:
         raise Unavailable(f"the operators cannot be loaded: {error}") from error
+    library.diskprefix_operators.argtypes = (ctypes.c_char_p,)
     library.diskprefix_operators.restype = ctypes.POINTER(_Table)
     library.diskprefix_compiler.restype = ctypes.c_char_p
-    table = library.diskprefix_operators(ctypes.c_char_p(variant.encode() if variant else None))
-    if not table:
-        raise Unavailable(f"there are no operators {variant!r} for this CPU" if variant else "this CPU is too old")
-    return library, table.contents
+    return library
 
 
 def _parallel_for() -> int:

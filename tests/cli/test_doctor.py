@@ -82,23 +82,35 @@ def test_a_client_is_served_and_a_restart_loses_nothing(run: Run, chat_model: Pa
 
 
 @pytest.mark.parametrize(
-    ("cpu", "capability", "kernels", "expected"),
+    ("cpu", "capability", "there", "kernels", "expected"),
     [
-        ("x86_64", "AVX512", "native (amx)", {"torch": "ok", "kernels": "ok"}),
-        ("x86_64", "AVX2", "torch", {"torch": "ok", "kernels": "note"}),
-        ("x86_64", "DEFAULT", "native (avx2)", {"torch": "note", "kernels": "ok"}),
-        ("x86_64", "NO AVX", "torch", {"torch": "note", "kernels": "note"}),
-        ("aarch64", "DEFAULT", "torch", {"torch": "ok", "kernels": "note"}),
+        ("x86_64", "AVX512", ("amx", "avx2", "baseline"), "auto", {"torch": "ok", "kernels": "ok"}),
+        ("x86_64", "AVX512", ("avx2", "baseline"), "avx2", {"torch": "ok", "kernels": "ok"}),
+        ("x86_64", "AVX512", ("avx2", "baseline"), "baseline", {"torch": "ok", "kernels": "auto takes avx2"}),
+        ("x86_64", "AVX512", ("avx2", "baseline"), "torch", {"torch": "ok", "kernels": "auto takes avx2"}),
+        ("x86_64", "AVX2", (), "auto", {"torch": "ok", "kernels": "C++ compiler"}),
+        ("x86_64", "AVX2", (), "torch", {"torch": "ok", "kernels": "C++ compiler"}),
+        ("x86_64", "DEFAULT", ("baseline",), "auto", {"torch": "no AVX2", "kernels": "ok"}),
+        ("aarch64", "DEFAULT", (), "auto", {"torch": "ok", "kernels": "C++ compiler"}),
     ],
 )
 def test_what_could_compute_faster_is_told(
-    monkeypatch: pytest.MonkeyPatch, cpu: str, capability: str, kernels: str, expected: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    cpu: str,
+    capability: str,
+    there: tuple[str, ...],
+    kernels: str,
+    expected: dict[str, str],
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: cpu)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(library, "described", lambda: kernels)
-    found = levels(by_check(torch_findings(Settings())))
-    assert {check: found[check] for check in expected} == expected
+    monkeypatch.setattr(library, "variants", lambda: there)
+    monkeypatch.setattr(library, "described", lambda: "native" if there and kernels != "torch" else "torch")
+    found = by_check(torch_findings(Settings(kernels=kernels)))
+    levels(found)
+    told = {check: found[check].advice or found[check].level for check in expected}
+    assert all(words in told[check] for check, words in expected.items())
+    assert all(name in found["kernels"].text for name in there)
 
 
 def test_a_folder_that_cannot_be_written_or_that_others_may_write_to_is_a_problem(

@@ -37,6 +37,7 @@ REFUSED = """
 2 | serve --max-queue 0                            | --max-queue
 2 | serve --fingerprint loose                      | --fingerprint
 2 | serve --dtype int4                             | --dtype, int4
+2 | serve --kernels avx9                           | --kernels: 'avx9' is not one of auto, torch, , baseline
 2 | serve --policy no-such-preset                  | --policy, agent, batch, chat, rag
 2 | serve --api-keys ''                            | '--api-keys', it is empty
 2 | serve --no-such-flag                           | --no-such-flag

@@ -84,6 +84,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "served_model_name": "me",
         "chat_template": "/template.jinja",
         "weights": "int8",
+        "kernels": "torch",
         "standby": "on",
         "memory_limit": "6GiB",
         "idle_unload": "30m",

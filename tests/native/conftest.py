@@ -13,14 +13,6 @@ from tests.closing import TESTED
 from tests.native.variants import of_this_cpu
 
 
-@pytest.fixture(autouse=True)
-def chosen_again() -> Iterator[None]:
-    """What a test chose, the next one does not have."""
-    before = library._chosen
-    yield
-    library._chosen = before
-
-
 @pytest.fixture(params=of_this_cpu())
 def operators(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Operators:
     library.choose(request.param)

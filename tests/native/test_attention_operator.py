@@ -249,7 +249,6 @@ def test_scores_of_any_size_give_finite_weights() -> None:
 
 
 def test_there_is_one_pool_of_threads() -> None:
-    library.choose("auto")
     assert library.operators() is not None
     layer, _ = layers("groups of three", torch.bfloat16)
     torch.set_num_threads(2)
@@ -295,10 +294,10 @@ def test_without_a_step_it_is_refused() -> None:
         attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern())
 
 
-def test_without_an_operator_for_its_numbers_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_operator_for_its_numbers_it_is_refused() -> None:
     with pytest.raises(NotInvariant, match="float64"):
         Layer.of(Case(dtype=torch.float64)).attended(Run(0, 1))
-    monkeypatch.setattr(library, "_chosen", "torch")
+    library.choose("torch")
     with pytest.raises(NotInvariant, match="bfloat16"):
         Layer.of(Case()).attended(Run(0, 1))
 

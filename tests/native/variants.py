@@ -31,4 +31,4 @@ def _of_this_cpu() -> tuple[str, ...]:
         build.build()
         library._loaded.cache_clear()
         library._has_rows.cache_clear()
-    return tuple(name for name in VARIANTS if library._loaded(name)[0])
+    return library.variants()

@@ -234,8 +234,8 @@ def needs(settings: Settings) -> ModelNeeds | None:
 
 
 def _needs(path: Path, settings: Settings) -> ModelNeeds:
-    weights = settings.weights
-    if weights == "auto" and (settings.dtype not in ("auto", "bfloat16") or not build.LIBRARY.exists()):
+    weights, is_compiled = settings.weights, build.LIBRARY.exists() and settings.kernels != "torch"
+    if weights == "auto" and (settings.dtype not in ("auto", "bfloat16") or not is_compiled):
         weights = "native"
     if path.is_file():
         return needs_of_gguf(path, weights, 4 if settings.dtype == "float32" else 2)

@@ -47,7 +47,6 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     import torch
 
     from diskprefix.model.load.loader import pick_device
-    from diskprefix.native.library import described
 
     builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
     kind = next((name for name, version in builds.items() if version), "CPU")
@@ -61,10 +60,21 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "accelerator", "note", text, "--device cpu is exact at every token; vLLM serves many users on GPUs"
         )
-    names = described()
-    is_native = names.startswith("native")
-    advice = "install a C++ compiler, then diskprefix again, to be exact at every token, and faster"
-    yield Finding("kernels", "ok" if is_native else "note", f"computed by {names}", "" if is_native else advice)
+    yield _kernels_finding(settings.kernels)
+
+
+def _kernels_finding(kernels: str) -> Finding:
+    """Returns the kernels that `--kernels` takes, those that this CPU has, and what would be faster."""
+    from diskprefix.native.library import choose, described, variants
+
+    choose(kernels)
+    names, there, advice = described(), variants(), ""
+    if there and kernels not in ("auto", there[0]):
+        advice = f"leave --kernels out: auto takes {there[0]}, which is faster"
+    elif not names.startswith("native"):
+        advice = "install a C++ compiler, then diskprefix again, to be exact at every token, and faster"
+    has = f"; this CPU has {', '.join(there)}" if there else ""
+    return Finding("kernels", "note" if advice else "ok", f"computed by {names}{has}", advice)
 
 
 def folder_findings(settings: Settings) -> Iterator[Finding]:

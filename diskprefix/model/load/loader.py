@@ -38,6 +38,7 @@ from diskprefix.model.load.memory import available_bytes, available_ram_bytes, e
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
+from diskprefix.native.library import choose, operators
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
@@ -139,6 +140,7 @@ def begin_packing(settings: Settings) -> BegunPacking | None:
         from diskprefix.model.load.gguf import whole_matrices
         from diskprefix.model.quants.file_matrix import packed_bytes
 
+        choose(settings.kernels)
         if pick_device(settings.device).type == "cpu":
             matrices = whole_matrices(path)
             if packed_bytes(matrices) + ROOM_BYTES <= available_ram_bytes():
@@ -153,7 +155,7 @@ def load_model(
 
     `progress` takes lines of text for people, `flag` is what named the model. `begun` is what `begin_packing` returned
     for the same settings. Raises `ModelError` if it cannot be found, fetched or read, or does not fit in memory, and
-    `SettingsError` for --device and --chat-template, each with a message of one line.
+    `SettingsError` for --device, --kernels and --chat-template, each with a message of one line.
     """
     timings: dict[str, float] = {}
 
@@ -220,6 +222,7 @@ def _source(
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, xpu, mps")
+    choose(settings.kernels)
     weights_of = partial(pick_weights, settings.weights, settings.dtype, settings.device)
     if settings.weights in QUANTISED:
         weights_of()
@@ -342,8 +345,6 @@ def pick_device(name: str) -> torch.device:
 
 def pick_weights(name: str, dtype: str, device_name: str) -> str:
     """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
-    from diskprefix.native.library import operators
-
     device, is_compiled = pick_device(device_name), operators() is not None
     if name == "native":
         return name

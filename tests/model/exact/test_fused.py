@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,10 @@ def compiled(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
-) -> Iterator[None]:
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     record_property(TESTED, request.param)
-    before = library._chosen
     library.choose(request.param)
-    yield
-    library._chosen = before
 
 
 NAMES = {Norm: "norm", Gated: "gated", AttentionBlock: "attention", Layer: "layer"}

@@ -15,7 +15,7 @@ from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load import loader
 from diskprefix.model.load.checkpoint import tensors_in
 from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.load.loader import LoadedModel, begin_packing, load_model
 from diskprefix.model.quants.parameter_stream import load_parameters
 from diskprefix.model.quants.quantised import QuantisedLinear, describe, prepare, read_forms
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
@@ -31,8 +31,8 @@ from tests.runner import tiny_llama
 
 
 @pytest.fixture(params=of_this_cpu())
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(library, "_chosen", request.param)
+def kernels(request: pytest.FixtureRequest) -> str:
+    library.choose(request.param)
     return str(request.param)
 
 
@@ -110,19 +110,16 @@ def test_a_product_that_depends_on_the_number_of_rows_means_the_grid() -> None:
     assert "depends on the steps" in reason
 
 
-def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    roots = []
-    kernels = [*of_this_cpu(), "auto"]
-    for weights, kernel in (("native", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", kernels[-2])):
-        monkeypatch.setattr(library, "_chosen", kernel)
-        model = loaded(folder, weights)
-        roots.append(Fingerprint.of(model.model, model.weights_digest, "portable").identity(16, 1, "layout"))
-    assert len(set(roots)) == 4
-    monkeypatch.setattr(library, "_chosen", "auto")
-    again = loaded(folder, "int4")
-    assert Fingerprint.of(again.model, again.weights_digest, "portable").identity(16, 1, "layout") == roots[2]
+def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(folder: Path) -> None:
+    def root(weights: str, kernels: str, mode: str = "portable") -> str:
+        model = loaded(folder, weights, kernels=kernels)
+        make_exact(model.model)
+        return Fingerprint.of(model.model, model.weights_digest, mode).identity(16, 1, "layout")
+
+    forms = [("native", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", of_this_cpu()[-1])]
+    own = [("native", kernels, "strict") for kernels in ("torch", *of_this_cpu())]
+    assert len({root(*one) for one in [*forms, *own]}) == len(forms) + len(own)
+    assert root("int4", of_this_cpu()[0]) == root("int4", "auto")
 
 
 def test_weights_are_quantised_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,13 +145,12 @@ def test_a_gguf_keeps_its_quants_number_for_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_auto_without_a_compiled_kernel_is_native(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "_chosen", "torch")
-    assert not forms_of(tiny.read_file(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"), "auto").model)
+def test_auto_without_a_compiled_kernel_is_native(folder: Path, tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
+    assert begin_packing(Settings(model=str(file), kernels="torch")) is None
+    assert not forms_of(loaded(file, "auto", kernels="torch").model)
     with pytest.raises(SettingsError, match="int4 needs the compiled operators; add --weights native"):
-        loaded(folder, "int4")
+        loaded(folder, "int4", kernels="torch")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +253,7 @@ def test_experts_that_depend_on_the_number_of_rows_mean_the_grid(monkeypatch: py
     monkeypatch.setattr(RoutedExperts, "__call__", alone)
     exact_at, reason = exactness(quantised_tiny_model("qwen3_moe", "int4"))
     assert exact_at == "grid"
-    assert "depends on the steps" in reason
+    assert "on the steps" in reason
 
 
 @pytest.mark.usefixtures("cache")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +20,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
+from diskprefix import app
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import DeviceLost
 from diskprefix.server.process import process
@@ -248,3 +252,16 @@ def test_the_ready_line_warns_of_a_disk_with_less_than_the_budget(room: int, cap
     process._announce(cast(Any, serving), stats, Settings(), "http://here")
     said = "the disk has room for 1.0 GiB of --kv-cache-budget 4.0 GiB"
     assert [said in line for line in caplog.messages if "the disk has room" in line] == [True] * (room < 4 << 30)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a round takes another time")
+@pytest.mark.parametrize(
+    ("own", "read"), [({}, app._SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+)
+def test_threads_that_wait_soon_sleep_unless_the_environment_says_otherwise(own: dict[str, str], read: str) -> None:
+    """OpenMP prints what it has read when torch loads it."""
+    code = "from diskprefix import app, settings; app._serve = lambda *_: __import__('torch'); "
+    code += "app.serve(settings.Settings())"
+    environment = clean_environment(OMP_DISPLAY_ENV="verbose", **own)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert f"GOMP_SPINCOUNT = '{read}'" in found.stderr
