@@ -19,7 +19,7 @@ from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
-_SPINS = "1000"
+_SPINS = "1500"
 """GOMP_SPINCOUNT on x86-64: the rounds in which a thread of a step waits awake for its next part. Beside two busy
 processes a thread that sleeps soon is given a processor again at once. Of libgomp's own 300 000 (7 ms) both lose."""
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"

@@ -65,7 +65,7 @@ def large_pages(num_bytes: int) -> torch.Tensor:
 
 
 def trim_heap() -> None:
-    """Gives free memory of the heap back to the kernel, where the C library can. A start leaves tens of MiB, making a
+    """Gives the heap's free memory back to the kernel, where the C library can. A start leaves tens of MiB, making a
     form of weights piece by piece hundreds."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
