@@ -148,7 +148,7 @@ class Settings:
     weights: str = _model(
         "auto",
         "The form of the weights in memory. auto keeps the quants that a model was published with, native unpacks "
-        "them. int8 and int4 quantise: faster, with slightly different replies.",
+        "them. int8 and int4 quantise those of a folder: faster, with slightly different replies.",
         is_common=True,
         choices=("auto", "native", "int8", "int4"),
     )
