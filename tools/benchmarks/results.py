@@ -31,7 +31,7 @@ from tools.measuring.workspace import model_folder
 from tools.models import real
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_MORE_IS_BETTER = ("prefill", "rate", "together", "edits", "chat")
+_MORE_IS_BETTER = ("prefill", "rate", "bandwidth", "together", "edits", "chat")
 
 
 class UnreadableResults(DiskPrefixError):
