@@ -155,7 +155,7 @@ class Settings:
     kernels: str = _model(
         "auto",
         "What computes on a CPU: auto (the best of the compiled operators for it), one of their variants such as avx2, "
-        "or torch. State is not shared between them.",
+        "or torch.",
         metavar="auto|torch|VARIANT",
     )
     served_model_name: str | None = _model(

@@ -106,7 +106,8 @@ def variants() -> tuple[str, ...]:
 def require(kernels: str) -> None:
     """Raises `SettingsError` if `--kernels` is neither `auto`, `torch` nor a variant for this CPU. Imports no torch."""
     if kernels not in ("auto", "torch") and kernels not in (there := variants()):
-        raise SettingsError(f"--kernels: {kernels!r} is not one of {', '.join(('auto', 'torch', *there))}")
+        why = "" if there else f": {_loaded('auto')[1]}"
+        raise SettingsError(f"--kernels: {kernels!r} is not one of {', '.join(('auto', 'torch', *there))}{why}")
 
 
 def choose(kernels: str) -> None:

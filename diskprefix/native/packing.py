@@ -44,7 +44,7 @@ _WITH_GRID = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"
 def pack(operators: Operators, kind: str, content: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor) -> None:
     """Packs rows of a GGUF tensor of the type `kind` into `out`.
 
-    These are whole strips of a packed matrix in the form `model.quants.quant_form.form_of(kind)`: uint8 [strips,
+    These are whole strips of a packed matrix in the form `model.quants.quant_form.FILE_FORMS[kind]`: uint8 [strips,
     units, bytes of a unit]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
     `order[i]` (int32) of it, or row i without an order. Raises `MemoryError`.
     """

@@ -12,7 +12,7 @@ from torch.nn import functional
 from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
 from diskprefix.model.quants.forms import Quants
 from diskprefix.model.quants.forms import matrix_of as matrix_in_memory
-from diskprefix.model.quants.quant_form import QuantForm, form_of
+from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
@@ -96,7 +96,7 @@ def test_a_row_has_the_same_bits_whoever_shares_its_experts(operators: Operators
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
 def test_so_it_is_with_experts_in_every_form_that_files_have(operators: Operators, kind: str) -> None:
-    form, content = form_of(kind), torch.from_numpy(content_of(kind, 256, 256))
+    form, content = FILE_FORMS[kind], torch.from_numpy(content_of(kind, 256, 256))
     assert form is not None
 
     def matrix(seed: int) -> Matrix:

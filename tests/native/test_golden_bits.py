@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from diskprefix.model.quants.forms import matrix_of
-from diskprefix.model.quants.quant_form import form_of
+from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library, scans
 from diskprefix.native.attention_operator import attention, run_of
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm, StepPlace
@@ -58,7 +58,7 @@ def quantised(operators: Operators, rows: int, columns: int, seed: int, kind: st
     content = below(256, rows, columns // 32, num_bytes, seed=seed).astype(np.uint8)
     scales = ((1024 + below(1024, *content.shape[:2], seed=seed + 1000)) / 2.0**15).astype("<f2")
     content[..., :2] = scales[..., None].view(np.uint8)
-    form = form_of(kind)
+    form = FILE_FORMS[kind]
     assert form is not None
     out = torch.zeros(form.packed_shape(rows, columns), dtype=torch.uint8)
     pack(operators, kind, torch.from_numpy(content.reshape(rows, -1)), None, out)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from diskprefix.model.quants.forms import Quants
 from diskprefix.model.quants.forms import matrix_of as matrix_in_memory
-from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm, form_of
+from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
 from diskprefix.native import library
 from diskprefix.native.blocks import Gated, Norm
 from diskprefix.native.dense import head_products
@@ -163,7 +163,7 @@ def dequantised(kind: str, content: np.ndarray[Any, Any]) -> torch.Tensor:
 
 def packed(operators: Operators, kind: str, content: np.ndarray[Any, Any], order: torch.Tensor | None = None) -> Matrix:
     """Returns the packed matrix, made in two pieces."""
-    form, rows = form_of(kind), torch.from_numpy(content)
+    form, rows = FILE_FORMS[kind], torch.from_numpy(content)
     assert form is not None
     out = torch.zeros(form.packed_shape(ROWS, WIDE), dtype=torch.uint8)
     if order is None:
@@ -206,7 +206,7 @@ def test_memory_is_hardly_more_than_the_file() -> None:
         more[kind] = form.weight_bits / (num_bytes * 8 / weights)
     grids = {kind for kind in FILE_FORMS if kind.startswith(("IQ1", "IQ2", "IQ3", "TQ1"))}
     assert {kind for kind, times in more.items() if times > 1.05} == grids
-    assert form_of("F16") is None
+    assert "F16" not in FILE_FORMS
 
 
 @pytest.mark.parametrize("kind", _TYPES)

@@ -99,8 +99,11 @@ class _ModelSource:
         if self.gguf is not None:
             found = needs_of_gguf(self.path, self.weights, self.dtype.itemsize)
         else:
-            found = needs_of_checkpoint(self.path.name, self.stored(), read_config(self.path), "native", dtype)
-        return replace(found, name=f"{self.path.name} as {dtype} on {self.device}")
+            # Also of what is quantised: from packed matrices the state of a token cannot be told.
+            stored = stored_tensors(self.path, weight_files_of(self.path))
+            weights = self.weights if self.weights in QUANTISED else "native"
+            found = needs_of_checkpoint(self.path.name, stored, read_config(self.path), weights, dtype)
+        return replace(found, name=f"{self.path.name} as {dtype} on {self.device}", making_bytes=0, disk_bytes=0)
 
     def stored(self) -> list[StoredTensor]:
         return stored_tensors(self.files[0].parent, self.files)
@@ -404,7 +407,7 @@ def _generation_config_in(folder: Path) -> GenerationConfig:
 
 def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrainedModel:
     """Returns the model, of a `.gguf` file without what is packed. transformers puts it together."""
-    from diskprefix.model.quants.parameter_stream import Places, Source, load_parameters
+    from diskprefix.model.load.parameters import Places, Source, load_parameters
     from diskprefix.model.quants.quantised import describe, read_forms
 
     kind, config = source.kind.model_class(source.config)

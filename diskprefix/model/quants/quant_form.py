@@ -120,8 +120,3 @@ FILE_FORMS = {
     "MXFP4": QuantForm(4, 32, False, "exponents", "mxfp4"),
 }
 """The form of each type of quants in files, number for number: `native.packing` gives it to them."""
-
-
-def form_of(kind: str) -> QuantForm | None:
-    """Returns the form in which weights of a type are kept; None if there is none."""
-    return FILE_FORMS.get(kind)

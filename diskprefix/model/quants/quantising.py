@@ -4,13 +4,15 @@ What is made is kept with the models."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.modeling_utils import str_to_torch_dtype
 
 from diskprefix.errors import ModelError
@@ -21,9 +23,9 @@ from diskprefix.model.load.fit import Check, enough_to_make, needs_of_checkpoint
 from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.made_once import build_once, require_disk
 from diskprefix.model.load.memory import one_thread
+from diskprefix.model.load.parameters import Source, load_parameters
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.parameter_stream import Source, load_parameters
 from diskprefix.model.quants.quantised import bits_for, quantisable, quantisable_experts, write_forms
 from diskprefix.native import ROWS
 from diskprefix.native.library import has_rows
@@ -91,7 +93,8 @@ class StreamedQuantising:
         self._mixtures: set[str] = set()
         self._held: dict[str, torch.Tensor] = {}
         """Parameters of the experts of a layer, until all are there."""
-        self._taken: set[str] = set()
+        self._loaded: set[str] = set()
+        """The names of the parameters that transformers makes of the checkpoint."""
         self._forms: dict[str, str] = {}
         self._header: dict[str, Any] = {}
         self._num_bytes = 0
@@ -116,10 +119,10 @@ class StreamedQuantising:
 
     def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Adds a parameter, quantised where it can be. Returns a tensor of its shape on torch's meta device."""
-        if not self._taken:
+        if not self._loaded:
+            self._loaded = set(self._loaded_names(model))
             self._linears = {f"{name}.weight" for name, _ in quantisable(model)}
             self._mixtures = {name for name, _ in quantisable_experts(model)}
-        self._taken.add(name)
         owner, _, part = name.rpartition(".")
         if owner in self._mixtures:
             self._hold(model, owner, part, tensor)
@@ -129,13 +132,23 @@ class StreamedQuantising:
         self._advance(self._done)
         return torch.empty_like(tensor, device="meta")
 
+    def _loaded_names(self, model: PreTrainedModel) -> Iterator[str]:
+        mapping, meta = get_model_conversion_mapping(model), model.state_dict()
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        prefix = model.base_model_prefix
+        return (rename_source_key(name, renamings, converters, prefix, meta)[0] for name in self._sources)
+
     def _add_parameter(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
         """Adds a parameter for all that share it, but for those that have their own in the checkpoint."""
         tied: Mapping[str, str] = model.all_tied_weights_keys
         source, plain = tied.get(name, name), []
-        for user in (source, *(target for target, of in tied.items() if of == source)):
+        shared = (source, *(target for target, of in tied.items() if of == source))
+        # Those that the checkpoint lacks come with the first that it has.
+        first = next((one for one in shared if one in self._loaded), name)
+        for user in shared:
             linear = user.removesuffix(".weight")
-            if user != name and user in self._taken:
+            if user != name and (name != first or user in self._loaded):
                 continue
             if user not in self._linears or not fills_blocks(tensor):
                 plain.append(user)

@@ -26,7 +26,7 @@ from diskprefix.model.load.loader import BegunPacking, begin_packing, load_model
 from diskprefix.model.quants import file_matrix as module
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
 from diskprefix.model.quants.forms import weights_of as weights_of_packed
-from diskprefix.model.quants.quant_form import form_of
+from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native.library import Operators, operators
 from diskprefix.settings import Settings
 from tests.model import tiny
@@ -88,7 +88,7 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
     expected = change(weights_of(tensors))
     assert matrix.shape == expected.shape
     assert torch.equal(matrix.dequantised(), expected)
-    form, found = form_of("Q4_1"), operators()
+    form, found = FILE_FORMS["Q4_1"], operators()
     assert form is not None
     if found is None:
         pytest.skip("no compiled operators")

@@ -16,7 +16,7 @@ from diskprefix.model.load import loader
 from diskprefix.model.load.checkpoint import tensors_in
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, begin_packing, load_model
-from diskprefix.model.quants.parameter_stream import load_parameters
+from diskprefix.model.load.parameters import load_parameters
 from diskprefix.model.quants.quantised import QuantisedLinear, describe, prepare, read_forms
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
 from diskprefix.model.quants.quantising import StreamedQuantising

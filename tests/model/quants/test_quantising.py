@@ -13,7 +13,7 @@ from weakref import ref
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
@@ -46,6 +46,24 @@ def made_in(cache: Path) -> list[str]:
 def quantised_whole(model: PreTrainedModel, weights: str) -> dict[str, torch.Tensor]:
     quantise(model, weights)
     return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_logits_with_a_matrix_of_their_own_keep_it(extra: int, folder: Path, tmp_path: Path) -> None:
+    """The configuration says that they have none. `extra`: a matrix that does not fill blocks is not quantised."""
+    config = LlamaConfig.from_pretrained(folder, tie_word_embeddings=True)
+    config.vocab_size = -(-config.vocab_size // 16) * 16 + extra
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(tmp_path / "own")
+    tiny.tokenizer().save_pretrained(tmp_path / "own")
+    weights = load_file(tmp_path / "own" / FILE)
+    own = weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file(weights, tmp_path / "own" / FILE, {"format": "pt"})
+    found = loaded(tmp_path / "own", "int8")
+    head: Any = found.model.lm_head
+    assert torch.equal(found.model.model.embed_tokens.weight, weights["model.embed_tokens.weight"])
+    assert (head.weight.float() - own.float()).abs().max() < (0.05 if extra == 0 else 1e-9)
+    assert found.fit.needs.state == loaded(tmp_path / "own", "native").fit.needs.state
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mixtral", "qwen3_next", "phi3"])

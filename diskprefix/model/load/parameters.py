@@ -46,7 +46,7 @@ class _TensorOnRequest:
 @contextmanager
 def _taking_parameters(take: Take) -> Iterator[None]:
     """Gives a context in which transformers reads tensors in its own thread, and hands each parameter that it has made
-    of them to `take`, with the model and its name. The model gets what `take` returns: a tensor without memory.
+    of them to `take`, with the model and its name. The model gets what `take` returns.
 
     Of errors while parameters are made, transformers raises only that there were some. Here the last one is raised."""
     set_param, is_sequential = loading.set_param_for_module, os.environ.get(_SEQUENTIAL)
