@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import with_scans
-from diskprefix.model.exact.rows import each_times, in_whole_vectors, is_curve, is_ours, linear, spread_of_rows, times
+from diskprefix.model.exact.rows import each_times, in_whole_vectors, is_curve, linear, spread_of_rows, times
 from diskprefix.native.library import Operators, described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
@@ -176,8 +176,8 @@ class _Rows(TorchFunctionMode):
     """Computes products with matrices by `model.exact.rows`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Each call of torch comes here, so what most of them need is asked first.
-        if is_ours.get():
+        # Each call of torch comes here, so what most of them are is remembered.
+        if _is_left_alone(func):
             return func(*args, **(kwargs or {}))
         # Functions of torch name `inplace` as they come here.
         kwargs = (
@@ -195,6 +195,12 @@ class _Rows(TorchFunctionMode):
 _MATMUL = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
 _STD = frozenset({torch.std, torch.Tensor.std})
 _BY_ROWS = frozenset({functional.linear, torch.addmm, torch.bmm, *_MATMUL, *_STD})
+
+
+@lru_cache(maxsize=4096)
+def _is_left_alone(func: Any) -> bool:
+    """Returns whether torch computes this function, whatever it is called with."""
+    return func not in _BY_ROWS and not is_curve(getattr(func, "__name__", ""), None)
 
 
 def _by_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

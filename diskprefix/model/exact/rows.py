@@ -6,7 +6,6 @@ Products are those of `native.dense`. A function of one number is computed by th
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -24,17 +23,12 @@ _CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
 """The second set is that of bfloat16 and float16."""
 
 _Found = TypeVar("_Found")
-is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
-"""True while a function of ours is computed here, whose calls of torch are not replaced."""
 
 
 def as_ours(function: Callable[..., _Found], *args: Any, **kwargs: Any) -> _Found:
-    """Returns the result of a function of ours, while `is_ours`."""
-    token = is_ours.set(True)
-    try:
+    """Returns the result of a function of ours, whose calls of torch are not replaced."""
+    with torch._C.DisableTorchFunction():
         return function(*args, **kwargs)
-    finally:
-        is_ours.reset(token)
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -68,9 +62,11 @@ def spread_of_rows(function: Callable[..., torch.Tensor], rows: torch.Tensor, *a
     return as_ours(function, torch.cat([rows, rows[..., -1:, :]], dim=-2), **kwargs)[..., :-1, :]
 
 
-def is_curve(name: str, dtype: torch.dtype) -> bool:
-    """Returns whether torch has several codes for this function of one number, which differ in the last bits: for
-    numbers that fill vectors, for the rest, and for numbers that are not side by side."""
+def is_curve(name: str, dtype: torch.dtype | None) -> bool:
+    """Returns whether torch has several codes for this function of one number (None: of any dtype), which differ in the
+    last bits: for numbers that fill vectors, for the rest, and for numbers that are not side by side."""
+    if dtype is None:
+        return name in _CURVES | _CURVES_OF_HALF
     return name in (_CURVES_OF_HALF if dtype in (torch.bfloat16, torch.float16) else _CURVES)
 
 
