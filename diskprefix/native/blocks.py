@@ -145,7 +145,7 @@ class Layer:
     attention: AttentionBlock
     gated: Gated
     norms: tuple[Norm, Norm | None, Norm, Norm | None]
-    _same: dict[Hashable, bytes] = field(default_factory=dict, init=False)
+    _end: dict[Hashable, bytes] = field(default_factory=dict, init=False)
     """The end of the operator's argument, which is that of the last step if that had as many rows. While Python makes
     it the threads of a step wait."""
 
@@ -156,12 +156,12 @@ class Layer:
         rows = rows.contiguous()
         out = torch.empty_like(rows)
         key = num_rows, torch.get_num_threads(), operators
-        if key not in self._same:
+        if key not in self._end:
             norms = (_NO_NORM if norm is None else norm.call(operators, num_rows) for norm in self.norms)
-            self._same.clear()
-            self._same[key] = b"".join((self.gated.call(operators, num_rows), *norms))
+            self._end.clear()
+            self._end[key] = b"".join((self.gated.call(operators, num_rows), *norms))
         attention = self.attention.call(operators, place, num_rows)
-        call = _ADDRESSES.pack(rows.data_ptr(), out.data_ptr()) + attention + self._same[key]
+        call = _ADDRESSES.pack(rows.data_ptr(), out.data_ptr()) + attention + self._end[key]
         if operators.layer(call, place.runs):
             raise MemoryError("there is no memory left for a layer")
         return out

@@ -103,7 +103,7 @@ def variants() -> tuple[str, ...]:
     return tuple(name for name in VARIANTS if library.diskprefix_operators(name.encode()))
 
 
-def require(kernels: str) -> None:
+def require_kernels(kernels: str) -> None:
     """Raises `SettingsError` if `--kernels` is neither `auto`, `torch` nor a variant for this CPU. Imports no torch."""
     if kernels not in ("auto", "torch") and kernels not in (there := variants()):
         why = "" if there else f": {_loaded('auto')[1]}"
@@ -114,7 +114,7 @@ def choose(kernels: str) -> None:
     """Sets the kernels that this process uses: `auto` (the best that there are), `torch` (none of them), or a variant.
     Call it before a model is loaded. Raises `SettingsError`."""
     global _chosen
-    require(kernels)
+    require_kernels(kernels)
     _chosen = kernels
 
 

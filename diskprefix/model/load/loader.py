@@ -18,7 +18,7 @@ from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
-from diskprefix.model.load.checkpoint import StoredTensor, read_config, stored_tensors, weight_files_of
+from diskprefix.model.load.checkpoint import stored_tensors, weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import (
@@ -27,7 +27,7 @@ from diskprefix.model.load.fit import (
     Fit,
     ModelNeeds,
     enough_to_make,
-    needs_of_checkpoint,
+    needs_of_folder,
     needs_of_gguf,
 )
 from diskprefix.model.load.gguf_file import file_stamp, model_stem, part_paths
@@ -100,13 +100,9 @@ class _ModelSource:
             found = needs_of_gguf(self.path, self.weights, self.dtype.itemsize)
         else:
             # Also of what is quantised: from packed matrices the state of a token cannot be told.
-            stored = stored_tensors(self.path, weight_files_of(self.path))
             weights = self.weights if self.weights in QUANTISED else "native"
-            found = needs_of_checkpoint(self.path.name, stored, read_config(self.path), weights, dtype)
+            found = needs_of_folder(self.path, weight_files_of(self.path), weights, dtype)
         return replace(found, name=f"{self.path.name} as {dtype} on {self.device}", making_bytes=0, disk_bytes=0)
-
-    def stored(self) -> list[StoredTensor]:
-        return stored_tensors(self.files[0].parent, self.files)
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -415,8 +411,9 @@ def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrained
     if parameters is not None:
         sources, forms = parameters.others, {name: matrix.form for name, matrix in parameters.matrices.items()}
     else:
-        sources = {tensor.name: tensor.read for tensor in source.stored()}
-        forms = read_forms(source.files[0].parent) if source.weights in QUANTISED else {}
+        folder = source.files[0].parent
+        sources = {tensor.name: tensor.read for tensor in stored_tensors(folder, source.files)}
+        forms = read_forms(folder) if source.weights in QUANTISED else {}
     if forms:
         describe(config, forms, is_in_gguf=parameters is not None)
     is_on_cpu = source.device.type == "cpu"
