@@ -35,7 +35,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "restart": Tool("benchmarks.restart", "Cold, and after kill -9: same prompt, next turn, other question."),
         "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, guessed tokens."),
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity and agreement."),
-        "store": Tool("benchmarks.store", "The store alone: restores and codecs."),
+        "pages": Tool("benchmarks.pages", "Memory of sequences: a shared prefix, too little memory, restores."),
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),
     },
     "Matrices": {

@@ -140,7 +140,8 @@ class Engine(Protocol):
 
 class HttpEngine:
     """A server of OpenAI's API that says at `/health` when it is ready. `fields` are sent with each request;
-    `without_cache`, if there are any, with those that may restore nothing. `settle` waits until all is on disk."""
+    `without_cache`, if there are any, with those that may restore nothing. `settle` waits until all is on disk.
+    `tokens` is the folder in which the daemon keeps the token for its owner."""
 
     def __init__(
         self,
@@ -149,10 +150,11 @@ class HttpEngine:
         fields: dict[str, Any],
         *,
         without_cache: dict[str, Any] | None = None,
-        settle: Callable[[httpx.Client], None] | None = None,
+        settle: Callable[[HttpEngine], None],
+        tokens: Path | None = None,
     ) -> None:
         self.restores, self.process, self.without_cache = True, process, without_cache
-        self._fields, self._settle = fields, settle
+        self._fields, self._settle, self._tokens = fields, settle, tokens
         timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout)
 
@@ -160,26 +162,41 @@ class HttpEngine:
         return started(self.process, self._client)
 
     def kill(self) -> None:
-        if self._settle is not None and self.process.popen is not None:
-            self._settle(self._client)
+        if self.process.popen is not None:
+            self.settle()
         self.process.kill()
+
+    def settle(self) -> None:
+        """Waits until all is on disk."""
+        self._settle(self)
+
+    def cache_stats(self) -> dict[str, Any]:
+        """Returns what the daemon says of its cache to its owner."""
+        assert self._tokens is not None, "it is the daemon"
+        token = next(self._tokens.glob("[!.]*")).read_text(encoding="ascii")
+        answer = self._client.get("/props", headers={"Authorization": f"Bearer {token}"}).raise_for_status()
+        return dict(answer.json()["full_cache"]["state"])
+
+    def metric(self, name: str) -> float:
+        """Returns a count or gauge of the daemon."""
+        lines = self._client.get("/metrics").raise_for_status().text.splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"diskprefix_{name} "))
 
     def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Answer]:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.reply(prompt, max_tokens), prompts))
 
-    def chat(self, text: str, max_tokens: int) -> Answer:
-        """Asks in a chat, with the cache off if that can be asked for. Raises `LiveServerError`."""
-        body = {"messages": [{"role": "user", "content": text}]} | (self.without_cache or {})
-        return self._reply("/v1/chat/completions", body, max_tokens)
+    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, *, cached: bool = True) -> Answer:
+        """Asks in a chat. Raises `LiveServerError`."""
+        return self._reply("/v1/chat/completions", {"messages": messages}, max_tokens, cached=cached)
 
     def reply(self, prompt: str, max_tokens: int, *, cached: bool = True) -> Answer:
-        body = {"prompt": prompt} | ({} if cached else self.without_cache or {})
-        return self._reply("/v1/completions", body, max_tokens)
+        return self._reply("/v1/completions", {"prompt": prompt}, max_tokens, cached=cached)
 
-    def _reply(self, path: str, body: dict[str, Any], max_tokens: int) -> Answer:
+    def _reply(self, path: str, body: dict[str, Any], max_tokens: int, *, cached: bool) -> Answer:
+        off = {} if cached else self.without_cache or {}
         try:
-            return streamed(self._client, path, body | self._fields, max_tokens)
+            return streamed(self._client, path, body | off | self._fields, max_tokens)
         except LiveServerError:
             self.process.check()
             raise
@@ -236,22 +253,17 @@ def _diskprefix(model: Model, workspace: Path, report: Report, more: Sequence[st
     kept = workspace / "kept"
     environment = {"XDG_CACHE_HOME": str(kept), "PYTHONPATH": _ROOT}
     process = Process(command, workspace / "engine.log", environment)
-    off = {"prefix_cache": {"scope": "off"}}
-    return HttpEngine(
-        process, port, {}, without_cache=off, settle=partial(_wait_until_saved, kept / "diskprefix" / "daemons")
-    )
+    off, tokens = {"prefix_cache": {"scope": "off"}}, kept / "diskprefix" / "daemons"
+    return HttpEngine(process, port, {}, without_cache=off, settle=_wait_until_saved, tokens=tokens)
 
 
-def _wait_until_saved(tokens: Path, client: httpx.Client) -> None:
-    """`tokens` is the folder in which the daemon keeps the token for its owner."""
+def _wait_until_saved(engine: HttpEngine) -> None:
     deadline = time.monotonic() + _SAVE_DEADLINE_S
-    token = next(tokens.glob("[!.]*")).read_text(encoding="ascii")
-    request = client.build_request("GET", "/props", headers={"Authorization": f"Bearer {token}"})
-    while client.send(request).json()["full_cache"]["state"]["pending_bytes"] and time.monotonic() < deadline:
+    while engine.metric("store_pending_bytes") and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
-def _wait_until_grown(store: Path, _client: httpx.Client) -> None:
+def _wait_until_grown(store: Path, _engine: HttpEngine) -> None:
     """Waits until what is saved no longer grows on the disk."""
     deadline, last = time.monotonic() + _SAVE_DEADLINE_S, -1
     while (now := disk_bytes(store)) != last and time.monotonic() < deadline:

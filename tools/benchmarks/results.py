@@ -31,7 +31,7 @@ from tools.measuring.workspace import model_folder
 from tools.models import real
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-_MORE_IS_BETTER = ("prefill", "rate", "bandwidth", "together", "edits", "chat")
+_MORE_IS_BETTER = ("prefill", "rate", "bandwidth", "together", "edits", "chat", "cold_gb_s", "warm_gb_s", "of_copy")
 
 
 class UnreadableResults(DiskPrefixError):

@@ -135,7 +135,7 @@ class Guessing:
         for case, prompts in (("edits", _edits()), ("chat", _QUESTIONS)):
             rates = []
             for number, prompt in enumerate(prompts):
-                reply = server.chat(prompt, _EDIT_TOKENS)
+                reply = server.chat([{"role": "user", "content": prompt}], _EDIT_TOKENS, cached=False)
                 if self._texts.setdefault((case, number), reply.text) != reply.text:
                     raise LiveServerError(f"{case} {number}: another reply than that of the first engine")
                 if reply.decode_rate:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 FOLDER = click.option(
     "--folder",
@@ -16,13 +12,3 @@ FOLDER = click.option(
     help="Where temporary stores are made, to measure another disk.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample instead of tables.")
-
-
-def runs_option(default: int) -> Callable[[Command], Command]:
-    return click.option(
-        "--runs",
-        type=click.IntRange(min=1),
-        default=default,
-        show_default=True,
-        help="Runs; figures are their medians.",
-    )
