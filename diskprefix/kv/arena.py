@@ -74,13 +74,7 @@ class KVArena:
         self.layers = layers
         self.states = self._allocate_states()
         """The memory of states, by group."""
-        for layer in self.token_layers:
-            layer.grow = self.reserve
         self.cache = ArenaCache(layers, lambda: self.num_tokens)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns what `copy.deepcopy` of a cache copies. Nothing is captured from a copy."""
-        return vars(self) | {"capturer": None}
 
     @property
     def num_bytes(self) -> int:
@@ -221,8 +215,7 @@ class KVArena:
         do not fit. After `truncate(0)` the old memory is freed before the new is allocated."""
         if num_tokens <= self.capacity or not self.token_layers:
             return
-        # The longest: in the middle of a step, some layers have its tokens already.
-        valid = max(layer.length for layer in self.token_layers)
+        valid = self.num_tokens
         capacity = self._affordable_capacity(num_tokens, valid)
         if not valid:
             self._release()

@@ -6,7 +6,7 @@ Each inherits from transformers' own class and returns the same values.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from diskprefix.kv.step import Run, Step, current_step
 
 class TokenLayer:
     """Keys and values, [1, heads, capacity, head_dim], written in place. They begin with position `first` and end at
-    position `length`. `grow` is called with the number of tokens that must fit if they do not.
+    position `length`.
 
     For our own attention (`model.exact.attention`), the current step says where rows go, and the model gets the memory
     up to the end of the last tile that the step reaches.
@@ -44,7 +44,6 @@ class TokenLayer:
     and a rotary key, which is in that of the value."""
     sequences: Sequence[TokenLayer] = ()
     """The layers of several sequences that this layer stands for, in the order of the step's runs."""
-    grow: Callable[[int], None]
 
     def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
         if part == "latent":
@@ -58,9 +57,6 @@ class TokenLayer:
     def set_length(self, num_tokens: int) -> None:
         self.length = num_tokens
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the arena binds the layer before its first use."""
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Any, Any]:
@@ -70,8 +66,6 @@ class TokenLayer:
             (run,) = step.runs
             return self.put(key_states, value_states, run)
         end = self.length + key_states.shape[-2]
-        if end - self.first > self.keys.shape[-2]:
-            self.grow(end)
         written = slice(self.length - self.first, end - self.first)
         self.keys[:, :, written], self.values[:, :, written] = key_states, value_states
         seen = slice(self._first_visible() - self.first, end - self.first)
@@ -97,23 +91,6 @@ class TokenLayer:
 
     def get_seq_length(self) -> int:
         return self.length
-
-    def reset(self) -> None:
-        self.set_length(0)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        assert tokens_to_remove <= 0, "transformers counts them below zero"
-        self.set_length(self.length + tokens_to_remove)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if repeats != 1:
-            raise NotImplementedError("this cache holds one sequence: beams and several return sequences need another")
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.batch_repeat_interleave(len(indices))
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self.batch_repeat_interleave(len(beam_idx))
 
 
 class FullAttentionLayer(TokenLayer, DynamicLayer):  # type: ignore[misc]

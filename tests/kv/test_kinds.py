@@ -70,7 +70,7 @@ def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_our_layers_answer_what_transformers_own_do(name: str, dtype: torch.dtype) -> None:
     """Windows that wrap, also within a step; states; shared layers. In memory that was used before, and in memory that
-    grows in the middle of a step, as when `generate` goes on where nobody has reserved any."""
+    grows with each step."""
     model = tiny_model(name, dtype)
     layout = rehearse(model)
     assert {spec.kind for spec in layout.layers} == KINDS[name]

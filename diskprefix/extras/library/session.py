@@ -27,9 +27,9 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
+from diskprefix.extras.library.library_cache import StateSpaceCache, filled
 from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.caches import ArenaCache, expire, lend
 from diskprefix.kv.layout import Layout
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.exact.state_layout import unsupported
@@ -57,8 +57,8 @@ _OUR_INPUTS = frozenset({*_CACHES, "input_ids", "attention_mask", "position_ids"
 class PrefixCacheSession:
     """A transformers model with a prefix cache on disk. For one thread; close it, or use it as a context manager.
 
-    There is one KV memory. Each call of `prefill` and `generate` takes it over, and the cache that an earlier call
-    returned is then no longer usable (`copy.deepcopy` keeps one). `report` is the cache's report of the last call.
+    The caches that it returns are transformers' own. They hold copies, and stay usable after it was used again or
+    closed. `report` is the cache's report of the last call.
     """
 
     def __init__(
@@ -98,13 +98,12 @@ class PrefixCacheSession:
         self._options = CacheOptions(scope=parse_scope(self.settings.disk_prefix_cache, param="scope"))
         self._special_ids = _special_ids(tokenizer)
         self._refused = 0
-        self._lent: ArenaCache | None = None
         self._open()
 
     def prefill(self, input_ids: Ids) -> tuple[Any, int]:
         """Restores or computes a prompt's state up to the last grid point before its end, and saves it.
 
-        Returns the model's cache, to be passed as `cache_argument`, and how many of its tokens were restored.
+        Returns a new cache, to be passed to the model as `cache_argument`, and how many of its tokens were restored.
         `model.generate(input_ids, past_key_values=cache)` continues from there; at least one token is left. The cache
         is empty for a prompt of one block or less. It is None for a model that is not supported.
 
@@ -118,17 +117,13 @@ class PrefixCacheSession:
             self._pass_by(prompt)
             return None, 0
         end = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
+        cache = self._new_cache(end)
         if not end:
-            arena.settle(drop=True)
-            arena.truncate(0)
-            arena.reserve(len(prompt.token_ids))
             self.report = None
-            return self._lend(arena), 0
+            return cache, 0
         with torch.no_grad():
             self._complete(arena, _beginning(prompt, end), goes_on=True)
-        # The caller may change the cache, so everything must be copied out of it before.
-        arena.settle(drop=True)
-        return self._lend(arena), self.report.restored if self.report else 0
+        return filled(cache, arena), self.report.restored if self.report else 0
 
     def generate(self, input_ids: Ids, **kwargs: Any) -> Any:
         """Runs `model.generate(input_ids, **kwargs)` with the prompt's state restored as far as it is stored.
@@ -153,10 +148,7 @@ class PrefixCacheSession:
             self._pass_by(prompt)
             return self.model.generate(ids, **inputs)
         answer = partial(self._answer, arena, prompt, inputs.keys() & _MOVED_INPUTS)
-        try:
-            return with_prefill(self.model, answer).generate(ids, **inputs)
-        finally:
-            arena.settle(drop=True)
+        return with_prefill(self.model, answer).generate(ids, **inputs)
 
     def save(self, timeout_s: float = 600.0) -> None:
         """Waits until everything that is to be saved is on the disk.
@@ -182,8 +174,7 @@ class PrefixCacheSession:
             )
 
     def close(self) -> None:
-        """Saves what is left and releases the folder. The cache that was returned last is no longer usable."""
-        self._expire()
+        """Saves what is left and releases the folder."""
         self._finalizer()
 
     def __enter__(self) -> PrefixCacheSession:
@@ -207,7 +198,8 @@ class PrefixCacheSession:
             layout, digest = _identified(self.model)
             fingerprint = Fingerprint.of(self.model, digest, self.settings.fingerprint)
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
-            self._arena = None if layout.unsupported else self._new_arena(layout)
+            device = self.model.device
+            self._arena = None if layout.unsupported else KVArena(layout, device, partial(kv_bytes, device))
             self._seen = self._look()
             name = _model_name(self.model)
             self._cache = PrefixCache(self.settings, store, layout, identity, name)
@@ -222,9 +214,6 @@ class PrefixCacheSession:
         """Returns values that differ if the model computes other numbers now. Does not read the weights."""
         return self.model.training, stamp(self.model), Fingerprint.of(self.model, "")
 
-    def _new_arena(self, layout: Layout) -> KVArena:
-        return KVArena(layout, self.model.device, partial(kv_bytes, self.model.device))
-
     def _require_open(self) -> None:
         if not self._finalizer.alive:
             raise StoreUnavailable("the session is closed; make a new one")
@@ -232,24 +221,17 @@ class PrefixCacheSession:
     def _take_over(self) -> KVArena | None:
         """Returns the KV memory for the next request; None if the model as it is now is not supported."""
         self._require_open()
-        self._expire()
         if self._look() != self._seen:
             log.info("[disk-cache] the model was changed; what was saved before is not used for it")
             self._finalizer()
             self._open()
-        if self._arena is not None and _is_tracked(self._arena):
-            self._arena = self._new_arena(self._arena.layout)
         return self._arena
 
-    def _expire(self) -> None:
-        if self._lent is not None:
-            expire(self._lent)
-            self._lent = None
-
-    def _lend(self, arena: KVArena) -> ArenaCache:
-        """Returns a cache for the model, over our memory."""
-        self._lent = lend(arena.cache, is_state_space=self.cache_argument == "cache_params")
-        return self._lent
+    def _new_cache(self, num_tokens: int) -> DynamicCache:
+        """Returns an empty cache that is to be filled with so many tokens."""
+        if self.cache_argument == "cache_params":
+            return StateSpaceCache(self.model.config, num_tokens)
+        return DynamicCache(config=self.model.config)
 
     def _pass_by(self, prompt: Prompt) -> None:
         reasons = ", ".join(self._cache.layout.unsupported)
@@ -287,14 +269,15 @@ class PrefixCacheSession:
             raise InvalidRequest("generate: a session computes the whole prompt itself; use model.generate instead")
         if found.shape[0] != 1:
             raise InvalidRequest("generate: one sequence at a time; num_beams and num_return_sequences must be 1")
-        foreign = sorted(moved | _foreign(inputs))
+        foreign = sorted(moved | _foreign(inputs, self.cache_argument))
         if foreign:
             log.warning("[disk-cache] bypassed: generate was given %s", ", ".join(foreign))
             self.report = None
             return None
         logits = self._complete(arena, prompt)
         assert logits is not None, "a prompt that does not go on has next-token logits"
-        return ModelOutput({"logits": logits.view(1, 1, -1), self.cache_argument: self._lend(arena)})
+        cache = filled(inputs[self.cache_argument], arena)
+        return ModelOutput({"logits": logits.view(1, 1, -1), self.cache_argument: cache})
 
     @staticmethod
     def _check(inputs: Mapping[str, Any], num_tokens: int) -> None:
@@ -327,17 +310,10 @@ def _beginning(prompt: Prompt, end: int) -> Prompt:
     return replace(prompt, token_ids=prompt.token_ids[:end], boundaries=boundaries)
 
 
-def _is_tracked(arena: KVArena) -> bool:
-    """Returns whether autograd keeps the memory alive, because the model was called outside `no_grad`."""
-    values = [value for layer in arena.layers for value in vars(layer).values()]
-    tensors = [item for value in values for item in (value.values() if isinstance(value, dict) else [value])]
-    return any(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors)
-
-
-def _foreign(inputs: Mapping[str, Any]) -> set[str]:
+def _foreign(inputs: Mapping[str, Any], cache_argument: str) -> set[str]:
     """Returns the arguments that need the model itself: images, another kind of cache, outputs beside the logits."""
     found = {name for name, value in inputs.items() if name not in _OUR_INPUTS and not _is_off(name, value)}
-    return found | {name for name in _CACHES if type(inputs.get(name)) not in (DynamicCache, type(None))}
+    return found if found or type(inputs.get(cache_argument)) is DynamicCache else {cache_argument}
 
 
 def _is_off(name: str, value: Any) -> bool:
