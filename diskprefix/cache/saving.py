@@ -19,10 +19,10 @@ from diskprefix.cache.policy.select import AT_ANY_TOKEN
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
-from diskprefix.kv.transfer import is_finite
 from diskprefix.nouns import Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind
+from diskprefix.store.pieces import split_payload
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Chain, Publication
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
@@ -244,6 +244,10 @@ class Saver:
         new: list[NewNode] = []
         for node, saved_tokens in zip(nodes, planner.saved_tokens(nodes), strict=True):
             copied = self._states.pop(node.end) if node.kind == Kind.CHECKPOINT else None
+            cuts = planner.nodes.cuts(node)
+            pieces = tuple(cut.piece for cut in cuts)
+            num_checked = sum(cut.group < len(planner.nodes.layout.groups) for cut in cuts)
+            copied = copied or (node.kind == Kind.TAIL and tail) or memoryview(b"")
             new.append(
                 NewNode(
                     name=node.name,
@@ -251,11 +255,12 @@ class Saver:
                     position=node.position,
                     token_ids=planner.nodes.tokens(node),
                     kind=node.kind,
-                    payload=copied or (node.kind == Kind.TAIL and tail) or memoryview(b""),
-                    pieces=tuple(cut.piece for cut in planner.nodes.cuts(node)),
+                    payload=split_payload(copied, pieces[num_checked:]),
+                    pieces=pieces,
                     prefill_s=token_s * saved_tokens,
                     ttl_s=self._ttl_s(node, least_s),
                     replaces=self._cache.layout.state_kind == "token",
+                    num_checked=num_checked,
                 )
             )
         planner.submitted.update(node.name for node in new)
@@ -306,16 +311,12 @@ class Saver:
             self._cache.writer.release(size)
             self.give_up("it could not be copied")
             raise
-        if not all(is_finite(node.payload, arena.layout, len(node.token_ids)) for node in captured):
-            self._cache.writer.release(size)
-            self.give_up("its state is not finite")
-            captured = ()
         if captured or plan is not None:
             self._write(captured, plan)
 
     def _drop(self, batch: tuple[NewNode, ...], plan: Plan | None) -> None:
         """Drops a batch, on the capturing thread."""
-        self._cache.writer.release(sum(len(node.payload) for node in batch))
+        self._cache.writer.release(sum(node.payload_bytes for node in batch))
         if batch:
             self.give_up("its memory was needed before the disk had room for it")
         if plan is not None:
@@ -401,7 +402,7 @@ def _captured(arena: KVArena, node: NewNode) -> NewNode:
     if not len(node.token_ids):
         return node
     state = arena.read_tokens(node.position, len(node.token_ids))
-    return replace(node, payload=memoryview(b"".join((state, node.payload))) if node.payload else state)
+    return replace(node, payload=split_payload(state, node.pieces[: node.num_checked]) + node.payload)
 
 
 def _payload_bytes(node: NewNode) -> int:
@@ -410,4 +411,4 @@ def _payload_bytes(node: NewNode) -> int:
 
 def _missing_bytes(node: NewNode) -> int:
     """Returns the bytes of the payload that are still to be copied."""
-    return _payload_bytes(node) - len(node.payload)
+    return _payload_bytes(node) - node.payload_bytes

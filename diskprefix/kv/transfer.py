@@ -1,4 +1,4 @@
-"""Tensors as bytes of main memory, the pages of that memory, and checks that payloads are finite."""
+"""Tensors as bytes of main memory, and the pages of that memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from diskprefix.kv.layout import Layout
 from diskprefix.store.codec.planes import Bytes
 
 _MADV_DONTNEED = 4
@@ -17,12 +16,6 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""
 _POPULATED_BYTES = 2 << 20
 """The bytes of a large page, made at a time. Meanwhile the process can map no other memory, which a request does."""
-_EXPONENTS: dict[torch.dtype, tuple[type[np.signedinteger], type[np.unsignedinteger], int]] = {
-    torch.bfloat16: (np.int16, np.uint16, 0x7F80),
-    torch.float16: (np.int16, np.uint16, 0x7C00),
-    torch.float32: (np.int32, np.uint32, 0x7F800000),
-}
-"""Integers of the same size, and the bits of infinity. The bits of NaN are greater. The sign bit is apart."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -89,27 +82,3 @@ def give_back(tensor: torch.Tensor) -> None:
     end = (tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_DONTNEED)
-
-
-def is_finite(payload: memoryview, layout: Layout, num_tokens: int) -> bool:
-    """Returns True if the per-token state of the first `num_tokens` tokens in `payload` has neither infinity nor NaN.
-
-    Values of other types than bf16, fp16 and fp32 count as finite. State that is not finite is never stored, because it
-    spreads to every token after it.
-    """
-    start = 0
-    for group in layout.groups if num_tokens else ():
-        end = start + group.bytes_per_token * num_tokens
-        if group.dtype in _EXPONENTS and not _is_finite(payload[start:end], *_EXPONENTS[group.dtype]):
-            return False
-        start = end
-    return True
-
-
-def _is_finite(
-    values: memoryview, signed: type[np.signedinteger], unsigned: type[np.unsignedinteger], infinity: int
-) -> bool:
-    # As signed integers, values above zero come last; as unsigned ones, values below zero. The two maxima tell.
-    largest = int(np.frombuffer(values, dtype=signed).max(initial=0))
-    last = int(np.frombuffer(values, dtype=unsigned).max(initial=0))
-    return largest < infinity and last < np.iinfo(signed).max + 1 + infinity

@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import lmdb
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
-from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
+from diskprefix.store.codec.codec import Codec, Piece, encode_piece, is_finite, piece_seed
 from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded, with_uses
 from diskprefix.store.note_record import used_note
+from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import (
     EntryRecord,
     Kind,
@@ -61,7 +62,8 @@ def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
 
 @dataclass(frozen=True, eq=False)
 class NewNode:
-    """A node to be stored. `payload` is raw and C-contiguous; `pieces` says where it is cut.
+    """A node to be stored. The first `num_checked` pieces are written only if they are finite: state that is not
+    spreads to every token after it.
 
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown.
     `ttl_s` is its time to live after the last use, in seconds; with None the daemon's `--kv-cache-ttl` holds.
@@ -73,15 +75,24 @@ class NewNode:
     position: int
     token_ids: TokenIds
     kind: Kind
-    payload: memoryview
+    payload: Payload
     pieces: tuple[Piece, ...]
     prefill_s: float = 0.0
     ttl_s: float | None = None
     replaces: bool = False
+    num_checked: int = 0
 
     @property
     def end(self) -> int:
         return self.position + len(self.token_ids)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(map(len, self.payload))
+
+    def is_sound(self, index: int) -> bool:
+        """Returns whether a piece is finite, or need not be."""
+        return index >= self.num_checked or is_finite(self.payload[index], self.pieces[index].element)
 
     @property
     def max_bytes(self) -> int:
@@ -162,7 +173,6 @@ class Changes(Snapshot):
 
         Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix.
         """
-        assert len(node.payload) == sum(piece.num_bytes for piece in node.pieces), "the pieces must be the payload"
         stored, token_ids = self.record("nodes", node.name), node.token_ids.tobytes()
         if stored is not None:
             if not is_node(stored, node.parent, node.position, node.kind, token_ids):
@@ -181,7 +191,7 @@ class Changes(Snapshot):
             token_ids=node.token_ids,
             kind=node.kind,
             num_pieces=len(node.pieces),
-            raw_bytes=len(node.payload),
+            raw_bytes=node.payload_bytes,
             stored_bytes=sum(sizes),
         )
         usage = UsageRecord(
@@ -346,12 +356,9 @@ class Changes(Snapshot):
 
     def _put_payload(self, node: NewNode, codec: Codec) -> list[int]:
         sizes: list[int] = []
-        start = 0
-        for index, piece in enumerate(node.pieces):
-            raw = node.payload[start : start + piece.num_bytes]
+        for index, (raw, piece) in enumerate(zip(node.payload, node.pieces, strict=True)):
             encoded = encode_piece(raw, piece, codec, piece_seed(node.name, index))
             sizes.append(self._put("payloads", piece_key(node.name, index), encoded))
-            start += piece.num_bytes
         return sizes
 
     def _delete_payload(self, name: bytes) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -29,6 +31,9 @@ DTYPES = {
     "int8": (1, Element.BYTES, "I8"),
 }
 """torch's name of a dtype → its bytes, its element in pieces, and safetensors' name."""
+
+Payload: TypeAlias = tuple[memoryview, ...]
+"""The raw bytes of each piece, C-contiguous."""
 
 Axis: TypeAlias = Literal["page", "head", "token", "dim"]
 _AXES: frozenset[tuple[Axis, ...]] = frozenset(
@@ -151,6 +156,12 @@ class PayloadLayout:
 
     def cuts(self, num_tokens: int, kind: Kind) -> tuple[Cut, ...]:
         return _cuts(self, num_tokens, kind)
+
+
+def split_payload(payload: memoryview, pieces: Iterable[Piece]) -> Payload:
+    """Returns the content of each piece of a payload in which they lie side by side."""
+    ends = tuple(accumulate(piece.num_bytes for piece in pieces))
+    return tuple(payload[start:end] for start, end in pairwise((0, *ends)))
 
 
 @lru_cache(maxsize=1024)

@@ -54,10 +54,10 @@ class Chain:
     def is_broken(self) -> bool:
         return self._is_broken or self.is_lost
 
-    def lose(self) -> bool:
+    def lose(self, why: str = "") -> bool:
         """Records that a publication could not be written. Returns what `record_loss` does."""
         self.is_lost = True
-        return self.record_loss()
+        return self.record_loss(why)
 
     def break_off(self, why: str = "") -> bool:
         """Records that nothing more will be submitted. Returns what `record_loss` does."""
@@ -82,6 +82,7 @@ class Publication:
     setting holds; `prompt_ttl_s` is the same for the prompt. `prompt_group` is the prompt's group: 8 bytes, or empty.
     New checkpoints remove the conversation's earlier ones, except the last few and those at `anchors`, in tokens; with
     None they remove none. `daemon_ttl_s` is the daemon's time to live, 0 for none. `parts` are written before the rest.
+    `on_done` is called once when nothing reads the payloads any more, whether they were written or not, on any thread.
     """
 
     store_id: bytes
@@ -98,6 +99,7 @@ class Publication:
     daemon_ttl_s: float = 0.0
     parts: tuple[Part, ...] = ()
     chain: Chain = field(default_factory=Chain)
+    on_done: Callable[[], None] = lambda: None
 
     @property
     def base(self) -> bytes | None:
@@ -114,7 +116,12 @@ class Publication:
 
     @property
     def payload_bytes(self) -> int:
-        return sum(len(node.payload) for node in self.nodes)
+        return sum(node.payload_bytes for node in self.nodes)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether everything that must be finite is."""
+        return all(node.is_sound(index) for node in self.nodes for index in range(node.num_checked))
 
 
 class Subtrees(NamedTuple):

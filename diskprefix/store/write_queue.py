@@ -39,7 +39,11 @@ class WriteQueue:
         """The time since which writing is paused, on the clock of `time.monotonic`; None if it is not."""
         self._num_waiting = 0
         """Callers that wait until everything is written."""
-        self._closing = False
+        self._views: set[object] = set()
+        """One for each that reads `pending`."""
+        self._left: list[tuple[Publication, frozenset[object]]] = []
+        """What left the queue and is not done, with the views that may show it."""
+        self._closing = self._has_ended = False
 
     def reserve(self, size: int, *, leaving: int = 0) -> bool:
         """Reserves `size` bytes of the buffer. Returns whether there was room for them and `leaving` bytes more."""
@@ -56,7 +60,8 @@ class WriteQueue:
         self.on_room()
 
     def submit(self, publication: Publication, *, reserved_bytes: int) -> None:
-        """Queues a publication whose payloads take the bytes that were reserved. Its nodes are visible at once."""
+        """Queues a publication whose payloads take the bytes that were reserved. Its nodes are visible at once. It is
+        lost if the thread has ended."""
         assert publication.payload_bytes == reserved_bytes
         with self._changed:
             if publication.base is not None:
@@ -64,6 +69,24 @@ class WriteQueue:
             self._queue.append(publication)
             self.pending = MappingProxyType(dict(self.pending) | {n.name: n for n in publication.nodes})
             self._changed.notify_all()
+            is_late = self._has_ended
+        if is_late:
+            publication.chain.lose()
+            self._forget(publication)
+
+    @contextmanager
+    def view(self) -> Iterator[Mapping[bytes, NewNode]]:
+        """Yields `pending`. Until the end, no publication that it shows is done."""
+        view = object()
+        with self._changed:
+            self._views.add(view)
+            pending = self.pending
+        try:
+            yield pending
+        finally:
+            with self._changed:
+                self._views.remove(view)
+            self._finish()
 
     def pause_writing(self) -> None:
         """Pauses writing until `resume_writing`, because the model needs the processors for a prompt. The pause also
@@ -133,14 +156,24 @@ class WriteQueue:
         return self.pending_bytes <= self._buffer_bytes // 2 and time.monotonic() < self._held_at + _MAX_HELD_S
 
     def _forget(self, publication: Publication) -> None:
-        """Takes a publication that was written, or is lost, out of the queue."""
+        """Takes a publication that was written, or is lost, out of the queue. Every one leaves by this method."""
         with self._changed:
-            if self._queue and self._queue[0] is publication:
-                self._queue.popleft()
+            if publication in self._queue:
+                self._queue.remove(publication)
+            self._left.append((publication, frozenset(self._views)))
             self.pending_bytes -= publication.payload_bytes
             gone = {node.name for node in publication.nodes}
             self.pending = MappingProxyType({k: v for k, v in self.pending.items() if k not in gone})
             if publication.base is not None:
                 self._evictor.unpin(publication.base)
             self._changed.notify_all()
+        self._finish()
         self.on_room()
+
+    def _finish(self) -> None:
+        """Calls `on_done` of what left the queue and no open view shows. Not under the lock: the callee has its own."""
+        with self._changed:
+            done = [publication for publication, views in self._left if views.isdisjoint(self._views)]
+            self._left = [one for one in self._left if not one[1].isdisjoint(self._views)]
+        for publication in done:
+            publication.on_done()

@@ -72,10 +72,11 @@ class Writer(WriteQueue):
         if not self.is_alive:
             return True
         with self._changed:
-            lost = 0
-            while len(self._queue) > 1:
-                lost += self._queue.pop().chain.lose()
+            late = [self._queue.pop() for _ in range(1, len(self._queue))]
+            lost = sum(publication.chain.lose() for publication in late)
             self.dropped += lost
+        for publication in late:
+            self._forget(publication)
         # The transaction that is being written may finish, or LMDB would roll it back.
         self._thread.join(max(timeout_s, _LAST_WRITE_S))
         lost += self.is_alive
@@ -97,7 +98,7 @@ class Writer(WriteQueue):
                 )
                 publication = self._next()
                 damaged, self._damaged = self._damaged, {}
-                closing = self._closing
+                self._has_ended = self._closing and publication is None
             for name, parent in damaged.items():
                 attempt(partial(self.house.quarantine, name, parent))
             self._write_all(publication)
@@ -106,7 +107,7 @@ class Writer(WriteQueue):
                 self._forget(publication)
             attempt(self.notes.make_fit)
             attempt(self.house.notice_purge)
-            if publication is None and closing:
+            if self._has_ended:
                 attempt(self._store.record_written)
                 return
             if publication is None or self._store.problem is not None:
@@ -114,6 +115,8 @@ class Writer(WriteQueue):
 
     def _write_all(self, publication: Publication | None) -> None:
         """Writes what waits in one transaction. If that fails, each part is tried alone: none keeps the others back."""
+        if publication is not None:
+            self._check(publication)
         if publication is not None and publication.chain.is_lost:
             # What it continues is lost. That the prompt was seen counts all the same.
             publication = replace(publication, nodes=(), last_node=None, entry=None)
@@ -133,6 +136,14 @@ class Writer(WriteQueue):
                 self.house.attempt(partial(self._store.write_from, source))
             if publication is not None:
                 self.house.attempt(partial(self._publish_alone, publication))
+
+    def _check(self, publication: Publication) -> None:
+        """Loses what is not finite, and all that continues it."""
+        if publication.chain.is_lost or publication.is_finite:
+            return
+        if publication.chain.lose(why := "its state is not finite"):
+            self.dropped += 1
+            log.warning("[disk-cache] a prompt is not saved, or not all of it: %s", why)
 
     def _publish_alone(self, publication: Publication) -> None:
         try:

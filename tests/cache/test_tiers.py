@@ -3,6 +3,7 @@ last checkpoint of a prompt asks for few names, however long the prompt is."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
@@ -154,9 +155,9 @@ def test_any_memory_can_be_read_into(have: int, store: Store, tier_of: Callable[
     for new in pub.nodes:
         start, end = new.position, new.position + len(new.token_ids)
         if start >= have:
-            assert pages.tokens(start, end) == bytes(new.payload)[: len(pages.tokens(start, end))]
+            assert pages.tokens(start, end) == b"".join(new.payload)[: len(pages.tokens(start, end))]
     assert loader.logits is not None
-    assert bytes(pub.nodes[-1].payload).endswith(loader.logits.tobytes())
+    assert b"".join(pub.nodes[-1].payload).endswith(loader.logits.tobytes())
     assert not any(pages.tokens(0, have)), "what the memory has already is not written"
 
 
@@ -169,6 +170,62 @@ def test_a_damaged_piece_names_its_node(store: Store) -> None:
         bad = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)
     assert bad is not None
     assert bad[0] == node_of(pub.nodes[1])
+
+
+def test_what_a_view_shows_stays_in_memory_until_it_is_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = [bytearray(b"".join(node.payload)) for node in publication(store, PROMPT).nodes]
+    expected, done, may_write = [bytes(content) for content in memory], list[int](), threading.Event()
+    publish = store.publish
+
+    def publish_later(pub: Publication) -> int:
+        assert may_write.wait(30)
+        return publish(pub)
+
+    def reuse() -> None:
+        done.append(1)
+        for content in memory:
+            content[:] = bytes(len(content))
+
+    monkeypatch.setattr(store, "publish", publish_later)
+    writer, pub = Writer(store, buffer_bytes=1 << 30), publication(store, PROMPT)
+    contents = zip(pub.nodes, memory, strict=True)
+    nodes = [replace(node, payload=split_payload(memoryview(content), node.pieces)) for node, content in contents]
+    pub = replace(pub, nodes=tuple(nodes), on_done=reuse)
+    assert writer.reserve(pub.payload_bytes)
+    writer.submit(pub, reserved_bytes=pub.payload_bytes)
+    tier = BufferTier(writer)
+    with tier.view() as later:
+        with tier.view() as view:
+            may_write.set()
+            assert writer.close(30)
+            assert not done
+            with tier.view() as empty:
+                assert not empty.has(node_of(nodes[0]), nodes[0].token_ids.tobytes())
+            assert [read(view, node) for node in nodes] == expected
+        assert not done
+        assert read(later, nodes[0]) == expected[0]
+    assert done == [1]
+
+
+def read(view: View, new: NewNode) -> bytes:
+    node, cuts = node_of(new), PayloadLayout.parse(layout_of(PAYLOAD_BYTES)).cuts(len(new.token_ids), new.kind)
+    out = [np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8) for cut in cuts]
+    for part, write in zip(out, view.pieces(node, cuts, range(len(cuts))), strict=True):
+        write(part)
+    return b"".join(part.tobytes() for part in out)
+
+
+def test_what_waits_is_not_read_if_it_is_not_finite(store: Store) -> None:
+    """The writer may not have checked it yet."""
+    pub, nodes = publication(store, PROMPT), nodes_of(store)
+    bad = pub.nodes[1]
+    payload = tuple(np.full(piece.num_bytes, 0xFF, np.uint8).data for piece in bad.pieces)
+    pub = replace(pub, nodes=(pub.nodes[0], replace(bad, payload=payload, num_checked=1), *pub.nodes[2:]))
+    with ThreadPoolExecutor(2) as readers, held(store, pub).view() as view:
+        path = [(node_of(new), view) for new in pub.nodes]
+        found = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)
+    assert found is not None
+    assert found[0] == node_of(bad)
 
 
 NUM_BLOCKS = 200

@@ -118,7 +118,7 @@ def test_checkpoints_are_shown_where_there_are_any(inspect: Inspect, folder: Pat
     assert (short["checkpoints"], short["checkpoint_bytes"]) == ([2 * BLOCK], one)
     shared = 2 * (BLOCK_BYTES + PIECE_HEADER_BYTES) + one
     assert long["shared_bytes"] == short["shared_bytes"] == short["stored_bytes"] == shared
-    assert long["raw_bytes"] == sum(len(node.payload) for node in whole.nodes)
+    assert long["raw_bytes"] == sum(node.payload_bytes for node in whole.nodes)
     assert f"checkpoints 31.3 KiB at {2 * BLOCK}\n" in inspect(hybrid, boundary.last_node.hex()).stdout
     blocks = inspect(hybrid, whole.last_node.hex(), "--json").json["blocks"]
     assert [(b["kind"], b["position"]) for b in blocks] == [

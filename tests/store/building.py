@@ -14,7 +14,7 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
@@ -101,7 +101,7 @@ def new_node(
         start,
         token_ids,
         kind,
-        payload,
+        split_payload(payload, pieces),
         pieces,
         prefill_s=0.5,
         replaces=replaces,
@@ -186,7 +186,7 @@ def is_whole(store: Store, pub: Publication) -> bool:
             (record := snapshot.node(node.name)) is not None
             and record.parent == node.parent
             and record.token_ids.tobytes() == node.token_ids.tobytes()
-            and read_payload(snapshot, node) == bytes(node.payload)
+            and read_payload(snapshot, node) == b"".join(node.payload)
             for node in pub.nodes
         )
 

@@ -21,7 +21,7 @@ from diskprefix.store.compact import copy_store
 from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes
-from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import FORMAT_VERSION, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
@@ -33,9 +33,10 @@ LAYOUT = layout_of(8_000, state_bytes=4_000)
 
 def with_waves(node: NewNode) -> NewNode:
     """The node with values as a model has them, which the planes make shorter."""
-    values = np.sin(np.arange(len(node.payload) // 4 + 1, dtype=np.float32) * (0.37 + node.position))
+    values = np.sin(np.arange(node.payload_bytes // 4 + 1, dtype=np.float32) * (0.37 + node.position))
     halves = values.view(np.uint16)[1::2]
-    return replace(node, payload=memoryview(np.repeat(halves, 2).tobytes()[: len(node.payload)]))
+    payload = memoryview(np.repeat(halves, 2).tobytes()[: node.payload_bytes])
+    return replace(node, payload=split_payload(payload, node.pieces))
 
 
 def write(folder: Path) -> None:

@@ -450,10 +450,10 @@ def test_after_purge_and_compact_no_byte_of_a_tenant_is_in_the_file(store: Store
     alice = [saved(store, prompt(seed, 6 * BLOCK + 5), tenant=ALICE, preview=f"{text} {seed}") for seed in range(1, 12)]
     bob = [saved(store, prompt(100 + seed, 5 * BLOCK + 3), tenant=BOB, preview="bob's") for seed in range(12)]
     # Payloads of the tests are drawn from the sum of the tokens, so that two prompts may have one in common.
-    bobs = {bytes(node.payload) for pub in bob for node in pub.nodes}
+    bobs = {b"".join(node.payload) for pub in bob for node in pub.nodes}
     traces = [text.encode(), str(ALICE).encode()]
-    for node in (node for pub in alice for node in pub.nodes if bytes(node.payload) not in bobs):
-        traces += [node.name, node.token_ids.tobytes(), bytes(node.payload[:64]), bytes(node.payload[-64:])]
+    for node in (node for pub in alice for node in pub.nodes if b"".join(node.payload) not in bobs):
+        traces += [node.name, node.token_ids.tobytes(), bytes(node.payload[0][:64]), bytes(node.payload[-1][-64:])]
     file = tmp_path / "data.mdb"
     before = file.read_bytes()
     assert all(trace in before for trace in traces)

@@ -275,7 +275,7 @@ def test_what_a_reader_without_a_lock_got_stays_as_it_was_when_its_pages_are_ove
     store.close()
     (tmp_path / "lock.mdb").unlink()
     reader = Store(tmp_path, read_only=True)
-    offset = (tmp_path / "data.mdb").read_bytes().index(bytes(pub.nodes[0].payload[:4096]))
+    offset = (tmp_path / "data.mdb").read_bytes().index(bytes(pub.nodes[0].payload[0][:4096]))
     with reader.snapshot() as snapshot:
         piece = snapshot.piece(pub.nodes[0].name, 0)
         assert piece is not None

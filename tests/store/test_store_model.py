@@ -40,7 +40,7 @@ from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.ghosts import decode_ghost, recent_prompts
-from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.schema import Kind, child_keys
 from diskprefix.store.snapshot import Snapshot
@@ -139,8 +139,8 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0, end: int | None
     nodes = []
     for node in whole.nodes:
         prefix = token_ids[: node.position + len(node.token_ids)].tobytes() + bytes([node.kind])
-        own = memoryview(payload(prompt.root, prefix, len(node.payload)))
-        nodes.append(replace(node, payload=own, ttl_s=prompt.ttl_s))
+        own = memoryview(payload(prompt.root, prefix, node.payload_bytes))
+        nodes.append(replace(node, payload=split_payload(own, node.pieces), ttl_s=prompt.ttl_s))
     if prompt.num_rest == 0 and nodes[-1].kind == Kind.TAIL:
         # As a boundary of the policy ends it: with a full block, which others may continue, or its checkpoint.
         nodes.pop()
@@ -675,7 +675,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert list(snapshot.keys("children")) == self.model.child_keys()
             for node in self.model.nodes.values():
                 assert is_there(snapshot, node.new)
-                assert read_payload(snapshot, node.new) == node.new.payload.obj
+                assert read_payload(snapshot, node.new) == b"".join(node.new.payload)
             assert {name: entry.num_tokens for name, entry in snapshot.entries()} == self.model.entries
             for root, seen in self.model.seen.items():
                 found = [(group, prompt.tolist()) for group, prompt in recent_prompts(snapshot, root, 999)]

@@ -414,7 +414,7 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
         names = list(snapshot.keys("nodes"))
         assert set(names) <= set(originals)
         for name in names:
-            assert read_payload(snapshot, originals[name]) == bytes(originals[name].payload)
+            assert read_payload(snapshot, originals[name]) == b"".join(originals[name].payload)
     for pub in stored.publications:
         store.publish(pub)
         assert is_whole(store, pub)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from diskprefix.errors import StoreFull, StoreUnavailable
@@ -16,7 +17,7 @@ from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes, Part
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Tally, read_savings
-from diskprefix.store.schema import ModelRecord
+from diskprefix.store.schema import Kind, ModelRecord
 from diskprefix.store.store import Chain, Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.store.writer import Writer
@@ -114,6 +115,46 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
         assert [snapshot.usage(pub.nodes[0].name) is not None for pub in pubs] == [True, *[False] * (len(pubs) - 1)]
         assert snapshot.counts()["entries"] == 0
         assert snapshot.counts()["prompts"] == 1
+
+
+def with_values(pub: Publication, *, is_finite: bool) -> Publication:
+    """The publication with state that is checked. Only its last value may be NaN. Logits are NaN, and not checked."""
+    nodes = []
+    for node in pub.nodes:
+        num_checked = len(node.pieces) - (node.kind == Kind.TAIL)
+        payload = [np.full(piece.num_bytes // 2, 0x7FC0, np.uint16) for piece in node.pieces]
+        for values in payload[:num_checked]:
+            values[: len(values) - (not is_finite)] = 0x3F80
+        found = tuple(values.view(np.uint8).data for values in payload)
+        nodes.append(replace(node, payload=found, num_checked=num_checked))
+    return replace(pub, nodes=tuple(nodes))
+
+
+def test_state_that_is_not_finite_is_not_written_nor_what_continues_it_and_that_is_told_once(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    pubs = [with_values(pub, is_finite=index not in (1, 3)) for index, pub in enumerate(chained(store, 4))]
+    writer = Writer(store, buffer_bytes=1 << 30)
+    for pub in pubs:
+        submit(writer, pub)
+    assert writer.close(30)
+    assert (writer.dropped, pubs[0].chain.why) == (1, "its state is not finite")
+    assert [r.message.endswith("its state is not finite") for r in caplog.records if "not saved" in r.message] == [True]
+    assert is_whole(store, pubs[0])
+    with store.snapshot() as snapshot:
+        counts = snapshot.counts()
+    assert (counts["blocks"], counts["entries"], counts["prompts"]) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_only_the_pieces_that_are_checked_must_be_finite(store: Store, is_checked: bool) -> None:
+    pub = with_values(publication(store, prompt(1, 2 * BLOCK)), is_finite=is_checked)
+    if not is_checked:
+        pub = replace(pub, nodes=tuple(replace(node, num_checked=0) for node in pub.nodes))
+    writer = Writer(store, buffer_bytes=1 << 30)
+    submit(writer, pub)
+    assert writer.close(30)
+    assert is_whole(store, pub)
 
 
 @pytest.mark.parametrize("broken", ["none", "uses", "notes", "savings", "publication"])
@@ -256,18 +297,70 @@ def test_uses_are_written_together_with_their_counts(store: Store) -> None:
     assert (usage.restores, usage.last_used) == (3, 3000.0)
 
 
+class Done:
+    """Counts how often each publication was done, and sees that other threads can use the writer meanwhile."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.counts: list[int] = []
+        self._writer = writer
+
+    def counted(self, pub: Publication) -> Publication:
+        index = len(self.counts)
+        self.counts.append(0)
+
+        def on_done() -> None:
+            self.counts[index] += 1
+            other = threading.Thread(target=self._writer.release, args=(0,))
+            other.start()
+            other.join(10)
+            assert not other.is_alive(), "it is called under the lock"
+
+        return replace(pub, on_done=on_done)
+
+
+@pytest.mark.parametrize("fate", ["written", "failed", "not finite"])
+def test_payloads_are_done_once_whether_they_are_written_or_lost_with_their_chain(
+    store: Store, monkeypatch: pytest.MonkeyPatch, fate: str
+) -> None:
+    gate = Gate(store, monkeypatch)
+    gate.failure = StoreFull("no room") if fate == "failed" else None
+    writer = Writer(store, buffer_bytes=1 << 30)
+    done = Done(writer)
+    for pub in chained(store, 3):
+        submit(writer, done.counted(with_values(pub, is_finite=fate != "not finite")))
+    gate.open.set()
+    assert writer.close(30)
+    assert done.counts == [1, 1, 1, 1]
+    assert (writer.dropped, writer.pending_bytes) == (fate != "written", 0)
+
+
+def test_what_comes_after_the_end_is_lost_and_done(store: Store) -> None:
+    pub = publication(store, prompt(1, BLOCK))
+    writer = Writer(store, buffer_bytes=1 << 30)
+    done = Done(writer)
+    assert writer.reserve(pub.payload_bytes)
+    assert writer.close(30)
+    writer.submit(done.counted(pub), reserved_bytes=pub.payload_bytes)
+    assert done.counts == [1]
+    assert pub.chain.is_lost
+    assert (writer.pending_bytes, writer.num_pending, len(writer.pending)) == (0, 0, 0)
+
+
 def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(store, monkeypatch)
     writer = Writer(store, buffer_bytes=1 << 30)
+    done = Done(writer)
     for seed in range(3):
-        submit(writer, publication(store, prompt(seed, BLOCK)))
+        submit(writer, done.counted(publication(store, prompt(seed, BLOCK))))
     release = threading.Timer(0.2, gate.open.set)
     release.start()
     assert not writer.close(0.01)
     release.join()
     assert writer.dropped == 2
+    assert done.counts == [1, 1, 1]
+    assert (writer.pending_bytes, len(writer.pending)) == (0, 0)
 
 
 def test_a_bug_in_the_store_degrades_the_cache_and_the_writer_lives_on(

@@ -292,7 +292,7 @@ def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
     except StoreCorrupt:
         writer.quarantine(node.name, node.parent)
         return False
-    if raw != bytes(node.payload):
+    if raw != b"".join(node.payload):
         raise Failure("wrong bytes", f"node {node.name.hex()} at {node.position} is not what was saved")
     return True
 

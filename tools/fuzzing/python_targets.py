@@ -41,7 +41,7 @@ from diskprefix.store.codec.codec import Codec, Element, Piece, decode_piece, en
 from diskprefix.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
 from diskprefix.store.ghosts import GhostRecord, Leaf, decode_ghost, decode_leaf, encode_ghost, encode_leaf
 from diskprefix.store.note_record import NO_PROMPT, NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
-from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import (
     EntryRecord,
     Kind,
@@ -189,8 +189,9 @@ def _bundles(_folder: Path) -> Iterable[bytes]:
     for number, slot in enumerate(_SLOTS):
         payloads = []
         for node in slot_nodes(_PROMPT, slot):
-            size = sum(cut.piece.num_bytes for cut in _PROMPT.cuts(node))
-            payloads.append((node, payload_of(_PROMPT.tokens(node), size)))
+            pieces = [cut.piece for cut in _PROMPT.cuts(node)]
+            payload = payload_of(_PROMPT.tokens(node), sum(piece.num_bytes for piece in pieces))
+            payloads.append((node, split_payload(payload, pieces)))
         path = slot_path(_KEY, _PROMPT, slot)
         whole = encode_bundle(_KEY, _PROMPT, path, payloads, 5.0)
         yield bytes([number]) + whole

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate, islice
+from itertools import islice
 
 import numpy as np
 
@@ -56,7 +56,8 @@ class BufferTier:
 
     @contextmanager
     def view(self) -> Iterator[BufferView]:
-        yield BufferView(self.writer.pending)
+        with self.writer.view() as pending:
+            yield BufferView(pending)
 
 
 class BufferView:
@@ -92,13 +93,11 @@ class BufferView:
     def prefill_s(self, node: Node) -> float:
         return self._pending[node.name].prefill_s
 
-    def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
-        payload = self._pending[node.name].payload
-        starts = list(accumulate((cut.piece.num_bytes for cut in cuts), initial=0))
+    def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:  # noqa: ARG002
         for number in needed:
-            yield partial(_copy, payload[starts[number] : starts[number + 1]])
+            yield partial(_copy, self._pending[node.name], number)
 
-    def drop(self, node: Node, error: StoreCorrupt) -> None:  # noqa: ARG002 (memory is not damaged; see `View`)
+    def drop(self, node: Node, error: StoreCorrupt) -> None:  # noqa: ARG002 (the writer drops it itself; see `View`)
         self.damaged.add(node.name)
 
 
@@ -106,8 +105,11 @@ def _node(found: NewNode) -> Node:
     return Node(found.name, found.parent, found.position, len(found.token_ids), found.kind)
 
 
-def _copy(raw: memoryview, out: Bytes) -> None:
-    out[...] = np.frombuffer(raw, dtype=np.uint8).reshape(out.shape)
+def _copy(node: NewNode, number: int, out: Bytes) -> None:
+    # The writer, which checks that as well, may not have come to it.
+    if not node.is_sound(number):
+        raise StoreCorrupt("its state is not finite")
+    out[...] = np.frombuffer(node.payload[number], dtype=np.uint8).reshape(out.shape)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from diskprefix.extras.exchange.entry_file import EntryNode, EntryReader, Manife
 from diskprefix.identity import differing, identity_fields
 from diskprefix.printable import shown
 from diskprefix.store.changes import NewNode, node_bytes
-from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import MAX_PREFILL_S, Kind, ModelRecord, NodeRecord, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
@@ -153,7 +153,7 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
         with store.snapshot() as snapshot:
             is_there = snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
         if not is_there:
-            waiting.append(replace(node, payload=reader.read_payload(index)))
+            waiting.append(replace(node, payload=split_payload(reader.read_payload(index), node.pieces)))
             num_new, new_bytes, waiting_bytes = num_new + 1, new_bytes + size, waiting_bytes + size
         advance(size)
         is_last = index == len(all_nodes) - 1
@@ -178,9 +178,7 @@ def _new_nodes(secret: int, reader: EntryReader) -> list[NewNode]:
     for node in reader.manifest.nodes:
         token_ids, pieces = reader.token_ids[node.position : node.end], layout.pieces(node.num_tokens, node.kind)
         name = node_name(secret, parent, token_ids, node.kind)
-        found.append(
-            NewNode(name, parent, node.position, token_ids, node.kind, memoryview(b""), pieces, node.prefill_s)
-        )
+        found.append(NewNode(name, parent, node.position, token_ids, node.kind, (), pieces, node.prefill_s))
         # A checkpoint continues its block; nothing continues a checkpoint.
         parent = name if node.kind == Kind.BLOCK else parent
     return found

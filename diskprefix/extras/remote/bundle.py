@@ -14,6 +14,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.extras.remote.signing import PREAMBLE_BYTES, ObjectRefused, signed, verified
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.codec.codec import Codec, decode_piece, encode_piece
+from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import ID_BYTES
 
@@ -107,19 +108,15 @@ def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot) -> str:
 
 
 def encode_bundle(
-    key: NamespaceKey, nodes: PromptNodes, path: str, payloads: Iterable[tuple[Node, memoryview]], now: float
+    key: NamespaceKey, nodes: PromptNodes, path: str, payloads: Iterable[tuple[Node, Payload]], now: float
 ) -> bytes:
     """Returns the object with these nodes, parents first, and their raw payloads."""
     bundled: list[BundledNode] = []
     body: list[bytes | bytearray] = []
     for node, payload in payloads:
-        pieces: list[bytes | bytearray] = []
-        start = 0
-        for cut in nodes.cuts(node):
-            raw = payload[start : start + cut.piece.num_bytes]
-            # A network is slower than a decoder: always as small as it gets. The MAC verifies it.
-            pieces.append(encode_piece(raw, cut.piece, Codec.PLANES, None))
-            start += cut.piece.num_bytes
+        # A network is slower than a decoder: always as small as it gets. The MAC verifies it.
+        cuts = zip(payload, nodes.cuts(node), strict=True)
+        pieces = [encode_piece(raw, cut.piece, Codec.PLANES, None) for raw, cut in cuts]
         token_ids, sizes = nodes.token_bytes(node), tuple(map(len, pieces))
         bundled.append(BundledNode(node.name, node.parent, node.position, node.kind, token_ids, sizes))
         body += pieces
@@ -129,11 +126,11 @@ def encode_bundle(
 
 def decode_bundle(
     key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot, path: str, data: memoryview, num_near: int
-) -> list[tuple[Node, bytes, memoryview]]:
+) -> list[tuple[Node, bytes, Payload]]:
     """Returns the nodes of the bundle at `path` that lie behind the prompt's first `num_near` blocks, with their token
     ids (int32, little-endian) and raw payloads. Raises `ObjectRefused`."""
     header, body = split_bundle(verified(key, path, data))
-    found: list[tuple[Node, bytes, memoryview]] = []
+    found: list[tuple[Node, bytes, Payload]] = []
     for node, bundled in zip(_require_prompt(nodes, slot, header), header.nodes, strict=True):
         size = sum(bundled.sizes)
         if node.end > num_near * nodes.block_size:
@@ -187,15 +184,14 @@ def _checkpoint(nodes: PromptNodes, num_blocks: int, one: BundledNode) -> Node:
     return nodes.behind(num_blocks, one.token_ids, Kind.CHECKPOINT)
 
 
-def _decode_payload(nodes: PromptNodes, node: Node, bundled: BundledNode, stored: memoryview) -> memoryview:
-    cuts = nodes.cuts(node)
-    payload = np.empty(sum(cut.piece.num_bytes for cut in cuts), dtype=np.uint8)
-    start = 0
-    for cut, size in zip(cuts, bundled.sizes, strict=True):
-        out = payload[start : start + cut.piece.num_bytes].reshape(cut.piece.num_rows, cut.piece.row_bytes)
+def _decode_payload(nodes: PromptNodes, node: Node, bundled: BundledNode, stored: memoryview) -> Payload:
+    payload: list[memoryview] = []
+    for cut, size in zip(nodes.cuts(node), bundled.sizes, strict=True):
+        out = np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8)
         try:
             decode_piece(stored[:size], cut.piece, None, out)
         except StoreCorrupt as error:
             raise ObjectRefused("mismatch", f"a piece of node {node.name.hex()}: {error}") from error
-        stored, start = stored[size:], start + cut.piece.num_bytes
-    return payload.data
+        stored = stored[size:]
+        payload.append(out.reshape(-1).data)
+    return tuple(payload)

@@ -111,5 +111,5 @@ class PrefetchJob:
             self.is_whole = False
             return False
         self.names.update(node.name for node in found)
-        self.num_bytes += sum(len(node.payload) for node in found)
+        self.num_bytes += sum(node.payload_bytes for node in found)
         return True

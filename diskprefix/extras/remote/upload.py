@@ -25,6 +25,7 @@ from diskprefix.extras.remote.counts import Counts
 from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, signed, verified
 from diskprefix.namespace_key import NamespaceKey
+from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import Kind
 
 
@@ -97,11 +98,11 @@ def _stored(upload: Upload) -> tuple[int, bool]:
         return number, is_whole and _nearest(nodes, views, nodes.tail()) is not None
 
 
-def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, memoryview]]:
+def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, Payload]]:
     """Returns the nodes of a bundle with raw payloads, verified, and behind each block a checkpoint
     within the offered tokens. Returns nothing if a node is no longer there."""
     nodes = upload.nodes
-    found: list[tuple[Node, memoryview]] = []
+    found: list[tuple[Node, Payload]] = []
     with open_views(upload.tiers) as views:
         for node in slot_nodes(nodes, slot):
             if (view := _nearest(nodes, views, node)) is None:
@@ -112,7 +113,7 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, memoryview]]
     return found
 
 
-def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> Iterator[tuple[Node, memoryview]]:
+def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> Iterator[tuple[Node, Payload]]:
     """Yields the last checkpoint of the offered tokens that continues a block, if there is one."""
     nodes = upload.nodes
     behind = nodes.checkpoints(block.end // nodes.block_size, upload.num_tokens)
@@ -122,11 +123,11 @@ def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> It
             return
 
 
-def _read(nodes: PromptNodes, node: Node, view: View) -> memoryview:
+def _read(nodes: PromptNodes, node: Node, view: View) -> Payload:
     """Returns a copy of a node's raw payload. Raises `StoreCorrupt`."""
-    cuts = nodes.cuts(node)
-    payload, start = np.empty(sum(cut.piece.num_bytes for cut in cuts), dtype=np.uint8), 0
+    cuts, payload = nodes.cuts(node), list[memoryview]()
     for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
-        write(payload[start : start + cut.piece.num_bytes].reshape(cut.piece.num_rows, cut.piece.row_bytes))
-        start += cut.piece.num_bytes
-    return payload.data
+        out = np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8)
+        write(out)
+        payload.append(out.reshape(-1).data)
+    return tuple(payload)

@@ -28,7 +28,7 @@ from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.pieces import DTYPES, LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout
+from diskprefix.store.pieces import DTYPES, LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
 from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.store.store import Publication
 from diskprefix.tokens import ID_BYTES, as_token_ids
@@ -214,12 +214,13 @@ class ChunkStore:
     def _captured(self, key: ChunkKey, place: Bytes) -> NewNode:
         payload, node = self._staging.take(), self._node(key)
         payload[:] = place
+        pieces = self._layout.pieces(NUM_IDS, Kind.BLOCK)
         return NewNode(
             name=node.name,
             parent=node.parent,
             position=0,
             token_ids=as_token_ids(np.frombuffer(key.digest, "<i4")),
             kind=Kind.BLOCK,
-            payload=payload.data,
-            pieces=self._layout.pieces(NUM_IDS, Kind.BLOCK),
+            payload=split_payload(payload.data, pieces),
+            pieces=pieces,
         )

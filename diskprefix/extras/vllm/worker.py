@@ -22,7 +22,7 @@ from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.changes import NewNode
-from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Chain, Publication
 from diskprefix.tokens import as_token_ids
@@ -165,14 +165,15 @@ class WorkerSide:
     def _captured(self, block: PlannedBlock, ttl_s: float | None) -> NewNode:
         payload = self._staging.take()
         self._pages.read(block.pages, payload)
+        pieces = self._layout.pieces(self._identity.block_size, Kind.BLOCK)
         return NewNode(
             name=block.names[self._rank],
             parent=block.parents[self._rank],
             position=block.position,
             token_ids=as_token_ids(np.frombuffer(block.token_ids, "<i4")),
             kind=Kind.BLOCK,
-            payload=payload.data,
-            pieces=self._layout.pieces(self._identity.block_size, Kind.BLOCK),
+            payload=split_payload(payload.data, pieces),
+            pieces=pieces,
             ttl_s=ttl_s,
         )
 

@@ -61,6 +61,12 @@ class Element(IntEnum):
 
 _CODECS = frozenset(Codec)
 _FORMATS = {Element.BF16: BF16, Element.FP16: FP16, Element.FP32: FP32}
+_EXPONENTS: dict[Element, tuple[type[np.signedinteger], type[np.unsignedinteger], int]] = {
+    Element.BF16: (np.int16, np.uint16, 0x7F80),
+    Element.FP16: (np.int16, np.uint16, 0x7C00),
+    Element.FP32: (np.int32, np.uint32, 0x7F800000),
+}
+"""Integers of the same size, and the bits of infinity. The bits of NaN are greater. The sign bit is apart."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,18 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int | None, out: Bytes)
         if len(raw) != out.size:
             raise StoreCorrupt(f"a piece has {len(raw)} bytes of data instead of {out.size}")
         out[...] = np.frombuffer(raw, dtype=np.uint8).reshape(out.shape) if len(raw) else 0
+
+
+def is_finite(raw: memoryview, element: Element) -> bool:
+    """Returns True if none of the values is infinite or NaN. Values of other types than bf16, fp16 and fp32 count as
+    finite."""
+    if element not in _EXPONENTS:
+        return True
+    signed, unsigned, infinity = _EXPONENTS[element]
+    # As signed integers, values above zero come last; as unsigned ones, values below zero. The two maxima tell.
+    largest = int(np.frombuffer(raw, dtype=signed).max(initial=0))
+    last = int(np.frombuffer(raw, dtype=unsigned).max(initial=0))
+    return largest < infinity and last < np.iinfo(signed).max + 1 + infinity
 
 
 def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, bytes | memoryview]:

@@ -158,7 +158,7 @@ def test_the_file_is_what_its_page_says(pub: Publication, file: Path) -> None:
         "checksums": (torch.uint8, (8 * 5,)),
     }
     assert tensors["token_ids"].tolist() == PROMPT.tolist()
-    assert tensors["payloads"].numpy().tobytes() == b"".join(node.payload for node in pub.nodes)
+    assert tensors["payloads"].numpy().tobytes() == b"".join(piece for node in pub.nodes for piece in node.payload)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with safe_open(file, "pt") as opened:
         metadata = opened.metadata()

@@ -54,7 +54,7 @@ def sharing(make: MakeMachine) -> tuple[Machine, Publication]:
 
 
 def payloads(nodes: Iterable[NewNode]) -> dict[bytes, bytes]:
-    return {node.name: bytes(node.payload) for node in nodes}
+    return {node.name: b"".join(node.payload) for node in nodes}
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK, 6 * BLOCK, 8 * BLOCK + 1])

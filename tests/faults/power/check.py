@@ -274,7 +274,7 @@ def _is_stored(snapshot: Snapshot, node: NewNode) -> bool:
     token_ids = node.token_ids.tobytes()
     if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids):
         return False
-    if read_payload(snapshot, node) != bytes(node.payload):
+    if read_payload(snapshot, node) != b"".join(node.payload):
         raise Wrong(f"wrong bytes: node {node.name.hex()}")
     return True
 

@@ -26,6 +26,7 @@ from diskprefix.store.codec.codec import (
     decode_piece,
     decompress,
     encode_piece,
+    is_finite,
     piece_seed,
     populate,
 )
@@ -440,3 +441,28 @@ def test_a_view_of_which_only_the_ends_are_in_memory_is_populated(tmp_path: Path
 def test_a_record_that_is_no_frame_or_claims_too_much_is_refused(stored: bytes) -> None:
     with pytest.raises(StoreCorrupt):
         decompress(stored, max_bytes=400)
+
+
+def of_element(element: Element, values: npt.NDArray[np.float32]) -> memoryview:
+    """The values as bytes."""
+    if element == Element.BF16:
+        return view_of(upper_half(values))
+    return view_of(values.astype(np.float16) if element == Element.FP16 else values)
+
+
+@pytest.mark.parametrize("element", [Element.BF16, Element.FP16, Element.FP32])
+@pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 500, -1])
+def test_a_value_that_is_not_finite_is_found_in_any_place(element: Element, wrong: float, place: int) -> None:
+    values = np.random.default_rng(7).standard_normal(1001).astype(np.float32)
+    largest = 65504.0 if element == Element.FP16 else float(np.finfo(np.float32).max)
+    values[1:3] = largest, -largest
+    assert is_finite(of_element(element, values), element)
+    values[place] = wrong
+    assert not is_finite(of_element(element, values), element)
+
+
+@pytest.mark.parametrize("element", [Element.BYTES, Element.FP8_E4M3, Element.FP8_E5M2])
+def test_values_of_other_types_count_as_finite_and_so_does_nothing(element: Element) -> None:
+    assert is_finite(memoryview(b"\xff" * 8), element)
+    assert is_finite(memoryview(b""), Element.BF16)
