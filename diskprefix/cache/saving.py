@@ -243,11 +243,11 @@ class Saver:
         token_s, planner = self._seconds_per_token(arena), self.planner
         new: list[NewNode] = []
         for node, saved_tokens in zip(nodes, planner.saved_tokens(nodes), strict=True):
-            copied = self._states.pop(node.end) if node.kind == Kind.CHECKPOINT else None
             cuts = planner.nodes.cuts(node)
             pieces = tuple(cut.piece for cut in cuts)
             num_checked = sum(cut.group < len(planner.nodes.layout.groups) for cut in cuts)
-            copied = copied or (node.kind == Kind.TAIL and tail) or memoryview(b"")
+            # Of a block, there is nothing else.
+            copied = self._states.pop(node.end) if node.kind == Kind.CHECKPOINT else tail or memoryview(b"")
             new.append(
                 NewNode(
                     name=node.name,

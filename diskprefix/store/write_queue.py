@@ -30,7 +30,7 @@ class WriteQueue:
         self._damaged: dict[bytes, bytes] = {}
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
         """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
-        be in neither."""
+        be in neither. Payloads are there within `view` only."""
         self.pending_bytes = 0
         self.on_room: Callable[[], None] = lambda: None
         """Called when there is more room in the buffer."""
