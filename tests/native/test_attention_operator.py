@@ -24,6 +24,9 @@ from diskprefix.kv.step import Run, Step, computing
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern, pattern_of
 from diskprefix.native import library
+from diskprefix.native.attention_operator import attention
+from diskprefix.native.library import Operators
+from tests.native.pages import Pages
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
 MODULE: Any = SimpleNamespace(training=False)
@@ -106,6 +109,28 @@ def together(runs: Sequence[tuple[Layer, Run]], first: int = 0) -> torch.Tensor:
             s_aux=one.sinks,
         )
     return found[0]
+
+
+def in_pages(operators: Operators, runs: Sequence[tuple[Layer, Run]], page_tokens: int) -> torch.Tensor:
+    """The same as `together`, with memory in pages. Those before the first visible token are not there."""
+    one, case = runs[0][0], runs[0][0].case
+    first_visible = case.pattern.first_visible
+    memory = [
+        Pages([part[0, :, : run.end] for part in (layer.keys, layer.values)], page_tokens, first_visible(run.start))
+        for layer, run in runs
+    ]
+    return attention(
+        operators,
+        torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1),
+        [pages.run(run.start, run.num_rows) for pages, (_, run) in zip(memory, runs, strict=True)],
+        kv_heads=case.kv_heads,
+        value_dim=case.value_dim,
+        scale=case.key_dim**-0.5 if case.scaling is None else case.scaling,
+        window=case.pattern.window or 0,
+        chunk=case.pattern.chunk or 0,
+        softcap=case.softcap or 0.0,
+        sinks=None if one.sinks is None else one.sinks.float(),
+    )
 
 
 def plain(layer: Layer) -> torch.Tensor:
@@ -234,11 +259,31 @@ def test_a_row_with_a_score_that_is_no_number_is_none_in_any_company() -> None:
 @pytest.mark.parametrize("dims", [(-3, -2), (-2, -1)])
 def test_rows_may_lie_anywhere_in_memory(dims: tuple[int, int]) -> None:
     layer = Layer.of(replace(SMALL, dtype=torch.float32))
-    queries, keys, values = (
-        memory.transpose(*dims).contiguous().transpose(*dims) for memory in (layer.queries, layer.keys, layer.values)
-    )
+    queries = layer.queries.transpose(*dims).contiguous().transpose(*dims)
+    keys, values = (memory.transpose(1, 2).contiguous().transpose(1, 2) for memory in (layer.keys, layer.values))
     moved = replace(layer, queries=queries, keys=keys, values=values)
     assert bits(moved.cut([LENGTH])) == bits(layer.cut([LENGTH]))
+
+
+@pytest.mark.parametrize("page_tokens", [256, 512, 64, 48, 500])
+def test_scattered_pages_give_the_bits_of_one_memory(operators: Operators, page_tokens: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for name in names_for(operators.variant, dtype):
+            layer, _ = layers(name, dtype)
+            other = replace(layer, queries=layer.queries.flip(0), keys=layer.keys.flip(1), values=layer.values.flip(1))
+            runs = [(layer, Run(400, 20)), (other, Run(40, 1)), (layer, Run(LENGTH - 1, 1)), (other, Run(255, 130))]
+            # What a call without a number leaves behind must not come to the rows of pages that are not there.
+            nothing = replace(layer, keys=layer.keys * float("nan"), values=layer.values * float("nan"))
+            in_pages(operators, [(nothing, Run(LENGTH - 20, 20))], page_tokens)
+            assert bits(in_pages(operators, runs, page_tokens)) == bits(together(runs)), name
+
+
+def test_values_may_be_a_part_of_the_keys_in_pages(operators: Operators) -> None:
+    layer, _ = layers("one group of many heads", torch.bfloat16)
+    latents = replace(layer, values=layer.keys[..., :8], case=replace(layer.case, value_dim=8))
+    for page_tokens in (256, 48):
+        for run in (Run(LENGTH - 1, 1), Run(200, 300)):
+            assert bits(in_pages(operators, [(latents, run)], page_tokens)) == bits(latents.attended(run))
 
 
 @pytest.mark.usefixtures("operators")

@@ -20,13 +20,14 @@ import torch
 from diskprefix.model.quants.forms import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library, scans
-from diskprefix.native.attention_operator import attention, run_of
+from diskprefix.native.attention_operator import attention
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm, StepPlace
 from diskprefix.native.dense import head_products
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import pack
+from tests.native.pages import Pages
 from tests.native.variants import of_this_cpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,13 +74,13 @@ def curve() -> torch.Tensor:
 
 def of_attention(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
     query = made_up(HEADS, ROWS, DIM, seed=1, dtype=dtype)
-    keys, values = (made_up(2, TOKENS, DIM, seed=seed, dtype=dtype) for seed in (2, 3))
+    memory = Pages([made_up(2, TOKENS, DIM, seed=seed, dtype=dtype) for seed in (2, 3)], TOKENS)
+    form = {"kv_heads": 2, "value_dim": DIM, "scale": 0.25}
     found = []
     for num_rows, settings in [(ROWS, {}), (1, {}), (ROWS, {"window": 200, "softcap": 2.0}), (ROWS, {"chunk": 200})]:
-        run = (START, num_rows, 0, keys, values)
-        found.append(attention(operators, query[:, :num_rows], [run], scale=0.25, **settings))  # type: ignore[arg-type]
-    sinks = made_up(HEADS, seed=4)
-    return [*found, attention(operators, query, [(START, ROWS, 0, keys, values)], scale=0.25, sinks=sinks)]
+        run = memory.run(START, num_rows)
+        found.append(attention(operators, query[:, :num_rows], [run], **form, **settings))  # type: ignore[arg-type]
+    return [*found, attention(operators, query, [memory.run(START, ROWS)], **form, sinks=made_up(HEADS, seed=4))]  # type: ignore[arg-type]
 
 
 def of_products(operators: Operators) -> list[torch.Tensor]:
@@ -111,7 +112,7 @@ def of_dense_products(operators: Operators, dtype: torch.dtype) -> list[torch.Te
     return [out, turned]
 
 
-def of_layers(operators: Operators) -> list[torch.Tensor]:
+def of_layers(operators: Operators, page_tokens: int = TOKENS) -> list[torch.Tensor]:
     """Gated products, attention with its products, and the layer of both."""
     seeds = iter(range(40, 50))
     query, last = (quantised(operators, *size, next(seeds)) for size in ((HEADS * DIM, WIDTH), (WIDTH, HEADS * DIM)))
@@ -124,10 +125,10 @@ def of_layers(operators: Operators) -> list[torch.Tensor]:
     block = AttentionBlock(query, key, value, last, DIM, DIM, 0.25, 0.0, of_heads, of_heads, None)
     rows = made_up(1, ROWS, WIDTH, seed=1, dtype=torch.bfloat16)
     cosines, sines = (made_up(1, ROWS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
-    memory = [made_up(2, TOKENS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (4, 5)]
-    place = StepPlace(run_of(START, ROWS, 0, *memory), 1, cosines, sines)
+    memory = Pages([made_up(2, TOKENS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (4, 5)], page_tokens)
+    place = StepPlace(memory.run(START, ROWS), 1, cosines, sines)
     layer = Layer(block, gated, (norms[0], None, norms[1], None))
-    return [gated(operators, rows), block(operators, rows, place), layer(operators, rows, place), *memory]
+    return [gated(operators, rows), block(operators, rows, place), layer(operators, rows, place), *memory.joined()]
 
 
 def of_scans(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -196,6 +197,13 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 def test_each_operator_computes_the_bits_that_are_kept(operators: Operators) -> None:
     kept = {name: of_variants.split()[KEPT.index(operators.variant)] for name, of_variants in GOLDEN.items()}
     assert bits(operators) == kept
+
+
+@pytest.mark.parametrize("operators", of_this_cpu(KEPT), indirect=True)
+@pytest.mark.parametrize("page_tokens", [256, 64, 48])
+def test_a_layer_reads_and_writes_pages_with_the_same_bits(operators: Operators, page_tokens: int) -> None:
+    kept = GOLDEN["layers"].split()[KEPT.index(operators.variant)]
+    assert _digest(of_layers(operators, page_tokens)) == kept
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diskprefix.native import scans
-from diskprefix.native.attention_operator import run_of
+from diskprefix.native.attention_operator import ONE_PAGE, PagedRows, attention, contiguous, run_of
 from diskprefix.native.blocks import Gated, Norm
 from diskprefix.native.dense import head_products
 from diskprefix.native.experts_operator import RoutedExperts
@@ -17,6 +17,7 @@ from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import pack
 
 HALF, CURVE = torch.bfloat16, torch.zeros(65537, dtype=torch.bfloat16)
+NO_ROWS = PagedRows(0, 0, 0, 0)
 
 
 def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -37,7 +38,10 @@ def state(*shape: int) -> torch.Tensor:
 
 
 REFUSED: dict[str, Callable[[Operators], object]] = {
-    "a run whose numbers are apart": lambda _: run_of(0, 1, 0, zeros(2, 8, 16).mT, zeros(2, 16, 8)),
+    "memory whose numbers are apart": lambda _: contiguous(zeros(2, 8, 16).mT),
+    "a run without rows": lambda _: run_of(0, 0, ONE_PAGE, NO_ROWS, NO_ROWS),
+    "pages without tokens": lambda _: run_of(0, 1, 0, NO_ROWS, NO_ROWS),
+    "heads that make no groups": lambda found: attention(found, zeros(3, 1, 8), [], kv_heads=2, value_dim=8, scale=1.0),
     "a norm of longer rows": lambda found: Norm(zeros(8), 0, 1e-5)(found, zeros(2, 9)),
     "a norm of another type": lambda found: Norm(zeros(8), 0, 1e-5)(found, state(8)),
     "gated products of longer rows": lambda found: Gated(matrix(), matrix(), matrix(64, 32), CURVE)(

@@ -67,13 +67,19 @@ def attend(
     compiled = operators()
     if compiled is None or query.dtype not in native.DTYPES:
         raise NotInvariant(f"attention in {query.dtype}")
+    paged = [
+        [native.contiguous(memory[0], _first(run.end, memory)) for memory in of_run]
+        for run, *of_run in zip(step.runs, keys, values, strict=True)
+    ]
     out = native.attention(
         compiled,
         query[0],
         [
-            (run.start, run.num_rows, _first(run.end, key), key[0], value[0])
-            for run, key, value in zip(step.runs, keys, values, strict=True)
+            native.run_of(run.start, run.num_rows, native.ONE_PAGE, *of_run)
+            for run, of_run in zip(step.runs, paged, strict=True)
         ],
+        kv_heads=keys[0].shape[1],
+        value_dim=values[0].shape[-1],
         scale=scale,
         window=attention_mask.window or 0,
         chunk=attention_mask.chunk or 0,

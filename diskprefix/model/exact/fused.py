@@ -246,8 +246,12 @@ def _in_place(
             **others,
         )
     assert hidden_states.shape[1] == step.num_rows
-    runs = [
+    memory = [
         _extended(one, run, attention_mask) for one, run in zip(layer.sequences or (layer,), step.runs, strict=True)
+    ]
+    runs = [
+        native.run_of(run.start, run.num_rows, native.ONE_PAGE, *rows)
+        for run, rows in zip(step.runs, memory, strict=True)
     ]
     cosines, sines = (angles.contiguous() for angles in position_embeddings)
     window, chunk = attention_mask.window or 0, attention_mask.chunk or 0
@@ -255,8 +259,8 @@ def _in_place(
     return (out, None) if part is block else out
 
 
-def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
-    """Extends a layer by the rows of a run, and returns the run in the operator's form."""
+def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> list[native.PagedRows]:
+    """Extends a layer by the rows of a run, and returns its keys and values in the operator's form."""
     keys, values = layer.keys, layer.values
     assert keys.dtype is values.dtype is torch.bfloat16
     if not layer.first <= run.start <= run.end <= layer.first + min(keys.shape[2], values.shape[2]):
@@ -265,7 +269,7 @@ def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
     if layer.first > pattern.first_visible(run.start) // TILE * TILE:
         raise NotInvariant("attention to tokens that the cache does not keep")
     layer.length = run.end
-    return native.run_of(run.start, run.num_rows, layer.first, keys[0], values[0])
+    return [native.contiguous(memory[0], layer.first) for memory in (keys, values)]
 
 
 def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: Curves) -> torch.Tensor:

@@ -43,6 +43,10 @@ class ObservedMemory:
         self._keys, self._values = (
             torch.randn(1, heads, self._run.end, dim, generator=random).bfloat16() for dim in (key_dim, value_dim)
         )
+        self._paged = [native.contiguous(memory[0]) for memory in (self._keys, self._values)]
+
+    def _described(self) -> bytes:
+        return native.run_of(self._run.start, self._run.num_rows, native.ONE_PAGE, *self._paged)
 
     def bits(self) -> torch.Tensor:
         return torch.cat([self._keys.flatten(), self._values.flatten()])
@@ -82,9 +86,9 @@ class ObservedMemory:
             "softcap": float(given.get("softcap", 0.0)),
             "sinks": None if sinks is None else sinks.detach().float().contiguous(),
         }
-        run = (self._run.start, self._run.num_rows, 0, self._keys[0], self._values[0])
-        options = {name: self.settings[name] for name in ("scale", "softcap", "sinks")}
-        return native.attention(self._operators, query[0], [run], **options).unsqueeze(0)
+        options = {name: self.settings[name] for name in ("value_dim", "scale", "softcap", "sinks")}
+        heads = self._keys.shape[1]
+        return native.attention(self._operators, query[0], [self._described()], kv_heads=heads, **options)[None]
 
     def block(self, matrices: list[Matrix], norms: Sequence[Norm | None]) -> AttentionBlock | None:
         """Returns the operator that should compute the same as the module, None if there is none."""
@@ -107,8 +111,7 @@ class ObservedMemory:
         """Returns what the operator computes, of which `block` is a part."""
         self._make(block.key.rows // block.key_dim, block.key_dim, block.value_dim)
         rows = made_up_rows(torch.bfloat16, block.query.columns, len(_POSITIONS))
-        run = native.run_of(self._run.start, self._run.num_rows, 0, self._keys[0], self._values[0])
-        return part(self._operators, rows, StepPlace(run, 1, *_angles(block.key_dim)))
+        return part(self._operators, rows, StepPlace(self._described(), 1, *_angles(block.key_dim)))
 
 
 def _probe(

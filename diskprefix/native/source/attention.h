@@ -28,6 +28,13 @@ constexpr float NOTHING = -1e30f;           // the maximum of no scores: finite,
 constexpr float HIDDEN = -__builtin_inff();
 constexpr float NO_NUMBER = __builtin_nanf("");
 
+// The row of a token and a head, null if its page is not there.
+template <class Stored>
+Stored* row_of(const Run& run, const Rows& rows, int64_t head, int64_t token) {
+  char* page = rows.pages[token / run.page_tokens];
+  const int64_t at = head * rows.head_stride + token % run.page_tokens * rows.token_stride;
+  return page ? (Stored*)(page + rows.offset) + at : nullptr;
+}
 
 // The state of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values. There is room
 // for a multiple of 16 rows.
@@ -104,6 +111,7 @@ class Computation {
 
   struct Scratch {
     Factor *queries, *turned, *keys, *values;
+    Stored* gathered;  // the keys of a tile that lie in several pages, then its values
     float* scores;  // and in the same rows the weights, as soon as a score is not needed any more
     State state, tile;
     int64_t* positions;
@@ -193,7 +201,8 @@ class Computation {
                           Memory::size_of<Factor>(KEY_TILE * columns_) + Memory::size_of<float>(BLOCK * STRIDE) +
                           2 * Memory::size_of<float>(BLOCK) + Memory::size_of<float>(BLOCK * columns_) +
                           2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_) +
-                          Memory::size_of<int64_t>(rows);
+                          Memory::size_of<int64_t>(rows) +
+                          Memory::size_of<Stored>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     if (!memory.reserve(bytes)) return false;
     scratch.queries = memory.take<Factor>(rows * inner_);
     scratch.turned = memory.take<Factor>(16 * inner_);
@@ -203,6 +212,7 @@ class Computation {
     scratch.tile = state_in(memory, BLOCK);
     scratch.state = state_in(memory, rows);
     scratch.positions = memory.take<int64_t>(rows);
+    scratch.gathered = memory.take<Stored>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     return true;
   }
 
@@ -243,23 +253,43 @@ class Computation {
   // Keys are then multiplied as they lie in memory.
   bool has_few(const Task& task) const { return task.num_rows <= Product::FEW_ROWS && call_.key_dim == inner_; }
 
+  // Rows of one head, `stride` numbers apart.
+  struct HeadRows {
+    const Stored* first;
+    int64_t stride;
+  };
+
+  // The rows of the first tokens of a tile: as they lie in a page, or copied to `gathered` if they lie in several pages.
+  // Rows of missing pages, which nobody sees, are zeros there: a weight of 0 does not hide what is no number.
+  static HeadRows rows_of_tile(const Run& run, const Rows& rows, int64_t head, int64_t start, int64_t present, int64_t dim,
+                               Stored* gathered) {
+    if (start % run.page_tokens + present <= run.page_tokens)
+      return {row_of<Stored>(run, rows, head, start), rows.token_stride};
+    for (int64_t token = 0; token < present; ++token) {
+      const Stored* from = row_of<Stored>(run, rows, head, start + token);
+      if (from) memcpy(gathered + token * dim, from, dim * sizeof(Stored));
+      else memset(gathered + token * dim, 0, dim * sizeof(Stored));
+    }
+    return {gathered, dim};
+  }
+
   // The tile has the number `tile` among those of the task.
   void attend_to(const Task& task, int64_t tile, const Scratch& scratch) const {
     const Run& run = runs_[task.run];
     const int64_t start = (task.first_tile + tile) * KEY_TILE, last = position_of(task, task.num_rows - 1);
-    const int64_t present = least(KEY_TILE, last + 1 - start), num_keys = up_to(present, KEYS), at = start - run.first;
-    const Stored* keys = (const Stored*)run.keys + task.head * run.key_head_stride + at * run.key_token_stride;
-    const Stored* values = (const Stored*)run.values + task.head * run.value_head_stride + at * run.value_token_stride;
+    const int64_t present = least(KEY_TILE, last + 1 - start), num_keys = up_to(present, KEYS);
+    const auto [keys, key_stride] = rows_of_tile(run, run.keys, task.head, start, present, call_.key_dim, scratch.gathered);
     const int64_t as_they_lie = has_few(task) ? present / KEYS * KEYS : 0;
     if (as_they_lie)
-      Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, run.key_token_stride, as_they_lie,
-                               scratch.scores, STRIDE);
+      Product::multiply_tokens(scratch.turned, task.num_rows, inner_, keys, key_stride, as_they_lie, scratch.scores, STRIDE);
     if (as_they_lie < num_keys)
-      Product::pack_turned(keys + as_they_lie * run.key_token_stride, run.key_token_stride, present - as_they_lie,
-                           num_keys - as_they_lie, call_.key_dim, inner_, scratch.keys);
+      Product::pack_turned(keys + as_they_lie * key_stride, key_stride, present - as_they_lie, num_keys - as_they_lie,
+                           call_.key_dim, inner_, scratch.keys);
+    const auto [values, value_stride] =
+        rows_of_tile(run, run.values, task.head, start, present, call_.value_dim, scratch.gathered);
     const bool packs_values = !Product::TAKES_VALUES || !has_few(task);
     if (packs_values)
-      Product::pack_plain(values, run.value_token_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
+      Product::pack_plain(values, value_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
     for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
       const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.positions[row + num_rows - 1] + 1;
       const int64_t seen = up_to(least(present, end - start), KEYS);
@@ -271,8 +301,8 @@ class Computation {
       if (packs_values)
         Product::multiply(weights, WEIGHTS, scratch.values, num_keys, columns_, found.taken, columns_, num_rows, seen, columns_);
       else if constexpr (Product::TAKES_VALUES)
-        Product::multiply_values(weights, WEIGHTS, num_rows, values, run.value_token_stride, present, call_.value_dim,
-                                 found.taken, columns_);
+        Product::multiply_values(weights, WEIGHTS, num_rows, values, value_stride, present, call_.value_dim, found.taken,
+                                 columns_);
       if (!task.of_tiles) scratch.state.from(row).merge(found, num_rows);
     }
   }

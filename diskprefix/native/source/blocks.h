@@ -82,11 +82,8 @@ class Block {
   }
 
   void put(const Run& run, int64_t head, int64_t row, const uint16_t* key, const uint16_t* value) const {
-    const int64_t at = run.start + row - run.first;
-    uint16_t* to_key = (uint16_t*)run.keys + head * run.key_head_stride + at * run.key_token_stride;
-    uint16_t* to_value = (uint16_t*)run.values + head * run.value_head_stride + at * run.value_token_stride;
-    memcpy(to_key, key, key_dim_ * 2);
-    memcpy(to_value, value, value_dim_ * 2);
+    memcpy(row_of<uint16_t>(run, run.keys, head, run.start + row), key, key_dim_ * 2);
+    memcpy(row_of<uint16_t>(run, run.values, head, run.start + row), value, value_dim_ * 2);
   }
 };
 

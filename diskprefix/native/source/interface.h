@@ -13,14 +13,18 @@ enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 typedef void (*Work)(int64_t begin, int64_t end, void* context);
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Work work, void* context);
 
-// Consecutive tokens of one sequence: `num_rows` rows of the query, the first at position `start`. The memory of keys
-// and of values, [kv_heads, tokens, dim], begins with position `first`.
+// The rows of one layer, [kv_heads, tokens, dim], in the pages of a sequence. The row of token t is in page t /
+// page_tokens: `offset` bytes behind its start, and head × `head_stride` + (t % page_tokens) × `token_stride` elements.
+struct Rows {
+  char* const* pages;
+  int64_t offset, head_stride, token_stride;
+};
+
+// Consecutive tokens of one sequence: `num_rows` rows of the query, the first at position `start`. Pages of which no row
+// sees a token may be null.
 struct Run {
-  int64_t start, num_rows, first;
-  const void* keys;
-  int64_t key_head_stride, key_token_stride;
-  const void* values;
-  int64_t value_head_stride, value_token_stride;
+  int64_t start, num_rows, page_tokens;
+  Rows keys, values;
 };
 
 struct Attention {

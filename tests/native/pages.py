@@ -1,0 +1,49 @@
+"""Keys and values of a layer in pages that are scattered in memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from diskprefix.native.attention_operator import PagedRows, run_of
+
+_OFFSET = 32
+"""The numbers in a page before those of the layer."""
+
+
+class Pages:
+    """Copies of keys and values, each [kv_heads, tokens, dim]. The rest of the pages is no number. Pages with tokens
+    before `first` only are not there. Values that begin where keys do are a part of them, as latents are."""
+
+    def __init__(self, memory: Sequence[torch.Tensor], page_tokens: int, first: int = 0) -> None:
+        keys, values = memory
+        self._page_tokens, self._num_tokens = page_tokens, keys.shape[1]
+        self._order = torch.randperm(-(-keys.shape[1] // page_tokens), generator=torch.Generator().manual_seed(1))
+        parts = [keys] if values.data_ptr() == keys.data_ptr() else [keys, values]
+        ends = [_OFFSET, *(part.shape[0] * page_tokens * part.shape[2] for part in parts)]
+        pages = torch.full((len(self._order), sum(ends)), float("nan"), dtype=keys.dtype)
+        self._parts = [
+            place.view(len(pages), part.shape[0], page_tokens, part.shape[2])
+            for place, part in zip(torch.split(pages, ends, dim=1)[1:], parts, strict=True)
+        ]
+        for place, part in zip(self._parts, parts, strict=True):
+            for token in range(self._num_tokens):
+                place[self._order[token // page_tokens], :, token % page_tokens] = part[:, token]
+        self._table = array("Q", [pages[number].data_ptr() for number in self._order])
+        for number in range(first // page_tokens):
+            self._table[number] = 0
+
+    def run(self, start: int, num_rows: int) -> bytes:
+        """Returns the run of rows from a position on, for as long as the pages are kept."""
+        table, _ = self._table.buffer_info()
+        rows = [
+            PagedRows(table, int(part.storage_offset()) * part.itemsize, part.stride(1), part.stride(2))
+            for part in self._parts
+        ]
+        return run_of(start, num_rows, self._page_tokens, rows[0], rows[-1])
+
+    def joined(self) -> list[torch.Tensor]:
+        """Returns keys and values as they are now."""
+        return [part[self._order].transpose(0, 1).flatten(1, 2)[:, : self._num_tokens] for part in self._parts]
