@@ -335,8 +335,8 @@ class Settings:
     """Bytes for state that waits to be written, at most half of what is left beside `kv_memory`."""
     kv_cache_min_free: ClassVar[int] = 256 * 1024**2
     """Bytes of the disk that the store leaves free."""
-    kv_memory_entries: ClassVar[int] = 8
-    """Finished requests whose state stays in `kv_memory`. The next turn continues from it without a read from disk."""
+    kv_memory_keeps: ClassVar[bool] = True
+    """State stays in `kv_memory` when its request ends. The next turn continues from it without a read from disk."""
     kv_cache_interval: ClassVar[int] = 10240
     """Of models with state that cannot be cut, the tokens between two checkpoints."""
     kv_cache_cold_max: ClassVar[int] = 10240

@@ -16,8 +16,9 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import ExactAt, Layout
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.invariant import uninstall
 from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
@@ -136,7 +137,15 @@ class Runner:
             "tiny",
             on_prompts=self.on_prompts,
         )
-        self.arena = KVArena(self.layout, self.model.device, block_size=self.settings.block_size)
+        self.pool = PagePool(self.layout, self.model.device, block_size=self.settings.block_size)
+        self.sequence = KVSequence(self.pool)
+
+    def new_sequence(self, num_tokens: int) -> KVSequence:
+        """In the place of the last one, with room for so many tokens."""
+        self.sequence.close()
+        self.sequence = KVSequence(self.pool)
+        self.sequence.reserve(num_tokens)
+        return self.sequence
 
     def close(self) -> None:
         assert self.cache.close(30)
@@ -170,32 +179,32 @@ class Runner:
 
     def run_prompt(self, prompt: Prompt, options: CacheOptions, *, reply: int = 0, have: int = 0) -> Answer:
         """The calls that the engine makes, in its order. `reply`: greedy tokens to generate; the last of them is not
-        run through the model. `have`: tokens of the prompt that the arena holds."""
+        run through the model. `have`: tokens of the prompt that the last sequence holds."""
         token_ids = prompt.token_ids
         with torch.inference_mode():
             cached = self.cache.begin(prompt, options)
-            self.arena.settle(drop=True)
-            self.arena.truncate(have)
-            self.arena.reserve(len(token_ids))
+            sequence = self.sequence if have else self.new_sequence(len(token_ids))
+            sequence.truncate(have)
+            sequence.reserve(len(token_ids))
             cached.prefetch()
-            cached.fetch(self.arena, have)
-            cached.choose(self.arena)
+            cached.fetch(sequence, have)
+            cached.choose(sequence)
             restored = cached.restored
             logits, num_forwards = restored.logits, 0
             if logits is None:
                 num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)
                 logits = prefill(
                     self.model,
-                    self.arena,
+                    sequence,
                     token_ids,
                     start=restored.num_tokens,
                     block_size=self.settings.block_size,
                     after_step=cached.after_step,
                     stops=self._stops(cached),
                 )
-            cached.publish(self.arena, logits, 0.0)
+            cached.publish(sequence, logits, 0.0)
             greedy = self._decode(logits, reply)
-            cached.publish_reply(self.arena, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
+            cached.publish_reply(sequence, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
         return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards, cached.is_published)
 
     def cancelled(self, prompt: Prompt, options: CacheOptions, steps: int) -> CacheReport:
@@ -204,29 +213,27 @@ class Runner:
         class Gone(Exception):
             pass
 
-        def after_step(arena: KVArena) -> None:
+        def after_step(state: KVSequence) -> None:
             nonlocal steps
-            cached.after_step(arena)
+            cached.after_step(state)
             steps -= 1
             if steps <= 0:
                 raise Gone
 
         with torch.inference_mode():
             cached = self.cache.begin(prompt, options)
-            self.arena.settle(drop=True)
-            self.arena.truncate(0)
-            self.arena.reserve(len(prompt.token_ids))
-            restored, block_size = cached.restore(self.arena), self.settings.block_size
+            sequence = self.new_sequence(len(prompt.token_ids))
+            restored, block_size = cached.restore(sequence), self.settings.block_size
             stops = self._stops(cached)
             # Of a prompt that is restored whole, no step is left.
             if restored.logits is None:
                 try:
                     prefill(
-                        *(self.model, self.arena, prompt.token_ids),
+                        *(self.model, sequence, prompt.token_ids),
                         start=restored.num_tokens, block_size=block_size, after_step=after_step, stops=stops,
                     )  # fmt: skip
                 except Gone:
-                    cached.leave(self.arena)
+                    cached.leave(sequence, prompt.token_ids[: sequence.num_tokens])
         return cached.close()
 
     def _stops(self, cached: CachedRequest) -> tuple[int, ...]:
@@ -235,7 +242,6 @@ class Runner:
     def _decode(self, logits: torch.Tensor, count: int) -> list[int]:
         tokens = [int(logits.argmax())] if count else []
         while len(tokens) < count:
-            self.arena.reserve(self.arena.num_tokens + 1)
-            logits = self.arena.forward(self.model, torch.tensor([tokens[-1:]], device=self.model.device))
+            logits = self.sequence.forward(self.model, torch.tensor([tokens[-1:]], device=self.model.device))
             tokens.append(int(logits.argmax()))
         return tokens

@@ -30,8 +30,8 @@ from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import Conversation, TextPart
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import dtype_name
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import Selection
 from diskprefix.settings import Settings
 from diskprefix.store.store import Publication
@@ -111,15 +111,16 @@ def names(_: None, matcher: Matcher[View]) -> list[str]:
     return [f"{short(nodes.root)}: root", *blocks]
 
 
-def restored(found: Restored, _: Restoration, arena: KVArena, *__: Any) -> list[str]:
+def restored(found: Restored, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
     part = found.partial_match
     assert part is not None
-    memory = [f"{tuple(group.tensor.shape)}, {dtype_name(group.tensor.dtype)}" for group in arena.memory]
+    (table,), (page, *_others) = sequence.tables, sequence.pages()
+    assert page is not None
     return [
         *(f"{short(node.name)}: {node.num_tokens} tokens" for node in found.blocks),
         f"{short(part.node.name)}: {part.end - part.node.position} of its {part.node.num_tokens} tokens",
         f"{found.num_tokens} tokens from the tier {found.source}, {found.num_bytes} bytes",
-        f"KV memory of the group: {', '.join(memory)}",
+        f"{len(table.pages)} pages of the group: {tuple(page.tensor.shape)}, {dtype_name(page.tensor.dtype)}",
     ]
 
 

@@ -1,1 +1,1 @@
-"""The prefix cache of one model: match → restore → capture → publish. See README.md in this folder."""
+"""The prefix cache of one model: match → restore → choose → publish. See README.md in this folder."""

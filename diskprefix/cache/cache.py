@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
@@ -20,8 +20,8 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.errors import CacheError
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
@@ -36,13 +36,6 @@ log = logging.getLogger("diskprefix")
 
 _PURGE_S = 10.0
 """Seconds that a purge waits for the writer to save what it has, and for the shared tier."""
-
-
-class Owner(NamedTuple):
-    """The owner of state that stays in memory when a request ends: the root, and the time of the store's last purge."""
-
-    root: bytes
-    purged_at: bytes | None
 
 
 class PrefixCache(CacheResources):
@@ -69,6 +62,8 @@ class PrefixCache(CacheResources):
         self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
+        self._secret = store.secret
+        """That of the names in memory, which stay when another file takes the store's place."""
         self.namespaces = TenantNamespaces(store, self._root_record, on_prompts, settings.kv_cache_ttl)
         self.on_forget.append(self.namespaces.forget_deleted)
         shared = self.namespaces.get(SHARED)
@@ -91,10 +86,9 @@ class PrefixCache(CacheResources):
         record = self._root_record(tenant)
         return self.notes_of(root_hash(record.identity), record)
 
-    def owner(self, tenant: Tenant) -> Hashable:
-        """Returns a value that tells a tenant's state in memory from that of others, and from its own before a
-        purge; for any thread."""
-        return Owner(root_hash(self._root_record(tenant).identity), self.namespaces.purged_at)
+    def owner(self, tenant: Tenant) -> Owner:
+        """Returns whose state in memory that of a tenant is now; for any thread."""
+        return Owner(root_hash(self._root_record(tenant).identity), self._secret, self.namespaces.purged_at)
 
     def is_gone(self, owner: Hashable) -> bool:
         """Returns whether the state in memory of an `owner` can no longer be found."""
@@ -119,13 +113,13 @@ class PrefixCache(CacheResources):
                 purged.remote_error = str(error)
         return purged
 
-    def warm_up(self, arena: KVArena) -> None:
+    def warm_up(self, sequence: KVSequence) -> None:
         """Starts the reading threads and runs their code once, so that the first restore is as fast as any other.
 
-        Overwrites the beginning of the arena; does nothing if that has no memory yet.
+        Overwrites the beginning of the sequence.
         """
-        num_tokens = min(self.settings.block_size, arena.capacity)
-        if not num_tokens or not self.payload_layout.groups:
+        num_tokens = self.settings.block_size
+        if not self.payload_layout.groups:
             return
         cut = self.payload_layout.cuts(num_tokens, Kind.BLOCK)[0]
         rows = slice(0, cut.piece.num_rows)
@@ -135,7 +129,7 @@ class PrefixCache(CacheResources):
 
         def read(_: int) -> None:
             started.wait()
-            arena.fill(0, num_tokens, cut.group, rows, lambda out: decode_piece(stored, cut.piece, 0, out))
+            sequence.fill(0, num_tokens, cut.group, rows, lambda out: decode_piece(stored, cut.piece, 0, out))
 
         list(self.readers.map(read, range(READER_THREADS)))
 
@@ -147,12 +141,12 @@ class PrefixCache(CacheResources):
         """
         return CachedRequest(RequestContext(self, self.namespaces.get(options.tenant), prompt, options, goes_on))
 
-    def hibernate(self, arena: KVArena, token_ids: TokenIds, options: CacheOptions) -> None:
+    def hibernate(self, sequence: KVSequence, token_ids: TokenIds, options: CacheOptions) -> None:
         """Queues the state of a sequence that has ended, as far as it is not stored, and its scope leaves to the policy
-        how much is kept. The arena holds the `token_ids`."""
+        how much is kept. The sequence holds the `token_ids`."""
         is_long = len(token_ids) >= max(1, self.settings.kv_cache_min_tokens)
         if is_long and options.save and options.scope.most is None:
-            self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options).hibernate(arena)
+            self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options).hibernate(sequence)
 
     @property
     def health(self) -> tuple[str, str | None]:
@@ -212,7 +206,7 @@ class PrefixCache(CacheResources):
         that is `beside` another leaves the store to that one."""
         if not self.has_own_threads:
             return True
-        self.capturer.close(timeout_s)
+        self.settle(timeout_s)
         # Before the threads, which may take long to end: what waits is written within the time.
         is_written = self.tiered.end_writing(timeout_s)
         self.readers.shutdown()

@@ -20,9 +20,9 @@ from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import CacheError
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.nouns import Break, CacheReport, MissReason, Saved, Selection, outcome_of
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.nouns import Break, CacheReport, MissReason, Prompt, Saved, Selection, outcome_of
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import TokenIds
 
@@ -69,11 +69,11 @@ class CachedRequest:
         """The part of the prompt that is kept. Set by `choose`."""
         return self._saver.selection
 
-    def restore(self, arena: KVArena) -> Restored:
+    def restore(self, sequence: KVSequence) -> Restored:
         """Runs `prefetch`, `fetch` and `choose`."""
         self.prefetch()
-        self.fetch(arena)
-        self.choose(arena)
+        self.fetch(sequence)
+        self.choose(sequence)
         return self.restored
 
     def prefetch(self, is_cancelled: Callable[[], bool] = lambda: False, have: int = 0) -> None:
@@ -85,18 +85,20 @@ class CachedRequest:
 
     def fetch(
         self,
-        arena: KVArena,
+        sequence: KVSequence,
         have: int = 0,
         logits: torch.Tensor | None = None,
         on_logits: Callable[[torch.Tensor], None] = lambda _: None,
+        on_block: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Copies the longest restorable prefix into the arena, which has room for the prompt. Copies nothing on a miss.
+        """Copies the longest restorable prefix into the sequence, which has room for the prompt. Copies nothing on a
+        miss.
 
-        The arena's first `have` tokens are the prompt's already, with their exact state; only the state behind them is
-        loaded. `logits` are the next-token logits at the prompt's end (shape [vocab]). They are required if the arena
-        has the whole prompt, unless that is only a beginning. `on_logits` is called with the logits, on any thread, as
-        soon as they are loaded. Loading the rest may still fail; computing it gives the same logits. Captures of the
-        arena must be over, except captures of those first tokens.
+        The sequence's first `have` tokens are the prompt's already, with their exact state; only the state behind them
+        is loaded. `logits` are the next-token logits at the prompt's end (shape [vocab]). They are required if the
+        sequence has the whole prompt, unless that is only a beginning. `on_logits` is called with the logits, on any
+        thread, as soon as they are loaded. Loading the rest may still fail; computing it gives the same logits. For
+        `on_block` see `Loader`.
 
         For one thread at a time, which need not be the engine's. It changes shared state only where that has its own
         lock (the writer's queues, the pins, the counters), and the cost model's count of refused restores.
@@ -105,25 +107,25 @@ class CachedRequest:
         assert have < num_tokens or logits is not None or self._context.goes_on, (
             "there must be something to sample from"
         )
-        arena.truncate(have)
+        sequence.truncate(have)
         self.restored = held = _held(have, logits)
         if self._bypass is None:
             with self._guarded("what was seen before is not known"):
                 self.cache.namespaces.read(self.namespace)
-            restoration = self._restoration(on_logits)
+            restoration = self._restoration(on_logits, on_block)
             self._miss_reason = "error"
             with self._guarded("nothing is restored"):
-                restored = restoration.run(arena, have, logits)
+                restored = restoration.run(sequence, have, logits)
                 self._load_s, waited_ms = restored.restore_ms / 1e3, self._prefetched.seconds * 1e3
                 self.restored = replace(restored, restore_ms=restored.restore_ms + waited_ms)
                 self._miss_reason = None
             if self.restored is held and restoration.kept < have:
                 self.restored = _held(0, None)
-            arena.truncate(self.restored.num_tokens)
+            sequence.truncate(self.restored.num_tokens)
 
-    def choose(self, arena: KVArena | None) -> None:
+    def choose(self, sequence: KVSequence | None) -> None:
         """Chooses what to save, and counts the result of `fetch`. For the engine thread, before the first step. The
-        arena is None for a model that computes in memory of its own."""
+        sequence is None for a model that computes in memory of its own."""
         restored = self.restored
         if restored.last_node is not None:
             ttl_s = self._context.ttl_at(restored.stored_tokens)
@@ -136,32 +138,31 @@ class CachedRequest:
             self._miss_reason = None
         elif self._miss_reason is None:
             self._miss_reason = self._context.why_missed(restored, self.selection, self._broken)
-        if arena is not None and self._bypass is None:
+        if sequence is not None and self._bypass is None:
             with self._guarded("not all of the prompt is saved"):
-                self._saver.publish_what_slides(arena)
+                self._saver.publish_what_slides(sequence)
 
-    def after_step(self, arena: KVArena) -> None:
+    def after_step(self, sequence: KVSequence) -> None:
         """Queues the wanted blocks that the prefill has completed. Takes a checkpoint if one is wanted here, because
         the next step overwrites the states."""
         if self._is_not_saved:
             return
         self.cache.writer.pause_writing()
         with self._guarded("not all of the prompt is saved"):
-            self._saver.after_step(arena)
+            self._saver.after_step(sequence)
 
-    def publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> None:
+    def publish(self, sequence: KVSequence, logits: torch.Tensor | None, prefill_s: float) -> None:
         """Queues the rest of what is kept of the prompt, with the entry and the prompt as seen.
 
         `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them (None if the
         prompt is only a beginning and was restored). If they are not finite, nothing more is saved. `prefill_s` is the
-        time of computing the tokens that were not restored, in seconds. Until `KVArena.settle`, the arena may grow but
-        must not change before the prompt's end.
+        time of computing the tokens that were not restored, in seconds.
         """
         self.cache.writer.resume_writing()
         self.is_published = not self.prompt.media
         if self._bypass is not None:
             return
-        assert arena.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
+        assert sequence.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
         self._record_restore()
         self._saved = "dropped"
         if self.cache.store.problem is not None:
@@ -172,42 +173,55 @@ class CachedRequest:
             self._saver.record_loss("its next-token logits are not finite")
             return
         with self._guarded("the prompt is not saved"):
-            plan = self._saver.publish(arena, logits, prefill_s)
+            plan = self._saver.publish(sequence, logits, prefill_s)
             stored: Saved = "none" if plan.last_node is None else "stored"
             self._saved = "queued" if self._saver.has_published else stored
 
-    def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
+    def publish_reply(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues the part of the reply that is kept with its prompt, if the model is exact at every token: decoding
         then computes the same bits as a prefill. `token_ids` are the prompt and the tokens of the reply that are in the
-        arena."""
-        assert arena.num_tokens == len(token_ids), "state length must equal key length"
+        sequence."""
+        assert sequence.num_tokens == len(token_ids), "state length must equal key length"
         self.reply = token_ids[len(self.prompt.token_ids) :]
         if self._is_not_saved or self.cache.layout.state_kind not in AT_ANY_TOKEN:
             return
         with self._guarded("the reply is not saved"):
-            if self._saver.publish_reply(arena, self._context.nodes_of(token_ids)):
+            if self._saver.publish_reply(sequence, self._context.nodes_of(token_ids)):
                 self._saved = "queued"
 
-    def leave(self, arena: KVArena) -> None:
-        """Queues what the prefill of a cancelled request computed so far. The same prompt continues there when it comes
-        again. What the policy would not keep is kept for at least ten minutes."""
-        if self._bypass is not None or not self._saver.may_leave(arena):
+    def recall(self, sequence: KVSequence, have: int, on_block: Callable[[int], None]) -> None:
+        """Restores what is stored of a sequence that lost its memory, which has its first `have` tokens again and room
+        for all of them. The last one is left to compute. For threads see `fetch`."""
+        context, options = self._context, replace(self.options, leaves_last=True)
+        again = CachedRequest(replace(context, prompt=Prompt(sequence.token_ids), options=options))
+        try:
+            again.fetch(sequence, have, on_block=on_block)
+        finally:
+            again._saver.close()
+
+    def leave(self, sequence: KVSequence, token_ids: TokenIds) -> None:
+        """Queues what was computed so far for a request that is cancelled, or waits for memory. It continues there when
+        it comes again. `token_ids` are those in the sequence. What the policy would not keep is kept for at least ten
+        minutes."""
+        is_exact = len(token_ids) <= len(self.prompt.token_ids) or self.cache.layout.state_kind in AT_ANY_TOKEN
+        if self._bypass is not None or not is_exact or not self._saver.may_leave(sequence):
+            # On the grid, decoding computes other bits than a prefill.
             return
         with self._guarded("what was computed is not kept"):
-            self._saver.leave(arena, self.restored)
+            self._saver.leave(sequence, self.restored, self._context.nodes_of(token_ids))
             if self._saver.has_published:
                 self._saved = "queued"
 
-    def hibernate(self, arena: KVArena) -> None:
-        """Queues what an arena holds of the prompt and the store lacks, and ends the request, which counts as none. The
-        prompt has one token more than the arena. For a thread that has the arena for itself."""
+    def hibernate(self, sequence: KVSequence) -> None:
+        """Queues what a sequence holds of the prompt and the store lacks, and ends the request, which counts as none.
+        The prompt has one token more than the sequence. For a thread that has the sequence for itself."""
         if self._bypass is None:
-            self.fetch(arena, have=arena.num_tokens)
+            self.fetch(sequence, have=sequence.num_tokens)
             stored = replace(self.restored, num_tokens=self.restored.stored_tokens)
             self._saver.begin(stored)
-            if self._saver.may_leave(arena):
+            if self._saver.may_leave(sequence):
                 with self._guarded("what is only in memory is not kept"):
-                    self._saver.leave(arena, stored, least_s=0.0)
+                    self._saver.leave(sequence, stored, self.nodes, least_s=0.0)
         self._saver.close()
 
     def close(self) -> CacheReport:
@@ -266,7 +280,7 @@ class CachedRequest:
             self.cache.count("errors")
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
-    def _restoration(self, on_logits: Callable[[torch.Tensor], None]) -> Restoration:
+    def _restoration(self, on_logits: Callable[[torch.Tensor], None], on_block: Callable[[int], None]) -> Restoration:
         cache, notes = self.cache, self._context.notes()
         return Restoration(
             self.nodes,
@@ -279,6 +293,7 @@ class CachedRequest:
             pays=cache.cost_model.pays,
             noted_logits=lambda: notes.get(NoteKind.LOGITS, self.nodes.end_id),
             on_logits=on_logits,
+            on_block=on_block,
             needs_logits=not self._context.goes_on,
             leaves_last=self.options.leaves_last,
             prefetched=self._prefetched.names,
@@ -286,5 +301,5 @@ class CachedRequest:
 
 
 def _held(have: int, logits: torch.Tensor | None) -> Restored:
-    """Returns the result for an arena that has the first `have` tokens, if nothing is loaded."""
+    """Returns the result for a sequence that has the first `have` tokens, if nothing is loaded."""
     return Restored(num_tokens=have, logits=logits, matched=have, source="memory" if have else "none")

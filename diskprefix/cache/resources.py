@@ -6,7 +6,8 @@ import logging
 import math
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from diskprefix import hooks
 from diskprefix.cache.cost_model import CostModel
@@ -16,7 +17,6 @@ from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.tier import SharedTier, Tier
 from diskprefix.errors import StoreUnavailable
-from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layout import Layout
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED, Tenant
@@ -108,10 +108,9 @@ class CacheResources:
         self.tiers, self.remote = self.tiered.tiers, self.tiered.remote
         if beside is None:
             self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
-            self.capturer = Capturer(self.writer.reserve, lambda: self.count("errors"))
-            self.writer.on_room = self.capturer.wake
         else:
-            self.readers, self.capturer = beside.readers, beside.capturer
+            self.readers = beside.readers
+        self._aside: set[Future[None]] = set()
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
         self.restored_tokens: Counter[str] = Counter(memory=0, disk=0, remote=0)
@@ -155,6 +154,12 @@ class CacheResources:
         """Returns the time to live, in seconds, of what a request asks to keep for `ttl_s`."""
         return ttl_s or self.settings.kv_cache_ttl or math.inf
 
+    def run_aside(self, work: Callable[[], None]) -> None:
+        """Runs small work on a thread of its own."""
+        future = self.readers.submit(work)
+        self._aside.add(future)
+        future.add_done_callback(self._aside.discard)
+
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Waits until all captures are in the writer's buffer. Returns False if the time runs out first."""
-        return self.capturer.settle(timeout_s=timeout_s)
+        """Waits until all is with the writer. Returns False if the time runs out first."""
+        return not wait(list(self._aside), timeout_s).not_done

@@ -1,4 +1,4 @@
-"""Restoring the longest stored prefix of a prompt: match, verify, copy into the arena."""
+"""Restoring the longest stored prefix of a prompt: match, verify, decode into the pages of a sequence."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from diskprefix.cache.matching import Matcher, Restored
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Tier, View, open_views
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import Refused, StateSource
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.evictor import Evictor
@@ -32,7 +32,8 @@ class Restoration:
     restored. `allows(num_tokens)` tells whether restoring is worth it, `pays(num_tokens, num_bytes)` whether loading
     that much more is. `noted_logits` returns the logits at the prompt's end as bytes, if they were kept when its tail
     was replaced. `on_logits` is called with the logits at the prompt's end, shape [vocab], on any thread, before all of
-    the state is loaded, which may still fail. For `needs_logits` and `leaves_last` see `Matcher`.
+    the state is loaded, which may still fail. For `on_block` see `Loader`, for `needs_logits` and `leaves_last` see
+    `Matcher`.
     """
 
     nodes: PromptNodes
@@ -45,6 +46,7 @@ class Restoration:
     pays: Callable[[int, int], bool]
     noted_logits: Callable[[], bytes | None]
     on_logits: Callable[[torch.Tensor], None] = lambda _: None
+    on_block: Callable[[int], None] = lambda _: None
     needs_logits: bool = True
     leaves_last: bool = False
     prefetched: Collection[bytes] = ()
@@ -54,11 +56,11 @@ class Restoration:
     """The result of `noted_logits`."""
     _is_slower: bool = False
     kept: int = 0
-    """The number of tokens whose state the arena still has if `run` raises."""
+    """The number of tokens whose state the sequence still has if `run` raises."""
 
-    def run(self, arena: KVArena, have: int = 0, logits: torch.Tensor | None = None) -> Restored:
-        """Restores into `arena`, which has room for the prompt and already has the state of its first `have` tokens.
-        `logits` are those at the prompt's end, if the arena has all of it.
+    def run(self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None) -> Restored:
+        """Restores into `sequence`, which has room for the prompt and already has the state of its first `have` tokens.
+        `logits` are those at the prompt's end, if the sequence has all of it.
 
         Raises `CacheError`; the state behind the first `kept` tokens is then undefined. A damaged node is removed, and
         the next shorter prefix is restored.
@@ -80,18 +82,18 @@ class Restoration:
             prefill_s = _prefill_s(matcher)
             matched = time.perf_counter()
             if self._logits is not None and end == len(self.nodes.token_ids):
-                self._tell_logits(arena, self._logits)
+                self._tell_logits(sequence, self._logits)
             while True:
                 missing = [(node, matcher.found_in[node.name]) for node in path if min(node.end, end) > have]
                 first_needed = self._first_needed(matcher, end)
-                on_logits = partial(self._tell_logits, arena)
-                loader = Loader(self.nodes, missing, have, end, first_needed, arena, on_logits)
+                on_logits = partial(self._tell_logits, sequence)
+                loader = Loader(self.nodes, missing, have, end, first_needed, sequence, on_logits, self.on_block)
                 if not missing:
                     break
                 self.kept = 0
                 for number in range(len(self.layout.groups)):
-                    arena.prepare_restore(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)
-                if not self.layout.states and arena.held(have) == have:
+                    sequence.prepare_restore(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)
+                if not self.layout.states and sequence.continues_at(have):
                     # Neither are states overwritten, nor have windows moved on.
                     self.kept = have
                 if (bad := loader.run(self.readers)) is None:
@@ -100,12 +102,12 @@ class Restoration:
                 view.drop(node, error)
                 matcher.drop(node)
                 have = self.kept
-                arena.truncate(have)
+                sequence.truncate(have)
                 path, end = self._worth_restoring(matcher, have)
         loaded = time.perf_counter()
         if end > have:
             at_end = loader.logits if matcher.tail is not None else self._logits
-            logits = arena.logits_from(at_end) if at_end is not None and end == len(self.nodes.token_ids) else None
+            logits = sequence.logits_from(at_end) if at_end is not None and end == len(self.nodes.token_ids) else None
         deepest, num_tokens = matcher.deepest, max(have, end)
         return Restored(
             num_tokens=num_tokens,
@@ -124,8 +126,8 @@ class Restoration:
             restore_ms=(loaded - matched) * 1e3,
         )
 
-    def _tell_logits(self, arena: KVArena, logits: Bytes) -> None:
-        self.on_logits(arena.logits_from(logits))
+    def _tell_logits(self, sequence: KVSequence, logits: Bytes) -> None:
+        self.on_logits(sequence.logits_from(logits))
 
     def _pin(self, node: Node | None) -> None:
         """Pins a node before anything is loaded: the request will continue it."""
@@ -162,7 +164,7 @@ class Restoration:
         return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
 
     def _has_logits(self, have: int) -> bool:
-        """See `Matcher`. Not asked if the arena has the whole prompt."""
+        """See `Matcher`. Not asked if the sequence has the whole prompt."""
         found = self.noted_logits() if have < len(self.nodes.token_ids) else None
         if found is not None and len(found) == self.layout.logits_bytes:
             self._logits = np.frombuffer(bytearray(found), dtype=np.uint8)

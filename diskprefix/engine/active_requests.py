@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -21,10 +22,11 @@ from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.pool import KVAllocation
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.exact.runner import State
 from diskprefix.nouns import CacheReport
+from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
@@ -32,15 +34,18 @@ _CALLERS_PER_SEQUENCE = 4
 """The most callers, for each of `max_sequences`, that may have one reply above that limit. A client without an API key
 can make any number of callers with salts."""
 
+_WRITE_S = 0.25
+"""The longest wait for one publication to be written when all pages are in use."""
+
 
 class ActiveRequests:
-    """The requests of one engine's thread. `preempted` replies lost their memory to others, and are computed again."""
+    """The requests of one engine's thread. `preempted` replies lost their memory to others."""
 
     def __init__(self, served: ServedModel, inbox: Inbox, scheduler: Scheduler[Reply]) -> None:
         self.requests: list[RunningRequest] = []
         self.preempted: list[Reply] = []
         self._served, self._inbox, self._scheduler = served, inbox, scheduler
-        self._cache, self._pool = served.cache, served.pool
+        self._cache, self._pages = served.cache, served.pages
         self._num_arrived = 0
         inbox.running_activities = self.activities
 
@@ -56,21 +61,24 @@ class ActiveRequests:
 
     # A request gets its memory.
 
-    def readmit(self) -> bool:
-        """Gives memory to preempted replies, the oldest first. Returns True if all have it."""
+    def readmit(self) -> Iterator[Reply]:
+        """Yields the preempted replies that there is memory for, the oldest first, each with what memory has of it."""
         while self.preempted:
             reply = min(self.preempted, key=lambda reply: reply.arrived)
+            replies = [one for running in self.requests for one in running.replies]
+            if reply.index and sum(one.state is not None for one in replies) >= self._served.max_sequences:
+                return
             with self.failing(reply.running):
-                allocation = self._pool.allocate(reply.num_known, self._most_tokens(reply.running.request))
-                if allocation is None:
-                    return False
+                sequence = self._begun(reply.running.request, reply.restorable_ids(), leaves_last=True)
+                if sequence is None and self._drop_youngest_source():
+                    continue
+                if not isinstance(sequence, KVSequence):
+                    return
                 self.preempted.remove(reply)
-                options = reply.running.request.cache
-                if reply.index == 0 and options.scope.kind != "off":
-                    allocation.owner = self._cache.owner(options.tenant)
-                reply.use_memory(allocation)
-                self._scheduler.add(reply)
-        return True
+                if reply.index:
+                    sequence.owner = None
+                reply.state = sequence
+                yield reply
 
     def admit(self, waiting: list[Ticket]) -> Iterator[RunningRequest]:
         """Yields the waiting requests that there is memory for, each with its memory. Callers take turns, and nobody
@@ -102,54 +110,51 @@ class ActiveRequests:
             if (running := self._accept(ticket, memory)) is not None:
                 yield running
 
-    def _memory_for(self, request: GenerateRequest) -> KVAllocation | TransformersState | Literal["later"] | None:
+    def _memory_for(self, request: GenerateRequest) -> State | Literal["later"] | None:
         """Returns the memory of a request; None if others must end first, "later" if only this one must wait.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
         memory.
         """
         self._served.check_length(request)
-        token_ids = request.prompt.token_ids
         if request.prompt.media or self._cache.layout.unsupported:
             replies = [reply for running in self.requests for reply in running.replies]
             if any(isinstance(reply.state, TransformersState) for reply in replies):
                 return "later"
             return TransformersState(self._served.model, request.prompt.media)
-        sizes = len(token_ids), self._most_tokens(request)
-        if request.cache.scope.kind == "off":
-            return self._pool.allocate(*sizes)
-        owner = self._cache.owner(request.cache.tenant)
-        found = self._pool.match_prefix(owner, token_ids[:-1] if request.cache.leaves_last else token_ids)
-        if found is not None and found.is_worth_waiting_for:
-            return "later"
-        allocation = self._pool.extend(found, *sizes) if found else self._pool.allocate(*sizes)
-        if allocation is not None:
-            allocation.owner = owner
-        return allocation
+        return self._begun(request, request.prompt.token_ids, leaves_last=request.cache.leaves_last)
 
-    def _most_tokens(self, request: GenerateRequest) -> int:
-        """Returns the tokens that a sequence may get. The last one of a reply is not computed."""
-        return len(request.prompt.token_ids) + self._served.reply_limit(request) - 1
+    def _begun(
+        self, request: GenerateRequest, token_ids: TokenIds, *, leaves_last: bool
+    ) -> KVSequence | Literal["later"] | None:
+        """Returns memory with what is there of these tokens. For the other results see `_memory_for`."""
+        options = request.cache
+        is_off = options.scope.kind == "off"
+        owner = None if is_off else self._cache.owner(options.tenant)
+        expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
+        begin = partial(self._pages.begin, owner, token_ids, leaves_last=leaves_last, expires_at=expires_at)
+        sequence = begin()
+        while sequence is None and not self._pages.running and self._has_pages_from_the_writer():
+            sequence = begin()
+        if sequence is None:
+            self._cache.writer.resume_writing()
+        if isinstance(sequence, KVSequence) and not options.save:
+            sequence.owner = None
+        return sequence
 
-    def _accept(self, ticket: Ticket, memory: KVAllocation | TransformersState) -> RunningRequest | None:
+    def _accept(self, ticket: Ticket, memory: State) -> RunningRequest | None:
         prompt = ticket.request.prompt
         try:
             running = self._make_running(ticket)
         except Exception as error:  # noqa: BLE001 (as above)
-            if isinstance(memory, KVAllocation):
-                self._pool.release(memory, keep=True)
+            if isinstance(memory, KVSequence):
+                self._pages.end(memory, keep=False)
             self._refuse(ticket, error)
             return None
         self._num_arrived += len(running.all_replies)
         self._inbox.begin_request(ticket)
         self.requests.append(running)
-        first = running.replies[0]
-        if isinstance(memory, KVAllocation):
-            running.num_adopted = memory.num_computed
-            memory.token_ids, memory.num_exact = prompt.token_ids, len(prompt.token_ids)
-            first.use_memory(memory)
-            return running
-        first.state = memory
+        running.replies[0].state = memory
         if prompt.media:
             kinds = ", ".join(prompt.media)
             log.info("[disk-cache] %s: bypassed, the prompt holds media (%s)", ticket.request.id, kinds)
@@ -160,6 +165,7 @@ class ActiveRequests:
         running = RunningRequest(
             ticket,
             self._cache.begin(request.prompt, request.cache),
+            self._pages,
             served.figures,
             served.reply_limit(request),
             torch.from_numpy(request.prompt.token_ids).long().unsqueeze(0),
@@ -191,52 +197,84 @@ class ActiveRequests:
     # A step gets its memory.
 
     def with_memory(self, step: list[Chunk[Reply]]) -> list[Chunk[Reply]]:
-        """Returns the chunks of a step that have room. Where there is none, the youngest sequence gives up its memory,
-        even if it is alone: to grow, it would need room for the old memory beside the new."""
-        for chunk in step:
-            while chunk.sequence.allocation is not None and not self._pool.grow(chunk.sequence.allocation, chunk.end):
-                requests = [running for running in self.requests if not running.is_fetching]
-                holders = [reply for running in requests for reply in running.replies if reply.allocation is not None]
-                self.preempt(max(holders, key=lambda reply: reply.arrived))
-        return [chunk for chunk in step if chunk.sequence.state is not None]
+        """Returns the chunks of a step that have room. Where there is none, the youngest sequence gives its pages back,
+        even if it is alone. One that is being fetched cannot yet: until then the chunk waits."""
+        having = [chunk for chunk in step if self._has_room(chunk.sequence, chunk.end)]
+        return [chunk for chunk in having if chunk.sequence.state is not None]
 
-    def preempt(self, reply: Reply, why: str = "waits: others need its memory") -> None:
-        """Takes the memory of a reply. Its tokens are computed again when there is memory for them."""
-        running = reply.running
+    def _has_room(self, reply: Reply, end: int) -> bool:
+        while isinstance(reply.state, KVSequence) and not reply.state.has_room(end):
+            if self._has_pages_from_the_writer() or self._drop_youngest_source():
+                continue
+            replies = [one for running in self.requests for one in running.replies]
+            younger = [one for one in replies if isinstance(one.state, KVSequence) and one.arrived > reply.arrived]
+            ready = [one for one in younger if not one.is_fetching]
+            if younger and not ready:
+                return False
+            youngest = max(ready, key=lambda one: one.arrived, default=reply)
+            with self.failing(youngest.running):
+                self.preempt(youngest)
+        return reply.state is not None
+
+    def _has_pages_from_the_writer(self) -> bool:
+        """Has what waits in pages written, or if that takes long, dropped. Returns False if nothing waits there."""
+        writer = self._cache.writer
+        is_worth_it = any(hold.frees() for hold in list(self._pages.pool.holds))
+        return is_worth_it and (writer.write_pages(_WRITE_S) or writer.drop_pages())
+
+    def _drop_youngest_source(self) -> bool:
+        sources = [running for running in self.requests if isinstance(running.source, KVSequence)]
+        if sources:
+            self.drop_source(max(sources, key=lambda running: running.replies[0].arrived))
+        return bool(sources)
+
+    def drop_source(self, running: RunningRequest) -> None:
+        """Gives back the state at a prompt's end. The replies that were to begin from it begin with the prompt."""
+        if isinstance(running.source, KVSequence):
+            self._pages.end(running.source, keep=False)
+        self.preempted.extend(running.unforked)
+        running.replies, running.unforked, running.source = running.all_replies, [], None
+
+    def preempt(self, reply: Reply, why: str = "waits: others need its memory", *, is_sound: bool = True) -> None:
+        """Takes the pages of a reply. When there is room, it begins with those that are still in memory or on the disk.
+        `is_sound`: what they hold is right."""
+        running, sequence = reply.running, reply.state
         log.info("[engine] %s %s", running.request.id, why)
-        assert reply.allocation is not None
+        assert isinstance(sequence, KVSequence)
         self._served.figures.preemptions += 1
         self._scheduler.remove(reply)
-        self._pool.release(reply.allocation, keep=False)
+        if sequence.num_tokens > reply.num_computed and self._cache.layout.is_sliceable:
+            # Guesses that the reply has not looked at.
+            sequence.take_back(reply.num_computed)
+        if is_sound and reply.index == 0 and reply.num_computed:
+            running.cached.leave(sequence, reply.computed_ids())
+        self._end_sequence(reply, keep=is_sound, is_sound=is_sound)
         # Logits that were held are computed again, too.
-        reply.allocation = reply.state = reply.held = None
+        reply.held = None
         reply.num_computed = 0
         self.preempted.append(reply)
-        if running.source is reply:
-            # The others have nothing to begin from any more.
-            self.preempted.extend(running.unforked)
-            running.replies, running.unforked, running.source = running.all_replies, [], None
 
     # A request ends.
 
     def release(self, reply: Reply, *, keep: bool) -> None:
         """Gives the memory of a reply back. `keep`: the next turn may begin there."""
         self._served.release_draft(reply, keep=keep)
-        allocation, reply.allocation, reply.state = reply.allocation, None, None
         self._scheduler.remove(reply)
-        if allocation is None:
+        self._end_sequence(reply, keep=keep, is_sound=keep or reply.is_finished)
+
+    def _end_sequence(self, reply: Reply, *, keep: bool, is_sound: bool) -> None:
+        sequence, reply.state = reply.state, None
+        if not isinstance(sequence, KVSequence):
             return
-        options, layout = reply.running.request.cache, self._cache.layout
-        is_exact = layout.exact_at == "token"
-        allocation.token_ids = reply.computed_ids()
-        allocation.num_computed = len(allocation.token_ids)
-        if is_exact:
-            allocation.num_exact = len(allocation.token_ids)
-        allocation.expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
-        allocation.options = options
-        is_usable = is_exact or layout.is_sliceable or reply.num_computed <= reply.prompt_tokens
-        keep = keep and is_usable and options.save and options.scope.kind != "off" and allocation.num_exact > 0
-        self._pool.release(allocation, keep=keep)
+        layout, prompt_tokens = self._cache.layout, reply.prompt_tokens
+        sequence.token_ids = reply.computed_ids()
+        sequence.num_ready = sequence.num_exact = len(sequence.token_ids)
+        sequence.expires_at = time.monotonic() + self._cache.lasts_s(reply.running.request.cache.ttl_s)
+        if layout.exact_at != "token":
+            sequence.num_exact = min(prompt_tokens, len(sequence.token_ids))
+        if not is_sound:
+            self._pages.forget(sequence)
+        self._pages.end(sequence, keep=keep, options=reply.running.request.cache)
 
     def end_request(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
         """Ends a request, whatever goes wrong in it. `last` returns its last event."""
@@ -257,8 +295,8 @@ class ActiveRequests:
         """Ends a request whose client has gone. What was computed for it is kept, as the client may ask again."""
         log.info("[engine] %s cancelled", running.request.id)
         first = running.replies[0]
-        if isinstance(first.state, KVArena) and first.num_computed and not running.is_published:
-            running.cached.leave(first.state)
+        if isinstance(first.state, KVSequence) and first.num_computed and not running.is_published:
+            running.cached.leave(first.state, first.computed_ids())
         self._release_all(running, keep=True)
         self.end_request(running, lambda _: None)
 
@@ -274,10 +312,19 @@ class ActiveRequests:
 
     def _fail(self, running: RunningRequest, error: Exception) -> None:
         raise_if_lost(error)
+        if running.is_fetching:
+            running.error = error
+            self.preempted = [reply for reply in self.preempted if reply.running is not running]
+            for reply in running.replies:
+                self._scheduler.remove(reply)
+            return
         self._release_all(running, keep=False)
         self.end_request(running, lambda _: error_event(error, running.request))
 
     def _release_all(self, running: RunningRequest, *, keep: bool) -> None:
+        if isinstance(running.source, KVSequence):
+            self._pages.end(running.source, keep=False)
+        running.source = None
         self.preempted = [reply for reply in self.preempted if reply.running is not running]
         for reply in running.replies:
             self.release(reply, keep=keep and reply.index == 0)

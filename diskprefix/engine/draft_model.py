@@ -20,8 +20,9 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.running_request import Reply
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.pool import KVAllocation, KVPool
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.printable import first_line
@@ -44,7 +45,7 @@ class LoadedDraft(NamedTuple):
 class DraftSequence:
     """The draft model's state of one reply. `cached` is the draft model's request to its cache, of a first reply."""
 
-    allocation: KVAllocation
+    state: KVSequence
     cached: CachedRequest | None = None
     fetch: Future[None] | None = None
     """The fetch of stored state. None once its result was used."""
@@ -54,16 +55,12 @@ class DraftSequence:
     drafted: list[int] = field(default_factory=list)
     """The guesses behind them. The last one is not computed."""
 
-    @property
-    def arena(self) -> KVArena:
-        return self.allocation.arena
-
 
 class DraftModel:
     """A draft model, its memory and its cache. For the engine's thread."""
 
-    def __init__(self, model: PreTrainedModel, cache: PrefixCache, pool: KVPool, max_positions: int) -> None:
-        self.cache, self.pool = cache, pool
+    def __init__(self, model: PreTrainedModel, cache: PrefixCache, pages: PageCache, max_positions: int) -> None:
+        self.cache, self.pages = cache, pages
         self.max_positions = max_positions
         self.sequences: dict[Reply, DraftSequence] = {}
         """The replies that the model guesses."""
@@ -89,8 +86,8 @@ class DraftModel:
             fetch, sequence.fetch = sequence.fetch, None
             fetch.result()
             assert sequence.cached is not None
-            sequence.cached.choose(sequence.arena)
-            sequence.allocation.num_computed = sequence.cached.restored.num_tokens
+            sequence.cached.choose(sequence.state)
+            self._count_ready(sequence)
             _publish_if_complete(reply, sequence)
         return sequence
 
@@ -103,33 +100,29 @@ class DraftModel:
             min(len(sequence.drafted), len(sampled)),
         )
         num_valid = sequence.num_known + num_right
-        if sequence.drafted and num_valid < sequence.arena.num_tokens:
-            sequence.arena.take_back(num_valid)
+        if sequence.drafted and num_valid < sequence.state.num_tokens:
+            sequence.state.take_back(num_valid)
         sequence.drafted = []
 
     def has_room(self, reply: Reply, num_tokens: int) -> bool:
         """Makes room for `num_tokens` tokens of a reply. Returns False if there is none."""
         sequence = self.sequences[reply]
-        if num_tokens > self.max_positions or not self.pool.grow(sequence.allocation, num_tokens):
-            return False
-        # At once: a window that has moved on cannot be taken back.
-        sequence.arena.make_room(num_tokens)
-        return True
+        return num_tokens <= self.max_positions and sequence.state.has_room(num_tokens)
 
     def compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> torch.Tensor:
         """Computes more tokens, int64 [1, n], of some replies. Returns the next-token logits, [replies, vocab], without
         waiting for the device."""
-        rows = [runner.Rows(self.sequences[reply].arena, ids) for reply, ids in step]
+        rows = [runner.Rows(self.sequences[reply].state, ids) for reply, ids in step]
         groups = [rows] if self._packs else [[one] for one in rows]
         return torch.cat([one for group in groups for one in runner.run(self._model, group)])
 
     def record_prefill(self, reply: Reply, seconds: float) -> None:
         """Records that more known tokens were computed, and has complete blocks saved."""
         sequence = self.sequences[reply]
-        sequence.allocation.num_computed = sequence.arena.num_tokens
+        self._count_ready(sequence)
         if sequence.cached is not None and not sequence.cached.is_published:
             sequence.prefill_s += seconds
-            sequence.cached.after_step(sequence.arena)
+            sequence.cached.after_step(sequence.state)
             _publish_if_complete(reply, sequence)
 
     def release(self, reply: Reply, *, keep: bool) -> None:
@@ -149,12 +142,15 @@ class DraftModel:
             )
             keep = False
         del self.sequences[reply]
-        allocation, token_ids = sequence.allocation, _computed_ids(reply, sequence)
-        options = reply.running.request.cache
-        allocation.token_ids, allocation.num_computed, allocation.num_exact = token_ids, len(token_ids), len(token_ids)
-        allocation.expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
-        allocation.options = options
-        self.pool.release(allocation, keep=keep and options.save and options.scope.kind != "off")
+        options, state = reply.running.request.cache, sequence.state
+        state.token_ids = _computed_ids(reply, sequence)
+        state.num_ready = state.num_exact = len(state.token_ids)
+        state.expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
+        self.pages.end(state, keep=keep, options=options)
+
+    def _count_ready(self, sequence: DraftSequence) -> None:
+        sequence.state.num_ready = sequence.state.num_tokens
+        self.pages.name_blocks(sequence.state)
 
     def _keep(self, reply: Reply, sequence: DraftSequence, *, keep: bool) -> None:
         """Ends the request to the cache, which may save what was computed."""
@@ -162,9 +158,9 @@ class DraftModel:
             return
         try:
             if keep and sequence.cached.is_published and reply.is_finished:
-                sequence.cached.publish_reply(sequence.arena, _computed_ids(reply, sequence))
+                sequence.cached.publish_reply(sequence.state, _computed_ids(reply, sequence))
             elif keep and not sequence.cached.is_published:
-                sequence.cached.leave(sequence.arena)
+                sequence.cached.leave(sequence.state, _computed_ids(reply, sequence))
         finally:
             sequence.cached.close()
 
@@ -176,27 +172,35 @@ class DraftModel:
             reply.guesser.draft_rate = None
         if (sequence := self.sequences.get(reply)) is not None:
             sequence.drafted = []
-            sequence.arena.truncate(0)
+            self.pages.forget(sequence.state)
+            sequence.state.truncate(0)
             self.release(reply, keep=False)
 
     def _begin(self, reply: Reply) -> DraftSequence | None:
         prompt, options = reply.running.request.prompt, reply.running.request.cache
         if reply.num_known >= self.max_positions:
             return None
-        is_off = options.scope.kind == "off"
-        owner = reply.running if is_off else self.cache.owner(options.tenant)
-        found = self.pool.match_prefix(owner, prompt.token_ids)
-        if found is not None and found.is_worth_waiting_for:
+        owner = None if options.scope.kind == "off" else self.cache.owner(options.tenant)
+        expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
+        try:
+            state = self.pages.begin(owner, prompt.token_ids, expires_at=expires_at)
+        except ContextTooLong:
             return None
-        allocation = self.pool.extend(found, reply.num_known) if found else self.pool.allocate(reply.num_known)
-        if allocation is None:
+        if not isinstance(state, KVSequence):
             return None
-        allocation.owner, allocation.token_ids, allocation.num_exact = owner, prompt.token_ids, len(prompt.token_ids)
-        sequence = DraftSequence(allocation)
+        if not options.save:
+            state.owner = None
+        sequence = DraftSequence(state)
         if reply.index == 0:
-            sequence.cached = self.cache.begin(prompt, options, goes_on=True)
-            have, allocation.num_computed = allocation.num_computed, 0
-            sequence.fetch = self._fetcher.submit(_fetch, sequence.cached, allocation.arena, have)
+            have, state.num_ready = state.num_ready, 0
+            try:
+                sequence.cached = self.cache.begin(prompt, options, goes_on=True)
+                sequence.fetch = self._fetcher.submit(_fetch, sequence.cached, state, have)
+            except BaseException:
+                self.pages.end(state, keep=False)
+                raise
+        else:
+            state.truncate(state.num_ready)
         self.sequences[reply] = sequence
         return sequence
 
@@ -205,21 +209,21 @@ class DraftModel:
             self._abandoned.remove(sequence)
             if sequence.cached is not None:
                 sequence.cached.close()
-            self.pool.release(sequence.allocation, keep=False)
+            self.pages.end(sequence.state, keep=False)
 
 
 def _computed_ids(reply: Reply, sequence: DraftSequence) -> TokenIds:
     """Returns the tokens whose state the draft model has."""
     known = np.concatenate([reply.running.request.prompt.token_ids, as_token_ids(reply.token_ids)])
-    return known[: sequence.arena.num_tokens]
+    return known[: sequence.state.num_tokens]
 
 
-def _fetch(cached: CachedRequest, arena: KVArena, have: int) -> None:
+def _fetch(cached: CachedRequest, state: KVSequence, have: int) -> None:
     with torch.inference_mode():
-        cached.fetch(arena, have=have)
+        cached.fetch(state, have=have)
 
 
 def _publish_if_complete(reply: Reply, sequence: DraftSequence) -> None:
     """Has the prompt saved once all of it is computed."""
-    if sequence.cached is not None and sequence.arena.num_tokens == reply.prompt_tokens:
-        sequence.cached.publish(sequence.arena, None, sequence.prefill_s)
+    if sequence.cached is not None and sequence.state.num_tokens == reply.prompt_tokens:
+        sequence.cached.publish(sequence.state, None, sequence.prefill_s)

@@ -79,8 +79,8 @@ class ModelDrafter:
             if sequence is None:
                 continue
             self.model.take_back_guesses(reply)
-            num_left = reply.num_known - sequence.arena.num_tokens
-            if num_left <= FEW and sequence.arena.num_tokens >= reply.prompt_tokens:
+            num_left = reply.num_known - sequence.state.num_tokens
+            if num_left <= FEW and sequence.state.num_tokens >= reply.prompt_tokens:
                 asked.append(reply)
             elif num_left * self.times.row_s <= len(reply.token_ids) * plain_s * (1 - 1 / gain):
                 behind.append(reply)
@@ -94,7 +94,7 @@ class ModelDrafter:
         """Computes known tokens of some replies, at most as many as a step has rows."""
         step, room = list[tuple[Reply, torch.Tensor]](), MAX_ROWS
         for reply in behind:
-            start = self.model.sequences[reply].arena.num_tokens
+            start = self.model.sequences[reply].state.num_tokens
             end = min(start + room, reply.num_known)
             if start < reply.prompt_tokens:
                 # The saved prompt ends there.
@@ -185,7 +185,7 @@ class Draft:
     def next_ids(self) -> torch.Tensor:
         """Returns the tokens to compute next, int64 [1, n]: known ones that are not computed, or the last guess."""
         if not self.tokens:
-            return self.reply.ids(self._sequence.arena.num_tokens, self.reply.num_known)
+            return self.reply.ids(self._sequence.state.num_tokens, self.reply.num_known)
         return torch.tensor([[self.tokens[-1][0]]])
 
     def add(self, token: int, probability: float) -> None:
@@ -202,7 +202,7 @@ class Draft:
         """Gives the guesses to the reply's guesser."""
         sequence = self._sequence
         sequence.num_known, sequence.drafted = self.reply.num_known, [token for token, _ in self.tokens]
-        sequence.allocation.num_computed = min(sequence.arena.num_tokens, self.reply.num_known)
+        sequence.state.num_ready = min(sequence.state.num_tokens, self.reply.num_known)
         if self.tokens:
             self._guesser.use_drafted(self.tokens)
 

@@ -16,8 +16,8 @@ from diskprefix.engine.running_request import Computed, Reply
 from diskprefix.engine.sampler import draw
 from diskprefix.engine.scheduler import Chunk
 from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.printable import first_line
 from diskprefix.tokens import TokenIds, floor_to_grid
@@ -93,8 +93,8 @@ def _hand_out(hidden: torch.Tensor, step: list[Chunk[Reply]]) -> None:
             chunk.sequence.add_hidden(chunk.start, rows)
 
 
-def _arena_of(chunk: Chunk[Reply]) -> KVArena:
-    assert isinstance(chunk.sequence.state, KVArena)
+def _arena_of(chunk: Chunk[Reply]) -> KVSequence:
+    assert isinstance(chunk.sequence.state, KVSequence)
     return chunk.sequence.state
 
 
@@ -120,12 +120,12 @@ def _naming_media(error: Exception, request: GenerateRequest) -> Exception:
 
 def prefill(
     model: PreTrainedModel,
-    arena: KVArena,
+    sequence: KVSequence,
     token_ids: TokenIds,
     *,
     start: int,
     block_size: int,
-    after_step: Callable[[KVArena], None],
+    after_step: Callable[[KVSequence], None],
     stops: Sequence[int] = (),
 ) -> torch.Tensor:
     """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
@@ -134,15 +134,15 @@ def prefill(
     `start` and `stops`, where steps end too, are grid points unless the model is exact at every token.
     `after_step` is called after each step.
     """
-    is_exact = arena.layout.exact_at == "token"
+    is_exact = sequence.layout.exact_at == "token"
     assert is_exact or not any(at % block_size for at in (start, *stops)), "state enters and leaves at grid points only"
     assert start < len(token_ids), "at least one token must be computed"
     ids = torch.from_numpy(token_ids).to(model.device, torch.long).unsqueeze(0)
     first = floor_to_grid(start, block_size) + block_size
     ends = {*range(first, len(token_ids), block_size), *stops, len(token_ids)}
     for end in sorted(at for at in ends if start < at <= len(token_ids)):
-        logits = arena.forward(model, ids[:, arena.num_tokens : end])
-        after_step(arena)
+        logits = sequence.forward(model, ids[:, sequence.num_tokens : end])
+        after_step(sequence)
     # The time that it takes is measured.
     synchronize(logits.device)
     return logits

@@ -13,7 +13,7 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
-from diskprefix.kv.arena import KVArena
+from diskprefix.kv.sequence import KVSequence
 
 
 class Engine(ServedModel):
@@ -32,8 +32,8 @@ class Loop:
         self._inbox = inbox
         self._scheduler: Scheduler[Reply] = Scheduler(served.max_rows)
         self._active = ActiveRequests(served, inbox, self._scheduler)
-        self._fetched: deque[RunningRequest] = deque()
-        """Requests whose fetch is over. Filled by the fetch thread."""
+        self._fetched: deque[Reply] = deque()
+        """Replies whose fetch is over. Filled by the fetch thread."""
         self._early_logits: deque[tuple[RunningRequest, torch.Tensor]] = deque()
         """Fully cached requests with their final logits, to sample before the restore ends. Filled as `_fetched`."""
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
@@ -41,7 +41,7 @@ class Loop:
         """Each thread waits for the shared tier for one request."""
         self._is_ending = False
         served.cache.on_forget.append(inbox.wake)
-        served.constraints.on_ready = inbox.wake
+        served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
 
     def run(self) -> None:
         """Returns when the inbox is stopped. Raises `DeviceLost`."""
@@ -50,9 +50,8 @@ class Loop:
                 self._served.warm_up_thread()
                 while True:
                     self._take_in()
-                    if step := self._next_step():
-                        self._compute(step)
-                    elif not self._inbox.wait(self._served.expires_in_s()):
+                    step = self._next_step()
+                    if not (step and self._compute(step)) and not self._inbox.wait(self._served.expires_in_s()):
                         return
         finally:
             self._is_ending = True
@@ -81,95 +80,111 @@ class Loop:
             if not reply.running.is_over:
                 with active.failing(reply.running):
                     self._apply(reply, reply.resume())
-        for running in [one for one in active.requests if one.unforked]:
+        for running in [one for one in active.requests if one.unforked and one.logits is not None]:
             self._fork(running)
-        if active.readmit():
+        for reply in active.readmit():
+            with active.failing(reply.running):
+                self._start(reply)
+        if not active.preempted:
             for running in active.admit(waiting):
                 with active.failing(running):
-                    self._start(running)
+                    self._start(running.replies[0])
 
-    def _start(self, running: RunningRequest) -> None:
-        """Fetches the stored state of a new request's prompt, or begins to compute it."""
-        allocation = running.replies[0].allocation
-        if allocation is None or running.request.cache.scope.kind == "off":
-            self._begin(running)
+    def _start(self, reply: Reply) -> None:
+        """Fetches the stored state of a new request's prompt, or of a reply that was preempted, or begins to compute
+        it."""
+        running, sequence = reply.running, reply.state
+        if not isinstance(sequence, KVSequence) or running.request.cache.scope.kind == "off":
+            self._begin(reply)
             return
-        running.is_fetching = True
-        # A fetch may move them.
-        allocation.num_computed = 0
-        if self._served.cache.remote is None:
-            self._fetcher.submit(self._fetch, running)
+        reply.is_fetching = True
+        # The fetch may take them back.
+        num_adopted, sequence.num_ready = sequence.num_ready, 0
+        if self._served.cache.remote is None or running.is_chosen:
+            self._fetcher.submit(self._fetch, reply, sequence, num_adopted)
         else:
-            self._prefetchers.submit(self._prefetch, running)
+            self._prefetchers.submit(self._prefetch, reply, sequence, num_adopted)
 
-    def _prefetch(self, running: RunningRequest) -> None:
+    def _prefetch(self, reply: Reply, sequence: KVSequence, num_adopted: int) -> None:
         """Runs on a thread that waits for this request alone."""
+        running = reply.running
         try:
-            running.cached.prefetch(lambda: running.ticket.cancelled or self._is_ending, have=running.num_adopted)
+            running.cached.prefetch(lambda: running.ticket.cancelled or self._is_ending, have=num_adopted)
         except Exception as error:  # noqa: BLE001 (`_begin` raises it)
-            self._end_fetch(running, error)
+            self._end_fetch(reply, error)
             return
-        self._fetcher.submit(self._fetch, running)
+        self._fetcher.submit(self._fetch, reply, sequence, num_adopted)
 
-    def _fetch(self, running: RunningRequest) -> None:
+    def _fetch(self, reply: Reply, sequence: KVSequence, num_adopted: int) -> None:
         """Runs on the fetch thread."""
-        allocation = running.replies[0].allocation
-        assert allocation is not None
-        is_whole = running.num_adopted == len(running.request.prompt.token_ids)
+        running = reply.running
 
         def on_logits(logits: torch.Tensor) -> None:
             self._early_logits.append((running, logits))
             self._inbox.wake()
 
+        def on_block(number: int) -> None:
+            self._served.pages.name_restored(sequence, number)
+            if self._inbox.queue_depth:
+                # One of those may begin with it.
+                self._inbox.wake()
+
         error = None
         try:
             with torch.inference_mode():
-                running.cached.fetch(
-                    allocation.arena, running.num_adopted, allocation.logits if is_whole else None, on_logits
-                )
+                if running.is_chosen:
+                    running.cached.recall(sequence, num_adopted, on_block)
+                else:
+                    running.cached.fetch(sequence, num_adopted, sequence.logits, on_logits, on_block)
         except Exception as raised:  # noqa: BLE001 (`_begin` raises it)
             error = raised
-        self._end_fetch(running, error)
+        self._end_fetch(reply, error)
 
-    def _end_fetch(self, running: RunningRequest, error: Exception | None) -> None:
+    def _end_fetch(self, reply: Reply, error: Exception | None) -> None:
         if error is not None:
             # Not otherwise: the engine's thread may set one at the same time (`sample_early`).
-            running.error = error
-        self._fetched.append(running)
+            reply.running.error = error
+        self._fetched.append(reply)
         self._inbox.wake()
 
-    def _begin(self, running: RunningRequest) -> None:
+    def _begin(self, reply: Reply) -> None:
         """Begins to compute what was not restored."""
-        running.is_fetching = False
+        running, state = reply.running, reply.state
+        reply.is_fetching = False
         with self._active.failing(running):
             if running.error is not None:
                 raise running.error
-            restored, reply = running.cached.restored, running.replies[0]
-            running.cached.choose(reply.state if isinstance(reply.state, KVArena) else None)
-            reply.num_computed, reply.stops = restored.num_tokens, running.cached.selection.checkpoints
-            if reply.allocation is not None:
-                reply.allocation.num_computed = restored.num_tokens
-            running.report_progress(restored.num_tokens)
+            restored, is_first = running.cached.restored, not running.is_chosen
+            if is_first:
+                running.is_chosen = True
+                running.cached.choose(state if isinstance(state, KVSequence) else None)
+                reply.num_computed, reply.stops = restored.num_tokens, running.cached.selection.checkpoints
+                running.report_progress(restored.num_tokens)
+            elif isinstance(state, KVSequence):
+                reply.num_computed = state.num_tokens
+            reply.count_ready()
             if running.ticket.cancelled:
-                self._active.cancel(running)
-            elif restored.logits is not None and restored.num_tokens == reply.prompt_tokens:
+                if not running.is_fetching:
+                    self._active.cancel(running)
+            elif is_first and restored.logits is not None and restored.num_tokens == reply.prompt_tokens:
                 self._apply(reply, reply.end_prompt(restored.logits))
             else:
                 self._scheduler.add(reply)
 
     def _fork(self, running: RunningRequest) -> None:
-        """Begins the other replies of a request, as many as there is memory for, with copies of the prompt's state."""
-        source = running.source
-        while source is not None and source.allocation is not None and running.unforked and self._active.has_place:
+        """Begins the other replies of a request, as many as there is memory for, with the prompt's state."""
+        if running.source is None:
+            # There was no memory for it.
+            self._active.drop_source(running)
+        while running.unforked and running.source is not None and self._active.has_place:
             with self._active.failing(running):
-                allocation = self._served.pool.fork(source.allocation, source.prompt_tokens)
-                if allocation is None:
+                state = running.source if len(running.unforked) == 1 else running.forked(running.source)
+                if state is None:
                     return
+                running.source = running.source if len(running.unforked) > 1 else None
                 reply = running.unforked.pop(0)
-                reply.use_memory(allocation)
+                reply.state = state
                 self._apply(reply, reply.begin())
-        if not running.unforked:
-            running.source = None
 
     # One step.
 
@@ -178,10 +193,14 @@ class Loop:
             self._served.speculation.plan(self._scheduler.next_replies())
         return self._scheduler.schedule(self._served.pace.most_rows())
 
-    def _compute(self, step: list[Chunk[Reply]]) -> None:
+    def _compute(self, step: list[Chunk[Reply]]) -> bool:
+        """Computes a step. Returns False if there is no memory for it until a fetch is over."""
+        num_preempted = len(self._active.preempted)
         step = self._active.with_memory(step)
         if not step:
-            return
+            # The others of this step: those that lost their memory would get it back first.
+            others = self._next_step() if len(self._active.preempted) > num_preempted else []
+            return bool(others) and self._compute(others)
         num_rows = sum(chunk.num_rows for chunk in step)
         self._inbox.heartbeat.beat(num_rows)
         started = self._served.clock()
@@ -197,28 +216,21 @@ class Loop:
             with self._active.failing(reply.running):
                 if isinstance(result, StateLost):
                     reply.packs = False
-                    self._active.preempt(reply, "is computed again, its step failed")
+                    self._active.preempt(reply, "is computed again, its step failed", is_sound=False)
                     continue
                 if isinstance(result, Exception):
                     raise result
                 self._apply(reply, reply.take_step(chunk, result, elapsed * chunk.num_rows / num_rows))
+        return True
 
     def _apply(self, reply: Reply, state: ReplyState) -> None:
-        """Does what follows from the state of a reply after its logits. A reply that has finished leaves its memory to
-        one that has not begun, or gives it back. With its last reply, a request ends."""
+        """Does what follows from the state of a reply after its logits. With its last reply, a request ends."""
         running = reply.running
-        while state == "finished":
-            self._scheduler.remove(reply)
-            if running.source is not reply or not running.unforked:
-                self._active.release(reply, keep=reply.index == 0)
-                if all(one.is_finished for one in running.all_replies) and not running.is_over:
-                    self._active.end_request(running, running.done_event)
-                return
-            following = running.unforked.pop(0)
-            self._served.release_draft(reply, keep=True)
-            reply.hand_memory_to(following)
-            reply, state = following, following.begin()
         if state == "computing":
             self._scheduler.add(reply)
-        else:
+        elif state == "waiting":
             self._scheduler.remove(reply)
+        else:
+            self._active.release(reply, keep=reply.index == 0)
+            if all(one.is_finished for one in running.all_replies) and not running.is_over:
+                self._active.end_request(running, running.done_event)

@@ -33,8 +33,9 @@ from diskprefix.engine.sampler import Ask, Drawn, Sampler
 from diskprefix.engine.scheduler import Chunk, Sequence
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.pool import KVAllocation
+from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
 from diskprefix.nouns import CacheReport
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -69,14 +70,13 @@ class HeldLogits:
 
 @dataclass(eq=False, kw_only=True)
 class Reply(Sequence):
-    """A reply of the `n` to a request. It has a `state` while it is computed, and if in a `KVArena` an `allocation`."""
+    """A reply of the `n` to a request. It has a `state` while it is computed."""
 
     running: RunningRequest
     index: int
     sampler: Sampler
     text: TextStream
     state: State | None = None
-    allocation: KVAllocation | None = None
     token_ids: list[int] = field(default_factory=list)
     """The sampled tokens, without the last one of a reply that has ended."""
     guesser: Guesser | None = None
@@ -87,10 +87,9 @@ class Reply(Sequence):
     """The last hidden state of the last computed token, or the sum of those so far, for a request with a `Reading`."""
     held: HeldLogits | None = None
     """The logits to sample from, while the reply is `waiting`."""
+    is_fetching: bool = False
+    """A fetch writes to its memory."""
     is_finished: bool = False
-
-    def use_memory(self, allocation: KVAllocation) -> None:
-        self.allocation, self.state = allocation, allocation.arena
 
     def ids(self, start: int, end: int) -> torch.Tensor:
         """Returns the tokens between two positions, int64 of shape [1, end - start], in main memory. Guesses follow
@@ -107,14 +106,21 @@ class Reply(Sequence):
     @property
     def room_for_draft(self) -> int:
         """The number of tokens that may be computed behind the last known one. No memory is allocated for guesses."""
-        if self.guesser is None or self.allocation is None:
+        if self.guesser is None or not isinstance(self.state, KVSequence):
             return 0
-        return min(self.guesser.most_computed, self.allocation.arena.capacity) - self.num_known
+        return min(self.guesser.most_computed, self.state.capacity) - self.num_known
 
     def computed_ids(self) -> TokenIds:
         """Returns the tokens whose state is in memory."""
         tokens = np.concatenate([self.running.request.prompt.token_ids, as_token_ids(self.token_ids)])
         return tokens[: self.num_computed]
+
+    def restorable_ids(self) -> TokenIds:
+        """Returns the tokens that may be restored when it goes on: of a model on the grid, those of its prompt."""
+        layout, token_ids = self.running.cached.cache.layout, self.running.request.prompt.token_ids
+        if layout.exact_at != "token":
+            return token_ids
+        return np.concatenate([token_ids, as_token_ids(self.token_ids)])
 
     def add_hidden(self, start: int, hidden: torch.Tensor) -> None:
         """Takes the last hidden states of the tokens from position `start` on, shape [num_rows, hidden_size]. A sum is
@@ -138,14 +144,14 @@ class Reply(Sequence):
     def take_step(self, chunk: Chunk[Reply], computed: Computed, seconds: float) -> ReplyState:
         """Saves what a step has computed, and samples if all known tokens are computed. `seconds` is the part of the
         step's time that `chunk` took."""
-        running, arena = self.running, self.state
-        if self.allocation is not None:
-            self.allocation.num_computed = self.num_computed
+        running, state = self.running, self.state
+        if not chunk.num_drafted:
+            self.count_ready()
         if chunk.start < self.prompt_tokens:
             running.prefill_s += seconds
             running.report_progress(chunk.end)
-            if self.index == 0 and isinstance(arena, KVArena) and not running.is_published:
-                running.cached.after_step(arena)
+            if self.index == 0 and isinstance(state, KVSequence) and not running.is_published:
+                running.cached.after_step(state)
         if chunk.end < self.num_known:
             return "computing"
         if chunk.end == self.prompt_tokens:
@@ -159,13 +165,11 @@ class Reply(Sequence):
         assert state is not None
         # A view would keep the logits of all sequences of the step.
         logits = logits.clone()
-        if self.allocation is not None:
-            self.allocation.logits_at, self.allocation.logits = self.prompt_tokens, logits
-        if running.unforked or (self.allocation is not None and self.allocation.arena.layout.is_sliceable):
-            # Now, because the next step changes states in place. The next turn may begin here too.
-            state.mark()
+        if isinstance(state, KVSequence):
+            running.pages.keep_logits(state, logits)
         if running.unforked:
-            running.source, running.logits = self, logits
+            # Now, because the next step changes states in place.
+            running.source, running.logits = running.forked(state), logits
         return self._extend(Computed(logits[None], drawn))
 
     def begin(self) -> ReplyState:
@@ -187,24 +191,13 @@ class Reply(Sequence):
         shape [vocab]. An error fails the request when the fetch ends, which writes to the reply's memory until then."""
         running = self.running
         # Progress is reported before the first token.
-        is_possible = running.is_fetching and not running.request.reports_progress and running.reply_limit > 0
+        is_possible = self.is_fetching and not running.request.reports_progress and running.reply_limit > 0
         if not is_possible or not self.sampler.is_ready:
             return
         try:
             self.sampled_early = self._send_next(logits)
         except Exception as error:  # noqa: BLE001 (the loop raises it)
             running.error = error
-
-    def hand_memory_to(self, following: Reply) -> None:
-        """Gives the memory of this reply, which has finished, to one that has not begun."""
-        assert self.state is not None
-        if isinstance(self.state, KVArena):
-            # Captures of this reply read what is overwritten now.
-            self.state.settle(drop=True)
-        self.state.rewind()
-        following.state, following.allocation = self.state, self.allocation
-        self.state = self.allocation = None
-        self.running.source = following if self.running.unforked else None
 
     def _extend(self, computed: Computed) -> ReplyState:
         """Samples and sends the next tokens. The row behind a guess counts if the guess is the token that was sampled.
@@ -245,10 +238,21 @@ class Reply(Sequence):
 
     def _take_back_guesses(self) -> None:
         """Forgets the state of the tokens behind those that are computed."""
-        if isinstance(self.state, KVArena):
+        if isinstance(self.state, KVSequence):
             self.state.take_back(self.num_computed)
-        if self.allocation is not None:
-            self.allocation.num_computed = self.num_computed
+        self.count_ready()
+
+    def count_ready(self) -> None:
+        """Has others find what is computed and right. Of a model on the grid, that is the prompt."""
+        state = self.state
+        if not isinstance(state, KVSequence):
+            return
+        state.num_ready = self.num_computed
+        if self.num_computed // state.pool.block_size > state.num_named:
+            if self.num_computed > self.prompt_tokens and state.layout.exact_at == "token":
+                state.token_ids = self.computed_ids()
+                state.num_exact = len(state.token_ids)
+            self.running.pages.name_blocks(state)
 
     def _next(self, logits: torch.Tensor, drawn: Drawn | None) -> tuple[int | None, FinishReason | None]:
         """Samples and sends a token. Returns it, and why the reply ends with it, None if it does not. The token is None
@@ -293,12 +297,12 @@ class Reply(Sequence):
     def _publish_prompt(self, logits: torch.Tensor) -> None:
         """Has the prompt saved, once."""
         running = self.running
-        if self.index == 0 and not running.is_published and isinstance(self.state, KVArena):
+        if self.index == 0 and not running.is_published and isinstance(self.state, KVSequence):
             running.is_published = True
             running.cached.publish(self.state, logits, running.prefill_s)
 
     def _finish(self, reason: FinishReason) -> ReplyState:
-        if self.index == 0 and isinstance(self.state, KVArena):
+        if self.index == 0 and isinstance(self.state, KVSequence):
             self.running.cached.publish_reply(self.state, self.computed_ids())
         self.is_finished = True
         self.running.ticket.emit(FinishEvent(self.index, reason, self.text.stopped_by))
@@ -311,27 +315,27 @@ class RunningRequest:
 
     ticket: Ticket
     cached: CachedRequest
+    pages: PageCache
     figures: EngineFigures
     reply_limit: int
     """The most tokens of a reply."""
     prompt_ids: torch.Tensor
     """The prompt, int64 of shape [1, prompt_tokens], in main memory."""
-    num_adopted: int = 0
-    """The tokens of the prompt that its memory held from the beginning."""
     started: float = field(default_factory=time.perf_counter)
     replies: list[Reply] = field(default_factory=list)
     """The replies that have begun."""
     unforked: list[Reply] = field(default_factory=list)
-    """The replies that have not begun. Each begins with a copy of the prompt's state, or in the memory of another."""
-    source: Reply | None = None
-    """The reply whose memory marks the prompt's end, while others are to begin from it."""
+    """The replies that have not begun. Each begins with the prompt's state."""
+    source: State | None = None
+    """The state at the prompt's end, while replies are to begin from it."""
     logits: torch.Tensor | None = None
     """The next-token logits at the prompt's end, shape [vocab]."""
-    is_fetching: bool = False
+    is_chosen: bool = False
+    """It is known what of the prompt was restored, and what is to be saved."""
     is_published: bool = False
     is_over: bool = False
     error: Exception | None = None
-    """The error of the fetch."""
+    """The error of a fetch, or during one. It ends the request when no fetch writes to its memory."""
     prefill_s: float = 0.0
     first_token_at: float = 0.0
     last_token_at: float = 0.0
@@ -351,6 +355,14 @@ class RunningRequest:
         """The pooling of the request's `Reading`."""
         reading = self.request.reading
         return None if reading is None else reading.pooling
+
+    def forked(self, state: State) -> State | None:
+        """Returns a copy of a state; None if there is no memory for it."""
+        return state.fork() if isinstance(state, TransformersState) else self.pages.fork(state)
+
+    @property
+    def is_fetching(self) -> bool:
+        return any(reply.is_fetching for reply in list(self.replies))
 
     @property
     def all_replies(self) -> list[Reply]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from diskprefix.cache.cache import PrefixCache
@@ -25,13 +26,14 @@ from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.hooks import Recorder
 from diskprefix.kv.layout import Layout, is_out_of_memory
-from diskprefix.kv.pool import KVPool
+from diskprefix.kv.page_cache import KeptBlock, PageCache
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, use_gpu
 from diskprefix.nouns import CacheReport
 from diskprefix.printable import first_line
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,10 +88,10 @@ class ServedModel:
         self._kv_limit = loaded.fit.kv_limit
         if draft is not None and cache.settings.kv_memory is None:
             self._kv_limit = min(self._kv_limit, draft.loaded.fit.kv_limit)
-        self.pool = self._make_pool(cache.layout, None if draft is None else draft.cache.layout)
+        self.pages = self._make_pages(cache, None if draft is None else draft.cache.layout)
         self.model_positions = _max_positions(self.model)
         """The positions that the model was made for."""
-        longest = loaded.fit.context if cache.layout.unsupported else self.pool.longest(self.model_positions)
+        longest = loaded.fit.context if cache.layout.unsupported else self.pages.longest(self.model_positions)
         self.max_positions = min(longest, self.model_positions)
         """The tokens of the longest sequence that is served: as many as the model has positions, and KV memory room."""
         self.drafter = None if draft is None else self._make_drafter(draft)
@@ -116,13 +118,15 @@ class ServedModel:
         if self.cache.layout.unsupported:
             return
         try:
-            allocation = self.pool.allocate(self.cache.settings.block_size)
-        except ContextTooLong as error:
+            sequence = self.pages.begin(None, np.zeros(self.cache.settings.block_size, np.int32))
+            assert isinstance(sequence, KVSequence), "no other sequence has memory yet"
+            for group in range(len(self.cache.layout.groups)):
+                sequence.prepare_restore(group, 0, self.cache.settings.block_size)
+        except (ContextTooLong, MemoryError) as error:
             log.warning("[engine] there is no memory for any request: %s", error)
             return
-        assert allocation is not None, "no other sequence has memory yet"
-        self.cache.warm_up(allocation.arena)
-        self.pool.release(allocation, keep=False)
+        self.cache.warm_up(sequence)
+        self.pages.end(sequence, keep=False)
 
     def warm_up_thread(self) -> None:
         """Computes what a reply computes first. torch starts threads for each thread that calls it, and the first token
@@ -133,48 +137,43 @@ class ServedModel:
 
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
-        self.pool.give_way()
+        self.pages.give_way()
         if self.drafter is not None:
-            self.drafter.model.pool.give_way()
+            self.drafter.model.pages.give_way()
 
     def drop_gone(self) -> None:
         """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
-        self.pool.drop_gone(self.cache.is_gone)
-        if self.drafter is not None:
-            self.drafter.model.pool.drop_gone(self.drafter.model.cache.is_gone)
+        for cache, pages in self._caches():
+            pages.drop_gone(cache.namespaces.purged_at)
 
     def expires_in_s(self) -> float | None:
         """Returns the seconds until `drop_gone` has something to forget, None if nothing expires."""
-        pools = [self.pool] if self.drafter is None else [self.pool, self.drafter.model.pool]
-        expires_at = min((one.expires_at for pool in pools for one in pool.idle), default=math.inf)
+        expires_at = min(pages.expires_at for _, pages in self._caches())
         return None if expires_at == math.inf else max(0.0, expires_at - time.monotonic())
 
     def hibernate(self, most_s: float = _HIBERNATION_S) -> None:
         """Queues the state that only memory has of sequences that ended, the latest first, for `most_s` seconds at
         most. What has expired or was purged is left out. The engine's thread must have ended."""
         deadline = time.monotonic() + most_s
-        pools = [(self.cache, self.pool)]
-        if self.drafter is not None:
-            pools.append((self.drafter.model.cache, self.drafter.model.pool))
-        for cache, _ in pools:
+        for cache, _ in self._caches():
             cache.namespaces.forget_deleted()
         self.drop_gone()
-        idle = [(cache, one) for cache, pool in pools for one in pool.idle if one.options is not None]
+        ended = [(cache, pages, node) for cache, pages in self._caches() for node in pages.ended()]
         with torch.inference_mode():
-            for number, (cache, one) in enumerate(sorted(idle, key=lambda pair: -pair[1].used_at)):
+            for number, (cache, pages, node) in enumerate(ended):
                 if time.monotonic() > deadline:
-                    log.warning("[disk-cache] %d conversations in memory were not saved in time", len(idle) - number)
+                    log.warning("[disk-cache] %d conversations in memory were not saved in time", len(ended) - number)
                     return
-                num_tokens = one.arena.held(min(one.num_exact, one.num_computed))
-                assert one.options is not None
                 try:
-                    if num_tokens == one.num_computed or cache.layout.is_sliceable:
-                        one.arena.settle()
-                        one.arena.truncate(num_tokens)
-                        cache.hibernate(one.arena, one.token_ids[:num_tokens], one.options)
+                    _hibernate(cache, pages, node)
                 except Exception:
                     # It is computed again. The others must be saved, and the cache closed.
                     log.exception("[disk-cache] a conversation that only memory had was not saved")
+
+    def _caches(self) -> list[tuple[PrefixCache, PageCache]]:
+        """Returns what is on the disk and in memory of the model, and of the draft model."""
+        others = [] if self.drafter is None else [(self.drafter.model.cache, self.drafter.model.pages)]
+        return [(self.cache, self.pages), *others]
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
@@ -201,7 +200,7 @@ class ServedModel:
         """The meaning of `max_positions` in an error."""
         if self.max_positions == self.model_positions:
             return "the positions of this model"
-        return f"the room in KV memory ({format_size(self.pool.limit_bytes)}, see --kv-memory)"
+        return f"the room in KV memory ({format_size(self.pages.pool.limit_bytes)}, see --kv-memory)"
 
     def reply_limit(self, request: GenerateRequest) -> int:
         """Returns the most tokens of a reply."""
@@ -233,12 +232,25 @@ class ServedModel:
             self.drafter.model.release(reply, keep=keep)
 
     def memory_stats(self) -> dict[str, int]:
-        """Returns `KVPool.stats`, with the bytes of the draft model's pool added."""
-        stats = self.pool.stats()
+        """Returns `PageCache.stats`, with the bytes of the draft model's pages added."""
+        stats = self.pages.stats()
         if self.drafter is not None:
-            stats["limit_bytes"] += self.drafter.model.pool.limit_bytes
-            stats["used_bytes"] += self.drafter.model.pool.used_bytes
+            others = self.drafter.model.pages.stats()
+            stats |= {name: stats[name] + others[name] for name in ("limit_bytes", "used_bytes")}
         return stats
+
+    def check_memory(self) -> list[str]:
+        """Returns what is wrong with the pages of the model and of the draft model, and logs it. For any thread: a
+        change of pages is made whole under their lock."""
+        wrong: list[str] = []
+        for _, pages in self._caches():
+            found, stats = pages.check(), pages.stats()
+            level, judged = (logging.ERROR, "; ".join(found)) if found else (logging.INFO, "all counts right")
+            kept = stats["kept_bytes"]
+            used = f"{format_size(stats['used_bytes'] - kept)} in use by {counted(stats['running'], 'sequence')}"
+            log.log(level, "[engine] KV pages: %s, %s kept, %s", used, format_size(kept), judged)
+            wrong += found
+        return wrong
 
     def record_step(self, step: Sequence[Chunk[Reply]], seconds: float) -> None:
         """Records the time of a step, from which the next steps are planned."""
@@ -280,26 +292,26 @@ class ServedModel:
 
     def _make_drafter(self, draft: LoadedDraft) -> ModelDrafter:
         model = draft.loaded.model
-        pool = self._make_pool(draft.cache.layout, self.cache.layout)
-        return ModelDrafter(DraftModel(model, draft.cache, pool, _max_positions(model)), lambda: self.clock())
+        pages = self._make_pages(draft.cache, self.cache.layout)
+        return ModelDrafter(DraftModel(model, draft.cache, pages, _max_positions(model)), lambda: self.clock())
 
-    def _make_pool(self, layout: Layout, beside: Layout | None) -> KVPool:
-        """Makes a pool. `beside` is the layout of another model that gets memory for as many tokens."""
-        device, settings = self.model.device, self.cache.settings
+    def _make_pages(self, cache: PrefixCache, beside: Layout | None) -> PageCache:
+        """Makes a model's memory. `beside` is the layout of another model that gets memory for as many tokens."""
+        device, layout = self.model.device, cache.layout
         share = 1.0 if beside is None else layout.bytes_per_token / (layout.bytes_per_token + beside.bytes_per_token)
-        return KVPool(
+        return PageCache(
             layout,
             device,
+            block_size=cache.settings.block_size,
             limit_bytes=int(share * self._kv_limit),
             free_bytes=partial(kv_bytes, device),
-            max_idle=settings.kv_memory_entries,
-            block_size=settings.block_size,
+            keeps=cache.settings.kv_memory_keeps,
         )
 
     def _touch_memory(self) -> None:
         try:
             num_tokens = self.cache.store.longest_prompt() + _TURN_TOKENS
-            self.pool.touch(_AHEAD_BYTES, min(num_tokens, self.max_positions))
+            self.pages.make_ahead(_AHEAD_BYTES, min(num_tokens, self.max_positions))
         except ContextTooLong as error:
             # It would only be a head start. A request allocates what it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)
@@ -319,6 +331,17 @@ class ServedModel:
             raise ModelError(
                 f"transformers cannot run {type(self.model).__name__} step by step: {first_line(error)}"
             ) from error
+
+
+def _hibernate(cache: PrefixCache, pages: PageCache, node: KeptBlock) -> None:
+    """Queues the state of a sequence that has ended."""
+    token_ids, sequence = pages.token_ids_of(node), pages.resume(node)
+    if token_ids is not None and sequence is not None:
+        try:
+            assert node.options is not None, "it is the end of a sequence"
+            cache.hibernate(sequence, token_ids[: sequence.num_tokens], node.options)
+        finally:
+            pages.end(sequence, keep=False)
 
 
 def _max_positions(model: PreTrainedModel) -> int:

@@ -1,4 +1,4 @@
-"""The cache that models take: transformers' `Cache` over our layers."""
+"""The cache that models take in a forward: transformers' `Cache` over our layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from diskprefix.kv.step import current_step
 
 class StepCache(Cache):  # type: ignore[misc]
     """A cache that shows no state to recurrent layers in a step: they then compute one row as they compute many. The
-    functions of `model.exact.recurrent` get the states."""
+    functions of `model.exact.recurrent` get the states. `num_tokens` counts tokens for layers that do not."""
+
+    def __init__(self, layers: list[Any], num_tokens: Callable[[], int]) -> None:
+        super().__init__(layers=layers)
+        self._num_tokens = num_tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        layer = self.layers[layer_idx]
+        return layer.length if isinstance(layer, TokenLayer) else self._num_tokens()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         found: torch.Tensor | None = None if current_step() else super().get_conv_state(layer_idx, state_idx)
@@ -27,15 +35,3 @@ class StepCache(Cache):  # type: ignore[misc]
             return found
         step.states[:] = [self.layers[layer_idx].states_in(step, "recurrent", state_idx)]
         return None
-
-
-class ArenaCache(StepCache):
-    """A cache like transformers' own `DynamicCache`. `num_tokens` counts tokens for layers that do not."""
-
-    def __init__(self, layers: list[Any], num_tokens: Callable[[], int]) -> None:
-        Cache.__init__(self, layers=layers)
-        self._num_tokens = num_tokens
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        layer = self.layers[layer_idx]
-        return layer.length if isinstance(layer, TokenLayer) else self._num_tokens()

@@ -1,6 +1,6 @@
-"""The cache layers for transformers over the memory of a `kv.arena.KVArena`, one class for each kind of state.
+"""The cache layers for transformers over the memory of a `kv.sequence.KVSequence`, one class for each kind of state.
 
-Each inherits from transformers' own class and returns the same values.
+Each inherits from transformers' own class, and stands for one in a forward.
 """
 
 from __future__ import annotations
@@ -22,71 +22,51 @@ from transformers.cache_utils import (
 )
 
 from diskprefix.kv.layout import LayerSpec
-from diskprefix.kv.sizes import TILE
+from diskprefix.kv.page_table import LayerRows
 from diskprefix.kv.step import Run, Step, current_step
 
 
 class TokenLayer:
-    """Keys and values, [1, heads, capacity, head_dim], written in place. They begin with position `first` and end at
-    position `length`.
+    """The keys and values of a layer in the pages of a sequence, up to position `length`. `window` is in tokens.
 
-    For our own attention (`model.exact.attention`), the current step says where rows go, and the model gets the memory
-    up to the end of the last tile that the step reaches.
+    Our own attention (`model.exact.attention`) reads the pages of all sequences of a step, and `update` returns where
+    they are. Any other gets a copy of what it may look at, side by side.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: LayerRows
+    """With latent attention (MLA), a row of memory is a latent, which is in the place of the key, and a rotary key,
+    which is in that of the value."""
+    values: LayerRows
     length = 0
-    first = 0
     window: int | None = None
-    latent_dim = 0
-    """The size of a latent. With latent attention (MLA), a row of memory is a latent, which is in the place of the key,
-    and a rotary key, which is in that of the value."""
     sequences: Sequence[TokenLayer] = ()
     """The layers of several sequences that this layer stands for, in the order of the step's runs."""
 
-    def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
-        if part == "latent":
-            self.keys, self.values = tensor[..., : self.latent_dim], tensor[..., self.latent_dim :]
-        else:
-            setattr(self, part, tensor)
-        self.first = first
-        self.dtype, self.device = tensor.dtype, tensor.device
+    def bind(self, keys: LayerRows, values: LayerRows, device: torch.device) -> None:
+        self.keys, self.values, self.dtype, self.device = keys, values, keys.dtype, device
         self.is_initialized = True
 
-    def set_length(self, num_tokens: int) -> None:
-        self.length = num_tokens
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the sequence binds the layer before its first use."""
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Appends [1, heads, n, head_dim]. Returns views of all keys and values that the n tokens may look at."""
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[Any, Any]:
+        """Appends [1, heads, n, head_dim]. Returns all keys and values that the n tokens may look at."""
         step = current_step()
-        if step is not None:
-            (run,) = step.runs
-            return self.put(key_states, value_states, run)
-        end = self.length + key_states.shape[-2]
-        written = slice(self.length - self.first, end - self.first)
-        self.keys[:, :, written], self.values[:, :, written] = key_states, value_states
-        seen = slice(self._first_visible() - self.first, end - self.first)
-        self.length = end
-        return self.keys[:, :, seen], self.values[:, :, seen]
+        run = Run(self.length, keys.shape[-2]) if step is None else step.runs[0]
+        self.put(keys, values, run)
+        if step is not None and not step.gathers:
+            return [self.keys], [self.values]
+        first = 0 if self.window is None else max(0, run.start - self.window + 1)
+        return self.keys.gathered(first, run.end), self.values.gathered(first, run.end)
 
-    def put(self, keys: torch.Tensor, values: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the rows of `run`, [1, heads, num_rows, head_dim]. Returns the memory up to the end of the run's last
-        tile: attention derives the position of the first row from that."""
-        written = slice(run.start - self.first, run.end - self.first)
-        self.keys[:, :, written], self.values[:, :, written] = keys, values
+    def put(self, keys: torch.Tensor, values: torch.Tensor, run: Run) -> None:
+        """Writes the rows of `run`, [1, heads, num_rows, head_dim]."""
+        self.keys.put(run.start, keys[0])
+        self.values.put(run.start, values[0])
         self.length = run.end
-        # Some models compute with everything that is returned.
-        reach = -(-run.end // TILE) * TILE - self.first
-        return self.keys[:, :, :reach], self.values[:, :, :reach]
-
-    def _first_visible(self) -> int:
-        return 0 if self.window is None else max(0, self.length - self.window + 1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        start = self._first_visible()
+        start = 0 if self.window is None else max(0, self.length - self.window + 1)
         return self.length - start + query_length, start
 
     def get_seq_length(self) -> int:
@@ -144,7 +124,7 @@ class StateLayer:
         states = []
         for layer, run in zip(self.sequences or (self,), step.runs, strict=True):
             state = (layer.conv_states if part == "conv" else layer.recurrent_states)[index]
-            assert state is not None, "the arena binds all states"
+            assert state is not None, "the sequence binds all states"
             states.append(state if run.start else state.zero_())
         return states
 
@@ -182,13 +162,6 @@ class LinearAndSlidingLayer(StateLayer, TokenLayer, LinearAttentionAndSlidingWin
 
 def make_layer(spec: LayerSpec) -> Any:
     """Returns an empty layer without memory."""
-    layer = _layer_of_kind(spec)
-    if spec.latent_dim:
-        layer.latent_dim = spec.latent_dim
-    return layer
-
-
-def _layer_of_kind(spec: LayerSpec) -> Any:
     match spec.kind:
         case "full":
             return FullAttentionLayer()
@@ -208,7 +181,7 @@ def _layer_of_kind(spec: LayerSpec) -> Any:
 
 def packed(layers: Sequence[Any], step: Step) -> Any:
     """Returns one layer for several sequences that share a forward. The rows of each sequence go to its own memory, and
-    `update` returns lists of memory for our own attention. Everything else is that of the first layer."""
+    `update` returns the memory of all for our own attention. Everything else is that of the first layer."""
     layer = copy.copy(layers[0])
     vars(layer)["sequences"] = layers
     if isinstance(layer, TokenLayer):
@@ -218,8 +191,10 @@ def packed(layers: Sequence[Any], step: Step) -> Any:
 
 def _update(
     layers: Sequence[TokenLayer], step: Step, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+) -> tuple[list[LayerRows], list[LayerRows]]:
     sizes = [run.num_rows for run in step.runs]
-    parts = zip(layers, torch.split(keys, sizes, 2), torch.split(values, sizes, 2), step.runs, strict=True)
-    memory = [layer.put(key, value, run) for layer, key, value, run in parts]
-    return [key for key, _ in memory], [value for _, value in memory]
+    for layer, key, value, run in zip(
+        layers, torch.split(keys, sizes, 2), torch.split(values, sizes, 2), step.runs, strict=True
+    ):
+        layer.put(key, value, run)
+    return [layer.keys for layer in layers], [layer.values for layer in layers]

@@ -5,32 +5,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
-TILE = 512
-"""The tokens in a tile. Attention reads keys in tiles, counted from position 0 of a sequence, and the memory of a
-sequence is a multiple of a tile."""
-CAPACITY_STEP = 1024
-"""Memory is allocated for a multiple of so many tokens."""
-PAD_TOKENS = 64
-"""Keeps the distance between heads off powers of two, which would map them to the same cache sets. Never used."""
-_STEP_TOKENS = 256
-"""The most rows of a step that do not enlarge the memory of a window."""
-_SPARE_TILES = 1
-"""The tiles above what is needed. With more, memory moves less often."""
+STEP_TOKENS = 256
+"""The rows of a step: while it computes, a window has the pages of its first row and those of its last one."""
+
+MOST_TAKEN_BACK = 64
+"""The last tokens of a sequence that may be taken back: a window keeps the pages for that."""
 
 
-def whole_tiles(num_tokens: int) -> int:
-    """Returns the number rounded up to whole tiles."""
-    return -(-num_tokens // TILE) * TILE
+def num_pages(num_tokens: int, block_size: int, window: int | None = None) -> int:
+    """Returns the most pages of one group that a sequence of so many tokens holds. Those behind a window are given
+    back."""
+    pages = -(-num_tokens // block_size)
+    return pages if window is None else min(pages, (window + MOST_TAKEN_BACK + STEP_TOKENS - 2) // block_size + 2)
 
 
-def window_room(window: int, block_size: int) -> int:
-    """Returns the tokens that the sliding memory of a window has room for."""
-    looked_at = max(window, block_size) + max(_STEP_TOKENS, block_size)
-    # A tile more, as both ends are within a tile.
-    return whole_tiles(looked_at) + TILE * (1 + _SPARE_TILES)
-
-
-def longest_within(num_bytes: int, bytes_for: Callable[[int], int], most: int, step: int = CAPACITY_STEP) -> int:
+def longest_within(num_bytes: int, bytes_for: Callable[[int], int], most: int, step: int) -> int:
     """Returns the longest sequence, at most `most` tokens, that fits in so many bytes: a multiple of `step`, or `most`.
     `bytes_for` returns the bytes of the memory of a sequence."""
     lengths = [*range(step, most, step), most]

@@ -25,9 +25,11 @@ class Run:
 @dataclass(frozen=True, eq=False)
 class Step:
     """The rows of a forward, in order. `states` has the recurrent states that a layer has just asked for, one for each
-    run: its recurrence takes them."""
+    run: its recurrence takes them. `gathers`: the model uses the memory of a layer before attention does, so it gets a
+    copy of it side by side. Then there is one run."""
 
     runs: tuple[Run, ...]
+    gathers: bool = False
     states: list[list[torch.Tensor]] = field(default_factory=list)
 
     @property

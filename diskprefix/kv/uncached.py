@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TransformersState:
-    """The state of a sequence in place of a `KVArena`, for models that are not supported and for prompts with `media`.
+    """The state of a sequence in place of a `KVSequence`, for unsupported models and for prompts with `media`.
 
     It calls the two hooks that each model class has for `generate`, so a reply is the one of `generate`.
     """
@@ -26,7 +26,6 @@ class TransformersState:
         self._accepted = inspect.signature(type(model).forward).parameters
         self._ids: torch.Tensor | None = None
         self._carried: dict[str, Any] = {}
-        self._marked: tuple[torch.Tensor | None, dict[str, Any]] | None = None
         self._shifted = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._shifts: list[Any] = [None for _ in self._shifted]
         """The shifts of positions by the images of this prompt. The model keeps them in its modules."""
@@ -34,15 +33,12 @@ class TransformersState:
 
     def truncate(self, num_tokens: int) -> None:
         assert num_tokens == 0
-        self._ids, self._marked = None, None
+        self._ids = None
         self._carried = {"use_cache": True}
         if "logits_to_keep" in self._accepted:
             self._carried["logits_to_keep"] = 1
         if "past_key_values" in self._accepted and self._model._supports_default_dynamic_cache():
             self._carried["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-
-    def reserve(self, num_tokens: int) -> None:
-        """Does nothing: this state grows by itself."""
 
     def forward(self, _model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
@@ -82,14 +78,11 @@ class TransformersState:
         if mask is not None and bool((mask == 1).all()):
             del self._carried["attention_mask"]
 
-    def mark(self) -> None:
-        """Marks this point for `rewind`. The copy is deep, because recurrent state is updated in place."""
-        self._marked = self._ids, copy.deepcopy(self._carried)
-
-    def rewind(self) -> None:
-        assert self._marked is not None
-        self._ids, carried = self._marked
-        self._carried = copy.deepcopy(carried)
+    def fork(self) -> TransformersState:
+        """Returns a copy. It is deep, because recurrent state is updated in place."""
+        forked = copy.copy(self)
+        forked._carried, forked._shifts = copy.deepcopy(self._carried), list(self._shifts)
+        return forked
 
 
 def _placed(value: Any, model: PreTrainedModel) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 ONE_PAGE = 1 << 40
 """The tokens of a page that is all of a sequence's memory."""
+_TILE = 256
+"""`KEY_TILE` of `source/attention.h`: tokens that are read together, whether all of them are seen or not."""
 
 
 class PagedRows(NamedTuple):
@@ -33,18 +35,20 @@ class PagedRows(NamedTuple):
     head_stride: int
     token_stride: int
     """From a row to that of the next head, or token, in numbers."""
-    table: array[int] | None = None
-    """What `pages` is the address of, if nobody else keeps it."""
+    kept: tuple[array[int], torch.Tensor] | None = None
+    """What `pages` is the address of, and the memory, if nobody else keeps them."""
 
 
 def contiguous(tensor: torch.Tensor, first: int = 0) -> PagedRows:
     """Returns memory [kv_heads, tokens, dim] that begins with position `first`, as one page of `ONE_PAGE` tokens. Keep
     the result until the operator returns."""
+    if before := first % _TILE:
+        tensor = torch.nn.functional.pad(tensor, (0, 0, before, 0))
     require(tensor.stride(2) == 1, tensor)
     table = array("Q", [tensor.data_ptr()])
     head_stride, token_stride, _ = tensor.stride()
-    offset = -first * token_stride * tensor.itemsize
-    return PagedRows(table.buffer_info()[0], offset, head_stride, token_stride, table)
+    offset = (before - first) * token_stride * tensor.itemsize
+    return PagedRows(table.buffer_info()[0], offset, head_stride, token_stride, (table, tensor))
 
 
 def attention(
@@ -82,9 +86,10 @@ def attention(
     return out
 
 
-def run_of(start: int, num_rows: int, page_tokens: int, keys: PagedRows, values: PagedRows) -> bytes:
+def run_of(start: int, num_rows: int, page_tokens: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bytes:
     """Returns the `Run` of a sequence, as `attention` takes it: `num_rows` rows, the first at position `start`, and its
-    pages of `page_tokens` tokens, the first of which begins with position 0."""
+    pages of `page_tokens` tokens, the first of which begins with position 0. `keys` and `values` begin as
+    `PagedRows` do."""
     if not (start >= 0 and num_rows > 0 and page_tokens > 0):
         raise ValueError(f"a compiled operator does not take {num_rows} rows from {start} on in pages of {page_tokens}")
     return _RUN.pack(start, num_rows, page_tokens, *keys[:4], *values[:4])

@@ -124,10 +124,9 @@ def _queue_metrics(serving: Serving) -> Iterator[Metric]:
 
 def _engine_metrics(serving: Serving) -> Iterator[Metric]:
     memory, figures = serving.engine.memory_stats(), serving.engine.figures
-    slots = {"running": memory["running"], "idle": memory["entries"]}
-    yield _by_label(GaugeMetricFamily, "slots", "Sequences whose state is in memory.", "state", slots)
-    yield _gauge("idle_slots_limit", "Sequences that may stay in memory after their end.", memory["max_entries"])
-    yield _gauge("idle_slots_tokens", "Tokens of the sequences that ended and stay in memory.", memory["entry_tokens"])
+    yield _gauge("kv_sequences", "Sequences that have memory.", memory["running"])
+    yield _gauge("kv_kept_tokens", "Tokens whose state is in memory and that no sequence uses.", memory["kept_tokens"])
+    yield _gauge("kv_kept_bytes", "Memory of these tokens, which is there for others.", memory["kept_bytes"])
     yield _gauge("kv_memory_bytes", "Memory that the state of sequences takes.", memory["used_bytes"])
     yield _gauge("kv_memory_limit_bytes", "Memory that it may take (--kv-memory).", memory["limit_bytes"])
     yield _histogram("step_seconds", "Time of each forward of the model.", figures.step_s)

@@ -91,13 +91,15 @@ async def health(request: Request) -> JSONResponse:
     dependencies=[Depends(require_owner)],
     responses={401: {"description": "The caller is not the owner."}},
 )
-async def props(request: Request) -> dict[str, Any]:
+async def props(request: Request, check: bool = False) -> dict[str, Any]:
     """The model, the cache with its settings and counts, all settings and the start-up times. `prefix_breaks`: the
-    lines because of which less of prompts was found. `gate`: whether restoring is faster than computing."""
+    lines because of which less of prompts was found. `gate`: whether restoring is faster than computing. With `check`,
+    `wrong_pages` says what is wrong with the pages of KV memory: nothing, if all is well."""
     daemon = _daemon(request)
     serving = await daemon.ready()
     stats = await serving.cache_stats()
-    return {
+    checked = {"wrong_pages": await daemon.threads.run("rendering", serving.engine.check_memory)} if check else {}
+    return checked | {
         "version": __version__,
         "model": _model_props(serving),
         "full_cache": {"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},

@@ -88,7 +88,7 @@ class NewNode:
 
     @property
     def payload_bytes(self) -> int:
-        return sum(map(len, self.payload))
+        return sum(piece.num_bytes for piece in self.pieces)
 
     def is_sound(self, index: int) -> bool:
         """Returns whether a piece is finite, or need not be."""

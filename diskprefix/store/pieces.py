@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -32,8 +32,8 @@ DTYPES = {
 }
 """torch's name of a dtype → its bytes, its element in pieces, and safetensors' name."""
 
-Payload: TypeAlias = tuple[memoryview, ...]
-"""The raw bytes of each piece, C-contiguous."""
+Payload: TypeAlias = Sequence[memoryview]
+"""The raw bytes of each piece, C-contiguous. Read it by index: it may make a copy each time."""
 
 Axis: TypeAlias = Literal["page", "head", "token", "dim"]
 _AXES: frozenset[tuple[Axis, ...]] = frozenset(

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -82,7 +82,9 @@ class Publication:
     setting holds; `prompt_ttl_s` is the same for the prompt. `prompt_group` is the prompt's group: 8 bytes, or empty.
     New checkpoints remove the conversation's earlier ones, except the last few and those at `anchors`, in tokens; with
     None they remove none. `daemon_ttl_s` is the daemon's time to live, 0 for none. `parts` are written before the rest.
-    `on_done` is called once when nothing reads the payloads any more, whether they were written or not, on any thread.
+    `page_bytes` of the payloads lie in memory that is there anyhow. `on_done` is called once when nothing reads the
+    payloads any more, whether they were written or not, on any thread; `frees` tells whether that would free memory.
+    `is_lost`: its nodes were lost while it waited, and what continues them must not be written.
     """
 
     store_id: bytes
@@ -99,7 +101,14 @@ class Publication:
     daemon_ttl_s: float = 0.0
     parts: tuple[Part, ...] = ()
     chain: Chain = field(default_factory=Chain)
+    page_bytes: int = 0
     on_done: Callable[[], None] = lambda: None
+    frees: Callable[[], bool] = lambda: True
+    is_lost: bool = False
+
+    def without_nodes(self) -> Publication:
+        """Returns what is left of it if its nodes are lost."""
+        return replace(self, nodes=(), last_node=None, entry=None)
 
     @property
     def base(self) -> bytes | None:
@@ -120,7 +129,7 @@ class Publication:
 
     @property
     def is_finite(self) -> bool:
-        """Whether everything that must be finite is."""
+        """Returns whether everything that must be finite is."""
         return all(node.is_sound(index) for node in self.nodes for index in range(node.num_checked))
 
 

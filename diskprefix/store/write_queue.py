@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -30,25 +30,24 @@ class WriteQueue:
         self._damaged: dict[bytes, bytes] = {}
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
         """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
-        be in neither. Payloads are there within `view` only."""
-        self.pending_bytes = 0
-        self.on_room: Callable[[], None] = lambda: None
-        """Called when there is more room in the buffer."""
+        be in neither."""
+        self.pending_bytes = self._page_bytes = 0
+        """The bytes of payloads that wait, and how many of them take no room in the buffer."""
         self._changed = threading.Condition()
         self._held_at: float | None = None
         """The time since which writing is paused, on the clock of `time.monotonic`; None if it is not."""
         self._num_waiting = 0
         """Callers that wait until everything is written."""
-        self._views: set[object] = set()
-        """One for each that reads `pending`."""
+        self._views: dict[object, Mapping[bytes, NewNode]] = {}
+        """For each reader what it reads."""
         self._left: list[tuple[Publication, frozenset[object]]] = []
-        """What left the queue and is not done, with the views that may show it."""
+        """What left the queue and is not done, with the views that show it."""
         self._closing = self._has_ended = False
 
-    def reserve(self, size: int, *, leaving: int = 0) -> bool:
-        """Reserves `size` bytes of the buffer. Returns whether there was room for them and `leaving` bytes more."""
+    def reserve(self, size: int) -> bool:
+        """Reserves `size` bytes of the buffer. Returns whether there was room for them."""
         with self._changed:
-            has_room = size + leaving <= self.room_bytes
+            has_room = size <= self.room_bytes
             self.pending_bytes += size if has_room else 0
             return has_room
 
@@ -57,17 +56,19 @@ class WriteQueue:
         with self._changed:
             self.pending_bytes -= size
             self._changed.notify_all()
-        self.on_room()
 
     def submit(self, publication: Publication, *, reserved_bytes: int) -> None:
         """Queues a publication whose payloads take the bytes that were reserved. Its nodes are visible at once. It is
         lost if the thread has ended."""
-        assert publication.payload_bytes == reserved_bytes
+        assert publication.payload_bytes == reserved_bytes + publication.page_bytes
         with self._changed:
+            pending = MappingProxyType(dict(self.pending) | {n.name: n for n in publication.nodes})
             if publication.base is not None:
                 self._evictor.pin(publication.base)
             self._queue.append(publication)
-            self.pending = MappingProxyType(dict(self.pending) | {n.name: n for n in publication.nodes})
+            self.pending = pending
+            self.pending_bytes += publication.page_bytes
+            self._page_bytes += publication.page_bytes
             self._changed.notify_all()
             is_late = self._has_ended
         if is_late:
@@ -79,13 +80,12 @@ class WriteQueue:
         """Yields `pending`. Until the end, no publication that it shows is done."""
         view = object()
         with self._changed:
-            self._views.add(view)
-            pending = self.pending
+            pending = self._views[view] = self.pending
         try:
             yield pending
         finally:
             with self._changed:
-                self._views.remove(view)
+                del self._views[view]
             self._finish()
 
     def pause_writing(self) -> None:
@@ -121,7 +121,7 @@ class WriteQueue:
     @property
     def room_bytes(self) -> int:
         """The bytes that may still be reserved."""
-        return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes)
+        return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes + self._page_bytes)
 
     def _use(self, uses: Mapping[bytes, Use]) -> None:
         with self._changed:
@@ -158,22 +158,31 @@ class WriteQueue:
     def _forget(self, publication: Publication) -> None:
         """Takes a publication that was written, or is lost, out of the queue. Every one leaves by this method."""
         with self._changed:
-            if publication in self._queue:
-                self._queue.remove(publication)
-            self._left.append((publication, frozenset(self._views)))
-            self.pending_bytes -= publication.payload_bytes
             gone = {node.name for node in publication.nodes}
             self.pending = MappingProxyType({k: v for k, v in self.pending.items() if k not in gone})
             if publication.base is not None:
                 self._evictor.unpin(publication.base)
-            self._changed.notify_all()
+            self._left.append((publication, self._views_of(publication)))
         self._finish()
-        self.on_room()
+        with self._changed:
+            if publication in self._queue:
+                self._queue.remove(publication)
+            self._changed.notify_all()
+
+    def _views_of(self, publication: Publication) -> frozenset[object]:
+        """Returns the views that show a node of a publication."""
+        views = self._views.items()
+        return frozenset(view for view, shown in views if any(shown.get(n.name) is n for n in publication.nodes))
 
     def _finish(self) -> None:
         """Calls `on_done` of what left the queue and no open view shows. Not under the lock: the callee has its own."""
         with self._changed:
-            done = [publication for publication, views in self._left if views.isdisjoint(self._views)]
-            self._left = [one for one in self._left if not one[1].isdisjoint(self._views)]
+            open_views = self._views.keys()
+            done = [publication for publication, views in self._left if views.isdisjoint(open_views)]
+            self._left = [one for one in self._left if not one[1].isdisjoint(open_views)]
         for publication in done:
             publication.on_done()
+        with self._changed:
+            self.pending_bytes -= sum(publication.payload_bytes for publication in done)
+            self._page_bytes -= sum(publication.page_bytes for publication in done)
+            self._changed.notify_all()

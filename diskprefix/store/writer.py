@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,32 @@ class Writer(WriteQueue):
         and again if a new file replaces the store's."""
         with self._changed:
             self.house.models += (model,)
+
+    def write_pages(self, timeout_s: float) -> bool:
+        """Has what waits in pages written now, because others need them. Waits until some of it is. Returns False if
+        there is none or the time runs out."""
+        with self._changed:
+            before, self._held_at = self._page_bytes, None
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not before or self._page_bytes < before, timeout_s) and before > 0
+
+    def drop_pages(self) -> bool:
+        """Loses the latest publication that waits in pages which nobody else uses, because others need them. What was
+        submitted before it is written, and that its prompt was seen counts all the same. Returns False if there is
+        none."""
+        with self._changed:
+            # The first one is being written.
+            number = next((n for n in range(len(self._queue) - 1, 0, -1) if self._can_drop(self._queue[n])), None)
+            if number is None:
+                return False
+            lost = self._queue[number]
+            self._queue[number] = replace(lost.without_nodes(), page_bytes=0, on_done=lambda: None, is_lost=True)
+            self._tell_loss(lost.chain.break_off, "its memory was needed before the disk had room for it")
+        self._forget(lost)
+        return True
+
+    def _can_drop(self, publication: Publication) -> bool:
+        return publication.page_bytes > 0 and publication.frees() and not self._views_of(publication)
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything that was submitted is written, and notes as far as the store takes them. Returns False
@@ -116,11 +143,10 @@ class Writer(WriteQueue):
     def _write_all(self, publication: Publication | None) -> None:
         """Writes what waits in one transaction. If that fails, each part is tried alone: none keeps the others back."""
         if publication is not None:
-            self._check(publication)
+            self.house.attempt(partial(self._check, publication))
         if publication is not None and publication.chain.is_lost:
             # What it continues is lost. That the prompt was seen counts all the same.
-            publication = replace(publication, nodes=(), last_node=None, entry=None)
-            publication = publication if publication.prompt is not None else None
+            publication = publication.without_nodes() if publication.prompt is not None else None
         # Uses come first, as the publication may replace what was used.
         sources = (self._using, self.notes.writing, self.savings.writing)
         try:
@@ -138,10 +164,14 @@ class Writer(WriteQueue):
                 self.house.attempt(partial(self._publish_alone, publication))
 
     def _check(self, publication: Publication) -> None:
-        """Loses what is not finite, and all that continues it."""
-        if publication.chain.is_lost or publication.is_finite:
-            return
-        if publication.chain.lose(why := "its state is not finite"):
+        """Loses what is not finite, or was lost while it waited, and all that continues it."""
+        if publication.is_lost:
+            publication.chain.lose()
+        elif not publication.chain.is_lost and not publication.is_finite:
+            self._tell_loss(publication.chain.lose, "its state is not finite")
+
+    def _tell_loss(self, lose: Callable[[str], bool], why: str) -> None:
+        if lose(why):
             self.dropped += 1
             log.warning("[disk-cache] a prompt is not saved, or not all of it: %s", why)
 

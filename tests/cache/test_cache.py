@@ -16,7 +16,10 @@ import torch
 
 from diskprefix.cache import namespaces as namespaces_module
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.saving import Saver
 from diskprefix.errors import StoreUnavailable
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import LONG_PROMPT, SHARED, CacheOptions, Mark, Prompt, Scope, Tenant
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import PurgeFilter, purge
@@ -62,30 +65,16 @@ def test_an_exact_repeat_after_a_reopen_runs_no_forward(num_tokens: int, device:
 
 
 def test_what_is_still_in_the_buffer_serves_the_next_request(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is written later is the prompt's state, not what came after it in the same memory."""
     with gated(runner, monkeypatch):
-        cold = runner.run(PROMPT, "full", reply=4)
-        warm = runner.run(PROMPT, "full", reply=4)
+        cold = runner.run(PROMPT, "full", reply=40)
+        warm = runner.run(PROMPT, "full", reply=40)
     assert same(cold, warm)
     assert (warm.report.source, warm.report.restored) == ("memory", len(PROMPT))
     runner.reopen()
-    assert runner.run(PROMPT, "full").report.source == "disk"
-
-
-def test_saving_reads_the_prompt_while_the_reply_is_decoded(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The capture is held until the reply is complete: it must save the prompt's state, not what came after."""
-    decoded, read = threading.Event(), runner.arena.read_tokens
-
-    def late(position: int, num_tokens: int) -> memoryview:
-        assert decoded.wait(30)
-        return read(position, num_tokens)
-
-    monkeypatch.setattr(runner.arena, "read_tokens", late)
-    cold = runner.run(PROMPT, "full", reply=40)
-    decoded.set()
-    runner.reopen()
-    warm = runner.run(PROMPT, "full", reply=40)
-    assert same(cold, warm)
-    assert warm.report.restored == len(PROMPT)
+    again = runner.run(PROMPT, "full", reply=40)
+    assert same(cold, again)
+    assert (again.report.source, again.report.restored) == ("disk", len(PROMPT))
 
 
 # Damage and failures.
@@ -168,7 +157,7 @@ def test_pages_that_lmdb_cannot_read_make_a_miss_and_the_file_is_moved_aside(
     runner.wait_for(lambda: runner.cache.stats()["state"] != "degraded")
 
 
-@pytest.mark.parametrize("step", ["restore", "after_step", "capture", "publish", "submit"])
+@pytest.mark.parametrize("step", ["restore", "after_step", "copy", "pages", "publish", "logits", "submit"])
 @pytest.mark.parametrize("error", [MemoryError("none left"), torch.OutOfMemoryError("none left")], ids=repr)
 def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
     step: str, error: Exception, opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -184,31 +173,41 @@ def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
     def fail(*_: Any, **_named: Any) -> Any:
         raise error
 
-    targets = {"restore": "fill", "capture": "read_tokens", "submit": "logits_bytes"}
+    targets: dict[str, tuple[Any, str]] = {
+        "restore": (KVSequence, "fill"),
+        "copy": (KVSequence, "read_tokens"),
+        "pages": (PagePool, "hold"),
+        "logits": (KVSequence, "logits_bytes"),
+        "submit": (Saver, "_publication"),
+    }
     with monkeypatch.context() as patch:
         if step == "publish":
             # Only the copy at the prompt's end: no checkpoint before it.
             patch.setattr(CachedRequest, "after_step", lambda *_: None)
-        patch.setattr(runner.arena, targets.get(step, "read_states"), fail)
+        patch.setattr(*targets.get(step, (KVSequence, "read_states")), fail)
         answer = runner.run(more, "full", boundaries=(6 * BLOCK, 7 * BLOCK), reply=4)
         runner.flush()
     assert same(cold, answer)
     assert answer.report.miss_reason == ("error" if step == "restore" else None)
     assert "none left" in caplog.text
     stats = runner.cache.stats()
-    assert (stats["errors"] > 0, stats["dropped"] > 0, stats["pending_bytes"]) == (True, step == "capture", 0)
+    is_lost = step in ("copy", "pages", "submit")
+    assert (stats["errors"] > 0, stats["dropped"], stats["pending_bytes"]) == (True, is_lost, 0)
     assert not runner.cache.store.evictor.pinned()
+    assert not runner.pool.holds
     assert same(runner.run(more, "full", reply=4), cold)
 
 
-def test_without_room_in_the_write_buffer_nothing_is_saved_and_it_says_so(
+def test_without_room_in_the_write_buffer_the_end_is_lost_and_the_blocks_are_saved(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = opened(kv_cache_write_buffer=1000)
     report = runner.run(PROMPT, "full").report
-    assert (report.saved, report.dropped_because) == ("dropped", "the write buffer is smaller than a block")
-    assert runner.cache.stats()["dropped"] == 1
-    assert "the write buffer is smaller than a block" in caplog.text
+    assert (report.saved, report.dropped_because) == ("dropped", "the write buffer had no room for its end")
+    runner.flush()
+    stats = runner.cache.stats()
+    assert (stats["blocks"], stats["entries"], stats["dropped"]) == (4, 0, 1)
+    assert len([record for record in caplog.records if "not saved" in record.message]) == 1
 
 
 # Why nothing was restored.
@@ -291,7 +290,7 @@ def test_a_hit_saves_what_computing_its_tokens_took_though_nothing_else_was_meas
 ) -> None:
     took, publish = 3600.0, CachedRequest.publish
     with monkeypatch.context() as patched:
-        patched.setattr(CachedRequest, "publish", lambda self, arena, logits, _: publish(self, arena, logits, took))
+        patched.setattr(CachedRequest, "publish", lambda self, state, logits, _: publish(self, state, logits, took))
         # All is published at the end, when it is known what it took.
         patched.setattr(CachedRequest, "after_step", lambda *_: None)
         if where == "memory":
@@ -379,9 +378,7 @@ def test_what_a_restore_goes_on_from_stays_while_it_is_extended(opened: Opened) 
     runner.flush()
     branch = longer(prompt[: 6 * BLOCK], BLOCK)
     cached = runner.cache.begin(Prompt(branch), FULL)
-    runner.arena.truncate(0)
-    runner.arena.reserve(len(branch))
-    restored = cached.restore(runner.arena)
+    restored = cached.restore(runner.new_sequence(len(branch)))
     assert (restored.num_tokens, restored.matched) == (4 * BLOCK, 6 * BLOCK)
     assert set(runner.cache.store.evictor.pinned()) == {restored.last_node, restored.blocks[-1].name}
     cached.close()
@@ -450,11 +447,10 @@ def test_the_store_is_read_with_the_fetch_and_not_by_the_engine(
         with monkeypatch.context() as patched:
             patched.setattr(runner.cache.store, "snapshot", reading)
             cached = runner.cache.begin(Prompt(more), CacheOptions(scope=AUTO.scope, tenant=ALICE))
-            runner.arena.reserve(len(more))
-            fetching = threading.Thread(target=cached.fetch, args=(runner.arena,))
+            fetching = threading.Thread(target=cached.fetch, args=(runner.new_sequence(len(more)),))
             fetching.start()
             fetching.join()
-            cached.choose(runner.arena)
+            cached.choose(runner.sequence)
         assert (cached.selection.reason, cached.selection.recent) == ("continues", 2)
         cached.close()
 

@@ -1,7 +1,8 @@
-"""An arena may have the beginning of the prompt already: then only what lies behind it is loaded."""
+"""A sequence may have the beginning of the prompt already: then only what lies behind it is loaded."""
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
-from diskprefix.kv.arena import KVArena
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds, floor_to_grid
@@ -27,14 +28,12 @@ PROMPT = random_prompt(1, 6 * BLOCK + 5)
 
 
 def compute(runner: Runner, token_ids: TokenIds, start: int = 0) -> torch.Tensor:
-    """Computes a prompt in this arena, as the memory tier holds it. Returns the next-token logits."""
+    """Computes a prompt in a new sequence, or goes on in the last one. Returns the next-token logits."""
     if not start:
-        runner.arena.settle()
-        runner.arena.truncate(0)
-        runner.arena.reserve(len(PROMPT) + 40)
+        runner.new_sequence(len(PROMPT) + 40)
     with torch.inference_mode():
         return prefill(
-            runner.model, runner.arena, token_ids, start=start, block_size=BLOCK, after_step=lambda _: None
+            runner.model, runner.sequence, token_ids, start=start, block_size=BLOCK, after_step=lambda _: None
         ).clone()
 
 
@@ -42,34 +41,34 @@ def fetch(
     runner: Runner, have: int, logits: torch.Tensor | None = None, options: CacheOptions = READ_ONLY
 ) -> CachedRequest:
     cached = runner.cache.begin(Prompt(PROMPT), options)
-    cached.fetch(runner.arena, have, logits)
-    cached.choose(runner.arena)
+    cached.fetch(runner.sequence, have, logits)
+    cached.choose(runner.sequence)
     return cached
 
 
 @pytest.mark.parametrize("have", [2 * BLOCK, 2 * BLOCK + 3, 4 * BLOCK - 1])
-def test_what_the_arena_has_is_neither_loaded_nor_overwritten(
+def test_what_the_sequence_has_is_neither_loaded_nor_overwritten(
     have: int, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = opened("token")
     runner.run(PROMPT, "full")
     runner.flush()
     logits = compute(runner, PROMPT)
-    expected = runner.arena.read_tokens(0, len(PROMPT))
+    expected = runner.sequence.read_tokens(0, len(PROMPT))
     compute(runner, PROMPT[:have])
     filled: list[int] = []
-    fill = runner.arena.fill
+    fill = runner.sequence.fill
 
     def noted(position: int, *args: Any) -> None:
         filled.append(position)
         fill(position, *args)
 
-    monkeypatch.setattr(runner.arena, "fill", noted)
+    monkeypatch.setattr(runner.sequence, "fill", noted)
     cached = fetch(runner, have)
     restored = cached.restored
     assert (restored.num_tokens, restored.stored_tokens, restored.source) == (len(PROMPT), len(PROMPT), "disk")
     assert min(filled) == have
-    assert runner.arena.read_tokens(0, len(PROMPT)) == expected
+    assert runner.sequence.read_tokens(0, len(PROMPT)) == expected
     assert restored.logits is not None
     assert torch.equal(restored.logits, logits)
     block_bytes = BLOCK * runner.layout.bytes_per_token
@@ -78,16 +77,16 @@ def test_what_the_arena_has_is_neither_loaded_nor_overwritten(
     cached.close()
 
 
-def test_what_is_stored_no_further_than_the_arena_has_is_not_loaded(opened: Opened) -> None:
+def test_what_is_stored_no_further_than_the_sequence_has_is_not_loaded(opened: Opened) -> None:
     runner, have = opened("token"), 3 * BLOCK + 2
     runner.run(PROMPT, 2 * BLOCK)
     runner.flush()
     compute(runner, PROMPT[:have])
-    expected = runner.arena.read_tokens(0, have)
+    expected = runner.sequence.read_tokens(0, have)
     cached = fetch(runner, have)
     restored = cached.restored
     assert (restored.num_tokens, restored.stored_tokens, restored.num_bytes) == (have, 2 * BLOCK, 0)
-    assert runner.arena.read_tokens(0, have) == expected
+    assert runner.sequence.read_tokens(0, have) == expected
     report = cached.close()
     assert (report.source, report.restored, report.miss_reason) == ("memory", have, None)
 
@@ -100,7 +99,7 @@ def test_a_whole_prompt_in_memory_comes_with_its_logits_and_is_saved(name: str, 
     cached = fetch(runner, len(PROMPT), logits, FULL)
     assert cached.restored.logits is not None
     assert torch.equal(cached.restored.logits, logits)
-    cached.publish(runner.arena, logits, 0.0)
+    cached.publish(runner.sequence, logits, 0.0)
     report = cached.close()
     assert (report.restored, report.saved) == (len(PROMPT), "queued")
     runner.reopen()
@@ -114,8 +113,9 @@ def test_what_memory_has_counts_as_stored_for_no_policy(opened: Opened) -> None:
     runner = opened("qwen3_next")
     runner.cache.namespaces.get(SHARED).seen.remember(PROMPT, [])
     cached = runner.cache.begin(Prompt(PROMPT, boundaries=(len(PROMPT),)), AUTO)
-    cached.fetch(runner.arena, len(PROMPT), compute(runner, PROMPT))
-    cached.choose(runner.arena)
+    logits = compute(runner, PROMPT)
+    cached.fetch(runner.sequence, len(PROMPT), logits)
+    cached.choose(runner.sequence)
     assert cached.selection.aligned == 6 * BLOCK
     cached.close()
 
@@ -130,7 +130,7 @@ def test_what_fails_behind_it_leaves_a_state_to_go_on_from(
     runner.flush()
     expected = compute(runner, PROMPT)
     compute(runner, PROMPT[: 2 * BLOCK])
-    store, fill, num_filled = runner.cache.store, runner.arena.fill, 0
+    store, fill, num_filled = runner.cache.store, runner.sequence.fill, 0
 
     def fail(*_: Any) -> None:
         raise StoreUnavailable("the disk is away")
@@ -144,7 +144,7 @@ def test_what_fails_behind_it_leaves_a_state_to_go_on_from(
         if fails == "snapshot":
             patch.setattr(store, "snapshot", fail)
         elif fails == "in the middle":
-            patch.setattr(runner.arena, "fill", fail_later)
+            patch.setattr(runner.sequence, "fill", fail_later)
         else:
             damage(store, chain(store.secret, runner.cache.root, PROMPT, BLOCK)[3])
         cached = fetch(runner, 2 * BLOCK)
@@ -168,10 +168,10 @@ def test_what_a_restore_did_not_load_is_not_saved_when_the_store_lost_it(opened:
     longer = np.concatenate([prompt, random_prompt(3, 2 * BLOCK)])
     cold = runner.run(longer, "off")
     runner.run(prompt, "full")
-    assert runner.arena.complete_from == 0
+    assert runner.sequence.complete_from == 0
     runner.reopen()
     assert runner.run(prompt, "full").report.restored == len(prompt)
-    assert BLOCK <= runner.arena.complete_from <= len(prompt) - min(windows) + 1
+    assert BLOCK <= runner.sequence.complete_from <= len(prompt) - min(windows) + 1
     runner.flush()
     purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
     again = runner.run_prompt(Prompt(longer), FULL, have=len(prompt))
@@ -183,24 +183,77 @@ def test_what_a_restore_did_not_load_is_not_saved_when_the_store_lost_it(opened:
     assert (fresh.report.restored, torch.equal(fresh.logits, cold.logits)) == (0, True)
 
 
+@pytest.mark.parametrize("name", ["token", "grid", "qwen3_next"])
+@pytest.mark.parametrize("have", [0, 2 * BLOCK])
+def test_what_a_sequence_had_that_lost_its_memory_is_recalled(name: str, have: int, opened: Opened) -> None:
+    """It may wait to be written: the pages are others' by then."""
+    runner, told = opened(name), list[int]()
+    expected = compute(runner, PROMPT)
+    cached = fetch(runner, 0, None, FULL)
+    compute(runner, PROMPT[: 4 * BLOCK])
+    cached.leave(runner.sequence, PROMPT[: 4 * BLOCK])
+    compute(runner, PROMPT[:have] if have else PROMPT[::-1].copy())
+    runner.sequence.token_ids = PROMPT
+    cached.recall(runner.sequence, have, told.append)
+    assert (runner.sequence.num_tokens, sorted(told)) == (4 * BLOCK, list(range(have // BLOCK, 4)))
+    assert torch.equal(compute(runner, PROMPT, start=4 * BLOCK), expected)
+    cached.close()
+    runner.flush()
+    assert not runner.cache.store.evictor.pinned()
+    assert not runner.pool.holds
+
+
+def test_a_block_is_told_when_all_that_is_needed_of_it_is_there(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread is slow with a part of the last block but two: those behind it come first."""
+    runner = opened("gemma3", exact_at="token")
+    prompt = random_prompt(2, floor_to_grid(max(g.window or 0 for g in runner.layout.groups), BLOCK) + 4 * BLOCK + 3)
+    runner.run(prompt, "full")
+    runner.reopen()
+    whole = next(number for number, group in enumerate(runner.layout.groups) if group.window is None)
+    slow, is_told = len(prompt) // BLOCK - 3, threading.Event()
+    fill, filled, told = KVSequence.fill, set[tuple[int, int]](), list[int]()
+
+    def slowly(sequence: KVSequence, position: int, num_tokens: int, group: int, *rest: Any) -> None:
+        fill(sequence, position, num_tokens, group, *rest)
+        assert (position // BLOCK, group) != (slow, whole) or is_told.wait(30)
+        filled.add((position // BLOCK, group))
+
+    def on_block(number: int) -> None:
+        needed = {n for n, g in enumerate(runner.layout.groups) if g.first_needed(len(prompt)) < (number + 1) * BLOCK}
+        assert {(number, n) for n in needed} <= filled
+        told.append(number)
+        if number == slow + 2:
+            is_told.set()
+
+    monkeypatch.setattr(KVSequence, "fill", slowly)
+    cached = runner.cache.begin(Prompt(prompt), READ_ONLY)
+    cached.fetch(runner.new_sequence(len(prompt)), on_block=on_block)
+    cached.close()
+    # Two threads read: only the slow one is surely behind those after it.
+    assert told[-1] == slow
+    assert sorted(told) == [*range(slow + 3)]
+
+
 def test_a_fetch_runs_beside_the_engine_thread(opened: Opened) -> None:
     """Another sequence computes meanwhile, and its request is chosen and published."""
     runner = opened("token")
     cold = runner.run(PROMPT, "full")
     runner.flush()
     other = random_prompt(3, 20 * BLOCK)
-    arena = KVArena(runner.layout, runner.model.device)
-    arena.reserve(len(PROMPT))
+    sequence = KVSequence(runner.pool)
+    sequence.reserve(len(PROMPT))
     cached = runner.cache.begin(Prompt(PROMPT), FULL)
     with ThreadPoolExecutor(1) as thread:
-        fetching = thread.submit(cached.fetch, arena)
+        fetching = thread.submit(cached.fetch, sequence)
         runner.run(other, "full")
         fetching.result()
-    cached.choose(runner.arena)
+    cached.choose(runner.sequence)
     logits = cached.restored.logits
     assert logits is not None
     assert torch.equal(logits, cold.logits)
-    cached.publish(arena, logits, 0.0)
+    cached.publish(sequence, logits, 0.0)
     assert cached.close().saved == "stored"
     runner.flush()
     assert runner.run(other, "full").report.restored == len(other)

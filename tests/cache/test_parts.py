@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from diskprefix.kv.arena import KVArena
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.schema import Kind, decode_node, node_name
@@ -43,9 +43,9 @@ def longer(token_ids: TokenIds, num_more: int, seed: int = 2) -> TokenIds:
 
 
 def state_of(runner: Runner, num_tokens: int) -> npt.NDArray[np.uint8]:
-    """The state of the first tokens in the arena, shape [rows, num_tokens, bytes]."""
+    """The state of the first tokens in the sequence, shape [rows, num_tokens, bytes]."""
     (group,) = runner.layout.groups
-    payload = np.frombuffer(runner.arena.read_tokens(0, num_tokens), np.uint8)
+    payload = np.frombuffer(runner.sequence.read_tokens(0, num_tokens), np.uint8)
     return payload.reshape(len(group.specs) * group.heads, num_tokens, -1 if num_tokens else 0).copy()
 
 
@@ -114,13 +114,13 @@ def test_the_prefill_goes_on_to_the_grid_and_then_in_whole_steps(
     stored = random_prompt(1, 2 * BLOCK + 5)
     ask(runner, stored)
     steps: list[tuple[int, int]] = []
-    forward = KVArena.forward
+    forward = KVSequence.forward
 
-    def noted(arena: KVArena, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        steps.append((arena.num_tokens, arena.num_tokens + ids.shape[1]))
-        return forward(arena, model, ids)
+    def noted(sequence: KVSequence, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        steps.append((sequence.num_tokens, sequence.num_tokens + ids.shape[1]))
+        return forward(sequence, model, ids)
 
-    monkeypatch.setattr(KVArena, "forward", noted)
+    monkeypatch.setattr(KVSequence, "forward", noted)
     read(runner, leaving(stored, BLOCK + 3, 2 * BLOCK))
     assert steps == [(BLOCK + 3, 2 * BLOCK), (2 * BLOCK, 3 * BLOCK), (3 * BLOCK, 3 * BLOCK + 3)]
 
@@ -231,8 +231,8 @@ def test_of_layers_with_windows_what_lies_under_the_window_is_restored_and_store
         prompt = leaving(stored, position, 2 * BLOCK)
         cold = ask(runner, prompt, OFF, reply=3)
         # What an earlier sequence left in the memory is never looked at.
-        for memory in runner.arena.memory:
-            memory.tensor.fill_(float("nan"))
+        for page in filter(None, runner.sequence.pages()):
+            page.tensor.fill_(float("nan"))
         warm = ask(runner, prompt, reply=3)
         assert warm.report.restored == position
         assert same(warm, cold)

@@ -19,7 +19,7 @@ import torch
 from diskprefix.cache import saving as saving_module
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
-from diskprefix.kv.arena import KVArena
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.store.codec.codec import PIECE_BYTES
 from diskprefix.store.schema import Kind
@@ -52,47 +52,56 @@ def room_for(opened: Opened, name: str, num_states: int) -> int:
     return 3 * BLOCK * layout.bytes_per_token + num_states * (layout.state_bytes + layout.logits_bytes)
 
 
-def during_prefill(patch: pytest.MonkeyPatch, act: Callable[[CachedRequest, KVArena], None]) -> None:
+def during_prefill(patch: pytest.MonkeyPatch, act: Callable[[CachedRequest, KVSequence], None]) -> None:
     """Calls `act` after each step of each prefill."""
     after_step = CachedRequest.after_step
 
-    def and_act(self: CachedRequest, arena: KVArena) -> None:
-        after_step(self, arena)
-        act(self, arena)
+    def and_act(self: CachedRequest, sequence: KVSequence) -> None:
+        after_step(self, sequence)
+        act(self, sequence)
 
     patch.setattr(CachedRequest, "after_step", and_act)
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_prompt_larger_than_the_write_buffer_is_saved_whole(
-    name: str, opened: Opened, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("scope", ["full", 40 * BLOCK])
+def test_full_blocks_wait_in_their_pages_however_slow_the_disk_is_and_only_the_end_is_copied(
+    name: str, scope: str | int, opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = room_for(opened, name, 3)
+    """For the end, there was room in the buffer from the beginning."""
+    buffer, prompt = room_for(opened, name, 2), random_prompt(1, 40 * BLOCK + 3)
     runner = opened(name, kv_cache_write_buffer=buffer)
-    pending = [0]
-    reserve = runner.cache.writer.reserve
+    writer, read, copied = runner.cache.writer, KVSequence.read_tokens, list[int]()
 
-    def watched(size: int, **leaving: int) -> bool:
-        has_room = reserve(size, **leaving)
-        pending.append(runner.cache.writer.pending_bytes)
-        return has_room
+    def noted(sequence: KVSequence, position: int, num_tokens: int) -> memoryview:
+        copied.append(num_tokens)
+        return read(sequence, position, num_tokens)
 
-    monkeypatch.setattr(runner.cache.capturer, "_reserve", watched)
-    prompt = random_prompt(1, 40 * BLOCK + 3)
-    cold = runner.run(prompt, "full", reply=4)
-    runner.flush()
+    monkeypatch.setattr(KVSequence, "read_tokens", noted)
+    with gated(runner, monkeypatch):
+        cold = runner.run(prompt, scope, reply=4)
+        places = {(page.tensor.data_ptr(), page.num_bytes) for page in filter(None, runner.sequence.pages())}
+        full = [node for node in writer.pending.values() if len(node.token_ids) == BLOCK]
+        assert {(address(node.payload[0]), node.payload_bytes) for node in full} <= places
+        assert len(full) == 40
+        assert set(copied) <= {0, 3, 6}
+        assert writer.pending_bytes > 4 * buffer > 4 * (buffer - writer.room_bytes)
     assert (cold.report.saved, runner.cache.stats()["dropped"]) == ("queued", 0)
-    assert BLOCK * runner.layout.bytes_per_token < max(pending) <= buffer
+    assert (runner.pool.holds, writer.pending_bytes, writer.room_bytes) == (set(), 0, buffer)
     runner.reopen()
-    warm = runner.run(prompt, "full", reply=4)
+    warm = runner.run(prompt, scope, reply=4)
     assert same(cold, warm)
-    assert warm.report.restored == len(prompt)
+    assert warm.report.restored == (len(prompt) if scope == "full" else scope)
+
+
+def address(payload: memoryview) -> int:
+    return int(np.frombuffer(payload, np.uint8).ctypes.data)
 
 
 @contextmanager
 def beside(runner: Runner, prompt: TokenIds) -> Iterator[SimpleNamespace]:
     """Measures the peak of what is allocated beside the memory of the prompt's state, by numpy and Python."""
-    runner.arena.reserve(len(prompt) + 16)
+    runner.sequence.reserve(len(prompt) + 16)
     found = SimpleNamespace(peak_bytes=0)
     tracemalloc.start()
     yield found
@@ -130,7 +139,7 @@ def test_blocks_are_stored_before_the_prompt_is_computed_and_its_entry_after(
     store, now = runner.cache.store, time.time()
     seen: list[tuple[list[bool], int]] = []
 
-    def look(_: CachedRequest, _arena: KVArena) -> None:
+    def look(_: CachedRequest, _sequence: KVSequence) -> None:
         runner.flush()
         patch.setattr(store, "clock", lambda: now + 1e6)
         assert store.evictor.expire(1.0) == 0
@@ -147,74 +156,56 @@ def test_blocks_are_stored_before_the_prompt_is_computed_and_its_entry_after(
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("wanted_after", [1, 4, 7])
-def test_where_the_memory_is_wanted_while_the_disk_is_slow_a_beginning_is_stored(
+@pytest.mark.parametrize("wanted_after", [1, 2, 5, 7])
+def test_where_the_memory_is_wanted_while_the_disk_is_slow_what_was_queued_before_is_stored(
     name: str, wanted_after: int, opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A dropped block takes all with it that continues it, and the entry; what comes after is dropped too."""
-    # With states: for those at the prompt's end and at its last block, as scope 1 wants no other checkpoint.
-    buffer = room_for(opened, name, 2)
-    runner = opened(name, kv_cache_write_buffer=buffer)
+    """A dropped block takes all with it that continues it, and the entry; what comes after is dropped too. The first
+    one is being written."""
+    runner = opened(name)
     prompt = random_prompt(1, 7 * BLOCK + 3)
     cold = runner.run(prompt, "off", reply=2)
 
-    def want(_: CachedRequest, arena: KVArena) -> None:
-        if arena.num_tokens == wanted_after * BLOCK:
-            arena.settle(drop=True)
+    def want(_: CachedRequest, sequence: KVSequence) -> None:
+        if sequence.num_tokens == wanted_after * BLOCK < 7 * BLOCK:
+            assert runner.cache.writer.drop_pages() == (wanted_after > 1)
 
     with monkeypatch.context() as patch, gated(runner, monkeypatch):
         during_prefill(patch, want)
         first = runner.run(prompt, "full", reply=2)
-        assert runner.cache.writer.pending_bytes <= buffer
-        # The disk is still busy: the next request needs the memory now.
-        runner.arena.settle(drop=True)
+        if wanted_after in (1, 7):
+            # The end is queued too, in no pages.
+            assert runner.cache.writer.drop_pages()
     assert same(first, cold)
-    blocks = stored_blocks(runner, prompt)
-    assert 0 < sum(blocks) < 7
-    assert blocks == sorted(blocks, reverse=True)
+    num_stored = 6 if wanted_after == 1 else wanted_after - 1
+    assert stored_blocks(runner, prompt) == [True] * num_stored + [False] * (7 - num_stored)
     stats = runner.cache.stats()
-    assert (stats["entries"], stats["dropped"], stats["pending_bytes"], stats["errors"]) == (0, 1, 0, 0)
-    assert len([record for record in caplog.records if "not saved" in record.message]) == 1
+    assert (stats["entries"], stats["prompts"], stats["dropped"]) == (0, 1, 1)
+    assert (stats["pending_bytes"], stats["errors"], runner.pool.holds) == (0, 0, set())
+    assert [record.message[-9:] for record in caplog.records if "not saved" in record.message] == ["om for it"]
     assert is_sound(runner)
     assert not runner.cache.store.evictor.pinned()
     again = runner.run(prompt, "full", reply=2)
     assert same(again, cold)
-    assert name == "qwen3_next" or again.report.restored == sum(blocks) * BLOCK
+    assert name == "qwen3_next" or again.report.restored == num_stored * BLOCK
     runner.reopen()
     assert runner.run(prompt, "full").report.restored == len(prompt)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("scope", ["full", 6 * BLOCK])
-def test_where_the_disk_is_slower_than_the_model_the_end_is_saved_all_the_same(
-    name: str, scope: str | int, opened: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks wait in the KV memory. States and logits cannot: there was room for the last ones from the beginning."""
-    buffer = room_for(opened, name, 2)
-    runner = opened(name, kv_cache_write_buffer=buffer)
-    with gated(runner, monkeypatch):
-        cold = runner.run(PROMPT, scope)
-        assert runner.cache.writer.pending_bytes <= buffer
-    assert (cold.report.saved, runner.cache.stats()["dropped"]) == ("queued", 0)
-    runner.reopen()
-    warm = runner.run(PROMPT, scope)
-    assert torch.equal(warm.logits, cold.logits)
-    assert warm.report.restored == (len(PROMPT) if scope == "full" else scope)
-
-
-def test_checkpoints_take_no_more_memory_than_may_wait_to_be_written(
+def test_checkpoints_take_no_more_memory_than_may_wait_to_be_written_and_leave_room_for_the_end(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = 3 * opened("qwen3_next").layout.state_bytes
     runner = opened("qwen3_next", kv_cache_interval=BLOCK, kv_cache_write_buffer=buffer)
     held: list[int] = []
     with monkeypatch.context() as patch, gated(runner, monkeypatch):
-        during_prefill(patch, lambda *_: held.append(runner.cache.writer.pending_bytes))
+        during_prefill(patch, lambda *_: held.append(buffer - runner.cache.writer.room_bytes))
         answer = runner.run(random_prompt(1, 20 * BLOCK), "full")
     # The tail has the states at the end.
     assert len(answer.report.selection.checkpoints) == 19
-    assert max(held) <= buffer
+    assert 0 < max(held) <= buffer
     assert (answer.report.saved, runner.cache.stats()["dropped"]) == ("dropped", 1)
+    assert runner.run(random_prompt(1, 20 * BLOCK), "full").report.restored == 20 * BLOCK
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -260,10 +251,10 @@ def die(folder: str, name: str, steps: int) -> None:
     runner = open_runner(name, Path(folder))
     with pytest.MonkeyPatch.context() as patch:
 
-        def count(_: CachedRequest, arena: KVArena) -> None:
-            if arena.num_tokens == (steps - 1) * BLOCK:
+        def count(_: CachedRequest, sequence: KVSequence) -> None:
+            if sequence.num_tokens == (steps - 1) * BLOCK:
                 runner.flush()
-            if arena.num_tokens == steps * BLOCK:
+            if sequence.num_tokens == steps * BLOCK:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         during_prefill(patch, count)
@@ -321,11 +312,11 @@ def test_a_batch_takes_what_fits_together_and_no_more(opened: Opened, monkeypatc
     prompt = random_prompt(1, 8 * BLOCK)
     runner.run(prompt, "off")
     cached = runner.cache.begin(Prompt(prompt), only(8 * BLOCK - 1))
-    cached.fetch(runner.arena, 8 * BLOCK, torch.zeros(4))
-    cached.choose(runner.arena)
+    cached.fetch(runner.sequence, 8 * BLOCK, torch.zeros(4))
+    cached.choose(runner.sequence)
     with monkeypatch.context() as patch:
         patch.setattr(runner.cache.store, "publish", noted)
-        cached.publish(runner.arena, torch.zeros(4), 0.0)
+        cached.publish(runner.sequence, torch.zeros(4), 0.0)
         cached.close()
         runner.flush()
     assert sizes == [3, 3, 2]
@@ -367,12 +358,12 @@ def test_where_a_model_is_exact_at_every_token_nothing_of_it_is_computed_again(o
     runner = opened("token")
     cold = runner.run(PROMPT, "off", reply=3)
     cached = runner.cache.begin(Prompt(PROMPT), AUTO)
+    runner.new_sequence(len(PROMPT))
     with torch.inference_mode():
-        runner.arena.truncate(0)
-        cached.restore(runner.arena)
-        runner.arena.forward(runner.model, torch.from_numpy(PROMPT[: 2 * BLOCK + 5]).long().unsqueeze(0))
-    cached.after_step(runner.arena)
-    cached.leave(runner.arena)
+        cached.restore(runner.sequence)
+        runner.sequence.forward(runner.model, torch.from_numpy(PROMPT[: 2 * BLOCK + 5]).long().unsqueeze(0))
+    cached.after_step(runner.sequence)
+    cached.leave(runner.sequence, PROMPT[: 2 * BLOCK + 5])
     assert cached.close().saved == "queued"
     runner.reopen()
     assert runner.cache.stats()["blocks"] == 3

@@ -120,7 +120,7 @@ def test_a_dropped_node_is_not_found_any_more(store: Store, tier_of: Callable[[P
 
 
 class Pages:
-    """Memory that is no arena: pages of four tokens, each with all rows of its tokens, as an engine may keep them."""
+    """Memory as another engine may keep it: pages of four tokens, each with all rows of its tokens."""
 
     PAGE = 4
 

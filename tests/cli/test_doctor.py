@@ -26,6 +26,7 @@ from diskprefix.extras.setup import doctor_machine, doctor_model, this_process
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
     folder_findings,
+    pages_finding,
     port_finding,
     store_finding,
     torch_findings,
@@ -40,6 +41,7 @@ from tests.made_settings import made_settings
 from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
 from tests.server.daemon_process import DaemonProcess
+from tests.server.scripted import real_app
 from tests.store.building import open_store
 
 CHECKS = {"folder", "file system", "space", "store", "port", "torch", "kernels", "model", "tokenizer", "template"}
@@ -223,6 +225,22 @@ def test_a_daemon_at_the_port_is_no_problem_and_an_address_of_another_machine_is
     assert (found.level, found.text.endswith(": ok")) == ("ok", True), "no proxy is asked"
     found = port_finding(Settings(host="192.0.2.1", port=0))
     assert (found.level, "another --host" in found.advice) == ("problem", True)
+
+
+def test_pages_that_a_running_daemon_counts_wrong_are_a_problem(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with real_app(chat_model, tmp_path) as server:
+        monkeypatch.setattr(daemon_call, "token_of_peer", lambda _: server.app.state.who.text)
+        before = pages_finding(Settings(port=server.port))
+        # Nobody has it, and nobody gives it back.
+        server.engine.pages.pool.take([0])
+        after = pages_finding(Settings(port=server.port))
+    assert before is not None
+    assert after is not None
+    assert (before.level, after.level) == ("ok", "problem")
+    assert "have known users" in after.text
+    assert "have known users" in next(one.message for one in caplog.records if one.levelname == "ERROR")
 
 
 def test_a_model_that_is_not_here_is_not_fetched(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,14 +31,13 @@ from diskprefix.engine.request import (
     TextEvent,
 )
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
-from diskprefix.kv import arena, sizes
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.pool import KVPool
+from diskprefix.kv.page_cache import PageCache
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.made_settings import made_settings
 from tests.model import tiny
+from tests.waiting import wait_for
 
 BLOCK = 64
 BIAS = {2: -100.0}
@@ -238,32 +237,28 @@ def recorded_requests(path: Path) -> list[RecordedRequest]:
     return [msgspec.json.decode(line, type=RecordedRequest) for line in path.read_bytes().splitlines()]
 
 
-def forget_idle(pool: KVPool) -> None:
-    """Has the pool forget all sequences that ended."""
-    for allocation in [allocation for allocation in pool.allocations if not allocation.is_busy]:
-        pool.release(allocation, keep=False)
+def bound_memory(pages: PageCache, limit_bytes: int) -> None:
+    """Has memory hold nothing, and at most so many bytes from now on."""
+    pages.forget_idle()
+    wait_for(lambda: not pages.pool.holds)
+    for free in pages.pool._free:
+        while free:
+            pages.pool._give_back(free)
+    pages.pool.limit_bytes = limit_bytes
 
 
 def after_steps(patch: pytest.MonkeyPatch, steps: int, act: Callable[[], object]) -> None:
     """Has the engine's thread call `act` once, after so many steps from now on."""
     compute, left = Loop._compute, [steps]
 
-    def counted(self: Loop, step: Any) -> None:
-        compute(self, step)
+    def counted(self: Loop, step: Any) -> bool:
+        is_computed = compute(self, step)
         left[0] -= 1
         if not left[0]:
             act()
+        return is_computed
 
     patch.setattr(Loop, "_compute", counted)
-
-
-def memory_in_steps_of(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory grows in steps of so many tokens, so that with small ones much happens while there are few tokens."""
-    given = KVArena.__init__.__defaults__
-    assert given is not None
-    steps = tuple(num_tokens if value == sizes.CAPACITY_STEP else value for value in given)
-    monkeypatch.setattr(KVArena.__init__, "__defaults__", steps)
-    monkeypatch.setattr(arena, "CAPACITY_STEP", num_tokens)
 
 
 def said(client: Client) -> list[Any]:

@@ -20,8 +20,8 @@ from diskprefix.engine.request import ErrorEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.errors import DeviceLost, InvalidRequest, NonFiniteLogits, NotReady
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.pool import KVPool
+from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.sequence import KVSequence
 from tests.engine.driving import (
     Client,
     after_steps,
@@ -41,7 +41,8 @@ from tests.engine.driving import (
 def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     engine = load(folder, tmp_path / "kv")
     yield engine
-    assert engine.pool.stats()["running"] == 0
+    assert not engine.pages.running
+    assert engine.pages.check() == []
     engine.close()
 
 
@@ -66,8 +67,7 @@ def is_of_the_bad_one(*args: Any) -> bool:
     for given in args:
         prompt = getattr(given, "prompt", None) or getattr(getattr(given, "request", None), "prompt", None) or given
         length = len(getattr(prompt, "token_ids", prompt if isinstance(prompt, np.ndarray) else ()))
-        arena = getattr(given, "arena", given)
-        if length == 333 or (isinstance(arena, KVArena) and arena.num_tokens == 333):
+        if length == 333 or (isinstance(given, KVSequence) and given.num_tokens == 333):
             return True
     return False
 
@@ -94,8 +94,9 @@ PLACES: list[tuple[type, str]] = [
     (ServedModel, "record"),
     (TextStream, "event"),
     *((Sampler, name) for name in ("__init__", "sample", "logprobs")),
-    (KVPool, "fork"),
-    (KVArena, "mark"),
+    (PageCache, "fork"),
+    (KVSequence, "prefix"),
+    (PageCache, "name_blocks"),
 ]
 
 
@@ -117,7 +118,8 @@ def test_an_error_anywhere_fails_one_request(
     assert "internal error" in error.error.message
     if name != "event":
         assert [replies(client) for client in clients[1:]] == expected
-    assert engine.pool.stats()["running"] == 0
+    assert not engine.pages.running
+    assert engine.pages.check() == []
     (after,) = run_together(engine, [good[0]])
     assert replies(after) == expected[0]
 
@@ -182,7 +184,8 @@ def test_a_lost_device_ends_all_requests_in_any_state(
     assert not inbox._thread.is_alive()
     assert len(fatal) == 1
     assert all(isinstance(client.events[-1], ErrorEvent) for client in clients)
-    engine.pool.allocations.clear()
+    for sequence in list(engine.pages.running):
+        engine.pages.end(sequence, keep=False)
 
 
 # Which errors mean that the device is lost.

@@ -24,7 +24,8 @@ from diskprefix.engine.guesser import DraftRate, Guesser
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import ErrorEvent, GenerateRequest
 from diskprefix.errors import ModelError
-from diskprefix.kv.sizes import TILE
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -34,7 +35,7 @@ from tests.engine.driving import (
     Client,
     ScriptedGuesser,
     alone,
-    forget_idle,
+    bound_memory,
     load,
     request,
     run_together,
@@ -44,9 +45,11 @@ from tests.engine.driving import (
     wait_until_idle,
     write_model,
 )
+from tests.kv.hashed_state import ids_of
 from tests.model import tiny
 
 POSITIONS = 1024
+WINDOW = 512
 REPLY = 40
 MOST_GUESSED = 3 * REPLY
 TEXT = np.tile(tokens(90, 1), 3)
@@ -118,8 +121,8 @@ def engines(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def plain(engines: dict[str, Engine]) -> Engine:
     for engine in engines.values():
-        forget_idle(engine.pool)
-    forget_idle(drafter(engines["draft"]).model.pool)
+        engine.pages.forget_idle()
+    drafter(engines["draft"]).model.pages.forget_idle()
     drafter(engines["draft"]).rate.value = DraftRate().value
     return engines["plain"]
 
@@ -176,7 +179,7 @@ def helped(engine: Engine, clients: Iterable[Client], share: float = 0.8) -> Abs
         logits = compute(step)
         for (reply, _), of_next in zip(step, logits, strict=True):
             coming = next((one for one in replies if one[: len(reply.token_ids)] == reply.token_ids), [])
-            at = model.sequences[reply].arena.num_tokens - reply.prompt_tokens
+            at = model.sequences[reply].state.num_tokens - reply.prompt_tokens
             if 0 <= at < len(coming):
                 of_next[coming[at] if chance.random() < share else (coming[at] + 1) % 250] = of_next.max() + 20
         return logits
@@ -200,8 +203,7 @@ def as_without(
 
 
 def no_memory_is_busy(engine: Engine) -> bool:
-    allocations = [*engine.pool.allocations, *drafter(engine).model.pool.allocations]
-    return not any(allocation.is_busy for allocation in allocations)
+    return not engine.pages.running and not drafter(engine).model.pages.running
 
 
 # Guesses of the text before.
@@ -215,9 +217,9 @@ def test_text_that_repeats_itself_is_guessed_from_itself(plain: Engine, ngram: E
 def test_each_guess_that_is_right_saves_a_step(plain: Engine, ngram: Engine) -> None:
     num_steps, compute = [0], Loop._compute
 
-    def counted(loop: Loop, step: Any) -> None:
+    def counted(loop: Loop, step: Any) -> bool:
         num_steps[0] += step[0].sequence.is_decoding and loop._served is ngram
-        compute(loop, step)
+        return compute(loop, step)
 
     counting = patch.object(Loop, "_compute", counted)
     found = as_without(plain, ngram, request(TEXT, max_tokens=REPLY), scripted, counting)
@@ -227,16 +229,15 @@ def test_each_guess_that_is_right_saves_a_step(plain: Engine, ngram: Engine) -> 
 
 def test_guesses_reach_neither_beyond_the_context_nor_beyond_the_memory(plain: Engine, ngram: Engine) -> None:
     ends: list[int] = []
-    arena_class = type(ngram.pool._new_arena())
-    compute = arena_class.compute
+    compute = KVSequence.compute
 
-    def noted(arena: Any, *args: Any) -> torch.Tensor:
-        logits = compute(arena, *args)
-        ends.append(arena.num_tokens)
+    def noted(sequence: KVSequence, *args: Any) -> torch.Tensor:
+        logits = compute(sequence, *args)
+        ends.append(sequence.num_tokens)
         return logits
 
     one = request(np.tile(tokens(60, 1), 16), max_tokens=None)
-    found = as_without(plain, ngram, one, unguessed, patch.object(arena_class, "compute", noted))
+    found = as_without(plain, ngram, one, unguessed, patch.object(KVSequence, "compute", noted))
     assert found.done.usage.completion_tokens == POSITIONS - 960
     assert found.done.timings.accepted_tokens > 0
     assert max(ends) == POSITIONS - 1
@@ -248,18 +249,15 @@ def test_no_request_loses_its_memory_to_guesses(plain: Engine, ngram: Engine, ca
     one = request(tokens(384, 5), max_tokens=200, scope="off", temperature=1.0, seed=3)
     whole = alone(plain, one)
     last = next(n for n in range(126, 110, -1) if whole.tokens.index(whole.tokens[n]) == n)
-    arena = ngram.pool._new_arena()
-    arena._capacity_step = 512
-    arena.reserve(512)
-    # As beside others: a sequence alone would get memory for all of its reply at once.
-    bare = patch.object(ngram.pool, "_tokens_at_once", lambda num_tokens, _: num_tokens)
-    memory = patch.multiple(ngram.pool, _spare=[arena], limit_bytes=arena.num_bytes)
+    limit_bytes = ngram.pages.pool.limit_bytes
+    bound_memory(ngram.pages, ngram.pages.pool.sequence_bytes(512))
     end = patch.object(ngram, "end_ids", frozenset({whole.tokens[last]}))
-    with bare, memory, end, always([3] * 20)(ngram, [whole]):
+    with end, always([3] * 20)(ngram, [whole]):
         (found,) = run_together(ngram, [one])
     assert found.tokens == whole.tokens[: last + 1]
     assert found.done.timings.drafted_tokens > REPLY
     assert "waits" not in caplog.text
+    ngram.pages.pool.limit_bytes = limit_bytes
 
 
 def test_a_guess_whose_state_is_infinite_fails_no_reply(plain: Engine, ngram: Engine) -> None:
@@ -345,7 +343,7 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     turn = request(next_turn(plain, first), max_tokens=REPLY)
     assert computed_by(again, plain, turn) < MOST_GUESSED
     assert drafter(again).model.cache.restored_tokens.total() > len(text) + REPLY - 10, "with the reply"
-    forget_idle(again.pool)
+    again.pages.forget_idle()
     assert computed_by(again, plain, turn) < MOST_GUESSED
     again.close()
 
@@ -372,41 +370,48 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     folders: tuple[Path, Path], draft: Engine, tmp_path: Path
 ) -> None:
     run_together(draft, [request(tokens(200, 11), max_tokens=REPLY)])
-    allocation = max(drafter(draft).model.pool.allocations, key=lambda allocation: allocation.num_computed)
-    assert allocation.num_computed > 200
+    pages = drafter(draft).model.pages
+    node = max(pages.ended(), key=lambda node: node.end)
+    kept = pages.resume(node)
+    assert kept is not None
+    assert kept.num_tokens > 200
     served = load(folders[1], tmp_path / "kv")
-    arena = served.pool._new_arena()
+    sequence = KVSequence(served.pages.pool)
     with torch.inference_mode():
-        runner.run(served.model, [runner.Rows(arena, torch.from_numpy(allocation.token_ids).long()[None])])
-    assert allocation.arena.read_tokens(0, allocation.num_computed) == arena.read_tokens(0, allocation.num_computed)
+        runner.run(served.model, [runner.Rows(sequence, torch.from_numpy(ids_of(pages, node)).long()[None])])
+    assert kept.read_tokens(0, kept.num_tokens) == sequence.read_tokens(0, kept.num_tokens)
+    pages.end(kept, keep=False)
     assert drafter(draft).model.cache.root == served.cache.root
     served.close()
 
 
 def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_are_wrong(tmp_path: Path) -> None:
-    """A window of whole tiles: its first token is the first of a tile when the memory moves on."""
+    """A window of whole pages: its first token is the first of a page when it moves on."""
     served = tiny.write_folder(tmp_path / "served", dtype=torch.bfloat16, max_position_embeddings=4096)
     torch.manual_seed(2)
     sizes = {name: tiny.llama().config.to_dict()[name] for name in (*LLAMA, "vocab_size")}
-    config = MistralConfig(**sizes, sliding_window=TILE, max_position_embeddings=4096)
+    config = MistralConfig(**sizes, sliding_window=WINDOW, max_position_embeddings=4096)
     MistralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "draft")
     tiny.tokenizer().save_pretrained(tmp_path / "draft")
     engine = drafting((served, tmp_path / "draft"), tmp_path / "kv")
-    pool = drafter(engine).model.pool
-    one = request(tokens(4 * TILE - 8, 17), max_tokens=REPLY)
+    pages = drafter(engine).model.pages
+    one = request(tokens(4 * WINDOW - 8, 17), max_tokens=REPLY)
     (expected,) = run_together(engine, [one])
-    forget_idle(pool)
+    pages.forget_idle()
     with helped(engine, [expected], share=0.0):
         (found,) = run_together(engine, [one])
     assert found.done.timings.drafted_tokens > 20
-    (allocation,) = pool.allocations
-    assert allocation.arena.complete_from > 0, "it has moved on"
-    arena = pool._new_arena()
+    (node,) = pages.ended()
+    kept = pages.resume(node)
+    assert kept is not None
+    assert kept.complete_from > 0, "it has moved on"
+    sequence = KVSequence(PagePool(kept.layout, kept.device, block_size=BLOCK))
     with torch.inference_mode():
-        for part in torch.split(torch.from_numpy(allocation.token_ids).long()[None], 256, dim=1):
-            runner.run(drafter(engine).model._model, [runner.Rows(arena, part)])
-    last = 4 * TILE - 4, allocation.num_computed - 4 * TILE + 4
-    assert allocation.arena.read_tokens(*last) == arena.read_tokens(*last)
+        for part in torch.split(torch.from_numpy(ids_of(pages, node)).long()[None], 256, dim=1):
+            runner.run(drafter(engine).model._model, [runner.Rows(sequence, part)])
+    last = 4 * WINDOW - 4, kept.num_tokens - 4 * WINDOW + 4
+    assert kept.read_tokens(*last) == sequence.read_tokens(*last)
+    pages.end(kept, keep=False)
     engine.close()
 
 
@@ -426,7 +431,7 @@ def test_a_request_that_is_cancelled_leaves_what_the_draft_model_computed(plain:
         wait_until_idle(inbox)
     assert num_calls[0] == 1
     assert no_memory_is_busy(draft)
-    forget_idle(model.pool)
+    model.pages.forget_idle()
     assert computed_by(draft, plain, one) < 400 - 256 + MOST_GUESSED
 
 
@@ -434,7 +439,7 @@ ONE = request(tokens(100, 13), max_tokens=REPLY)
 
 
 def test_where_there_is_no_memory_for_it_a_reply_is_not_guessed_and_not_delayed(plain: Engine, draft: Engine) -> None:
-    nothing = patch.multiple(drafter(draft).model.pool, limit_bytes=1, _spare=[])
+    nothing = patch.object(drafter(draft).model.pages.pool, "limit_bytes", 1)
     assert as_without(plain, draft, ONE, unguessed, nothing).done.timings.drafted_tokens == 0
 
 
@@ -449,7 +454,7 @@ def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_ba
     model, fetcher = drafter(draft).model, Never()
     found = as_without(plain, draft, ONE, unguessed, patch.object(model, "_fetcher", fetcher))
     assert found.done.timings.drafted_tokens == 0
-    assert [allocation.is_busy for allocation in model.pool.allocations] == [True]
+    assert len(model.pages.running) == 1
     fetcher.fetches[0].set_result(None)
     run_together(draft, [ONE])
     assert no_memory_is_busy(draft)
@@ -542,7 +547,7 @@ def test_a_draft_model_that_cannot_guess_is_refused_by_its_flag(
 
 def test_memory_is_shared_so_that_as_many_tokens_fit_both(folders: tuple[Path, Path], tmp_path: Path) -> None:
     engine = drafting(folders, tmp_path / "kv", kv_memory=8 << 20)
-    pools = engine.pool, drafter(engine).model.pool
+    pools = engine.pages.pool, drafter(engine).model.pages.pool
     limit_bytes = sum(pool.limit_bytes for pool in pools)
     assert limit_bytes == pytest.approx(8 << 20, abs=2)
     served, draft = (pool.limit_bytes / pool.layout.bytes_per_token for pool in pools)

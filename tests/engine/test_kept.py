@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 @pytest.fixture
 def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     """Nothing is restored from memory."""
-    engine = load(folder, tmp_path / "kv", block_size=BLOCK, kv_memory_entries=0)
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK, kv_memory_keeps=False)
     yield engine
     engine.close()
 
@@ -152,7 +152,7 @@ def test_a_first_token_that_cannot_be_sampled_fails_the_request_when_its_memory_
 
     def load(loader: Loader, node: Node, cut: Cut, write: Write) -> None:
         assert refusing.wait(PATIENCE_S)
-        assert all(allocation.is_busy for allocation in engine.pool.allocations)
+        assert engine.pages.running
         _load(loader, node, cut, write)
 
     with monkeypatch.context() as patch:
@@ -160,7 +160,7 @@ def test_a_first_token_that_cannot_be_sampled_fails_the_request_when_its_memory_
         patch.setattr(Loader, "_load", load)
         with pytest.raises(InvalidRequest, match="no token has a score"):
             run_request(engine, asked())
-    assert not any(allocation.is_busy for allocation in engine.pool.allocations)
+    assert not engine.pages.running
     assert said(run_request(engine, asked())) == cold
 
 

@@ -32,8 +32,6 @@ from diskprefix.engine.request import (
 )
 from diskprefix.engine.sampler import draw
 from diskprefix.errors import CacheError
-from diskprefix.kv.arena import bytes_for
-from diskprefix.kv.sizes import TILE
 from diskprefix.model.exact import latent, runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.purge import PurgeFilter, purge
@@ -43,17 +41,14 @@ from tests.engine.driving import (
     WORDS,
     Client,
     ScriptedGuesser,
-    forget_idle,
+    bound_memory,
     load,
-    memory_in_steps_of,
     tokens,
     tokens_of,
     write_model,
 )
 from tests.examples import examples
 
-CAPACITY = TILE
-"""Memory grows in small steps, so that much happens while there are few tokens."""
 LONGEST = 700
 MAX_SEQUENCES = 3
 SOMEBODY = Tenant.of_key("somebody")
@@ -68,11 +63,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(latent, "expansion_of", lambda _: None)
         yield write_model(tmp_path_factory.mktemp(request.param), request.param, dtype)
-
-
-@pytest.fixture(autouse=True)
-def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory_in_steps_of(CAPACITY, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +224,7 @@ class Life:
     def _open(self) -> None:
         self.driven = Driven(self.folder, self.kv, "ngram")
         engine = self.driven.engine
-        self.all_memory = engine.pool.limit_bytes
+        self.all_memory = engine.pages.pool.limit_bytes
         if engine.speculation is not None:
             engine.guesser = self._guesser  # type: ignore[method-assign]
 
@@ -314,12 +304,10 @@ class Life:
 
     def bound_memory(self) -> None:
         """Room for so many of the longest prompts."""
-        pool, sequences = self.driven.engine.pool, self.chance.choice([1, 1, 1.5, 1.5, 2, 3.5, None])
+        pages, sequences = self.driven.engine.pages, self.chance.choice([1, 1, 1.5, 1.5, 2, 3.5, None])
         self.finish()
-        forget_idle(pool)
-        pool._spare.clear()
-        each = bytes_for(pool.layout, LONGEST + 60)
-        pool.limit_bytes = self.all_memory if sequences is None else int(each * sequences)
+        each = pages.pool.sequence_bytes(LONGEST + 60)
+        bound_memory(pages, self.all_memory if sequences is None else int(each * sequences))
 
     def finish(self) -> None:
         self.driven.finish()
@@ -351,27 +339,25 @@ class Life:
 
     def check_memory(self) -> None:
         """It is bounded and belongs to somebody."""
-        engine, pool, loop = self.driven.engine, self.driven.engine.pool, self.driven.loop
-        assert pool.used_bytes <= pool.limit_bytes
-        replies = [reply for running in loop._active.requests for reply in running.replies]
-        owned = [reply.allocation for reply in replies if reply.allocation is not None]
-        busy = [allocation for allocation in pool.allocations if allocation.is_busy]
-        assert sorted(map(id, owned)) == sorted(map(id, busy))
+        engine, pages, loop = self.driven.engine, self.driven.engine.pages, self.driven.loop
+        assert pages.pool.used_bytes <= pages.pool.limit_bytes
+        assert pages.check() == []
+        running = loop._active.requests
+        owned = [reply.state for one in running for reply in one.replies if reply.state is not None]
+        assert {*owned, *(one.source for one in running if one.source is not None)} == pages.running
         # Each of the two callers may have one reply whatever the other has, and what lost its memory gets it back.
         assert engine.figures.preemptions or len(owned) <= MAX_SEQUENCES + 1
-        assert pool.stats()["entries"] <= pool.max_idle
-        idle = [allocation for allocation in pool.allocations if not allocation.is_busy]
-        assert all(allocation.num_computed == len(allocation.token_ids) for allocation in idle)
 
     def check_replies(self) -> None:
         loop, cache = self.driven.loop, self.driven.engine.cache
         assert [*loop._active.requests, *loop._active.preempted, *loop._scheduler.sequences] == []
         assert self.driven.inbox.num_running == 0
-        assert self.driven.engine.pool.stats()["running"] == 0
+        assert not self.driven.engine.pages.running
         cache.settle()
         assert cache.writer.flush(30)
         assert not any(cache.store.evictor._pins.values())
         assert cache.writer.pending_bytes == 0
+        assert not self.driven.engine.pages.pool.holds
         for client, asked in self.clients:
             if client.ticket.cancelled:
                 continue

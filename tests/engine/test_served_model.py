@@ -25,7 +25,7 @@ from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
-from diskprefix.kv.arena import KVArena
+from diskprefix.kv.pages import PagePool
 from diskprefix.model.exact import state_layout
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import memory
@@ -33,8 +33,8 @@ from diskprefix.nouns import Scope
 from diskprefix.settings import Settings
 from tests.engine.driving import (
     Cancelled,
+    bound_memory,
     done,
-    forget_idle,
     load,
     recorded_requests,
     request,
@@ -142,16 +142,15 @@ def test_a_prompt_or_a_reply_whose_state_exceeds_the_memory_is_refused_and_the_n
     free = [1 << 30]
     set_free_memory(monkeypatch, lambda: free[0])
     engine = load(folder, tmp_path / "kv", block_size=BLOCK)
-    engine.pool._spare.clear()
+    bound_memory(engine.pages, engine.pages.pool.limit_bytes)
     free[0] = 200 << 10
-    refusal = "2000 tokens need 264.0 KiB of KV memory, 180.0 KiB are available; use a shorter prompt or a machine with"
+    refusal = "2000 tokens need 250.0 KiB of KV memory, 182.0 KiB are available; use a shorter prompt or a machine with"
     with pytest.raises(ContextTooLong, match=re.escape(refusal)):
         run(engine, tokens(2000))
     free[0] = 300 << 10
     assert len(tokens_of(run(engine, tokens(2000), max_tokens=2))) == 2
-    forget_idle(engine.pool)
-    engine.pool._spare = [engine.pool._new_arena()]
-    engine.pool._spare[0].reserve(1020)
+    bound_memory(engine.pages, engine.pages.pool.limit_bytes)
+    engine.pages.pool.make_ahead(1020, lambda: False)
     free[0] = 0
     with pytest.raises(ContextTooLong, match=r"^1025 tokens need"):
         run(engine, tokens(1010), max_tokens=100)
@@ -166,7 +165,7 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     loaded: Any = SimpleNamespace(**parts, name="tiny", fit=fit)
     layout = rehearse(loaded.model)
     reserved: list[int] = []
-    monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
+    monkeypatch.setattr(PagePool, "make_ahead", lambda _, num_tokens, _wanted: reserved.append(num_tokens))
     loaded.model.config.max_position_embeddings = 1 << 20
     cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=SimpleNamespace(longest_prompt=lambda: 3000))
     for free in (0, 200 * layout.bytes_per_token, 1 << 40):
@@ -181,7 +180,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((measured_model, "make_exact"), (generate, "KVPool")):
+    for module, step in ((measured_model, "make_exact"), (generate, "PageCache")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):
@@ -336,7 +335,7 @@ def test_a_request_that_is_computed_because_restoring_would_be_slower_is_recorde
     folder: Path, tmp_path: Path
 ) -> None:
     record = tmp_path / "trace.jsonl"
-    options: dict[str, Any] = {"kv_memory_entries": 0, "kv_cache_gate": "auto", "record": record}
+    options: dict[str, Any] = {"kv_memory_keeps": False, "kv_cache_gate": "auto", "record": record}
     engine = load(folder, tmp_path / "kv", block_size=BLOCK, **options)
     one = request(tokens(100), max_tokens=3)
     first = run_request(engine, one)

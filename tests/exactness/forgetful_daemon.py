@@ -9,6 +9,6 @@ from diskprefix.cli import main
 from diskprefix.settings import Settings
 
 if __name__ == "__main__":
-    Settings.kv_memory_entries = 0
+    Settings.kv_memory_keeps = False
     Settings.kv_cache_interval = int(os.environ["CHECKPOINT_INTERVAL"])
     main()

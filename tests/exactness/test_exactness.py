@@ -4,9 +4,9 @@ the suite that says so can fail."""
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from diskprefix.cache import saving
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.capturer import Capturer
-from diskprefix.kv.layers import SlidingWindowLayer
-from diskprefix.kv.layout import Group
+from diskprefix.kv.pages import Hold, Page, PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, tiny_model
@@ -155,30 +155,35 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """All checkpoints of a prompt have the states of the first one."""
-    read_states, first = KVArena.read_states, dict[KVArena, memoryview]()
+    read_states, first = KVSequence.read_states, dict[KVSequence, memoryview]()
 
-    def read(self: KVArena, room_bytes: int = 0, **_later: object) -> memoryview:
+    def read(self: KVSequence, room_bytes: int = 0, **_later: object) -> memoryview:
         states = np.frombuffer(first.setdefault(self, read_states(self)), np.uint8)
         return np.pad(states, (0, room_bytes)).data
 
-    monkeypatch.setattr(KVArena, "read_states", read)
+    monkeypatch.setattr(KVSequence, "read_states", read)
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block too few of what is under a window is restored."""
-    late = Group.first_needed
-    monkeypatch.setattr(Group, "first_needed", lambda self, at: min(late(self, at) + 16, at) if self.window else 0)
+    fill = KVSequence.fill
+
+    def without_the_first(self: KVSequence, position: int, num_tokens: int, group: int, *others: Any) -> None:
+        if not self.tables[group].group.window or position > self.tables[group].complete_from:
+            fill(self, position, num_tokens, group, *others)
+
+    monkeypatch.setattr(KVSequence, "fill", without_the_first)
 
 
 def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """States are those that the memory holds of another sequence."""
-    fill = KVArena.fill
+    fill = KVSequence.fill
 
-    def without_states(self: KVArena, position: int, num_tokens: int, group: int, *others: Any) -> None:
+    def without_states(self: KVSequence, position: int, num_tokens: int, group: int, *others: Any) -> None:
         if group < len(self.layout.groups):
             fill(self, position, num_tokens, group, *others)
 
-    monkeypatch.setattr(KVArena, "fill", without_states)
+    monkeypatch.setattr(KVSequence, "fill", without_states)
 
 
 def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,20 +191,20 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def other_steps(
         model: Any,
-        arena: KVArena,
+        sequence: KVSequence,
         token_ids: TokenIds,
         *,
         start: int,
         block_size: int,
-        after_step: Callable[[KVArena], None],
+        after_step: Callable[[KVSequence], None],
         stops: Sequence[int] = (),
     ) -> torch.Tensor:
         ids = torch.from_numpy(token_ids).long()[None]
         step = 5 if start else block_size
         ends = {*range(start + step, len(token_ids), step), *(stop for stop in stops if stop > start), len(token_ids)}
         for end in sorted(ends):
-            logits = arena.forward(model, ids[:, arena.num_tokens : end])
-            after_step(arena)
+            logits = sequence.forward(model, ids[:, sequence.num_tokens : end])
+            after_step(sequence)
         return logits
 
     monkeypatch.setattr("tests.runner.prefill", other_steps)
@@ -224,58 +229,65 @@ def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:
     name_nodes(monkeypatch, name)
 
 
-def late_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the disk is slow: nothing is captured before a prompt's end."""
-    has_ended = threading.Event()
-    publish, find = CachedRequest.publish, Capturer._next
+def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the disk is slow: nothing is written before a prompt's end."""
+    waiting: list[Callable[[], None]] | None = []
+    publish, submit = CachedRequest.publish, Writer.submit
+
+    def late(self: Writer, *args: Any, **options: Any) -> None:
+        if waiting is None:
+            submit(self, *args, **options)
+        else:
+            waiting.append(partial(submit, self, *args, **options))
 
     def ending(self: CachedRequest, *args: Any) -> None:
+        nonlocal waiting
         publish(self, *args)
-        has_ended.set()
-        self.cache.capturer.wake()
+        submissions, waiting = waiting, None
+        for submission in submissions or ():
+            submission()
 
     monkeypatch.setattr(CachedRequest, "publish", ending)
-    monkeypatch.setattr(Capturer, "_next", lambda self: find(self) if has_ended.is_set() else None)
+    monkeypatch.setattr(Writer, "submit", late)
 
 
 def shared_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not copied shows what the model has made of its states, in place, when it is written."""
 
-    def shared(arena: KVArena, room_bytes: int = 0, **_later: object) -> memoryview:
-        # These models have states of one form, so that all of them lie in one piece of memory.
-        (states,) = arena.states
-        found = states.view(-1).view(torch.uint8).numpy()
-        return np.pad(found, (0, room_bytes)).data if room_bytes else found.data
+    def shared(self: KVSequence, room_bytes: int = 0, **_later: object) -> memoryview:
+        # These models have states of one form, so that all of them lie in one page.
+        (states,) = self.states
+        found = states.payload()
+        return np.pad(np.frombuffer(found, np.uint8), (0, room_bytes)).data if room_bytes else found
 
-    late_captures(monkeypatch)
-    monkeypatch.setattr(KVArena, "read_states", shared)
+    late_writes(monkeypatch)
+    monkeypatch.setattr(KVSequence, "read_states", shared)
 
 
 def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers' own layer, which keeps the last window only: what slid out is gone when it is written."""
-    update = SlidingWindowLayer.update
+    """What slid out of a window is used again before it is written."""
 
-    def forgetful(self: SlidingWindowLayer, *args: Any, **kwargs: Any) -> Any:
-        shown = tuple(part.clone() for part in update(self, *args, **kwargs))
-        for part in (self.keys, self.values):
-            part[:, :, : self._first_visible()] = 0
-        return shown
+    class Unheld(Hold):
+        def __init__(self, pool: PagePool, pages: Sequence[Page]) -> None:
+            self._pool, self.pages = pool, pages
 
-    late_captures(monkeypatch)
-    monkeypatch.setattr(SlidingWindowLayer, "update", forgetful)
+    late_writes(monkeypatch)
+    monkeypatch.setattr(saving, "Hold", Unheld)
 
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has the states of one step before its place."""
-    read_states, compute = KVArena.read_states, KVArena.forward
+    read_states, compute = KVSequence.read_states, KVSequence.forward
     before: list[memoryview] = []
 
-    def forward(self: KVArena, *args: Any) -> torch.Tensor:
+    def forward(self: KVSequence, *args: Any) -> torch.Tensor:
         before[:] = [read_states(self)]
         return compute(self, *args)
 
-    monkeypatch.setattr(KVArena, "forward", forward)
-    monkeypatch.setattr(KVArena, "read_states", lambda _, room_bytes=0, **_k: np.pad(before[0], (0, room_bytes)).data)
+    monkeypatch.setattr(KVSequence, "forward", forward)
+    monkeypatch.setattr(
+        KVSequence, "read_states", lambda _, room_bytes=0, **_k: np.pad(before[0], (0, room_bytes)).data
+    )
 
 
 def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +345,7 @@ def test_what_is_exact_at_every_token_needs_no_grid(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
-    ("name", "harmless"), [("llama", colliding_names), ("lfm2", late_captures), ("gemma3", late_captures)]
+    ("name", "harmless"), [("llama", colliding_names), ("lfm2", late_writes), ("gemma3", late_writes)]
 )
 def test_what_protections_are_for_changes_no_answer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, harmless: Break

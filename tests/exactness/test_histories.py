@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
@@ -45,12 +46,12 @@ def cold_logits(kind: str, prompt: bytes) -> torch.Tensor:
     """Of a run that knows nothing of a cache, in memory of its own."""
     model, layout = model_of(kind)
     token_ids = np.frombuffer(prompt, dtype=np.int32).copy()
-    arena = KVArena(layout, model.device)
+    sequence = KVSequence(PagePool(layout, model.device, block_size=BLOCK))
     with torch.inference_mode():
-        arena.reserve(len(token_ids))
+        sequence.reserve(len(token_ids))
         return prefill(
             model,
-            arena,
+            sequence,
             token_ids,
             start=0,
             block_size=BLOCK,
@@ -95,14 +96,13 @@ def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:
             self.prompts.append(prompt)
 
         def in_memory(self, prompt: TokenIds) -> int:
-            """How many of its tokens the arena holds, as `KVPool` counts them."""
-            arena, layout = self.runner.arena, self.runner.layout
-            common = min(common_prefix_length(self.held, prompt), arena.num_tokens)
+            """How many of its tokens the last sequence holds."""
+            sequence = self.runner.sequence
+            common = min(common_prefix_length(self.held, prompt), sequence.num_tokens)
             num_tokens = floor_to_grid(min(common, len(prompt) - 1), BLOCK)
-            if layout.states and num_tokens != arena.num_tokens:
+            if self.runner.layout.states and num_tokens != sequence.num_tokens:
                 return 0
-            needed = [group.first_needed(num_tokens) for group in layout.groups if group.window]
-            return num_tokens if min(needed, default=0) >= arena.complete_from or not needed else 0
+            return num_tokens if sequence.continues_at(num_tokens) else 0
 
         @rule(data=st.data(), steps=st.integers(1, 8), scope=st.sampled_from(SCOPES))
         def cancel(self, data: st.DataObject, steps: int, scope: str | int) -> None:
@@ -155,7 +155,7 @@ def test_any_history_of_prompts_scopes_and_evictions_gives_the_cold_runs_logits(
     run_state_machine_as_test(
         machine_of(kind, hits),
         settings=settings(
-            max_examples=examples(10),
+            max_examples=examples(40),
             stateful_step_count=14,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

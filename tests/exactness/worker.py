@@ -119,10 +119,10 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
     answer = runner.run(case.token_ids, scope, boundaries=(job.lengths.boundary,))
     trail, greedy, logits = hashlib.sha256(), [], answer.logits
     with torch.inference_mode():
-        runner.arena.reserve(len(case.token_ids) + job.reply)
+        runner.sequence.reserve(len(case.token_ids) + job.reply)
         for _ in range(job.reply):
             greedy.append(int(logits.argmax()))
-            logits = runner.arena.forward(runner.model, torch.tensor([greedy[-1:]], device=runner.model.device))
+            logits = runner.sequence.forward(runner.model, torch.tensor([greedy[-1:]], device=runner.model.device))
             trail.update(logits.float().cpu().numpy().tobytes())
     report = answer.report
     return Answer(answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source)

@@ -23,8 +23,9 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.self_check import rehearse
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, SIZES, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
@@ -47,10 +48,10 @@ KINDS = {
 }
 
 
-def stepwise(arena: KVArena, model: PreTrainedModel) -> list[torch.Tensor]:
+def stepwise(sequence: KVSequence, model: PreTrainedModel) -> list[torch.Tensor]:
     """Next-token logits after each of the steps."""
     with torch.inference_mode():
-        return [arena.forward(model, part) for part in torch.split(TOKENS, list(STEPS), dim=1)]
+        return [sequence.forward(model, part) for part in torch.split(TOKENS, list(STEPS), dim=1)]
 
 
 def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[torch.Tensor]:
@@ -69,20 +70,17 @@ def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[tor
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_our_layers_answer_what_transformers_own_do(name: str, dtype: torch.dtype) -> None:
-    """Windows that wrap, also within a step; states; shared layers. In memory that was used before, and in memory that
-    grows with each step."""
+    """Windows that slide, also within a step; states; shared layers. In fresh memory, and in memory used before."""
     model = tiny_model(name, dtype)
     layout = rehearse(model)
     assert {spec.kind for spec in layout.layers} == KINDS[name]
     theirs = stepwise_on_transformers(model, layout)
-    arena, small = KVArena(layout, model.device), KVArena(layout, model.device, capacity_step=1)
+    pool = PagePool(layout, model.device, block_size=BLOCK)
     for _ in range(2):
-        arena.truncate(0)
-        arena.reserve(TOKENS.shape[1])
-        assert all(map(torch.equal, stepwise(arena, model), theirs))
-    small.reserve(3)
-    assert all(map(torch.equal, stepwise(small, model), theirs))
-    assert small.capacity < arena.capacity or not layout.groups
+        sequence = KVSequence(pool)
+        assert all(map(torch.equal, stepwise(sequence, model), theirs))
+        sequence.close()
+    assert pool.used_bytes == 0
 
 
 Patch = pytest.MonkeyPatch

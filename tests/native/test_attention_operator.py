@@ -19,20 +19,20 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from diskprefix.kv.sizes import TILE
+from diskprefix.kv.layout import Group, TensorSpec
+from diskprefix.kv.page_table import LayerRows, PageTable
+from diskprefix.kv.pages import Page
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern, pattern_of
 from diskprefix.native import library
-from diskprefix.native.attention_operator import attention
 from diskprefix.native.library import Operators
-from tests.native.pages import Pages
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
 MODULE: Any = SimpleNamespace(training=False)
-CAPACITY = 2 * TILE
 ALL = Pattern()
-LENGTH = TILE + 44
+PAGE = 256
+LENGTH = 2 * PAGE + 44
 """Three tiles of the operator, the last one not full. No longer, as `tools/arm64` emulates this."""
 
 
@@ -54,8 +54,7 @@ class Case:
 
 @dataclass
 class Layer:
-    """The queries of a sequence, [heads, length, key_dim], and memory that holds its keys and values. Behind the end it
-    is what another sequence left."""
+    """The queries of a sequence, [heads, length, key_dim], with its keys and values, [kv_heads, length, dim]."""
 
     case: Case
     queries: torch.Tensor
@@ -70,39 +69,55 @@ class Layer:
         def numbers(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(case.dtype)
 
-        keys, values = (
-            torch.full((1, case.kv_heads, CAPACITY, dim), float("nan"), dtype=case.dtype)
-            for dim in (case.key_dim, case.value_dim)
-        )
-        keys[0, :, : case.length] = numbers(case.kv_heads, case.length, case.key_dim)
-        values[0, :, : case.length] = numbers(case.kv_heads, case.length, case.value_dim)
+        keys, values = (numbers(case.kv_heads, case.length, dim) for dim in (case.key_dim, case.value_dim))
         sinks = numbers(case.heads) if case.sinks else None
         return cls(case, numbers(case.heads, case.length, case.key_dim), keys, values, sinks)
 
-    def memory(self, run: Run, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values from a position on, up to the end of the run's last tile."""
-        reach = -(-run.end // TILE) * TILE
-        return self.keys[:, :, first:reach], self.values[:, :, first:reach]
+    def attended(self, run: Run) -> torch.Tensor:
+        """[rows, heads, value_dim]."""
+        return together([(self, run)])
 
-    def attended(self, run: Run, first: int = 0) -> torch.Tensor:
-        """[rows, heads, value_dim], where memory begins with a position."""
-        return together([(self, run)], first)
+    def side_by_side(self, run: Run, first: int = 0) -> torch.Tensor:
+        """The same with memory in one piece, which begins with a position and ends with the run."""
+        return computed([(self, run)], *(part[None, :, first : run.end] for part in (self.keys, self.values)))
 
     def cut(self, steps: Sequence[int]) -> torch.Tensor:
         ends = [sum(steps[: i + 1]) for i in range(len(steps))]
         return torch.cat([self.attended(Run(end - n, n)) for end, n in zip(ends, steps, strict=True)])
 
 
-def together(runs: Sequence[tuple[Layer, Run]], first: int = 0) -> torch.Tensor:
+def in_pages(memory: torch.Tensor, page_tokens: int, first: int = 0) -> LayerRows:
+    """Memory [heads, tokens, dim] in pages that are scattered, and whose rest is no number. Those with tokens before
+    `first` only are not there."""
+    heads, num_tokens, dim = memory.shape
+    rows = LayerRows(PageTable(Group((TensorSpec(0, "keys", heads, dim, memory.dtype),)), page_tokens), 0, 0, dim)
+    order = torch.randperm(-(-num_tokens // page_tokens), generator=torch.Generator().manual_seed(1)).tolist()
+    pages = torch.full((len(order), 1, heads, page_tokens, dim), float("nan"), dtype=memory.dtype)
+    for number, place in enumerate(order):
+        rows.table.set(number, Page(0, pages[place]))
+    rows.put(0, memory)
+    rows.table.first = first // page_tokens
+    for number in range(rows.table.first):
+        rows.table.set(number, None)
+    return rows
+
+
+def together(runs: Sequence[tuple[Layer, Run]], page_tokens: int = PAGE) -> torch.Tensor:
     """Attention of the rows of several sequences in one step, with the sinks of the first."""
+    seen = [(layer, run, layer.case.pattern.first_visible(run.start)) for layer, run in runs]
+    keys = [in_pages(layer.keys[:, : run.end], page_tokens, first) for layer, run, first in seen]
+    values = [in_pages(layer.values[:, : run.end], page_tokens, first) for layer, run, first in seen]
+    return computed(runs, keys, values)
+
+
+def computed(runs: Sequence[tuple[Layer, Run]], keys: Any, values: Any) -> torch.Tensor:
     one = runs[0][0]
-    memory = [layer.memory(run, first) for layer, run in runs]
     with computing(Step(tuple(run for _, run in runs))):
         found, _ = attend(
             MODULE,
             torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1).unsqueeze(0),
-            [keys for keys, _ in memory],
-            [values for _, values in memory],
+            keys,
+            values,
             one.case.pattern,
             scaling=one.case.scaling,
             softcap=one.case.softcap,
@@ -111,32 +126,10 @@ def together(runs: Sequence[tuple[Layer, Run]], first: int = 0) -> torch.Tensor:
     return found[0]
 
 
-def in_pages(operators: Operators, runs: Sequence[tuple[Layer, Run]], page_tokens: int) -> torch.Tensor:
-    """The same as `together`, with memory in pages. Those before the first visible token are not there."""
-    one, case = runs[0][0], runs[0][0].case
-    first_visible = case.pattern.first_visible
-    memory = [
-        Pages([part[0, :, : run.end] for part in (layer.keys, layer.values)], page_tokens, first_visible(run.start))
-        for layer, run in runs
-    ]
-    return attention(
-        operators,
-        torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1),
-        [pages.run(run.start, run.num_rows) for pages, (_, run) in zip(memory, runs, strict=True)],
-        kv_heads=case.kv_heads,
-        value_dim=case.value_dim,
-        scale=case.key_dim**-0.5 if case.scaling is None else case.scaling,
-        window=case.pattern.window or 0,
-        chunk=case.pattern.chunk or 0,
-        softcap=case.softcap or 0.0,
-        sinks=None if one.sinks is None else one.sinks.float(),
-    )
-
-
 def plain(layer: Layer) -> torch.Tensor:
     """The same by the textbook, in float64."""
     case, length, group = layer.case, layer.case.length, layer.case.heads // layer.case.kv_heads
-    keys, values = (memory[0, :, :length].double().repeat_interleave(group, 0) for memory in (layer.keys, layer.values))
+    keys, values = (memory.double().repeat_interleave(group, 0) for memory in (layer.keys, layer.values))
     scale = case.key_dim**-0.5 if case.scaling is None else case.scaling
     scores = layer.queries.double() @ keys.transpose(1, 2) * scale
     if case.softcap is not None:
@@ -182,9 +175,8 @@ def one_thread() -> None:
 
 @cache
 def layers(name: str, dtype: torch.dtype) -> tuple[Layer, torch.Tensor]:
-    """A layer behind whose end there is nothing finite, and its attention by the textbook."""
+    """A layer, and its attention by the textbook."""
     layer = Layer.of(replace(CASES[name], dtype=dtype))
-    layer.keys[:, :, LENGTH:] = layer.values[:, :, LENGTH:] = float("nan")
     return layer, plain(layer)
 
 
@@ -241,14 +233,17 @@ def test_the_number_of_threads_changes_no_bit(num_rows: int, dtype: torch.dtype)
 @pytest.mark.usefixtures("operators")
 def test_memory_may_begin_where_the_window_does() -> None:
     layer = Layer.of(replace(SMALL, pattern=Pattern(window=20)))
-    run = Run(TILE + 30, 10)
-    assert bits(layer.attended(run, first=TILE)) == bits(layer.attended(run))
+    run = Run(2 * PAGE + 30, 10)
+    for first in (0, 2 * PAGE, run.start - 19):
+        assert bits(layer.side_by_side(run, first)) == bits(layer.attended(run))
+    with pytest.raises(NotInvariant, match="does not keep"):
+        layer.side_by_side(run, run.start - 18)
 
 
 @pytest.mark.usefixtures("operators")
 def test_a_row_with_a_score_that_is_no_number_is_none_in_any_company() -> None:
     layer = Layer.of(replace(SMALL, dtype=torch.float32))
-    layer.keys[:, :, 300] = float("nan")
+    layer.keys[:, 300] = float("nan")
     whole = layer.cut([LENGTH])
     assert whole[:300].isfinite().all()
     assert whole[300:].isnan().all()
@@ -258,11 +253,12 @@ def test_a_row_with_a_score_that_is_no_number_is_none_in_any_company() -> None:
 @pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("dims", [(-3, -2), (-2, -1)])
 def test_rows_may_lie_anywhere_in_memory(dims: tuple[int, int]) -> None:
-    layer = Layer.of(replace(SMALL, dtype=torch.float32))
-    queries = layer.queries.transpose(*dims).contiguous().transpose(*dims)
-    keys, values = (memory.transpose(1, 2).contiguous().transpose(1, 2) for memory in (layer.keys, layer.values))
+    layer, run = Layer.of(replace(SMALL, dtype=torch.float32)), Run(0, LENGTH)
+    queries, keys, values = (
+        memory.transpose(*dims).contiguous().transpose(*dims) for memory in (layer.queries, layer.keys, layer.values)
+    )
     moved = replace(layer, queries=queries, keys=keys, values=values)
-    assert bits(moved.cut([LENGTH])) == bits(layer.cut([LENGTH]))
+    assert bits(moved.side_by_side(run)) == bits(layer.side_by_side(run))
 
 
 @pytest.mark.parametrize("page_tokens", [256, 512, 64, 48, 500])
@@ -274,16 +270,20 @@ def test_scattered_pages_give_the_bits_of_one_memory(operators: Operators, page_
             runs = [(layer, Run(400, 20)), (other, Run(40, 1)), (layer, Run(LENGTH - 1, 1)), (other, Run(255, 130))]
             # What a call without a number leaves behind must not come to the rows of pages that are not there.
             nothing = replace(layer, keys=layer.keys * float("nan"), values=layer.values * float("nan"))
-            in_pages(operators, [(nothing, Run(LENGTH - 20, 20))], page_tokens)
-            assert bits(in_pages(operators, runs, page_tokens)) == bits(together(runs)), name
+            nothing.attended(Run(LENGTH - 20, 20))
+            alone = torch.cat([one.side_by_side(run) for one, run in runs])
+            assert bits(together(runs, page_tokens)) == bits(alone), name
 
 
-def test_values_may_be_a_part_of_the_keys_in_pages(operators: Operators) -> None:
+@pytest.mark.usefixtures("operators")
+def test_values_may_be_a_part_of_the_keys_in_pages() -> None:
     layer, _ = layers("one group of many heads", torch.bfloat16)
-    latents = replace(layer, values=layer.keys[..., :8], case=replace(layer.case, value_dim=8))
+    latents = replace(layer, values=layer.keys[..., :8])
     for page_tokens in (256, 48):
+        rows = in_pages(layer.keys, page_tokens)
         for run in (Run(LENGTH - 1, 1), Run(200, 300)):
-            assert bits(in_pages(operators, [(latents, run)], page_tokens)) == bits(latents.attended(run))
+            found = computed([(latents, run)], [rows], [replace(rows, end=8)])
+            assert bits(found) == bits(latents.attended(run))
 
 
 @pytest.mark.usefixtures("operators")
@@ -347,21 +347,22 @@ def test_without_an_operator_for_its_numbers_it_is_refused() -> None:
         Layer.of(Case()).attended(Run(0, 1))
 
 
+@pytest.mark.parametrize("is_in_pages", [True, False])
 @pytest.mark.parametrize("change", ["dtype", "key_dim", "fewer values", "heads"])
-def test_memory_of_another_form_is_refused(change: str) -> None:
-    layer = Layer.of(Case())
+def test_memory_of_another_form_is_refused(change: str, is_in_pages: bool) -> None:
+    layer, run = Layer.of(Case()), Run(LENGTH - 2, 2)
     match change:
         case "dtype":
             layer.keys = layer.keys.float()
         case "key_dim":
             layer.keys = layer.keys[..., :8]
         case "fewer values":
-            layer.values = layer.values[:, :, :TILE]
+            layer.values = layer.values[:, :PAGE]
         case "heads":
-            layer.keys = layer.keys.repeat(1, 2, 1, 1)[:, :3]
-            layer.values = layer.values.repeat(1, 2, 1, 1)[:, :3]
-    with pytest.raises(NotInvariant, match="memory of another form"):
-        layer.attended(Run(LENGTH - 2, 2))
+            layer.keys = layer.keys.repeat(2, 1, 1)[:3]
+            layer.values = layer.values.repeat(2, 1, 1)[:3]
+    with pytest.raises(NotInvariant, match=r"memory of another form|does not keep"):
+        layer.attended(run) if is_in_pages else layer.side_by_side(run)
 
 
 def test_only_the_last_rows_may_be_cut_from_a_mask() -> None:

@@ -92,9 +92,8 @@ STATS: dict[str, Any] = {
 KV_MEMORY = {
     "limit_bytes": 1000,
     "used_bytes": 500,
-    "max_entries": 8,
-    "entries": 2,
-    "entry_tokens": 300,
+    "kept_bytes": 400,
+    "kept_tokens": 300,
     "running": 1,
 }
 
@@ -156,7 +155,7 @@ class ScriptedEngine:
         self.startup_timings = {"weights": 0.5}
         self.cache = ScriptedCache(self)
         self.figures = EngineFigures()
-        self.pool = SimpleNamespace(stats=self.memory_stats, allocations=[])
+        self.pages = SimpleNamespace(stats=self.memory_stats, sequences=list)
 
     @property
     def last_prompt(self) -> str:

@@ -118,7 +118,7 @@ def test_after_a_delete_no_record_of_a_conversation_is_found(chat_model: Path, t
         assert (deleted["remote_error"], deleted["remote_objects"] > 0) == (None, True)
         assert not {(database, key) for database, key, _ in records(folder) - before}
         assert objects_in(bucket) == objects_of_kept
-        wait_until(lambda: kv_memory(client)["entries"] == 0, "no sequence stays in memory")
+        wait_until(lambda: kv_memory(client)["kept_tokens"] == 0, "no sequence stays in memory")
         for gone in (first, second):
             assert client.get(f"/v1/responses/{gone['id']}").status_code == 404
         assert client.get(f"/v1/responses/{kept['id']}").status_code == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import accumulate
@@ -39,6 +40,17 @@ def client(daemon: DaemonProcess) -> Iterator[httpx.Client]:
         yield client
         # Whatever a test has sent: the daemon must still answer a plain request.
         assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+def test_a_signal_and_the_owner_have_the_pages_of_a_busy_daemon_checked(
+    client: httpx.Client, daemon: DaemonProcess
+) -> None:
+    with client.stream("POST", CHAT, json=HELLO | {"max_tokens": 40, "stream": True}) as stream:
+        daemon.process.send_signal(signal.SIGUSR2)
+        assert client.get("/props", params={"check": True}).json()["wrong_pages"] == []
+        stream.read()
+    daemon.wait_for_line(r"\[engine\] KV pages: .* in use by . sequence.*, .* kept, all counts right")
+    assert not any("ERROR" in line for line in daemon.lines)
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def test_each_request_for_a_reply_has_one_outcome(status: int, has_error: bool, 
 
 
 def test_names_follow_the_conventions_and_each_has_a_help() -> None:
-    units = ("_seconds", "_bytes", "_info", "_rows", "_tokens", "_ready", "_degraded", "_slots", "_limit", "_requests")
+    units = ("_seconds", "_bytes", "_info", "_rows", "_tokens", "_ready", "_degraded", "_sequences", "_requests")
     plain = ("_running", "_waiting", "_entries", "_blocks", "_per_token", "_per_byte")
     for family in text_string_to_metric_families(Scraped().text()):
         if not family.name.startswith("diskprefix_"):

@@ -22,7 +22,7 @@ REPLY = 40
 
 @pytest.fixture(scope="module")
 def server(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
-    with real_app(chat_model, tmp_path_factory.mktemp("replay"), kv_memory_entries=0, kv_cache_gate="off") as server:
+    with real_app(chat_model, tmp_path_factory.mktemp("replay"), kv_memory_keeps=False, kv_cache_gate="off") as server:
         yield server
 
 
@@ -117,7 +117,7 @@ WEATHER = {"name": "get_weather", "parameters": _CITIES | {"required": ["city", 
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
     """A model with random weights that calls a tool when it is forced to."""
     model = write_chat_model(tmp_path_factory.mktemp("models") / "calling", chat_template=TOOL_TEMPLATE)
-    with real_app(model, tmp_path_factory.mktemp("calls"), kv_memory_entries=0, kv_cache_gate="off") as server:
+    with real_app(model, tmp_path_factory.mktemp("calls"), kv_memory_keeps=False, kv_cache_gate="off") as server:
         yield server
 
 

@@ -218,7 +218,7 @@ def test_an_entry_with_a_time_to_live_expires_although_it_was_reused(
     chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"messages": [{"role": "user", "content": unique("five minutes") * 2}], "max_tokens": 1}
-    flags = {"kv_memory_entries": 0, "kv_cache_gate": "off"}
+    flags = {"kv_memory_keeps": False, "kv_cache_gate": "off"}
     with real_app(chat_model, tmp_path / "kv", **flags) as server, server.client() as client:
 
         def told() -> Any:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,15 +67,12 @@ def test_what_is_queued_is_visible_and_takes_room_until_it_is_written(
 
 def test_a_reservation_needs_room_and_a_release_makes_some(store: Store) -> None:
     writer = Writer(store, buffer_bytes=100)
-    calls: list[int] = []
-    writer.on_room = lambda: calls.append(writer.room_bytes)
     assert writer.reserve(60)
     assert not writer.reserve(41)
-    assert not writer.reserve(30, leaving=11)
-    assert writer.reserve(30, leaving=10)
+    assert writer.reserve(40)
     writer.release(60)
-    assert (writer.room_bytes, calls) == (70, [70])
-    writer.release(30)
+    assert writer.room_bytes == 60
+    writer.release(40)
     assert writer.close(30)
     assert not writer.reserve(1)
 
@@ -115,6 +113,33 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
         assert [snapshot.usage(pub.nodes[0].name) is not None for pub in pubs] == [True, *[False] * (len(pubs) - 1)]
         assert snapshot.counts()["entries"] == 0
         assert snapshot.counts()["prompts"] == 1
+
+
+def test_the_latest_publication_in_pages_that_nobody_else_needs_is_dropped_with_what_continues_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, (writer, done) = Gate(store, monkeypatch), watched(store)
+    *beginning, last = chained(store, 5)
+    for number, pub in enumerate(beginning):
+        in_pages = replace(pub, page_bytes=pub.payload_bytes, frees=partial(bool, number < 3))
+        writer.submit(done.counted(in_pages), reserved_bytes=0)
+    submit(writer, done.counted(last))
+    with writer.view():
+        assert not writer.drop_pages(), "it could still be read"
+    assert writer.drop_pages()
+    assert done.counts == [0, 0, 1, 0, 0, 0]
+    assert beginning[2].nodes[0].name not in writer.pending
+    assert writer.drop_pages()
+    assert not writer.drop_pages()
+    assert done.counts == [0, 1, 1, 0, 0, 0]
+    gate.open.set()
+    assert writer.close(30)
+    assert done.counts == [1] * 6
+    assert (writer.dropped, writer.pending_bytes, len(store.evictor.pinned())) == (1, 0, 0)
+    assert len([record for record in caplog.records if "not saved" in record.message]) == 1
+    with store.snapshot() as snapshot:
+        counts = snapshot.counts()
+    assert (counts["blocks"], counts["entries"], counts["prompts"]) == (1, 0, 1)
 
 
 def with_values(pub: Publication, *, is_finite: bool) -> Publication:
@@ -310,6 +335,7 @@ class Done:
 
         def on_done() -> None:
             self.counts[index] += 1
+            assert self._writer.num_pending, "whoever waits until all is written would go on before"
             other = threading.Thread(target=self._writer.release, args=(0,))
             other.start()
             other.join(10)
@@ -318,26 +344,33 @@ class Done:
         return replace(pub, on_done=on_done)
 
 
-@pytest.mark.parametrize("fate", ["written", "failed", "not finite"])
+def watched(store: Store) -> tuple[Writer, Done]:
+    writer = Writer(store, buffer_bytes=1 << 30)
+    return writer, Done(writer)
+
+
+@pytest.mark.parametrize("fate", ["written", "failed", "not finite", "cannot be read"])
 def test_payloads_are_done_once_whether_they_are_written_or_lost_with_their_chain(
     store: Store, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
     gate = Gate(store, monkeypatch)
     gate.failure = StoreFull("no room") if fate == "failed" else None
-    writer = Writer(store, buffer_bytes=1 << 30)
-    done = Done(writer)
+    writer, done = watched(store)
     for pub in chained(store, 3):
-        submit(writer, done.counted(with_values(pub, is_finite=fate != "not finite")))
+        found = with_values(pub, is_finite=fate != "not finite")
+        if fate == "cannot be read":
+            found = replace(found, nodes=tuple(replace(node, payload=()) for node in found.nodes))
+        submit(writer, done.counted(found))
     gate.open.set()
-    assert writer.close(30)
+    assert writer.flush(30)
     assert done.counts == [1, 1, 1, 1]
+    assert writer.close(30)
     assert (writer.dropped, writer.pending_bytes) == (fate != "written", 0)
 
 
 def test_what_comes_after_the_end_is_lost_and_done(store: Store) -> None:
     pub = publication(store, prompt(1, BLOCK))
-    writer = Writer(store, buffer_bytes=1 << 30)
-    done = Done(writer)
+    writer, done = watched(store)
     assert writer.reserve(pub.payload_bytes)
     assert writer.close(30)
     writer.submit(done.counted(pub), reserved_bytes=pub.payload_bytes)
@@ -350,8 +383,7 @@ def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(store, monkeypatch)
-    writer = Writer(store, buffer_bytes=1 << 30)
-    done = Done(writer)
+    writer, done = watched(store)
     for seed in range(3):
         submit(writer, done.counted(publication(store, prompt(seed, BLOCK))))
     release = threading.Timer(0.2, gate.open.set)

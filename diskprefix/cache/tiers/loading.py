@@ -30,8 +30,8 @@ class Loader:
     the first `have` tokens, which the sink has already. The last node may reach further; it is verified as a whole.
     `first_needed` gives, for each group of per-token tensors and for the logits, the first token that is needed: layers
     with a window need no earlier ones. `num_bytes` is the size of what was loaded, before encoding. `on_logits` is
-    called with the next-token logits as soon as they are loaded, on a reading thread. The logits come first, then the
-    nodes one after the other, as they lie in the store.
+    called with the next-token logits as soon as they are loaded, on a reading thread, and `on_block` with the number of
+    each full block. The logits come first, then the nodes one after the other, as they lie in the store.
     """
 
     nodes: PromptNodes
@@ -41,6 +41,7 @@ class Loader:
     first_needed: Mapping[int, int]
     sink: BlockSink
     on_logits: Callable[[Bytes], None] = lambda _: None
+    on_block: Callable[[int], None] = lambda _: None
     logits: Bytes | None = None
     """The next-token logits as bytes, shape [1, bytes], if they were loaded."""
     num_bytes: int = 0
@@ -49,6 +50,8 @@ class Loader:
         self._loads = self._in_order()
         self._taking = threading.Lock()
         self._bad: dict[int, StoreCorrupt] = {}
+        self._left: dict[int, int] = {}
+        """The pieces of a node that are still to be loaded."""
 
     def run(self, readers: Executor) -> tuple[Node, View, StoreCorrupt] | None:
         """Loads everything. Returns the first node that cannot be used, its view, and its fault; None if all can be
@@ -71,6 +74,7 @@ class Loader:
             for index, pieces in groupby(self._needed(of_logits), key=itemgetter(0)):
                 node, view = self.path[index]
                 cuts, numbers = self.nodes.cuts(node), [number for _, number in pieces]
+                self._left[index] = len(numbers)
                 for number, write in zip(numbers, view.pieces(node, cuts, numbers), strict=True):
                     yield index, cuts[number], write
 
@@ -87,17 +91,30 @@ class Loader:
                     yield index, number
 
     def _take(self) -> None:
+        loaded: int | None = None
         while not self._bad:
             with self._taking:
+                number = self._completed(loaded)
                 load = next(self._loads, None)
-                if load is None:
-                    return
-                index, cut, write = load
-                self.num_bytes += cut.piece.num_bytes
+                self.num_bytes += load[1].piece.num_bytes if load else 0
+            if number is not None:
+                self.on_block(number)
+            if load is None:
+                return
+            loaded, cut, write = load
             try:
-                self._load(self.path[index][0], cut, write)
+                self._load(self.path[loaded][0], cut, write)
             except StoreCorrupt as error:
-                self._bad.setdefault(index, error)
+                self._bad.setdefault(loaded, error)
+
+    def _completed(self, index: int | None) -> int | None:
+        """Counts a piece of a node as loaded. Returns the number of a full block of which it was the last one."""
+        if index is None:
+            return None
+        self._left[index] -= 1
+        (node, _), size = self.path[index], self.nodes.block_size
+        is_whole = node.num_tokens == size and node.end <= self.end and node.position >= self.have
+        return node.position // size if is_whole and not self._left[index] else None
 
     def _load(self, node: Node, cut: Cut, write: Write) -> None:
         piece = cut.piece

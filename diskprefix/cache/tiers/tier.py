@@ -24,7 +24,8 @@ piece is missing or damaged; the array may hold anything then. For any thread.""
 
 
 class BlockSink(Protocol):
-    """Memory that the state of a sequence is read into: a `kv.arena.KVArena`, or a view of an engine's pages."""
+    """Memory that the state of a sequence is read into: a `kv.sequence.KVSequence`, or a view of another engine's
+    pages."""
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Write) -> None:
         """Has `write` fill rows of a group. For per-token tensors, these are the rows of the tokens `position` …

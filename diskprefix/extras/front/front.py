@@ -140,6 +140,11 @@ class Front:
             worker.kill(signal.SIGHUP)
         self._in_background(self._read_models())
 
+    def check_memory(self) -> None:
+        """Has all workers check the pages of their models."""
+        for worker in self._workers.all.values():
+            worker.kill(signal.SIGUSR2)
+
     async def _read_models(self) -> None:
         try:
             await self._listing.read_again()

@@ -41,6 +41,7 @@ class FrontServer(SignalledServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._front.read_again)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._front.check_memory)
         await super().startup(sockets)
 
     def force_end(self) -> None:
@@ -60,7 +61,8 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
     faulthandler.enable()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     workers = Workers(prepare, work, takes_any_name=listing.only is None)
     settings, listeners = open_listeners(settings)
     workers.token = made_token(listeners, settings)

@@ -38,7 +38,7 @@ PREPARE, LOAD, UNLOAD = b"prepare", b"load", b"unload"
 """What the front tells a worker: to import, to load its model now, and to save what is only in memory and end."""
 MOST_MESSAGE_BYTES = 64 * 1024
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-"""Those that a worker handles as any process does. SIGHUP it ignores until it listens: it has not read the keys yet."""
+"""Those that a worker handles as any process does. SIGHUP and SIGUSR2 it ignores until it listens."""
 _ORPHAN_S = 60.0
 """The time for a worker to end in order after the front died."""
 
@@ -128,7 +128,7 @@ class Nursery:
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # The front tells when it is time to end, so that workers may end first.
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(wakeup.fileno())
         selector = selectors.DefaultSelector()

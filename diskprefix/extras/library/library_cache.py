@@ -5,18 +5,18 @@ from __future__ import annotations
 from transformers import DynamicCache, PreTrainedConfig
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layers import StateLayer, TokenLayer
+from diskprefix.kv.sequence import KVSequence
 
 
-def filled(cache: DynamicCache, arena: KVArena) -> DynamicCache:
-    """Copies all of `arena`'s state to an empty cache of the same model. Returns the cache."""
-    end = arena.num_tokens
-    for index, layer in enumerate(arena.layers):
+def filled(cache: DynamicCache, sequence: KVSequence) -> DynamicCache:
+    """Copies all of a sequence's state to an empty cache of the same model. Returns the cache."""
+    end = sequence.num_tokens
+    for index, layer in enumerate(sequence.layers):
         if isinstance(layer, TokenLayer):
             # A layer with a window keeps a view of what it is given, so it is not given all tokens.
             start = 0 if layer.window is None else max(0, end - layer.window + 1)
-            cache.update(layer.keys[:, :, start:end], layer.values[:, :, start:end], index)
+            cache.update(layer.keys.gathered(start, end), layer.values.gathered(start, end), index)
             if layer.window is not None:
                 cache.layers[index].cumulative_length = end
         if isinstance(layer, StateLayer):

@@ -11,7 +11,8 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,9 @@ from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.extras.library.library_cache import StateSpaceCache, filled
 from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.exact.state_layout import unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
@@ -112,8 +114,7 @@ class PrefixCacheSession:
         token_ids, inputs = unpacked(input_ids, self.tokenizer)
         self._check(inputs, len(token_ids))
         prompt = self._prompt(token_ids)
-        arena = self._take_over()
-        if arena is None:
+        if not self._is_supported():
             self._pass_by(prompt)
             return None, 0
         end = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
@@ -121,9 +122,9 @@ class PrefixCacheSession:
         if not end:
             self.report = None
             return cache, 0
-        with torch.no_grad():
-            self._complete(arena, _beginning(prompt, end), goes_on=True)
-        return filled(cache, arena), self.report.restored if self.report else 0
+        with torch.no_grad(), self._sequence(end) as sequence:
+            self._complete(sequence, _beginning(prompt, end), goes_on=True)
+            return filled(cache, sequence), self.report.restored if self.report else 0
 
     def generate(self, input_ids: Ids, **kwargs: Any) -> Any:
         """Runs `model.generate(input_ids, **kwargs)` with the prompt's state restored as far as it is stored.
@@ -143,11 +144,10 @@ class PrefixCacheSession:
             # Without a mask, transformers would take a padding token in the prompt for padding.
             inputs["attention_mask"] = torch.ones_like(ids)
         prompt = self._prompt(token_ids)
-        arena = self._take_over()
-        if arena is None:
+        if not self._is_supported():
             self._pass_by(prompt)
             return self.model.generate(ids, **inputs)
-        answer = partial(self._answer, arena, prompt, inputs.keys() & _MOVED_INPUTS)
+        answer = partial(self._answer, prompt, inputs.keys() & _MOVED_INPUTS)
         return with_prefill(self.model, answer).generate(ids, **inputs)
 
     def save(self, timeout_s: float = 600.0) -> None:
@@ -198,8 +198,8 @@ class PrefixCacheSession:
             layout, digest = _identified(self.model)
             fingerprint = Fingerprint.of(self.model, digest, self.settings.fingerprint)
             identity = partial(fingerprint.identity, self.settings.block_size, LAYOUT_VERSION, layout.describe())
-            device = self.model.device
-            self._arena = None if layout.unsupported else KVArena(layout, device, partial(kv_bytes, device))
+            device, size = self.model.device, self.settings.block_size
+            self._pool = PagePool(layout, device, block_size=size, free_bytes=partial(kv_bytes, device))
             self._seen = self._look()
             name = _model_name(self.model)
             self._cache = PrefixCache(self.settings, store, layout, identity, name)
@@ -218,14 +218,24 @@ class PrefixCacheSession:
         if not self._finalizer.alive:
             raise StoreUnavailable("the session is closed; make a new one")
 
-    def _take_over(self) -> KVArena | None:
-        """Returns the KV memory for the next request; None if the model as it is now is not supported."""
+    def _is_supported(self) -> bool:
+        """Returns whether the state of the model as it is now can be cached."""
         self._require_open()
         if self._look() != self._seen:
             log.info("[disk-cache] the model was changed; what was saved before is not used for it")
             self._finalizer()
             self._open()
-        return self._arena
+        return not self._cache.layout.unsupported
+
+    @contextmanager
+    def _sequence(self, num_tokens: int) -> Iterator[KVSequence]:
+        """Yields an empty sequence with room for a prompt. Raises `ContextTooLong`."""
+        sequence = KVSequence(self._pool)
+        try:
+            sequence.reserve(num_tokens)
+            yield sequence
+        finally:
+            sequence.close()
 
     def _new_cache(self, num_tokens: int) -> DynamicCache:
         """Returns an empty cache that is to be filled with so many tokens."""
@@ -238,31 +248,28 @@ class PrefixCacheSession:
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
         self.report = self._cache.begin(prompt, self._options).close()
 
-    def _complete(self, arena: KVArena, prompt: Prompt, *, goes_on: bool = False) -> torch.Tensor | None:
+    def _complete(self, sequence: KVSequence, prompt: Prompt, *, goes_on: bool = False) -> torch.Tensor | None:
         """Restores, computes and publishes the whole prompt. Returns the next-token logits, shape [vocab], or None if
         they are not needed (`goes_on`) and were not computed."""
         cached = self._cache.begin(prompt, self._options, goes_on=goes_on)
         try:
-            arena.settle(drop=True)
-            arena.truncate(0)
-            arena.reserve(len(prompt.token_ids))
-            restored = cached.restore(arena)
+            restored = cached.restore(sequence)
             logits, started = restored.logits, time.perf_counter()
             if logits is None and restored.num_tokens < len(prompt.token_ids):
                 logits = prefill(
                     self.model,
-                    arena,
+                    sequence,
                     prompt.token_ids,
                     start=restored.num_tokens,
                     block_size=self.settings.block_size,
                     after_step=cached.after_step,
                 )
-            cached.publish(arena, logits, time.perf_counter() - started)
+            cached.publish(sequence, logits, time.perf_counter() - started)
         finally:
             self.report = cached.close()
         return logits
 
-    def _answer(self, arena: KVArena, prompt: Prompt, moved: set[str], inputs: Mapping[str, Any]) -> ModelOutput | None:
+    def _answer(self, prompt: Prompt, moved: set[str], inputs: Mapping[str, Any]) -> ModelOutput | None:
         """Returns the output of the first forward in `generate`; None if the model must compute it itself."""
         found = inputs["input_ids"]
         if found is None or found.shape[-1] != len(prompt.token_ids):
@@ -274,9 +281,10 @@ class PrefixCacheSession:
             log.warning("[disk-cache] bypassed: generate was given %s", ", ".join(foreign))
             self.report = None
             return None
-        logits = self._complete(arena, prompt)
-        assert logits is not None, "a prompt that does not go on has next-token logits"
-        cache = filled(inputs[self.cache_argument], arena)
+        with self._sequence(len(prompt.token_ids)) as sequence:
+            logits = self._complete(sequence, prompt)
+            assert logits is not None, "a prompt that does not go on has next-token logits"
+            cache = filled(inputs[self.cache_argument], sequence)
         return ModelOutput({"logits": logits.view(1, 1, -1), self.cache_argument: cache})
 
     @staticmethod

@@ -64,6 +64,7 @@ def doctor(request: bool, json: bool, **flags: Any) -> int:
 def _findings(settings: Settings, say: Callable[[str], None], *, with_request: bool) -> Iterator[Finding]:
     from diskprefix.extras.setup.doctor_machine import (
         folder_findings,
+        pages_finding,
         port_finding,
         store_finding,
         torch_findings,
@@ -73,6 +74,8 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
     yield from folder_findings(settings)
     yield store_finding(settings)
     yield port_finding(settings)
+    if (pages := pages_finding(settings)) is not None:
+        yield pages
     say("importing torch")
     yield from torch_findings(settings)
     catalogue = open_catalogue(settings)

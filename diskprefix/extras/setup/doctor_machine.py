@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
@@ -20,7 +20,7 @@ from diskprefix.store.folder import DATA, check_folder, disk_full
 from diskprefix.store.savings import total_savings
 from diskprefix.store.store import Store
 from diskprefix.store.survival import require_survivable
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
 
@@ -165,14 +165,30 @@ def port_finding(settings: Settings) -> Finding:
     return Finding("port", "note", text, "its log and GET /health say why")
 
 
+def pages_finding(settings: Settings) -> Finding | None:
+    """Returns whether the daemon at the port counts the pages of its KV memory right; None if it does not say."""
+    wrong = _asked(settings, "/props?check=true").get("wrong_pages") if _daemon_status(settings) == "ok" else None
+    if not isinstance(wrong, list):
+        return None
+    if not wrong:
+        return Finding("KV pages", "ok", "all counts of the running daemon are right")
+    text = f"{shown(str(wrong[0]), 200)} ({counted(len(wrong), 'fault')})"
+    return Finding("KV pages", "problem", text, "start the daemon again, and please report this with its log")
+
+
 def _daemon_status(settings: Settings) -> str | None:
+    status = _asked(settings, "/health").get("status")
+    return shown(status) if isinstance(status, str) else None
+
+
+def _asked(settings: Settings, path: str) -> dict[str, Any]:
+    """Returns what the daemon at the port answers; nothing if none does."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        found = running_daemon(f"http://{host}:{settings.port}", None)("GET", "/health", None).body
+        found = running_daemon(f"http://{host}:{settings.port}", None)("GET", path, None).body
     except NotReady:
-        return None
-    status = found.get("status") if isinstance(found, dict) else None
-    return shown(status) if isinstance(status, str) else None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _file_system(place: Path) -> str:

@@ -223,7 +223,6 @@ def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
         ttl_s=settings.kv_cache_ttl,
         write_budget_bytes=settings.write_budget_bytes,
         memory_bytes=settings.kv_memory or 0,
-        memory_entries=settings.kv_memory_entries,
         seconds_per_token=1 / tokens_per_s,
     )
 

@@ -1,57 +1,58 @@
-"""The KV memory of a daemon in which nothing overlaps: sequences that ended, in which a later prompt may continue."""
+"""The KV memory of a daemon in which nothing overlaps, as `kv.page_cache` fills it: only names of blocks, no pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from diskprefix.cache.policy.select import AT_CHECKPOINTS, StateKind
-from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
-
-
-@dataclass(eq=False)
-class _Ended:
-    """A sequence that ended at `when`, with the tokens whose state is in memory."""
-
-    tenant: str
-    token_ids: TokenIds
-    when: float
+from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS
+from diskprefix.extras.simulate.geometry import Geometry
+from diskprefix.tokens import ID_BYTES, LEAST_TOKENS, TokenIds, block_hashes, floor_to_grid, num_common, root_hash
 
 
 class SimulatedMemory:
-    """Sequences within `max_tokens` in all, at most `max_idle` beside the last one. `grid` is where prompts can be cut.
+    """Blocks, and the ends of sequences behind them, within `max_bytes`: the least recently used goes first, and what
+    continues a block goes before that. The last tokens of an end take a whole page. Windows are not simulated."""
 
-    Which one goes is decided as `kv.pool.KVPool` does: the one with the fewest tokens for each second since its last
-    use if there are too many, the one that ended first if there are too many tokens.
-    """
+    def __init__(self, max_bytes: int, geometry: Geometry, block_size: int) -> None:
+        self._max_bytes, self._used_bytes = max_bytes, 0
+        self._geometry, self._block_size = geometry, block_size
+        self._bytes_of: dict[tuple[bytes, bytes], int] = {}
+        """By the name of the block before and by the tokens, the least recently used first."""
 
-    def __init__(self, max_tokens: int, max_idle: int, state: StateKind, grid: int) -> None:
-        self._max_tokens = max_tokens
-        self._max_idle = max_idle
-        self._state = state
-        self._grid = grid
-        self._ended: list[_Ended] = []
+    def match(self, tenant: str, token_ids: TokenIds) -> int:
+        """Returns how many tokens of a prompt it begins with."""
+        found = self._found(tenant, token_ids)
+        return found if found >= LEAST_TOKENS else 0
 
-    def take(self, tenant: str, token_ids: TokenIds) -> int:
-        """Returns how many tokens of a prompt are in memory. A sequence of which it shares most goes on in it."""
-        found = [(self._usable(one, token_ids), one.when, one) for one in self._ended if one.tenant == tenant]
-        num_tokens, _, best = max(found, key=lambda one: one[:2], default=(0, 0.0, None))
-        if best is None or num_tokens < LEAST_TOKENS:
-            return 0
-        if 2 * num_tokens >= len(best.token_ids) or self._state in AT_CHECKPOINTS:
-            self._ended.remove(best)
-        return num_tokens
+    def _found(self, tenant: str, token_ids: TokenIds) -> int:
+        kind, size, ids = self._geometry.state_kind, self._block_size, token_ids.tobytes()
+        parts = self._parts(tenant, ids)
+        num_blocks = next((n for n, part in enumerate(parts) if part not in self._bytes_of), len(parts) - 1)
+        if kind not in AT_CHECKPOINTS:
+            parent, rest = parts[num_blocks][0], ids[num_blocks * size * ID_BYTES :]
+            common = max((num_common(of, rest) for before, of in self._bytes_of if before == parent), default=0)
+            end = min(num_blocks * size + common, len(token_ids) - 1)
+            return end if kind in AT_ANY_TOKEN else floor_to_grid(end, size)
+        for number in range(num_blocks, -1, -1):
+            parent, start = parts[number][0], number * size * ID_BYTES
+            ends = [of for before, of in self._bytes_of if before == parent and len(of) < size * ID_BYTES]
+            ends = [of for of in ends if ids.startswith(of, start) and (kind in AT_ANY_TOKEN or not of)]
+            if there := [end for of in ends if (end := start + len(of)) < len(ids)]:
+                return max(there) // ID_BYTES
+        return 0
 
-    def keep(self, tenant: str, token_ids: TokenIds, when: float) -> None:
-        """Keeps a sequence that has ended."""
-        self._ended.append(_Ended(tenant, token_ids, when))
-        while len(self._ended) > self._max_idle:
-            self._ended.remove(min(self._ended, key=lambda one: len(one.token_ids) / (1.0 + when - one.when)))
-        while sum(len(one.token_ids) for one in self._ended) > self._max_tokens:
-            del self._ended[0]
+    def keep(self, tenant: str, token_ids: TokenIds, num_exact: int) -> None:
+        """Keeps a sequence that has ended, with the state that a prefill computes of its first `num_exact` tokens."""
+        state_bytes, page_bytes = self._geometry.state_bytes, self._block_size * self._geometry.bytes_per_token
+        *blocks, end = self._parts(tenant, token_ids[:num_exact].tobytes())
+        has_end = num_exact == len(token_ids) if state_bytes else end[1]
+        added = [(end, page_bytes * bool(end[1]) + state_bytes)] if has_end else []
+        for part, num_bytes in [*added, *((block, page_bytes) for block in reversed(blocks))]:
+            self._used_bytes += num_bytes - self._bytes_of.pop(part, 0)
+            self._bytes_of[part] = num_bytes
+        while self._used_bytes > self._max_bytes:
+            self._used_bytes -= self._bytes_of.pop(next(iter(self._bytes_of)))
 
-    def _usable(self, one: _Ended, token_ids: TokenIds) -> int:
-        common = common_prefix_length(one.token_ids, token_ids)
-        if self._state in AT_CHECKPOINTS:
-            is_whole = common == len(one.token_ids) < len(token_ids)
-            return common if is_whole and common % self._grid == 0 else 0
-        return floor_to_grid(min(common, len(token_ids) - 1), self._grid)
+    def _parts(self, tenant: str, ids: bytes) -> list[tuple[bytes, bytes]]:
+        """Returns the blocks of a prompt, and the rest behind them."""
+        root, num_bytes = root_hash(tenant), self._block_size * ID_BYTES
+        names = [root, *block_hashes(0, root, ids, self._block_size)]
+        return [(name, ids[n * num_bytes : (n + 1) * num_bytes]) for n, name in enumerate(names)]

@@ -34,9 +34,8 @@ _OFF = Scope("off")
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """The settings of a daemon that decide how much is kept, with the daemon's defaults. `ttl_s` is in seconds, and
-    `write_budget_bytes` is what may be written in 24 hours; 0 sets no limit. `memory_bytes` is the memory for
-    `memory_entries` sequences that ended; with 0 every prompt is restored from the disk. `seconds_per_token` is the
-    speed of prefill."""
+    `write_budget_bytes` is what may be written in 24 hours; 0 sets no limit. `memory_bytes` is KV memory; with 0 every
+    prompt is restored from the disk. `seconds_per_token` is the speed of prefill."""
 
     scope: Scope
     budget_bytes: int | None = None
@@ -47,7 +46,6 @@ class Policy:
     ttl_s: float = 0.0
     write_budget_bytes: int = 0
     memory_bytes: int = 0
-    memory_entries: int = 8
     seconds_per_token: float = 1e-3
 
 
@@ -120,8 +118,7 @@ class Simulator:
             state=geometry.state_kind,
             state_bytes=geometry.state_bytes,
         )
-        most = policy.memory_bytes // max(geometry.bytes_per_token, 1)
-        self._memory = SimulatedMemory(most, policy.memory_entries, geometry.state_kind, self._rules.grid)
+        self._memory = SimulatedMemory(policy.memory_bytes, geometry, policy.block_size)
         self._seen_by: dict[str, SeenPrompts] = {}
         """The seen prompts by tenant."""
         self.disk = WrittenBytes()
@@ -133,13 +130,13 @@ class Simulator:
 
     def step(self, request: TraceRequest) -> Outcome:
         """Simulates a request, from its lookup to its publication."""
-        policy, prompt = self._policy, request.prompt
+        policy, geometry, prompt = self._policy, self._geometry, request.prompt
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
         nodes = self.nodes(request, prompt.token_ids)
         restored, in_memory = Restored(), 0
         if scope.kind != "off":
-            in_memory = self._memory.take(request.tenant, prompt.token_ids)
+            in_memory = self._memory.match(request.tenant, prompt.token_ids)
             restored = self._restore(request, nodes)
         seen, names = self._seen(request), nodes.block_names
         is_asked = request.scope is not None or request.ttl_s is not None
@@ -159,7 +156,9 @@ class Simulator:
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
                 seen.remember(prompt.token_ids, names, request.group)
         if scope.kind != "off":
-            self._memory.keep(request.tenant, np.concatenate([prompt.token_ids, request.reply]), request.when)
+            whole = np.concatenate([prompt.token_ids, request.reply])
+            num_exact = len(whole if geometry.exact_at == "token" else prompt.token_ids)
+            self._memory.keep(request.tenant, whole, num_exact)
         num_restored = max(restored.num_tokens, in_memory)
         self._count(len(prompt.token_ids), num_restored, selection, written)
         return Outcome(num_restored, selection, written)

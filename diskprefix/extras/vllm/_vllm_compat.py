@@ -30,7 +30,7 @@ except ImportError as error:
     raise ImportError(f"{error}: this diskprefix needs vLLM 0.32") from error
 
 from diskprefix.extras.vllm import engine_numbers
-from diskprefix.extras.vllm.pages import EngineGroup
+from diskprefix.extras.vllm.engine_pages import EngineGroup
 from diskprefix.model.load.kernel_settings import device_kind
 
 __all__ = [

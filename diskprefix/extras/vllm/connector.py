@@ -14,7 +14,7 @@ import torch
 
 from diskprefix.extras.vllm import _vllm_compat as compat
 from diskprefix.extras.vllm.connector_settings import connector_settings, own_names
-from diskprefix.extras.vllm.pages import Pages
+from diskprefix.extras.vllm.engine_pages import Pages
 from diskprefix.extras.vllm.plans import RankIdentity, StepPlan
 from diskprefix.extras.vllm.scheduler_side import SchedulerSide
 from diskprefix.extras.vllm.shared_store import open_shared

@@ -16,7 +16,7 @@ from diskprefix.cache.tiers.loading import READER_THREADS, Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
-from diskprefix.extras.vllm.pages import Pages, PageSink
+from diskprefix.extras.vllm.engine_pages import Pages, PageSink
 from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from diskprefix.kv.sizes import TILE
+from diskprefix.kv.page_table import LayerRows
 from diskprefix.kv.step import Run, Step, current_step
 from diskprefix.model.exact.latent import LatentMemory
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
@@ -22,13 +22,15 @@ HARMLESS = frozenset({
     "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "past_key_values",
 })  # fmt: skip
 """Arguments that change nothing here. The mask says what is visible, not `sliding_window`."""
+_OTHER_FORM = "attention with memory of another form than the queries"
+_NOT_KEPT = "attention to tokens that the cache does not keep"
 
 
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | list[torch.Tensor] | LatentMemory,
-    value: torch.Tensor | list[torch.Tensor] | LatentMemory,
+    key: list[LayerRows] | torch.Tensor | LatentMemory,
+    value: list[LayerRows] | torch.Tensor | LatentMemory,
     attention_mask: Any,
     *,
     scaling: float | None = None,
@@ -38,9 +40,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Returns the attention's output, shape [1, rows, heads, value_dim], and None for the weights.
 
-    `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, tokens, dim], or
-    a list of it for several sequences. It ends with the last tile of the step (`kv.layers`). For latent attention both
-    are a `LatentMemory`. `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for
+    `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's rows in the pages of each sequence, or
+    those of one sequence side by side, [1, kv_heads, tokens, dim], up to its last row. For latent attention both are a
+    `LatentMemory`. `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for
     what it cannot do.
     """
     if isinstance(key, LatentMemory):
@@ -62,24 +64,30 @@ def attend(
         step = Step((Run(run.end - count, count),))
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
         raise NotInvariant("attention over other rows than those of the step")
-    keys, values = ([memory] if isinstance(memory, torch.Tensor) else memory for memory in (key, value))
-    _check_memory(step, attention_mask, query, keys, values)
     compiled = operators()
     if compiled is None or query.dtype not in native.DTYPES:
         raise NotInvariant(f"attention in {query.dtype}")
-    paged = [
-        [native.contiguous(memory[0], _first(run.end, memory)) for memory in of_run]
-        for run, *of_run in zip(step.runs, keys, values, strict=True)
-    ]
+    # The compiled operator does not check the memory.
+    if isinstance(key, list) and isinstance(value, list):
+        pairs = list(zip(step.runs, key, value, strict=True))
+        if not all(_is_like(query, *memory) for _, *memory in pairs):
+            raise NotInvariant(_OTHER_FORM)
+        runs = [run_in_pages(run, attention_mask, *memory) for run, *memory in pairs]
+        kv_heads, value_dim = key[0].heads, value[0].dim
+    else:
+        assert isinstance(key, torch.Tensor)
+        assert isinstance(value, torch.Tensor)
+        (run,) = step.runs
+        first = _check_side_by_side(run, attention_mask, query, key, value)
+        whole = [native.contiguous(memory[0].contiguous(), first) for memory in (key, value)]
+        runs = [native.run_of(run.start, run.num_rows, native.ONE_PAGE, *whole)]
+        kv_heads, value_dim = key.shape[1], value.shape[3]
     out = native.attention(
         compiled,
         query[0],
-        [
-            native.run_of(run.start, run.num_rows, native.ONE_PAGE, *of_run)
-            for run, of_run in zip(step.runs, paged, strict=True)
-        ],
-        kv_heads=keys[0].shape[1],
-        value_dim=values[0].shape[-1],
+        runs,
+        kv_heads=kv_heads,
+        value_dim=value_dim,
         scale=scale,
         window=attention_mask.window or 0,
         chunk=attention_mask.chunk or 0,
@@ -89,23 +97,28 @@ def attend(
     return out.unsqueeze(0), None
 
 
-def _check_memory(
-    step: Step, pattern: Pattern, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
-) -> None:
-    expected = query.dtype, keys[0].shape[1], query.shape[-1]
-    for run, memory, of_values in zip(step.runs, keys, values, strict=True):
-        is_same = (memory.dtype, memory.shape[1], memory.shape[-1]) == expected and memory.shape[0] == 1
-        is_same &= of_values.dtype == query.dtype and of_values.shape[:3] == memory.shape[:3]
-        if not is_same or query.shape[1] % memory.shape[1]:
-            # The compiled operator does not check the memory.
-            raise NotInvariant("attention with memory of another form than the queries")
-        if _first(run.end, memory) > pattern.first_visible(run.start) // TILE * TILE:
-            raise NotInvariant("attention to tokens that the cache does not keep")
+def _is_like(query: torch.Tensor, key: LayerRows, value: LayerRows) -> bool:
+    is_same = key.dtype is value.dtype is query.dtype and key.heads == value.heads and key.dim == query.shape[-1]
+    return is_same and query.shape[1] % key.heads == 0
 
 
-def _first(end: int, memory: torch.Tensor) -> int:
-    """Returns the position with which memory begins that ends with the tile of the last token before `end`."""
-    return -(-end // TILE) * TILE - memory.shape[2]
+def run_in_pages(run: Run, pattern: Pattern, key: LayerRows, value: LayerRows) -> bytes:
+    """Returns a run of rows that are in memory, in the operator's form."""
+    first = pattern.first_visible(run.start)
+    if not (key.holds(first, run.end) and value.holds(first, run.end)):
+        raise NotInvariant(_NOT_KEPT)
+    return native.run_of(run.start, run.num_rows, key.table.block_size, key.described(), value.described())
+
+
+def _check_side_by_side(run: Run, pattern: Pattern, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Returns the position with which memory begins that ends with a run."""
+    is_same = key.dtype is value.dtype is query.dtype and key.shape[:3] == value.shape[:3] and key.shape[0] == 1
+    if not is_same or key.shape[3] != query.shape[3] or query.shape[1] % key.shape[1]:
+        raise NotInvariant(_OTHER_FORM)
+    first = run.end - key.shape[2]
+    if first > pattern.first_visible(run.start):
+        raise NotInvariant(_NOT_KEPT)
+    return first
 
 
 def kernel(device: torch.device) -> str:

@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from diskprefix.kv.layers import FullAttentionLayer, SlidingWindowLayer, TokenLayer
-from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, current_step
-from diskprefix.model.exact.attention import HARMLESS
+from diskprefix.model.exact.attention import HARMLESS, run_in_pages
 from diskprefix.model.exact.mixtures import all_numbers, experts_of
 from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of
-from diskprefix.model.exact.patterns import NotInvariant, Pattern
+from diskprefix.model.exact.patterns import Pattern
 from diskprefix.model.exact.rows import in_whole_vectors
 from diskprefix.native import attention_operator as native
 from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Layer, Norm, StepPlace
@@ -246,12 +245,8 @@ def _in_place(
             **others,
         )
     assert hidden_states.shape[1] == step.num_rows
-    memory = [
-        _extended(one, run, attention_mask) for one, run in zip(layer.sequences or (layer,), step.runs, strict=True)
-    ]
     runs = [
-        native.run_of(run.start, run.num_rows, native.ONE_PAGE, *rows)
-        for run, rows in zip(step.runs, memory, strict=True)
+        _extended(one, run, attention_mask) for one, run in zip(layer.sequences or (layer,), step.runs, strict=True)
     ]
     cosines, sines = (angles.contiguous() for angles in position_embeddings)
     window, chunk = attention_mask.window or 0, attention_mask.chunk or 0
@@ -259,17 +254,11 @@ def _in_place(
     return (out, None) if part is block else out
 
 
-def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> list[native.PagedRows]:
-    """Extends a layer by the rows of a run, and returns its keys and values in the operator's form."""
-    keys, values = layer.keys, layer.values
-    assert keys.dtype is values.dtype is torch.bfloat16
-    if not layer.first <= run.start <= run.end <= layer.first + min(keys.shape[2], values.shape[2]):
-        # The operator does not check that there is room.
-        raise ValueError("there is no room for the rows of the step")
-    if layer.first > pattern.first_visible(run.start) // TILE * TILE:
-        raise NotInvariant("attention to tokens that the cache does not keep")
+def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
+    """Extends a layer by the rows of a run, and returns the run in the operator's form."""
+    assert layer.keys.dtype is layer.values.dtype is torch.bfloat16
     layer.length = run.end
-    return [native.contiguous(memory[0], layer.first) for memory in (keys, values)]
+    return run_in_pages(run, pattern, layer.keys, layer.values)
 
 
 def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: Curves) -> torch.Tensor:

@@ -9,19 +9,17 @@ all heads, with any sequences, and a token costs the same products in a prefill 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
+from diskprefix.kv.page_table import LayerRows
 from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.native import attention_operator as native
 from diskprefix.native.dense import head_products
 from diskprefix.native.library import operators
-
-Memory: TypeAlias = torch.Tensor | list[torch.Tensor]
-"""A layer's memory, [1, 1, tokens, dim], or that of each sequence."""
 
 _SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
 """Names that transformers' modules have for heads, latent_dim, key_dim and value_dim."""
@@ -57,14 +55,11 @@ class Expansion:
 
 @dataclass(frozen=True, eq=False)
 class LatentMemory:
-    """The memory of each sequence, `rows` [1, 1, tokens, latent_dim + rotary_dim], for keys and for values."""
+    """The rows of each sequence, latents with rotary keys behind them, for keys; the `latents` alone are for values."""
 
-    rows: list[torch.Tensor]
+    rows: list[LayerRows]
+    latents: list[LayerRows]
     expansion: Expansion
-
-    @property
-    def latents(self) -> list[torch.Tensor]:
-        return [rows[..., : self.expansion.latent_dim] for rows in self.rows]
 
 
 def expansion_of(module: nn.Module) -> Expansion | None:
@@ -83,21 +78,13 @@ def expansion_of(module: nn.Module) -> Expansion | None:
     return Expansion(*parts)
 
 
-def remember(expansion: Expansion, latents: Memory, rotary: Memory) -> tuple[LatentMemory, LatentMemory]:
-    """Replaces `expand_kv` of a module. Raises `NotInvariant` if latents and rotary keys do not lie in one row."""
-    pairs = ([part] if isinstance(part, torch.Tensor) else part for part in (latents, rotary))
-    memory = LatentMemory([_joined(*pair) for pair in zip(*pairs, strict=True)], expansion)
+def remember(expansion: Expansion, latents: Any, rotary: Any) -> tuple[LatentMemory, LatentMemory]:
+    """Replaces `expand_kv` of a module. Raises `NotInvariant` if it is not given the rows of pages."""
+    if not isinstance(latents, list) or not isinstance(rotary, list):
+        raise NotInvariant("latents that are not those of pages")
+    rows = [replace(latent, end=turned.end) for latent, turned in zip(latents, rotary, strict=True)]
+    memory = LatentMemory(rows, latents, expansion)
     return memory, memory
-
-
-def _joined(latents: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of which both are views."""
-    dim = latents.shape[-1] + rotary.shape[-1]
-    is_one = latents.dtype is rotary.dtype and latents.stride() == rotary.stride()
-    is_one &= rotary.data_ptr() - latents.data_ptr() == latents.shape[-1] * latents.itemsize
-    if not is_one or latents.stride(-1) != 1 or latents.stride(-2) < dim:
-        raise NotInvariant("latents and rotary keys that do not lie in one row")
-    return latents.as_strided((*latents.shape[:-1], dim), latents.stride())
 
 
 def _multiply(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, *, is_turned: bool) -> None:

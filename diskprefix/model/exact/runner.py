@@ -1,6 +1,6 @@
 """Runs a model over the rows of one step: those of one sequence, or of several in one packed forward, input [1, rows].
 
-In that, each row has its position in its own sequence, and attention reads that sequence's own memory. All else works
+In that, each row has its position in its own sequence, and attention reads that sequence's own pages. All else works
 row by row. Packing is for models that are exact at every token, so each row has the bits that it has alone.
 """
 
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import StepCache
 from diskprefix.kv.layers import StateLayer, TokenLayer, packed
 from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.invariant import as_it_was
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-State: TypeAlias = KVArena | TransformersState
+State: TypeAlias = KVSequence | TransformersState
 
 
 @dataclass(frozen=True)
@@ -43,36 +44,39 @@ class Rows:
 
 def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
     """Computes one step. Returns each sequence's next-token logits, shape [num_logits, vocab], in the model's dtype.
-    Several sequences must be in `KVArena`s of their own, of a layout that is exact at every token."""
+    Several sequences must be `KVSequence`s of a layout that packs."""
     first = step[0].state
-    if len(step) == 1 and not isinstance(first, KVArena):
+    if len(step) == 1 and not isinstance(first, KVSequence):
         with as_it_was(model):
             return [first.forward(model, step[0].token_ids)[None]]
-    arenas = [rows.state for rows in step if isinstance(rows.state, KVArena)]
+    sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
     if len(step) == 1:
-        return [arenas[0].compute(model, step[0].token_ids, step[0].num_logits)]
+        return [sequences[0].compute(model, step[0].token_ids, step[0].num_logits)]
     sizes = [rows.token_ids.shape[1] for rows in step]
-    runs = tuple(arena.begin_step(size) for arena, size in zip(arenas, sizes, strict=True))
-    logits = _packed_forward(model, step, arenas, runs)
-    for arena, run_ in zip(arenas, runs, strict=True):
-        arena.end_step(run_)
+    runs = tuple(sequence.begin_step(size) for sequence, size in zip(sequences, sizes, strict=True))
+    logits = _packed_forward(model, step, sequences, runs)
+    for sequence, run_ in zip(sequences, runs, strict=True):
+        sequence.end_step(run_)
     return list(torch.split(logits, [rows.num_logits for rows in step]))
 
 
 def _packed_forward(
-    model: PreTrainedModel, rows: Sequence[Rows], arenas: Sequence[KVArena], runs: tuple[Run, ...]
+    model: PreTrainedModel, rows: Sequence[Rows], sequences: Sequence[KVSequence], runs: tuple[Run, ...]
 ) -> torch.Tensor:
-    """Computes one step over `arenas`. Returns the logits of the rows that get some, [logits, vocab]."""
-    layout, step = arenas[0].layout, Step(runs)
+    """Computes one step. Returns the logits of the rows that get some, [logits, vocab]."""
+    layout, step = sequences[0].layout, Step(runs)
     keeps = "logits_to_keep" in layout.options
     ends = accumulate(run.num_rows for run in runs)
     kept = torch.cat([torch.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
+    of_layers = zip(*(sequence.layers for sequence in sequences), strict=True)
+    layers = [packed(of, step) if isinstance(of[0], TokenLayer | StateLayer) else of[0] for of in of_layers]
     with computing(step):
         output = model(
             input_ids=torch.cat([one.token_ids for one in rows], dim=1),
             use_cache=True,
             **({"position_ids": positions(runs)} if "position_ids" in layout.options else {}),
-            **{layout.cache_argument: _PackedCache(arenas, step)},
+            # Its lengths, those of the first sequence, are not used for positions or masks.
+            **{layout.cache_argument: StepCache(layers, lambda: runs[0].start)},
             **({"logits_to_keep": kept} if keeps else {}),
         )
     logits: torch.Tensor = output.logits[0]
@@ -84,14 +88,15 @@ def positions(runs: Sequence[Run]) -> torch.Tensor:
     return torch.cat([torch.arange(run.start, run.end) for run in runs])[None]
 
 
-def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
-    """Returns whether a model that is exact at every token computes several sequences in one forward, each with the
-    bits that it has alone. Some do not: they use the memory of a layer before attention does."""
+def can_pack(model: PreTrainedModel, layout: Layout, block_size: int) -> bool:
+    """Returns whether a model that is exact at every token computes several sequences in one forward, and from pages,
+    each with the bits that it has alone. Some do not: they use the memory of a layer before attention does."""
     prompts = [torch.tensor([ids]) for ids in ([1, 2, 3], [2, 1])]
-    first, second = ([KVArena(layout, model.device, capacity_step=1) for _ in prompts] for _ in range(2))
+    pool = PagePool(replace(layout, packs=True), model.device, block_size=block_size)
+    first, second = ([KVSequence(pool) for _ in prompts] for _ in range(2))
     with torch.inference_mode():
-        alone = [run(model, [Rows(*one)])[0] for one in zip(first, prompts, strict=True)]
         try:
+            alone = [run(model, [Rows(*one)])[0] for one in zip(first, prompts, strict=True)]
             together = run(model, [Rows(*one) for one in zip(second, prompts, strict=True)])
         except Exception as error:
             if is_out_of_memory(error):
@@ -100,17 +105,3 @@ def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
             return False
     states = ([(bytes(a.read_tokens(0, a.num_tokens)), bytes(a.read_states())) for a in of] for of in (first, second))
     return all(map(torch.equal, alone, together)) and next(states) == next(states)
-
-
-class _PackedCache(StepCache):
-    """The cache of a packed forward. Its lengths, those of the first sequence, are not used for positions or masks."""
-
-    def __init__(self, arenas: Sequence[KVArena], step: Step) -> None:
-        of_layers = zip(*(arena.layers for arena in arenas), strict=True)
-        layers = [packed(of, step) if isinstance(of[0], TokenLayer | StateLayer) else of[0] for of in of_layers]
-        super().__init__(layers=layers)
-        self._length = step.runs[0].start
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        layer = self.layers[layer_idx]
-        return layer.length if isinstance(layer, TokenLayer) else self._length

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
 from diskprefix.model.exact import attention
 from diskprefix.model.exact.fused import kind_of
@@ -47,6 +48,7 @@ _MAX_ERROR = 0.3
 """The largest allowed difference from transformers' own logits, relative to that of another token's; the median of the
 tokens, because rounding may choose another expert for a few."""
 
+_BLOCK_SIZE = 256
 _STEP = 4
 """Tokens in a step of `rehearse`."""
 _MAX_STATE_ERROR, _MAX_LOGITS_ERROR = 0.05, 0.3
@@ -115,9 +117,9 @@ def _checked(model: PreTrainedModel) -> Layout:
         with torch.inference_mode(), _first_layers(model):
             with as_it_was(model):
                 expected = model(input_ids=token_ids, use_cache=False).logits[0].float()
+            layout = replace(layout, packs=can_pack(model, layout, _BLOCK_SIZE))
             whole = _run(model, layout, token_ids, [token_ids.shape[1]], num_logits=token_ids.shape[1])
             found = _run(model, layout, token_ids, _CUT, restored_at=sum(_CUT[:2]))
-            layout = replace(layout, packs=can_pack(model, layout))
     except Exception as error:  # a model class of any age and author may fail in any way
         if is_out_of_memory(error):
             raise
@@ -170,25 +172,27 @@ def _run(
     """Returns the state of all tokens with the states at the end, and the last `num_logits` next-token logits of each
     step, [logits, vocab]. After `restored_at` tokens it goes on in other memory, after another sequence: nothing but
     that memory may decide what comes then."""
-    arena, logits = _arena(layout, model, token_ids.shape[1]), []
+    pool = PagePool(layout, model.device, block_size=_BLOCK_SIZE)
+    sequence, logits = _sequence(pool, token_ids.shape[1]), []
     for part in torch.split(token_ids, list(steps), dim=1):
-        logits.append(arena.compute(model, part, num_logits))
-        if arena.num_tokens == restored_at:
-            _arena(layout, model, _STEP + 1).compute(model, made_up_tokens(model, 2, _STEP + 1), 1)
-            arena.mark()
-            other = _arena(layout, model, token_ids.shape[1])
-            other.copy_from(arena, restored_at)
-            arena = other
-    return bytes(arena.read_tokens(0, arena.num_tokens)) + bytes(arena.read_states()), torch.cat(logits)
+        logits.append(sequence.compute(model, part, num_logits))
+        if sequence.num_tokens == restored_at:
+            _sequence(pool, _STEP + 1).compute(model, made_up_tokens(model, 2, _STEP + 1), 1)
+            sequence = _sequence(pool, token_ids.shape[1], sequence.prefix())
+    return bytes(sequence.read_tokens(0, sequence.num_tokens)) + bytes(sequence.read_states()), torch.cat(logits)
 
 
-def _arena(layout: Layout, model: PreTrainedModel, num_tokens: int) -> KVArena:
-    """Returns memory for so many tokens, full of NaN: a model that reads behind the last token is then not exact."""
-    arena = KVArena(layout, model.device, capacity_step=num_tokens)
-    arena.reserve(num_tokens)
-    for memory in arena.memory:
-        memory.tensor.fill_(torch.nan)
-    return arena
+def _sequence(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:
+    """Returns a sequence with room for so many tokens, full of NaN behind the prefix: a model that reads behind the
+    last token is then not exact."""
+    sequence = KVSequence(pool)
+    has_room = (prefix is None or sequence.begin_with(prefix)) and sequence.has_room(num_tokens)
+    assert has_room, "the pool has no limit"
+    for table in sequence.tables:
+        for number, page in enumerate(table.pages):
+            if page is not None:
+                page.tensor[:, :, max(0, sequence.num_tokens - number * pool.block_size) :] = torch.nan
+    return sequence
 
 
 # -- on the grid -----------------------------------------------------------------------------------------------------

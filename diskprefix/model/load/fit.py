@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
+from diskprefix.kv.sizes import longest_within, num_pages
 from diskprefix.model.load.checkpoint import (
     StoredTensor,
     read_config,
@@ -71,14 +71,13 @@ class TokenState:
     positions: int = _UNNAMED_POSITIONS
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Returns the bytes of the memory of a sequence, as `kv.arena` allocates it."""
-        room = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
-        in_window = min(room, window_room(self.window, _BLOCK_SIZE))
-        return self.fixed + self.per_token * (room + PAD_TOKENS) + self.windowed * (in_window + PAD_TOKENS)
+        """Returns the bytes of the pages of a sequence."""
+        pages, in_window = num_pages(num_tokens, _BLOCK_SIZE), num_pages(num_tokens, _BLOCK_SIZE, self.window)
+        return self.fixed + _BLOCK_SIZE * (self.per_token * pages + self.windowed * in_window)
 
     def tokens_in(self, num_bytes: int) -> int:
         """Returns the longest sequence that fits in so many bytes."""
-        return longest_within(num_bytes, self.num_bytes, self.positions)
+        return longest_within(num_bytes, self.num_bytes, self.positions, _BLOCK_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,7 @@ class Fit:
     def buffer_bytes(self, asked: int) -> int:
         """Returns how much of the `asked` bytes state may take while it waits to be written."""
         left = self.free_bytes - self.needs.weights_bytes - ROOM_BYTES - self.kv_limit
-        least = max(_LEAST_BUFFER_BYTES, self.needs.state.num_bytes(CAPACITY_STEP))
+        least = max(_LEAST_BUFFER_BYTES, self.needs.state.num_bytes(_BLOCK_SIZE))
         return min(asked, max(least, int(left * _BUFFER_SHARE)))
 
     @property

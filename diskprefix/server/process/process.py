@@ -125,8 +125,9 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
-    # They have just been read. Once the server runs, the signal reads them again.
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # They have just been read. Once the server runs, the signals read them again, and check the pages.
+    for number in (signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     token: OwnerToken | None
     if front is None:
         settings, listeners = open_listeners(settings)
@@ -281,6 +282,7 @@ class _Server(SignalledServer):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._check_memory)
         await super().startup(sockets)
         self._signs_of_life = asyncio.create_task(self._give_signs_of_life())
 
@@ -305,6 +307,11 @@ class _Server(SignalledServer):
             self._keys.read_again()
         if daemon is not None and is_ready:
             notify(READY=1, STATUS=daemon.status_line)
+
+    def _check_memory(self) -> None:
+        if (daemon := self._made) is not None and daemon.serving is not None:
+            # Not here: it waits for a lock.
+            threading.Thread(target=daemon.serving.engine.check_memory, name="kv-check", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._entrance.app()

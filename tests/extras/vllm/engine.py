@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from diskprefix.extras.vllm.connector_settings import connector_settings, own_names
-from diskprefix.extras.vllm.pages import EngineGroup, Pages
+from diskprefix.extras.vllm.engine_pages import EngineGroup, Pages
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.scheduler_side import SchedulerSide
 from diskprefix.extras.vllm.shared_store import open_shared

@@ -27,7 +27,7 @@ STATE: dict[str, Any] = {
     "arriving": 0,
     "requests": [],
     "ended": [],
-    "memory": {"limit_bytes": 1 << 30, "used_bytes": 1 << 29, "running": 1, "max_running": 8},
+    "memory": {"limit_bytes": 1 << 30, "used_bytes": 1 << 29, "running": 1, "max_running": 8, "kept_tokens": 41_200},
     "cache": {
         "used_bytes": 3 << 20,
         "budget_bytes": 4 << 20,
@@ -82,7 +82,7 @@ def test_the_first_lines_say_who_is_watched_and_how_it_is() -> None:
 
 def test_memory_store_and_writer_are_shown_with_their_limits() -> None:
     found = lines(STATE)
-    assert "memory 0.5 of 1.0 GiB 1 of 8 run, 0 wait" in found
+    assert "memory 0.5 of 1.0 GiB 1 of 8 run, 0 wait, 41,200 tokens kept" in found
     assert "store 3.0 of 4.0 MiB 3 prompts, 44 evicted" in found
     assert "disk, 24 h 1.0 GiB 9.0 GiB in all" in found
     assert "nothing runs" in found

@@ -8,7 +8,8 @@ same from the tokens alone.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,23 +21,33 @@ import xxhash
 
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import Chunk
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.layout import Group, LayerSpec, Layout, TensorSpec
+from diskprefix.kv.layers import TokenLayer
+from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.runner import Rows
 from tests.faults.interleavings.threads import scheduler
 from tests.model import tiny
 
 VOCAB, FIRST = 256, 3
 """Tokens below `FIRST` are special."""
-_ROW = struct.Struct("<2f")
-_FORMS = [TensorSpec(0, part, heads=1, head_dim=2, dtype=torch.float32) for part in ("keys", "values")]
+_WINDOW = 11
+_NUMBERS = struct.Struct("<4f")
+"""The state of a token: numbers of 24 bits, which are finite as floats."""
 _TOKENIZER = tiny.tokenizer()
 
 
-def layout(exact_at: str) -> Layout:
+def layout(exact_at: str, kind: str) -> Layout:
+    """`kind`: the model has one layer of full attention, and beside it none ("full"), one of a window, or a state."""
+    layers = {"full": (), "window": (LayerSpec("sliding", _WINDOW),), "state": (LayerSpec("linear", num_states=1),)}
+
+    def group(layer: int, window: int | None) -> Group:
+        forms = ((layer, part, 1, 2, torch.float32, window) for part in ("keys", "values"))
+        return Group(tuple(TensorSpec(*form) for form in forms))
+
     return Layout(
-        layers=(LayerSpec(),),
-        groups=(Group(tuple(_FORMS)),),
+        layers=(LayerSpec(), *layers[kind]),
+        groups=(group(0, None), group(1, _WINDOW))[: 1 + (kind == "window")],
+        states=(StateGroup((StateSpec(1, "recurrent", 0, (4,), torch.float32),)),)[: kind == "state"],
         vocab_size=VOCAB,
         logits_dtype=torch.float32,
         exact_at=exact_at,  # type: ignore[arg-type]
@@ -45,35 +56,24 @@ def layout(exact_at: str) -> Layout:
 
 
 class _States:
-    """Computes the state of one token after the other, from the keys and the values of those before."""
+    """Computes the state of one token after the other from what lies in memory of those before: all rows of full
+    attention, and what the kind of a layout adds, which is the last row, or those of the window."""
 
-    def __init__(self, salt: int, keys: bytes, values: bytes) -> None:
-        self.keys, self.values = bytearray(keys), bytearray(values)
-        self._before = xxhash.xxh3_128(seed=salt)
-        for start in range(0, len(keys), _ROW.size):
-            self._before.update(keys[start : start + _ROW.size] + values[start : start + _ROW.size])
+    def __init__(self, salt: int, rows: Iterable[bytes], others: Iterable[bytes], most: int) -> None:
+        self.new = list[bytes]()
+        self._before = xxhash.xxh3_128(b"".join(rows), seed=salt)
+        self._others = deque(others, maxlen=most)
 
     def add(self, token: int) -> None:
-        """Adds the key and the value of a token: numbers of 24 bits, which are finite as floats."""
         hashed = self._before.copy()
-        hashed.update(token.to_bytes(4, "little"))
+        hashed.update(b"".join(self._others) + token.to_bytes(4, "little"))
         found = hashed.intdigest()
-        key = _ROW.pack(found & 0xFFFFFF, found >> 24 & 0xFFFFFF)
-        value = _ROW.pack(found >> 48 & 0xFFFFFF, found >> 72 & 0xFFFFFF)
-        self.keys += key
-        self.values += value
-        self._before.update(key + value)
+        self.new.append(_NUMBERS.pack(*(found >> shift & 0xFFFFFF for shift in (0, 24, 48, 72))))
+        self._before.update(self.new[-1])
+        self._others.append(self.new[-1])
 
     def next_token(self) -> int:
         return FIRST + self._before.intdigest() % (VOCAB - FIRST)
-
-
-def first_keys(tenant: object, token_ids: Sequence[int]) -> bytes:
-    """Returns the keys of the first two tokens, as they lie in memory."""
-    states = _States(salt_of(tenant), b"", b"")
-    for token in token_ids[:2]:
-        states.add(token)
-    return bytes(states.keys)
 
 
 def salt_of(tenant: object) -> int:
@@ -84,18 +84,18 @@ class Replies:
     """Computes what the model must reply."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, bytes, int], list[int]] = {}
+        self._known: dict[tuple[int, int, bytes, int], list[int]] = {}
 
-    def of(self, salt: int, token_ids: Sequence[int], most: int) -> list[int]:
-        key = salt, bytes(np.asarray(token_ids, np.int32)), most
+    def of(self, layout: Layout, salt: int, token_ids: Sequence[int], most: int) -> list[int]:
+        key = _num_others(layout), salt, bytes(np.asarray(token_ids, np.int32)), most
         if key not in self._known:
             if len(self._known) > 10_000:
                 self._known.clear()
-            self._known[key] = self._compute(salt, token_ids, most)
+            self._known[key] = self._compute(_States(salt, [], [], key[0]), token_ids, most)
         return self._known[key]
 
-    def _compute(self, salt: int, token_ids: Sequence[int], most: int) -> list[int]:
-        states, reply = _States(salt, b"", b""), list[int]()
+    def _compute(self, states: _States, token_ids: Sequence[int], most: int) -> list[int]:
+        reply = list[int]()
         for position in range(len(token_ids) + most - 1):
             states.add(reply[-1] if position >= len(token_ids) else token_ids[position])
             if position >= len(token_ids) - 1:
@@ -114,13 +114,13 @@ def salted_rows(chunk: Chunk[Reply]) -> SaltedRows:
     """In the place of `engine.forward._rows`."""
     reply = chunk.sequence
     assert reply.state is not None
-    salt = salt_of(reply.running.request.cache.tenant)
-    return SaltedRows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted, salt)
+    rows = reply.ids(chunk.start, chunk.end)
+    return SaltedRows(reply.state, rows, 1 + chunk.num_drafted, salt_of(reply.running.request.cache.tenant))
 
 
 @dataclass
 class ModelFaults:
-    """The share of steps that fail."""
+    """The share of sequences in steps whose computation fails."""
 
     failing: float = 0.0
 
@@ -137,31 +137,46 @@ def reset() -> ModelFaults:
 def run(_model: Any, step: Sequence[SaltedRows]) -> list[torch.Tensor]:
     """In the place of `model.exact.runner.run`. Takes time in which other threads run."""
     results, one = [], scheduler()
-    if _faults[-1].failing and one.random.random() < _faults[-1].failing:
-        raise RuntimeError("the model fails, as it was asked to")
     for rows in step:
-        assert isinstance(rows.state, KVArena)
+        if _faults[-1].failing and one.random.random() < _faults[-1].failing:
+            raise RuntimeError("the model fails, as it was asked to")
+        assert isinstance(rows.state, KVSequence)
         results.append(_compute(rows, rows.state))
     one.block(one.random.random() * 2e-3 * sum(rows.token_ids.shape[1] for rows in step))
     return results
 
 
-def _compute(rows: SaltedRows, arena: KVArena) -> torch.Tensor:
-    tokens = rows.token_ids[0].tolist()
-    run_ = arena.begin_step(len(tokens))
-    before = bytes(arena.read_tokens(0, run_.start))
-    begin = len(before) // 2
-    states, logits = _States(rows.salt, before[:begin], before[begin:]), np.zeros((rows.num_logits, VOCAB), np.float32)
+def _num_others(layout: Layout) -> int:
+    return _WINDOW - 1 if len(layout.groups) > 1 else len(layout.states)
+
+
+def _compute(rows: SaltedRows, sequence: KVSequence) -> torch.Tensor:
+    tokens, most = rows.token_ids[0].tolist(), _num_others(sequence.layout)
+    run_ = sequence.begin_step(len(tokens))
+    others = _rows(sequence.token_layers[-1], max(0, run_.start - most), run_.start)
+    if sequence.states and run_.start:
+        others = [bytes(sequence.read_states())]
+    states = _States(rows.salt, _rows(sequence.token_layers[0], 0, run_.start), others, most)
+    logits = np.zeros((rows.num_logits, VOCAB), np.float32)
     for number, token in enumerate(tokens, start=rows.num_logits - len(tokens)):
         states.add(token)
         if number >= 0:
             logits[number, states.next_token()] = 1.0
-    new = [
-        torch.frombuffer(part[begin:], dtype=torch.float32).view(1, 1, -1, 2) for part in (states.keys, states.values)
-    ]
-    arena.token_layers[0].put(new[0], new[1], run_)
-    arena.end_step(run_)
+    new = torch.frombuffer(bytearray(b"".join(states.new)), dtype=torch.float32).view(1, 1, -1, 4)
+    for layer in sequence.token_layers:
+        layer.put(new[..., :2], new[..., 2:], run_)
+    for state in sequence.states:
+        state.tensor[0] = new[0, :, -1]
+    sequence.end_step(run_)
     return torch.from_numpy(logits)
+
+
+def _rows(layer: TokenLayer, start: int, end: int) -> list[bytes]:
+    """Returns the rows of tokens as they lie in memory."""
+    if start == end:
+        return []
+    both = (layer.keys.gathered(start, end), layer.values.gathered(start, end))
+    return [row.tobytes() for row in torch.cat(both, dim=3)[0, 0].numpy()]
 
 
 def loaded(kv_limit: int) -> Any:

@@ -6,7 +6,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.errors import CacheError, NotReady, QueueFull
+from diskprefix.kv.layout import Layout
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.purge import PurgeFilter
 from tests.faults.interleavings import hash_model, threads, world
@@ -42,9 +43,11 @@ class Asked:
     """A request: what was asked, and what came of it."""
 
     id: str
+    layout: Layout
     tenant: Tenant
     token_ids: list[int]
     most: int
+    num_replies: int
     saves: bool
     ttl_s: float | None
     submitted_at: float
@@ -52,7 +55,7 @@ class Asked:
     """The requests that were purged or had expired when it was submitted: it may find nothing of them."""
     is_unaffordable: bool = False
     """All of the write budget was used before it was submitted."""
-    tokens: list[int] = field(default_factory=list)
+    replies: dict[int, list[int]] = field(default_factory=dict)
     last: Event | None = None
     has_left: bool = False
     ended_at: float | None = None
@@ -61,7 +64,7 @@ class Asked:
 
     @property
     def expected(self) -> list[int]:
-        return _REPLIES.of(salt_of(self.tenant), self.token_ids, self.most)
+        return _REPLIES.of(self.layout, salt_of(self.tenant), self.token_ids, self.most)
 
     @property
     def all_tokens(self) -> list[int]:
@@ -83,14 +86,16 @@ class History:
         self.gone: set[Asked] = set()
         self.daemon: Daemon | None = None
         self.model = hash_model.reset()
-        self.disk, self.bucket = Disk(), SimulatedBucket()
-        self._has_restarted = False
-        self._memory = (0, 0, 0)
+        self.disk, self.bucket = Disk(slow_s=self.random.choice((0.0, 0.0, 0.0, 0.3))), SimulatedBucket()
+        self._has_restarted = self._has_preempted = False
+        self._memory: tuple[int, ...] = ()
         self._numbers = count()
         choose = self.random.choice
         self._documents = [[self._token() for _ in range(LONGEST)] for _ in range(choose((1, 2, 3)))]
         self._tenants = _TENANTS[: choose((1, 2, 3, 4))]
-        self._exact_at = choose(("token", "token", "grid"))
+        self._layout = hash_model.layout(
+            choose(("token", "token", "grid")), choose(("full", "full", "window", "state"))
+        )
         self._num_sequences = choose((1.0, 1.5, 2.5, 4.0))
         self.ttl_s = choose((0.0, 0.0, 20.0))
         self._own_ttls = choose((False, False, True))
@@ -108,7 +113,6 @@ class History:
             kv_cache_gate="off",
             kv_cache_ttl=self.ttl_s,
             kv_cache_write_budget=choose(("off", "off", "300kB/day", "1MB/day")),
-            kv_memory_entries=choose((0, 1, 3, 8)),
             max_sequences=choose((1, 2, 4)),
             disk_prefix_cache="full",
         )
@@ -117,6 +121,7 @@ class History:
             block_size=BLOCK,
             kv_cache_budget=choose((1_260_000, 1_320_000, 4_000_000)),
             kv_cache_min_free=0,
+            kv_memory_keeps=choose((True, True, True, False)),
             kv_cache_write_buffer=choose((300, 700, 3_000, 1 << 20)),
             remote_deadline=choose((0.05, 1.0, 10.0)),
         )
@@ -196,7 +201,7 @@ class History:
     def _started(self) -> Daemon | None:
         process, made = object(), list[Daemon]()
         task = self.scheduler.spawn(
-            "start", process, lambda: made.append(Daemon(self.settings, self._exact_at, self._num_sequences, process))
+            "start", process, lambda: made.append(Daemon(self.settings, self._layout, self._num_sequences, process))
         )
         if not self.scheduler.join(task, PATIENCE_S):
             raise Wrong(f"the daemon does not start\n{self.scheduler.standing()}")
@@ -225,9 +230,11 @@ class History:
         tenant = self.random.choice(self._tenants)
         one = Asked(
             id=f"r{next(self._numbers)}",
+            layout=self._layout,
             tenant=tenant,
             token_ids=self._prompt(),
-            most=self.random.choice((1, 1, 2, 4, 9)),
+            most=self.random.choice((1, 2, 4, 9, 16)),
+            num_replies=self.random.choice((1, 1, 1, 1, 2, 3)),
             saves=self.random.random() < 0.9,
             ttl_s=self.random.choice((5.0, 60.0)) if self._own_ttls and self.random.random() < 0.5 else None,
             submitted_at=self.scheduler.now,
@@ -245,7 +252,7 @@ class History:
         request = GenerateRequest(
             id=one.id,
             prompt=Prompt(np.array(one.token_ids, np.int32)),
-            sampling=SamplingParams(temperature=0, max_tokens=one.most),
+            sampling=SamplingParams(temperature=0, max_tokens=one.most, n=one.num_replies),
             cache=CacheOptions(
                 scope=parse_scope(self.random.choice(("full", "full", "auto:30")), param="scope"),
                 tenant=one.tenant,
@@ -258,7 +265,7 @@ class History:
             if one.last is not None and not isinstance(one.last, ErrorEvent):
                 raise Wrong(f"{one.id} got {event} behind its end")
             if isinstance(event, TextEvent):
-                one.tokens += event.token_ids
+                one.replies.setdefault(event.choice, []).extend(event.token_ids)
             if isinstance(event, DoneEvent | ErrorEvent):
                 one.last, one.ended_at = event, self.scheduler.now
 
@@ -273,7 +280,8 @@ class History:
         """Returns the requests that nothing may be found of, because their time to live is over."""
         searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + 4.0
         has_searched = self.scheduler.now > daemon.started_at + searches_s
-        if not has_searched or self.disk.num_failed or self.disk.slow_s or self._has_bucket:
+        # What is left of requests that lost their memory is kept for longer.
+        if not has_searched or self._has_preempted or self.disk.num_failed or self.disk.slow_s or self._has_bucket:
             return set()
         return {
             one
@@ -357,9 +365,10 @@ class History:
         self.bucket.slow_s = 0.01
 
     def _kill(self) -> None:
-        assert self.daemon is not None
-        self.scheduler.kill(self.daemon.process)
-        self.daemon.release()
+        daemon, self.daemon = self.daemon, None
+        assert daemon is not None
+        self.scheduler.kill(daemon.process)
+        daemon.release()
         self.disk.lock = threads.SimulatedLock()
         self._lose()
         self._start()
@@ -392,6 +401,7 @@ class History:
                 self.scheduler.sleep(0.5)
             if any(task in self.scheduler.tasks for task in left):
                 raise Wrong(f"threads are left after the daemon stopped\n{self.scheduler.standing()}")
+        self.daemon = None
         self.scheduler.kill(daemon.process)
         daemon.release()
         self._lose()
@@ -426,8 +436,10 @@ class History:
 
     def _check_reply(self, one: Asked) -> None:
         expected = one.expected
-        if one.tokens != expected[: len(one.tokens)]:
-            raise Wrong(f"{one.id} got {one.tokens}, not {expected}")
+        for tokens in one.replies.values():
+            is_whole = isinstance(one.last, DoneEvent)
+            if tokens != expected[: one.most if is_whole else len(tokens)]:
+                raise Wrong(f"{one.id} got {tokens}, not {expected}")
         if isinstance(one.last, ErrorEvent):
             is_asked_for = self.counts["let_model_fail"] and "internal error" in str(one.last.error)
             if not isinstance(one.last.error, QueueFull | NotReady) and not is_asked_for:
@@ -436,8 +448,8 @@ class History:
         if not isinstance(one.last, DoneEvent):
             self.counts["without an end"] += 1
             return
-        if one.tokens != expected:
-            raise Wrong(f"{one.id} got {one.tokens}, not {expected}")
+        if len(one.replies) != one.num_replies:
+            raise Wrong(f"{one.id} got {len(one.replies)} replies, not {one.num_replies}")
         self.counts["done"] += 1
         if one.is_unaffordable:
             self.counts["unaffordable"] += 1
@@ -467,12 +479,18 @@ class History:
         daemon = self.daemon
         if daemon is None:
             return
-        pool, pending, room = daemon.engine.pool, daemon.cache.writer.pending_bytes, self.settings.kv_cache_write_buffer
-        memory = world.num_tensors[0], len(pool.allocations), len(pool._spare)
-        if memory != self._memory:
+        self._has_preempted |= daemon.engine.figures.preemptions > 0
+        pages, writer, room = daemon.engine.pages, daemon.cache.writer, self.settings.kv_cache_write_buffer
+        pool: Any = pages.pool
+        pending = writer.pending_bytes - writer._page_bytes
+        memory = pool.taken_bytes, pool.used_bytes, len(pool.holds), len(pages.running), len(pages._nodes)
+        if memory != self._memory and not pool.lock.locked():
             self._memory = memory
-            if pool.used_bytes > pool.limit_bytes:
-                self.scheduler.errors.append(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
+            lock, pool.lock = pool.lock, nullcontext()
+            self.scheduler.errors += pages.check()
+            pool.lock = lock
+        if pool.taken_bytes > pool.limit_bytes:
+            self.scheduler.errors.append(f"{pool.taken_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
         if not 0 <= pending <= room:
             self.scheduler.errors.append(f"{pending} bytes wait to be written, of {room}")
 
@@ -484,12 +502,12 @@ class History:
         def left() -> dict[str, object]:
             return {
                 "running": daemon.inbox.num_running,
-                "captures": daemon.cache.capturer._queue,
                 "pending bytes": daemon.cache.writer.pending_bytes,
                 "publications": daemon.cache.writer.num_pending,
                 "pending nodes": daemon.cache.writer.pending,
                 "pins": daemon.store.evictor.pinned(),
-                "busy memory": [one for one in daemon.engine.pool.allocations if one.is_busy],
+                "sequences": daemon.engine.pages.running,
+                "held pages": daemon.engine.pages.pool.holds,
             }
 
         while any(left().values()) and self.scheduler.now < deadline:

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from diskprefix.cache import namespaces
-from diskprefix.cache.cache import Owner, PrefixCache
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import CacheResources
+from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.loop import Loop
-from diskprefix.engine.running_request import RunningRequest
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.capturer import Capturer
+from diskprefix.engine.running_request import Reply, RunningRequest
+from diskprefix.kv.page_table import PageTable
+from diskprefix.kv.pages import Hold, Page, PagePool
+from diskprefix.kv.sequence import Owner
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.tokens import root_hash
 
 _owner: Any = PrefixCache.owner
+_make: Any = Loop.__init__
+_hold: Any = Hold.__init__
 _added_to = WriteMeter.added_to
 
 
-def _ended_unheard(self: Loop, running: RunningRequest, error: Exception | None) -> None:
+def _ended_unheard(self: Loop, reply: Reply, error: Exception | None) -> None:
     if error is not None:
-        running.error = error
-    self._fetched.append(running)
+        reply.running.error = error
+    self._fetched.append(reply)
 
 
-def _reserved(self: Writer, size: int, *, leaving: int = 0) -> bool:  # noqa: ARG001 (as the real one)
+def _reserved(self: Writer, size: int) -> bool:
     self.pending_bytes += size
     return True
 
@@ -38,6 +42,15 @@ def _reserved(self: Writer, size: int, *, leaving: int = 0) -> bool:  # noqa: AR
 def _added_twice(self: WriteMeter, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
     written.recorder = ""
     return _added_to(self, written, now, recorded_bytes)
+
+
+def _made_unheard(self: Loop, served: Any, inbox: Any) -> None:
+    _make(self, served, inbox)
+    served.pages.pool.on_free = lambda: None
+
+
+def _held_nothing(self: Hold, pool: PagePool, pages: Sequence[Page]) -> None:  # noqa: ARG001 (as the real one)
+    _hold(self, pool, ())
 
 
 class Mutant(NamedTuple):
@@ -54,7 +67,8 @@ MUTANTS: dict[str, Mutant] = {
         _WRONG_REPLY, ((namespaces, "root_hash", lambda identity: root_hash(identity[:5])),)
     ),
     "the tenant of memory": Mutant(
-        _WRONG_REPLY, ((PrefixCache, "owner", lambda self, _tenant: Owner(b"", self.namespaces.purged_at)),)
+        _WRONG_REPLY,
+        ((PrefixCache, "owner", lambda self, _tenant: Owner(b"", self._secret, self.namespaces.purged_at)),),
     ),
     "the purge of memory": Mutant(
         _FOUND,
@@ -63,8 +77,15 @@ MUTANTS: dict[str, Mutant] = {
             (PrefixCache, "is_gone", lambda _self, _owner: False),
         ),
     ),
-    "the wait for copies before memory is overwritten": Mutant(
-        _WRONG_REPLY, ((KVArena, "settle", lambda _self, **_drop: None),)
+    "the copy of a page that others use": Mutant(
+        _WRONG_REPLY,
+        ((PageTable, "to_take", lambda self, first, end: [n for n in range(first, end) if n >= len(self.pages)]),),
+    ),
+    "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Hold, "__init__", _held_nothing),)),
+    "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
+    "the wake where pages are free": Mutant("never ends", ((Loop, "__init__", _made_unheard),)),
+    "the end of states that wait for a fork": Mutant(
+        "never ends", ((ActiveRequests, "_drop_youngest_source", lambda _self: False),)
     ),
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
     "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
@@ -73,7 +94,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the wake behind a fetch": Mutant("never ends", ((Loop, "_end_fetch", _ended_unheard),)),
     "the bound of the write buffer": Mutant("bytes wait to be written", ((Writer, "reserve", _reserved),)),
-    "the wake where there is room": Mutant(_LEFT + "{'captures'", ((Capturer, "wake", lambda _self: None),)),
     "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
     "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self: None),)),
     "the name of who recorded written bytes": Mutant(
@@ -81,7 +101,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the wait for a fetch of a request that is cancelled": Mutant(
         "the engine ended: ",
-        ((RunningRequest, "is_fetching", property(lambda _self: False, lambda _self, _value: None)),),
+        ((RunningRequest, "is_fetching", property(lambda _self: False)),),
     ),
 }
 

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -306,11 +306,13 @@ def _either(simulated: Callable[..., Any], real: Callable[..., Any]) -> Callable
     return made
 
 
-def _wait(futures: Iterable[Future[Any]]) -> None:
+def _wait(futures: Iterable[Future[Any]], timeout: float | None = None) -> Any:
     """In the place of `concurrent.futures.wait`, which takes locks in the order of addresses."""
+    futures = list(futures)
     for future in futures:
         with suppress(Exception):
-            future.result()
+            future.result(timeout)
+    return SimpleNamespace(not_done=[future for future in futures if not future.done()])
 
 
 def _now() -> float:

@@ -19,8 +19,9 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.errors import DeviceLost
 from diskprefix.extras.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
-from diskprefix.kv.arena import bytes_for
-from diskprefix.kv.group import GroupMemory
+from diskprefix.kv import page_cache, pages, sequence, sizes
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.pages import PagePool
 from diskprefix.memo import Memo
 from diskprefix.model.exact import runner
 from diskprefix.settings import Settings
@@ -52,11 +53,8 @@ _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction = Environment.transaction
 _init_meter = WriteMeter.__init__
-_replace = GroupMemory.replace
 meters: list[WriteMeter] = []
 """The counts of written bytes of all processes of a history."""
-num_tensors = [0]
-"""How many tensors KV memory has got: without a new one, it does not grow."""
 
 
 @contextmanager
@@ -89,18 +87,11 @@ def _listed_meter(self: WriteMeter) -> None:
     meters.append(self)
 
 
-def _counted_replace(self: GroupMemory, tensor: torch.Tensor) -> None:
-    """In the place of `GroupMemory.replace`."""
-    num_tensors[0] += 1
-    _replace(self, tensor)
-
-
 @contextmanager
 def patched() -> Iterator[None]:
     """Replaces threads, clocks, the model and the writing of the disk in the package."""
     replaced: list[tuple[Any, str, Any]] = [
         (Environment, "transaction", _simulated_transaction),
-        (GroupMemory, "replace", _counted_replace),
         (WriteMeter, "__init__", _listed_meter),
         (forward, "_rows", hash_model.salted_rows),
         (runner, "run", hash_model.run),
@@ -113,6 +104,12 @@ def patched() -> Iterator[None]:
         # The kernel counts for this thread, which is that of all tasks. Without it, pages of records are counted.
         (written, "_written_by_thread", lambda: None),
         (settings_module, "_LEAST_WRITTEN", 0),
+        # Prompts are short. So are the rows of a step, and nothing is guessed and taken back.
+        (pages, "_SLAB_BYTES", 1024),
+        (sizes, "STEP_TOKENS", LONGEST),
+        (sizes, "MOST_TAKEN_BACK", 0),
+        (page_cache, "STEP_TOKENS", LONGEST),
+        (sequence, "MOST_TAKEN_BACK", 0),
     ]
     with threads.patched():
         before = [(holder, name, getattr(holder, name)) for holder, name, _ in replaced]
@@ -136,18 +133,18 @@ class Daemon:
     """One process of the daemon, without its HTTP server: `PrefixCache`, `Engine` and `Inbox`, as `app.load_engine` and
     `server.daemon` put them together."""
 
-    def __init__(self, settings: Settings, exact_at: str, num_sequences: float, process: object) -> None:
+    def __init__(self, settings: Settings, layout: Layout, num_sequences: float, process: object) -> None:
         self.process = process
         self.store = open_store(settings)
         try:
-            self._open(settings, exact_at, num_sequences)
+            self._open(settings, layout, num_sequences)
         except BaseException:
             self.release()
             raise
 
-    def _open(self, settings: Settings, exact_at: str, num_sequences: float) -> None:
-        layout = hash_model.layout(exact_at)
-        kv_limit = int(num_sequences * bytes_for(layout, LONGEST, BLOCK))
+    def _open(self, settings: Settings, layout: Layout, num_sequences: float) -> None:
+        pool = PagePool(layout, torch.device("cpu"), block_size=BLOCK)
+        kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
         self.cache = PrefixCache(settings, self.store, layout, "hash/{}".format, "hash")
         self.engine = Engine(hash_model.loaded(kv_limit), self.cache)
         self.engine.warm_up()

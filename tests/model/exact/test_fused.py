@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import fused, invariant
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact
@@ -89,15 +90,16 @@ def computed(
 ) -> list[tuple[bytes, torch.Tensor]]:
     """Each step takes the next tokens of the `sequences`, one number of them each. Returns states and last logits."""
     ids = torch.randint(0, 64, (3, 1, 600), generator=torch.Generator().manual_seed(5))
-    arenas = [KVArena(layout, model.device) for _ in sequences]
+    pool = PagePool(layout, model.device, block_size=256)
+    states = [KVSequence(pool) for _ in sequences]
     for step in steps:
         rows = [
-            Rows(arena, ids[number, :, arena.num_tokens : arena.num_tokens + step[number]])
-            for number, arena in zip(sequences, arenas, strict=True)
+            Rows(state, ids[number, :, state.num_tokens : state.num_tokens + step[number]])
+            for number, state in zip(sequences, states, strict=True)
         ]
         with torch.inference_mode():
             logits = run(model, rows)
-    return [(bytes(arena.read_tokens(0, arena.num_tokens)), one) for arena, one in zip(arenas, logits, strict=True)]
+    return [(bytes(state.read_tokens(0, state.num_tokens)), one) for state, one in zip(states, logits, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from diskprefix.kv.layout import Group, TensorSpec
+from diskprefix.kv.page_table import LayerRows, PageTable
 from diskprefix.model.exact import latent
 from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.model.exact.self_check import rehearse
@@ -48,13 +50,12 @@ def test_queries_for_latents_give_the_scores_of_keys() -> None:
         assert torch.allclose(expansion.outputs(attended), (weights @ values).transpose(1, 2), atol=1e-4)
 
 
-def test_memory_in_two_pieces_is_refused() -> None:
+def test_memory_that_is_not_in_pages_is_refused() -> None:
     expansion = latent.expansion_of(attention_of("minicpm3"))
     assert expansion is not None
-    row = torch.zeros(1, 1, 4, LATENT + ROTARY)
-    found, _ = latent.remember(expansion, row[..., :LATENT], row[..., LATENT:])
-    assert found.rows[0].data_ptr() == row.data_ptr()
-    assert found.rows[0].shape == row.shape
-    for rotary in (torch.zeros(1, 1, 4, ROTARY), row[..., LATENT - 1 : -1]):
-        with pytest.raises(NotInvariant, match="one row"):
-            latent.remember(expansion, row[..., :LATENT], rotary)
+    table = PageTable(Group((TensorSpec(0, "latent", 1, LATENT + ROTARY, torch.float32),)), 4)
+    latents, rotary = LayerRows(table, 0, 0, LATENT), LayerRows(table, 0, LATENT, LATENT + ROTARY)
+    found, _ = latent.remember(expansion, [latents], [rotary])
+    assert [(rows.table, rows.start, rows.end) for rows in found.rows] == [(table, 0, LATENT + ROTARY)]
+    with pytest.raises(NotInvariant, match="pages"):
+        latent.remember(expansion, torch.zeros(1, 1, 4, LATENT), torch.zeros(1, 1, 4, ROTARY))

@@ -14,9 +14,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from diskprefix.kv import layers
-from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.sizes import TILE
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact import invariant, latent, recurrent, runner
 from diskprefix.model.exact.runner import Rows
@@ -26,7 +26,7 @@ from diskprefix.native import dense
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
 
-LENGTHS = (TILE + 40, 300, 90, 2)
+LENGTHS = (552, 300, 90, 2)
 """Of the sequences; their last tokens are decoded."""
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -40,53 +40,59 @@ def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedMode
 
 
 Bits = list[tuple[bytes, list[torch.Tensor]]]
-"""By sequence: the state of all tokens with the states at the end, and the logits of the last ones, which are computed
-one a step."""
+"""By sequence: the state at the end, and the logits of the last tokens, which are computed one a step."""
 
 
-def arena_of(model: PreTrainedModel, layout: Layout) -> KVArena:
+def sequence_of(model: PreTrainedModel, layout: Layout) -> KVSequence:
     """With memory in which another sequence was that is not finite."""
-    arena = KVArena(layout, model.device)
-    arena.reserve(max(LENGTHS))
-    rows_of = [len(group.specs) * group.heads for group in layout.groups]
-    rows_of += [len(group.specs) * group.rows_each for group in layout.states]
-    for number, num_rows in enumerate(rows_of):
-        rows = slice(0, num_rows)
-        # All bits set are no number in any dtype.
-        arena.fill(0, max(LENGTHS), number, rows, lambda out: out.fill(0xFF))
-    arena.truncate(0)
-    return arena
+    pool = PagePool(layout, model.device, block_size=256)
+    other = KVSequence(pool)
+    assert other.has_room(max(LENGTHS))
+    for page in other.pages():
+        if page is not None:
+            # All bits set are no number in any dtype.
+            page.tensor.view(torch.uint8).fill_(0xFF)
+    other.close()
+    sequence = KVSequence(pool)
+    sequence.reserve(max(LENGTHS))
+    return sequence
 
 
 def alone(model: PreTrainedModel, layout: Layout) -> Bits:
     found: Bits = []
     with torch.inference_mode():
         for number, length in enumerate(LENGTHS):
-            arena, token_ids = arena_of(model, layout), made_up_tokens(model, number, length)
+            sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, number, length)
             ends = [*range(256, length - 4, 256), *range(max(1, length - 4), length + 1)]
             parts = [token_ids[:, begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-            logits = [arena.forward(model, part) for part in parts]
-            found.append((state_of(arena, length), logits[-min(4, length - 1) :]))
+            logits = [sequence.forward(model, part) for part in parts]
+            found.append((state_of(sequence, length), logits[-min(4, length - 1) :]))
     return found
 
 
-def state_of(arena: KVArena, num_tokens: int) -> bytes:
-    return bytes(arena.read_tokens(0, num_tokens)) + bytes(arena.read_states())
+def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
+    """Of all tokens, or those of the last window."""
+    found = [bytes(sequence.read_states())]
+    for layer in sequence.token_layers:
+        first = max(0, num_tokens - (layer.window or num_tokens))
+        rows = (part.gathered(first, num_tokens) for part in (layer.keys, layer.values))
+        found += [part.view(torch.uint8).numpy().tobytes() for part in rows]
+    return b"".join(found)
 
 
 def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
     """In random steps of all sequences; those that are over leave. Some steps of decoding compute tokens behind, right
     ones and wrong ones, which are taken back."""
     chance = random.Random(seed)
-    arenas = [arena_of(model, layout) for _ in LENGTHS]
+    sequences = [sequence_of(model, layout) for _ in LENGTHS]
     logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
     with torch.inference_mode():
-        while left := [n for n, length in enumerate(LENGTHS) if arenas[n].num_tokens < length]:
+        while left := [n for n, length in enumerate(LENGTHS) if sequences[n].num_tokens < length]:
             chosen = [n for n in left if chance.random() < 0.8] or left
             chance.shuffle(chosen)
             step, parts = [], []
             for n in chosen:
-                start, prompt = arenas[n].num_tokens, max(1, LENGTHS[n] - 4)
+                start, prompt = sequences[n].num_tokens, max(1, LENGTHS[n] - 4)
                 end, num_logits, num_wrong = min(prompt, start + chance.choice([1, 2, 3, 7, 17, 33, 100, 200])), 1, 0
                 if start >= prompt:
                     end = chance.randint(start + 1, LENGTHS[n])
@@ -97,12 +103,12 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
                     parts.append((n, end, 0))
                 right, wrong = made_up_tokens(model, n, LENGTHS[n]), made_up_tokens(model, 100 + n, 5)
                 ids = torch.cat([right[:, start:end], wrong[:, :num_wrong]], dim=1)
-                step.append(Rows(arenas[n], ids, num_logits))
+                step.append(Rows(sequences[n], ids, num_logits))
             for (n, end, num_right), found in zip(parts, runner.run(model, step), strict=True):
                 if layout.is_sliceable:
-                    arenas[n].take_back(end)
+                    sequences[n].take_back(end)
                 logits[n] += found[:num_right]
-    return [(state_of(a, length), f) for a, length, f in zip(arenas, LENGTHS, logits, strict=True)]
+    return [(state_of(a, length), f) for a, length, f in zip(sequences, LENGTHS, logits, strict=True)]
 
 
 def are_equal(one: Bits, other: Bits) -> bool:
@@ -175,11 +181,7 @@ def memory_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
 
     def rotated(*given: Any, **options: Any) -> Any:
         keys, values = update(*given, **options)
-        swapped = [
-            [part[n - 1] if part[n - 1].shape == part[n].shape else part[n] * 2 for n in range(len(part))]
-            for part in (keys, values)
-        ]
-        return swapped[0], swapped[1]
+        return [*keys[1:], keys[0]], [*values[1:], values[0]]
 
     patch.setattr(layers, "_update", rotated)
 
@@ -262,10 +264,10 @@ def test_a_model_whose_forwards_stay_as_they_are_depends_on_its_steps(monkeypatc
     cuts = [256, 256, 48], [17, 1, 33, 1, 7, 2, 1, 1, 1, 100, 3, 5, 20, 64, 111, 144, 1, 1, 46, 1]
 
     def computed(cut: list[int]) -> tuple[bytes, torch.Tensor]:
-        arena, ids = arena_of(model, layout), made_up_tokens(model, 0, sum(cut))
+        sequence, ids = sequence_of(model, layout), made_up_tokens(model, 0, sum(cut))
         with torch.inference_mode():
-            *_, logits = [arena.forward(model, part) for part in torch.split(ids, cut, dim=1)]
-        return state_of(arena, sum(cut)), logits
+            *_, logits = [sequence.forward(model, part) for part in torch.split(ids, cut, dim=1)]
+        return state_of(sequence, sum(cut)), logits
 
     def depends_on_its_steps() -> bool:
         invariant.install(model)

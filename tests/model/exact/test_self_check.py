@@ -13,10 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from diskprefix.kv.arena import KVArena
-from diskprefix.kv.group import GroupMemory
-from diskprefix.kv.layers import TokenLayer
-from diskprefix.kv.sizes import TILE
+from diskprefix.kv.page_table import LayerRows
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import current_step
 from diskprefix.model.exact import invariant, self_check, verified
 from diskprefix.model.exact.attention import attend, kernel
@@ -25,9 +24,9 @@ from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.native import attention_operator, library, scans
+from diskprefix.tokens import floor_to_grid
 from tests.exactness.architectures import ARCHITECTURES, tiny_model
 
-LENGTH = TILE + 60
 pytestmark = pytest.mark.usefixtures("cache")
 
 
@@ -73,9 +72,9 @@ def test_a_class_that_is_not_of_transformers_is_not_taken_for_a_verified_one() -
 
 
 def test_a_model_that_reads_behind_the_last_token_is_not_exact() -> None:
-    def reads_behind(module: Any, query: Any, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def reads_behind(module: Any, query: Any, key: list[LayerRows], *args: Any, **kwargs: Any) -> Any:
         out, weights = attend(module, query, key, *args, **kwargs)
-        return out + 0.0 * key[..., -1:, :1].mean(), weights
+        return out + 0.0 * key[0].part(0)[:, -1:, :1].mean(), weights
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, reads_behind)
     try:
@@ -225,49 +224,47 @@ def test_state_that_a_model_keeps_outside_its_cache_is_found_by_the_restore(monk
     assert make_exact(model)[0].exact_at == "grid"
 
 
-def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: int) -> torch.Tensor:
-    """Logits of a restored prompt, of which a window's tokens were loaded into memory that was not finite."""
-    arena = KVArena(cold.layout, model.device)
-    arena.reserve(cold.capacity)
-    for number, (memory, computed) in enumerate(zip(arena.memory, cold.memory, strict=True)):
-        memory.tensor.fill_(float("nan"))
-        loaded = slice(memory.group.first_needed(num_tokens), num_tokens)
-        arena.prepare_restore(number, loaded.start, num_tokens)
-        memory.tensor[:, :, :, loaded] = computed.tensor[:, :, :, loaded]
-    arena.truncate(num_tokens)
+def restored(model: PreTrainedModel, cold: KVSequence, num_tokens: int, *, num_missing: int = 0) -> torch.Tensor:
+    """Logits of a restored prompt, behind which memory is not finite. `num_missing`: pages too few of windows."""
+    sequence, size = KVSequence(cold.pool), cold.pool.block_size
+    for number, (table, computed) in enumerate(zip(sequence.tables, cold.tables, strict=True)):
+        first = floor_to_grid(table.group.first_needed(num_tokens), size)
+        sequence.prepare_restore(number, first + num_missing * size if first else 0, num_tokens)
+        for at, (page, source) in enumerate(zip(table.pages, computed.pages, strict=False)):
+            if page is not None and source is not None:
+                page.tensor.fill_(torch.nan)
+                page.tensor[:, :, : num_tokens - at * size] = source.tensor[:, :, : num_tokens - at * size]
+    sequence.truncate(num_tokens)
     with torch.inference_mode():
-        return arena.forward(model, made_up_tokens(model, 8, 3))
+        return sequence.forward(model, made_up_tokens(model, 8, 3))
 
 
-def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("block_size", [16, 48, 256])
+def test_a_restored_run_needs_the_pages_of_its_windows_only(block_size: int) -> None:
     model = tiny_model("gemma3", torch.bfloat16)
     layout, _ = make_exact(model)
     assert any(group.window for group in layout.groups)
-    cold = KVArena(layout, model.device)
+    cold = KVSequence(PagePool(layout, model.device, block_size=block_size))
     with torch.inference_mode():
         cold.forward(model, made_up_tokens(model, 7, 600))
         expected = cold.forward(model, made_up_tokens(model, 8, 3))
-    assert torch.equal(restored_after_another(model, cold, 600), expected)
-    monkeypatch.setattr(GroupMemory, "prepare_restore", lambda *_: None)
-    assert not restored_after_another(model, cold, 600).isfinite().all()
+    assert torch.equal(restored(model, cold, 600), expected)
+    with pytest.raises(NotInvariant, match="does not keep"):
+        restored(model, cold, 600, num_missing=1)
 
 
-def test_a_model_gets_no_more_of_the_memory_than_the_tiles_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some models compute with all that they get: it must not cost more where there is more memory."""
-    model = tiny_model("llama", torch.float32)
-    memory = KVArena(make_exact(model)[0], model.device)
-    memory.reserve(8 * TILE)
-    put, sizes = TokenLayer.put, set[int]()
-
-    def noted(self: TokenLayer, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = put(self, *args)
-        sizes.update((keys.shape[2], values.shape[2]))
-        return keys, values
-
-    monkeypatch.setattr(TokenLayer, "put", noted)
-    with torch.inference_mode():
-        memory.forward(model, made_up_tokens(model, 7, 30))
-    assert sizes == {TILE}
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_a_model_that_gets_its_memory_side_by_side_has_the_same_bits(name: str) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    layout, _ = make_exact(model)
+    found = []
+    for packs in (True, False):
+        sequence = KVSequence(PagePool(replace(layout, packs=packs), model.device, block_size=256))
+        with torch.inference_mode():
+            for part in torch.split(made_up_tokens(model, 7, 610), [300, 300, 9, 1], dim=1):
+                logits = sequence.forward(model, part)
+        found.append((bytes(sequence.read_tokens(sequence.complete_from, 50)), logits.tolist()))
+    assert found[0] == found[1]
 
 
 def test_attention_that_sees_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.arena import bytes_for, tokens_within
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sizes import longest_within
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.model.load import fit
 from diskprefix.model.load.alternatives import other_forms, require_fit
@@ -204,7 +205,7 @@ def test_a_file_says_which_layers_have_windows_and_share_keys(monkeypatch: pytes
 
 @pytest.mark.parametrize("state", [TokenState(10), TokenState(10, 5, 100), TokenState(0, 5, 100), TokenState(0)])
 def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
-    for num_bytes in (0, 9, 10_879, 10_880, 21_000, 35_000, 100_000):
+    for num_bytes in (0, 9, 2559, 2560, 21_000, 35_000, 100_000):
         tokens = state.tokens_in(num_bytes)
         assert not tokens or state.num_bytes(tokens) <= num_bytes
         assert tokens == state.positions or state.num_bytes(tokens + 1) > num_bytes
@@ -214,19 +215,20 @@ def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(name: str, dtype: torch.dtype) -> None:
     model = tiny_model(name, dtype)
-    layout, state = rehearse(model), state_of([], model.config.to_dict(), dtype.itemsize)
+    pool = PagePool(rehearse(model), model.device, block_size=256)
+    state = state_of([], model.config.to_dict(), dtype.itemsize)
     for num_tokens in (500, 1024, 1025, 5000, 20_000):
         num_bytes = state.num_bytes(num_tokens)
-        assert num_bytes == bytes_for(layout, num_tokens, 256)
+        assert num_bytes == pool.sequence_bytes(num_tokens)
         for left in (num_bytes - 1, num_bytes):
-            assert tokens_within(layout, left, state.positions, 256) == state.tokens_in(left)
+            assert longest_within(left, pool.sequence_bytes, state.positions, 256) == state.tokens_in(left)
 
 
 def test_kv_memory_and_context_follow_from_what_is_free() -> None:
     needs = ModelNeeds(name="x", weights={"Q4_0": 100 * MIB}, state=TokenState(MIB, positions=100_000))
-    for left, context in ((0, 2048), (4223, 2048), (8192, 3072), (8320, 4096)):
+    for left, context in ((0, 2048), (4607, 2048), (4608, 2304), (8192, 4096)):
         found = fitted(needs, 100 * MIB + ROOM_BYTES + left * MIB)
-        assert (found.context, found.kv_limit) == (context, max(left * MIB // 2, (2048 + 64) * MIB))
+        assert (found.context, found.kv_limit) == (context, max(left * MIB // 2, 2048 * MIB))
         assert found.is_enough == (left > 2048)
         assert found.kv_bytes == found.kv_limit
 
@@ -243,8 +245,8 @@ def test_a_refusal_has_the_sum_and_the_context_that_would_fit() -> None:
     needs = ModelNeeds(name="x", weights={"Q4_0": 100 * MIB}, state=TokenState(MIB // 4, positions=100_000))
     free = 100 * MIB + ROOM_BYTES + 700 * MIB
     text = fitted(needs, free, 1000 * MIB).refusal()
-    assert "x does not fit: about 1.7 GiB of memory needed (weights in Q4_0 100.0 MiB, KV memory for 3,072" in text
-    assert text.endswith("a context of 2,048 tokens would fit: --kv-memory 700MiB")
+    assert "x does not fit: about 1.7 GiB of memory needed (weights in Q4_0 100.0 MiB, KV memory for 3,840" in text
+    assert text.endswith("a context of 2,560 tokens would fit: --kv-memory 700MiB")
     assert not fitted(needs, free, 700 * MIB).needed_bytes > free
 
 

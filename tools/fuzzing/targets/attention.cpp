@@ -5,19 +5,39 @@
 
 namespace {
 
-constexpr int64_t TILE = 256;
+// Rows of one sequence in pages. Those before the first visible token are not there. Where the heads of a token lie side by
+// side, the last page ends with the last token.
+struct Pages {
+  std::vector<Guarded> memory;
+  std::vector<char*> table;
+  Rows rows;
+
+  Pages(Input& input, int64_t dtype, int64_t heads, int64_t dim, int64_t visible, int64_t tokens, int64_t page_tokens,
+        bool is_by_token, bool wild, bool is_finite) {
+    for (int64_t start = 0; start < tokens; start += page_tokens) {
+      if (start + page_tokens <= visible) {
+        table.push_back(nullptr);
+        continue;
+      }
+      const int64_t count = is_by_token ? std::min(page_tokens, tokens - start) : page_tokens;
+      memory.push_back(numbers(input, dtype, heads * count * dim, wild));
+      if (is_finite) memory.back().finite(dtype);
+      table.push_back(memory.back().as<char>());
+    }
+    rows = {table.data(), 0, is_by_token ? dim : page_tokens * dim, is_by_token ? heads * dim : dim};
+  }
+};
 
 struct Sequence {
   Run run;
-  int64_t tokens;
-  Guarded keys, values;
+  Pages keys, values;
 };
 
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   Input input(bytes, size);
-  const int64_t SIZES[] = {1, 16, 17, 31, 32, 48, 64, 80};
+  const int64_t SIZES[] = {1, 16, 17, 31, 32, 48, 64, 80}, PAGES[] = {256, 512, 64, 48};
   Attention call = {};
   call.dtype = input.number(0, 2);
   call.num_kv_heads = input.number(1, 2), call.num_heads = call.num_kv_heads * input.number(1, 5);
@@ -35,16 +55,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   for (int64_t i = 0; i < call.num_runs; ++i) {
     const int64_t start = input.number(0, 700), rows = input.flag() ? input.number(1, 4) : input.number(1, 40);
     const int64_t visible = call.window ? start - call.window + 1 : call.chunk ? start - start % call.chunk : 0;
-    const int64_t first = std::max<int64_t>(visible, 0) / TILE * TILE, tokens = start + rows - first;
-    Sequence one = {{start, rows, first}, tokens, numbers(input, call.dtype, call.num_kv_heads * tokens * call.key_dim, wild),
-                    numbers(input, call.dtype, call.num_kv_heads * tokens * call.value_dim, wild)};
+    const int64_t tokens = start + rows, page_tokens = input.one_of(PAGES);
     // A weight of 0 times an infinite value is no number: it would reach the rows before it (native/README.md).
-    one.values.finite(call.dtype);
-    one.run.key_head_stride = call.key_dim * (is_by_token ? 1 : tokens);
-    one.run.key_token_stride = call.key_dim * (is_by_token ? call.num_kv_heads : 1);
-    one.run.value_head_stride = call.value_dim * (is_by_token ? 1 : tokens);
-    one.run.value_token_stride = call.value_dim * (is_by_token ? call.num_kv_heads : 1);
-    one.run.keys = one.keys.as<void>(), one.run.values = one.values.as<void>();
+    Sequence one = {{start, rows, page_tokens},
+                    {input, call.dtype, call.num_kv_heads, call.key_dim, visible, tokens, page_tokens, is_by_token, wild, false},
+                    {input, call.dtype, call.num_kv_heads, call.value_dim, visible, tokens, page_tokens, is_by_token, wild, true}};
+    one.run.keys = one.keys.rows, one.run.values = one.values.rows;
     num_rows += rows;
     sequences.push_back(std::move(one));
   }

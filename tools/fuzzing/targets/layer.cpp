@@ -42,7 +42,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
           memcpy(some_keys.as<uint16_t>() + head * there * key_dim, all_keys[way].as<uint16_t>() + head * tokens * key_dim, there * key_dim * 2);
           memcpy(some_values.as<uint16_t>() + head * there * value_dim, all_values[way].as<uint16_t>() + head * tokens * value_dim, there * value_dim * 2);
         }
-        const Run run = {start + begin, count, 0, some_keys.as<void>(), there * key_dim, key_dim, some_values.as<void>(), there * value_dim, value_dim};
+        char *of_keys_at[] = {some_keys.as<char>()}, *of_values_at[] = {some_values.as<char>()};
+        const Run run = {start + begin, count, 1 << 20, {of_keys_at, 0, there * key_dim, key_dim}, {of_values_at, 0, there * value_dim, value_dim}};
         Layer call = {};
         call.rows = rows.as<uint16_t>() + begin * width, call.out = outs[way].as<uint16_t>() + begin * width;
         AttentionBlock& block = call.attention;

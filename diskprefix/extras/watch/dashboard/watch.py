@@ -103,21 +103,11 @@ def _model(serving: Serving) -> dict[str, Any]:
 
 
 def _memory(engine: Engine) -> dict[str, Any]:
-    began = time.time() - time.monotonic()
-    slots = [
-        {
-            "tokens": slot.num_computed,
-            "num_bytes": slot.arena.num_bytes,
-            "busy": slot.is_busy,
-            "used_at": round(began + slot.used_at, 1),
-        }
-        for slot in list(engine.pool.allocations)
-    ]
     return {
         **engine.memory_stats(),
         "max_running": engine.max_sequences,
         "process_bytes": _process_bytes(),
-        "slots": sorted(slots, key=lambda slot: (not slot["busy"], -slot["used_at"])),
+        "slots": engine.pages.sequences(),
     }
 
 

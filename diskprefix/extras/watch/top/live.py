@@ -108,7 +108,8 @@ def _gain(state: State, ended: Sequence[State]) -> str:
 def _meters(state: State) -> Table:
     memory, cache = state["memory"], state["cache"]
     waiting = sum(one["state"] == "waiting" for one in state["requests"]) + state["arriving"]
-    running = f"{memory['running']} of {memory['max_running']} run, {waiting} wait"
+    kept = f"{memory['kept_tokens']:,} tokens kept"
+    running = f"{memory['running']} of {memory['max_running']} run, {waiting} wait, {kept}"
     stored = f"{cache['entries']:,} prompts, {cache['evicted_blocks']:,} evicted"
     queued = f"{cache['pending']:,} wait, {cache['dropped']:,} dropped, {cache['unaffordable']:,} left out"
     last_day, budget = cache["disk_written_last_day_bytes"], cache["write_budget_bytes"]

@@ -310,7 +310,7 @@ def crowded(state: dict[str, Any]) -> dict[str, Any]:
     running |= {"scope": "auto:30", "elapsed_s": 1e5, "queue_s": 1.0, "ttft_s": 1e5, "tokens_per_s": 12345.6}
     failed = {"route": f"POST /v1/{word}", "status": 400, "error": word, "prefix_cache": None, "timings": None}
     ended: dict[str, Any] = {"ended_at": now, "prompt_tokens": 0, "reply_tokens": 0}
-    slot = {"tokens": 1, "num_bytes": 1, "busy": True, "used_at": now}
+    slot = {"tokens": 1, "num_bytes": 1, "busy": True}
     return state | {
         "model": state["model"] | {"name": word},
         "message": word,

@@ -178,9 +178,9 @@ function drawMeters(now) {
   const { memory, cache } = now;
   const meters = [];
   if (memory) {
-    meters.push(meter("Memory of requests", memory.used_bytes, memory.limit_bytes, `${count(memory.running)} of ${count(memory.max_running)} running; ${plural(memory.entries, "conversation")} kept for the next turn`));
-    const titles = memory.slots.map((slot) => make("span", { class: slot.busy ? "busy" : "idle", title: `${plural(slot.tokens, "token")}, ${bytes(slot.num_bytes)}, ${slot.busy ? "running" : "kept for the next turn"}` }));
-    meters.push(make("div", { class: "slots", role: "img", "aria-label": `${plural(memory.slots.length, "slot")}, ${count(memory.running)} of them busy` }, ...titles));
+    meters.push(meter("Memory of requests", memory.used_bytes, memory.limit_bytes, `${count(memory.running)} of ${count(memory.max_running)} running; ${plural(memory.kept_tokens, "token")} kept for later turns`));
+    const titles = memory.slots.map((slot) => make("span", { class: slot.busy ? "busy" : "idle", title: `${plural(slot.tokens, "token")}, ${bytes(slot.num_bytes)}, ${slot.busy ? "running" : "kept for later turns"}` }));
+    meters.push(make("div", { class: "slots", role: "img", "aria-label": `${plural(memory.slots.length, "conversation")}, ${count(memory.running)} of them running` }, ...titles));
     if (memory.process_bytes) meters.push(make("p", { class: "under" }, `The process takes ${bytes(memory.process_bytes)} of memory.`));
   }
   if (cache) {

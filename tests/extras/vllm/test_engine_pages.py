@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diskprefix.extras.vllm.pages import EngineGroup, Pages, UnsupportedPages
+from diskprefix.extras.vllm.engine_pages import EngineGroup, Pages, UnsupportedPages
 from tests.extras.vllm.engine import DIM, FULL, HEADS, NUM_BLOCKS, PAGE, SLIDING, caches
 
 

@@ -1,0 +1,304 @@
+"""Pages: the memory of blocks. A page holds one block of one group of tensors, byte for byte as the block's payload.
+
+Sequences that begin with the same tokens share pages, and so do what is kept by name (`kv.page_cache`) and what waits
+to be written. Each of them counts as a user. A page that has more than one is never written to.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.sizes import num_pages
+from diskprefix.kv.transfer import bytes_of, give_back, populate, read
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.pieces import Cut
+from diskprefix.units import format_size
+
+_SLAB_BYTES = 64 << 20
+"""Main memory is taken for many pages at once: the kernel gives large pages to large pieces only. A page object for
+each small page would take longer than that saves."""
+
+
+@dataclass(eq=False, slots=True)
+class Page:
+    """The memory of one block of per-token tensors, [tensors, heads, block_size, head_dim], or of the states of one
+    position, [tensors, *shape]. Groups are numbered as in payloads (`store.pieces`)."""
+
+    group: int
+    tensor: torch.Tensor
+    rows: Bytes | None = None
+    """Its bytes in main memory, [rows, bytes]; a row is one head of one tensor, or one state. None on a device."""
+    users: int = 0
+    num_holds: int = 0
+    """How many of the users are holds."""
+    is_secret: bool = False
+    """What it holds was purged, and must not stay when its last user is gone."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.itemsize
+
+    def payload(self, rows: slice = slice(None)) -> memoryview:
+        """Returns the bytes of rows: where they lie, or a copy of those of a device."""
+        if self.rows is not None:
+            return self.rows[rows].reshape(-1).data
+        found = self.tensor.flatten(0, 1)[rows]
+        copied: Bytes = np.empty(found.numel() * found.itemsize, np.uint8)
+        read(copied, found)
+        return copied.data
+
+
+@dataclass(frozen=True)
+class BlockPayload(Sequence[memoryview]):
+    """The payload of a full block in its pages, which must not change. Each use of a piece reads it from there, so of a
+    device one piece at a time is copied."""
+
+    pages: Sequence[Page]
+    """By group."""
+    cuts: Sequence[Cut]
+
+    def __len__(self) -> int:
+        return len(self.cuts)
+
+    def __getitem__(self, index: Any) -> Any:
+        cut = self.cuts[index]
+        return self.pages[cut.group].payload(slice(cut.first_row, cut.first_row + cut.piece.num_rows))
+
+
+class PagePool:
+    """The pages of one model within `limit_bytes`, and within what `free_bytes` says that its device has. For any
+    thread.
+
+    `reclaim` is called when no page is left: it makes some pages free, or returns False. `idle_bytes` returns how much
+    it can free.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        *,
+        block_size: int,
+        limit_bytes: int = sys.maxsize,
+        free_bytes: Callable[[], int] = lambda: sys.maxsize,
+    ) -> None:
+        self.layout, self.device = layout, device
+        self.block_size, self.limit_bytes = block_size, limit_bytes
+        self.lock = threading.RLock()
+        """Guards the pages, their users, and what is kept by name."""
+        self.reclaim: Callable[[int], bool] = lambda _num_pages: False
+        self.idle_bytes: Callable[[], int] = lambda: 0
+        self.on_free: Callable[[], None] = lambda: None
+        """Called when pages were released that were not those of a sequence or a name, on any thread."""
+        self.holds: set[Hold] = set()
+        """What holds pages beside sequences and names."""
+        self._free_bytes = free_bytes
+        self._forms = [
+            *(((len(one.specs), one.heads, block_size, one.head_dim), one.dtype) for one in layout.groups),
+            *(((len(one.specs), 1, *one.shape), one.dtype) for one in layout.states),
+        ]
+        self.page_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._forms]
+        """By group."""
+        self._free: list[list[Page]] = [[] for _ in self._forms]
+        """Pages without users that were used before: these are faster to fill."""
+        self._blank: list[list[Page]] = [[] for _ in self._forms]
+        """Pages that take no memory yet."""
+        self.taken_bytes = 0
+        """The bytes of all pages but the blank ones."""
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of pages with users."""
+        return self.taken_bytes - sum(len(of) * size for of, size in zip(self._free, self.page_bytes, strict=True))
+
+    @property
+    def room_bytes(self) -> int:
+        """The bytes that are left for more pages with users."""
+        unused = self.taken_bytes - self.used_bytes
+        return max(0, min(self.limit_bytes - self.used_bytes, self._free_bytes() + unused))
+
+    def sequence_bytes(self, num_tokens: int) -> int:
+        """Returns the most bytes that a sequence of so many tokens takes."""
+        sizes = zip(self.layout.groups, self.page_bytes, strict=False)
+        return self.layout.state_bytes + sum(
+            num_pages(num_tokens, self.block_size, group.window) * size for group, size in sizes
+        )
+
+    def too_long(self, num_tokens: int) -> ContextTooLong:
+        needed, room = format_size(self.sequence_bytes(num_tokens)), format_size(self.room_bytes)
+        return ContextTooLong(
+            f"{num_tokens} tokens need {needed} of KV memory, {room} are available; use a shorter prompt or a machine "
+            "with more memory"
+        )
+
+    def take(self, groups: Sequence[int]) -> list[Page] | None:
+        """Returns a page of each of these groups, with one user and with any content; None if there are not as many."""
+        taken: list[Page] = []
+        if not groups:
+            return taken
+        with self.lock:
+            # What is taken is missing there only when it is written to.
+            most_bytes = min(self.limit_bytes, self.taken_bytes + self._free_bytes())
+            excess = self.used_bytes + sum(self.page_bytes[group] for group in groups) - most_bytes
+            if excess > 0 and excess > self.idle_bytes():
+                # Nothing is reclaimed in vain.
+                return None
+            for group in groups:
+                page = self._found(group, most_bytes, len(groups) - len(taken))
+                if page is None:
+                    self.release(taken)
+                    return None
+                page.users = 1
+                taken.append(page)
+        return taken
+
+    def hold(self, pages: Iterable[Page | None]) -> None:
+        """Adds a user to each page."""
+        with self.lock:
+            for page in pages:
+                if page is not None:
+                    page.users += 1
+
+    def release(self, pages: Iterable[Page | None]) -> None:
+        """Takes a user from each page. A page without users is used again."""
+        with self.lock:
+            for page in pages:
+                if page is None:
+                    continue
+                page.users -= 1
+                assert page.users >= 0, "a page has fewer users than are released"
+                if not page.users:
+                    self._free[page.group].append(page)
+                    if page.is_secret:
+                        self._give_back(self._free[page.group])
+
+    def wipe(self) -> None:
+        """Gives the memory of free pages back: they may hold what was purged."""
+        with self.lock:
+            for of_group in self._free:
+                while of_group:
+                    of_group[-1].is_secret = True
+                    self._give_back(of_group)
+
+    def make_ahead(self, num_tokens: int, is_wanted: Callable[[], bool]) -> None:
+        """Makes the pages of a sequence of so many tokens on a thread of its own while `is_wanted`: fresh memory would
+        slow down the first restore."""
+        counts = (num_pages(num_tokens, self.block_size, group.window) for group in self.layout.groups)
+        taken = self.take([number for number, count in enumerate(counts) for _ in range(count)])
+        if taken:
+            self.release(taken)
+            made = ([page.tensor for page in taken], is_wanted)
+            threading.Thread(target=populate, args=made, name="kv-memory", daemon=True).start()
+
+    def check(self, users: Iterable[Page | None]) -> list[str]:
+        """Returns what is wrong with the pages. `users` are the pages of all sequences and names."""
+        with self.lock:
+            held = Counter(page for page in users if page is not None)
+            held.update(page for hold in self.holds for page in hold.pages)
+            free = [page for of in (*self._free, *self._blank) for page in of]
+            found = [
+                f"a page has {page.users} users, not {count}" for page, count in held.items() if page.users != count
+            ]
+            found += ["a free page is used" for page in free if page in held or page.users]
+            found += ["a page is free twice"] * (len(free) != len(set(free)))
+            used_bytes = sum(page.num_bytes for page in held)
+            if used_bytes != self.used_bytes:
+                found.append(f"{self.used_bytes} bytes are used, of which {used_bytes} have known users")
+            return found
+
+    def _found(self, group: int, most_bytes: int, num_missing: int) -> Page | None:
+        while not self._free[group]:
+            size = self.page_bytes[group]
+            if self.taken_bytes + size <= most_bytes and self._has_blank(group):
+                self.taken_bytes += size
+                return self._blank[group].pop()
+            others = next((of for of in self._free if of), None)
+            if others is not None:
+                self._give_back(others)
+            elif not self.reclaim(num_missing):
+                return None
+        return self._free[group].pop()
+
+    def _has_blank(self, group: int) -> bool:
+        """Makes blank pages if there are none."""
+        if not self._blank[group]:
+            (shape, dtype), size = self._forms[group], max(self.page_bytes[group], _SLAB_BYTES >> 10)
+            count = max(1, _SLAB_BYTES // size) if self.device.type == "cpu" else 1
+            try:
+                slab = zeros((count, *shape), dtype, self.device)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                return False
+            self._blank[group] = [Page(group, *parts) for parts in zip(slab, in_main_memory(slab), strict=True)]
+        return True
+
+    def _give_back(self, free: list[Page]) -> None:
+        """Gives the memory of the last free page of a group back. Its content is lost."""
+        page = free.pop()
+        self.taken_bytes -= page.num_bytes
+        if page.is_secret or page.num_bytes % mmap.PAGESIZE:
+            # At both ends, pages of the kernel hold a part of others.
+            page.tensor.zero_()
+        page.is_secret = False
+        if self.device.type == "cpu":
+            give_back(page.tensor)
+            self._blank[page.group].append(page)
+
+
+class Hold:
+    """A user of pages that must not change nor go until `release`, which may be called twice, by any thread."""
+
+    def __init__(self, pool: PagePool, pages: Sequence[Page]) -> None:
+        self.pages = pages
+        self._pool = pool
+        with pool.lock:
+            pool.hold(pages)
+            pool.holds.add(self)
+            for page in pages:
+                page.num_holds += 1
+
+    def frees(self) -> bool:
+        """Returns whether a release makes pages free, or leaves them to no user but their name."""
+        return any(page.users <= page.num_holds + 1 for page in self.pages)
+
+    def release(self) -> None:
+        with self._pool.lock:
+            is_held = self in self._pool.holds
+            if is_held:
+                self._pool.holds.remove(self)
+                for page in self.pages:
+                    page.num_holds -= 1
+                self._pool.release(self.pages)
+        if is_held:
+            self._pool.on_free()
+
+
+def in_main_memory(slab: torch.Tensor) -> Iterable[Bytes | None]:
+    """Returns `Page.rows` of each page of a slab."""
+    return iter(bytes_of(slab.flatten(1, 2).flatten(2))) if slab.device.type == "cpu" else [None] * len(slab)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Reading threads are not in inference mode, and may not write to tensors that were made in it.
+    with torch.inference_mode(False):
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # numpy asks the kernel for huge pages, torch does not: without them a restore loses a quarter of its speed. The
+        # kernel gives pages of zeros, and only when they are written.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = np.zeros(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
+        first = -memory.ctypes.data % mmap.PAGESIZE
+        return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)

@@ -1,0 +1,336 @@
+"""A sequence: a list of pages for each group of tensors, and its states.
+
+The layers that models see write to the pages and read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from diskprefix.kv.caches import StepCache
+from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
+from diskprefix.kv.page_table import LayerRows, PageTable
+from diskprefix.kv.pages import Page, PagePool
+from diskprefix.kv.sizes import MOST_TAKEN_BACK
+from diskprefix.kv.step import Run, Step, computing
+from diskprefix.kv.transfer import fill, read
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.tokens import TokenIds, block_hashes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Owner(NamedTuple):
+    """Whose prompts may share state: the root of the tenant's names with the store's secret, and the time of the
+    store's last purge. State of before a purge is not found behind it."""
+
+    root: bytes
+    secret: int
+    purged_at: bytes | None
+
+    def block_names(self, token_ids: TokenIds, block_size: int) -> list[bytes]:
+        """Returns the names of all full blocks."""
+        return block_hashes(self.secret, self.root, token_ids.tobytes(), block_size)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The state of the first `num_tokens` tokens of a sequence: pages by group, None for one that no window reaches,
+    and pages of states. A sequence that begins with it shares all pages but the last one, if that is not complete, and
+    those of states, which it copies."""
+
+    num_tokens: int = 0
+    pages: Sequence[Sequence[Page | None]] = ()
+    states: Sequence[Page] = ()
+
+
+class KVSequence:
+    """The state of one sequence. Not thread-safe: it belongs to the engine's thread, but for `fill` and
+    `prepare_restore` while a fetch fills it. `close` gives the pages back.
+
+    Groups are numbered as in payloads (`store.pieces`): first those of per-token tensors, then those of states.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        """Raises `ContextTooLong` if there is no memory for its states."""
+        self.pool, self.layout, self.device = pool, pool.layout, pool.device
+        self.tables = [PageTable(group, pool.block_size) for group in self.layout.groups]
+        layers = [make_layer(spec) for spec in self.layout.layers]
+        self.layers = layers
+        self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
+        self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
+        self._num_tokens = 0
+        self.owner: Owner | None = None
+        """Whose prompts find its blocks by their names (`kv.page_cache`); those of nobody without."""
+        self.token_ids: TokenIds = np.empty(0, np.int32)
+        self.names: list[bytes] = []
+        """Those of its first full blocks."""
+        self.num_exact = 0
+        """The first so many of its tokens have, or will have, the state that a prefill computes."""
+        self.num_ready = 0
+        """The tokens that others may begin with. A fetch, which may take back what was there, has it at 0."""
+        self.num_named = 0
+        """The blocks that have their names."""
+        self.expires_at = float("inf")
+        """The time on the clock of `time.monotonic` at which what it computed expires."""
+        self.logits: torch.Tensor | None = None
+        """The next-token logits behind all of its tokens, shape [vocab], if it began with them."""
+        self.is_purged = False
+        """What it holds must not stay when it ends."""
+        states = pool.take([len(self.tables) + number for number in range(len(self.layout.states))])
+        if states is None:
+            raise pool.too_long(1)
+        self.states = states
+        """Pages of the states after the last token."""
+        self._bind()
+        self.cache = StepCache(layers, lambda: self.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_layers[0].length if self.token_layers else self._num_tokens
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens that there is memory for, or for their windows."""
+        sizes = (len(table.pages) * self.pool.block_size for table in self.tables if table.group.window is None)
+        return min(sizes, default=1 << 62)
+
+    @property
+    def complete_from(self) -> int:
+        """The first token that every group has the state of."""
+        return max((table.complete_from for table in self.tables), default=0)
+
+    def pages(self) -> list[Page | None]:
+        """Returns all pages that it is a user of."""
+        return [*(page for table in self.tables for page in table.pages), *self.states]
+
+    def slides(self, num_tokens: int) -> bool:
+        """Returns True if pages have left windows, or will before the sequence has so many tokens."""
+        return self.complete_from > 0 or any(table.group.first_needed(num_tokens) > 0 for table in self.tables)
+
+    def forward(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
+        """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
+        return self.compute(model, token_ids, 1)[-1]
+
+    def compute(self, model: PreTrainedModel, token_ids: torch.Tensor, num_logits: int) -> torch.Tensor:
+        """Runs [1, n] more tokens. Returns the logits behind the last `num_logits` of them, shape [num_logits,
+        vocab]."""
+        run = self.begin_step(token_ids.shape[1])
+        call: dict[str, Any] = {self.layout.cache_argument: self.cache, "use_cache": True}
+        step = Step((run,), gathers=not self.layout.packs) if self.layout.exact_at == "token" else None
+        if "position_ids" in self.layout.options:
+            # Not every model counts positions from its cache.
+            call["position_ids"] = torch.arange(run.start, run.end, device=self.device).unsqueeze(0)
+        if "logits_to_keep" in self.layout.options:
+            call["logits_to_keep"] = num_logits
+        with computing(step):
+            output = model(input_ids=token_ids.to(self.device), **call)
+        self.end_step(run)
+        logits: torch.Tensor = output.logits[0, -num_logits:]
+        return logits
+
+    def begin_step(self, num_rows: int) -> Run:
+        """Prepares the memory for a step of `num_rows` tokens. Raises `ContextTooLong` if there is none."""
+        run = Run(self.num_tokens, num_rows)
+        if not self.has_room(run.end):
+            raise self.pool.too_long(run.end)
+        return run
+
+    def end_step(self, run: Run) -> None:
+        """Counts the tokens of a step: states do not."""
+        self._num_tokens = run.end
+        assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
+
+    def has_room(self, end: int) -> bool:
+        """Makes room for tokens up to `end`, in layers with a window from those on that the next token looks at. Pages
+        before these are given back. Returns False, and changes nothing else, if there are not as many pages."""
+        start, size = self.num_tokens, self.pool.block_size
+        for table in self.tables:
+            # Guesses may be taken back.
+            self._drop_before(table, table.group.first_needed(max(0, start - MOST_TAKEN_BACK)) // size)
+        end = -(-end // size)
+        return self._takes([(n, max(start // size, table.first), end) for n, table in enumerate(self.tables)])
+
+    def has_capacity(self, num_tokens: int) -> bool:
+        """Takes the pages for a prompt of so many tokens, but for those of windows. Returns False if there are not as
+        many, and takes none."""
+        first, end = (-(-count // self.pool.block_size) for count in (self.num_tokens, num_tokens))
+        whole = [number for number, table in enumerate(self.tables) if table.group.window is None]
+        return self._takes([(number, first, end) for number in whole])
+
+    def reserve(self, num_tokens: int) -> None:
+        """Does what `has_capacity` does. Raises `ContextTooLong` if there are not as many pages."""
+        if not self.has_capacity(num_tokens):
+            raise self.pool.too_long(num_tokens)
+
+    def begin_with(self, prefix: Prefix) -> bool:
+        """Begins an empty sequence with the state of a prefix. Returns False if there is no page for a copy."""
+        for table, pages in zip(self.tables, prefix.pages, strict=False):
+            self.pool.hold(pages)
+            for number, page in enumerate(pages):
+                table.set(number, page)
+            table.first = next((n for n, page in enumerate(pages) if page is not None), len(pages))
+        for state, source in zip(self.states, prefix.states, strict=bool(prefix.num_tokens)):
+            state.tensor.copy_(source.tensor)
+        self.truncate(prefix.num_tokens)
+        # The last page is copied: it is written to.
+        return self.has_room(prefix.num_tokens + 1)
+
+    def prefix(self) -> Prefix:
+        """Returns the state of all its tokens."""
+        end = -(-self.num_tokens // self.pool.block_size)
+        return Prefix(self.num_tokens, [table.pages[:end] for table in self.tables], self.states)
+
+    def continues_at(self, num_tokens: int) -> bool:
+        """Returns whether all is there that is needed to go on behind so many of its tokens."""
+        return all(table.complete_from <= table.group.first_needed(num_tokens) for table in self.tables)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keeps the first `num_tokens` tokens, whose state must be there. The states must be those after these
+        tokens."""
+        if not num_tokens:
+            with self.pool.lock:
+                for table in (table for table in self.tables if table.first):
+                    self.pool.release(table.pages)
+                    table.clear()
+        self._num_tokens = num_tokens
+        for token_layer in self.token_layers:
+            token_layer.length = num_tokens
+        for state_layer in self._state_layers:
+            state_layer.set_has_state(num_tokens > 0)
+
+    def take_back(self, num_tokens: int) -> None:
+        """Forgets the last tokens of the last step, so that `num_tokens` remain. For models without states."""
+        assert not self._state_layers, "a state cannot be taken back"
+        self.truncate(num_tokens)
+
+    def prepare_restore(self, group: int, start: int, end: int) -> None:
+        """Prepares a group for a restore of the tokens up to `end`, behind those of the sequence: of layers with a
+        window of those from `start` on. Raises `MemoryError` if there is none for them."""
+        table, size = self.tables[group], self.pool.block_size
+        if not self._takes([(group, max(self.num_tokens, start) // size, -(-end // size))]):
+            raise MemoryError("there is no KV memory for it")
+        if start > self.num_tokens:
+            # The window has passed all that is there.
+            self._drop_before(table, start // size)
+
+    def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Callable[[Bytes], None]) -> None:
+        """Has `write` fill rows of a group; of per-token tensors for tokens `position` … `position + num_tokens`, all
+        of one page.
+
+        A row is one head of one tensor, or a part of a state. `write` gets bytes of shape [rows, row_bytes], each row
+        contiguous. Different threads may fill different rows at once.
+        """
+        number = group - len(self.tables)
+        if number >= 0:
+            specs = self.layout.states[number]
+            fill(self.states[number].tensor.view(len(specs.specs) * specs.rows_each, -1)[rows], write)
+            return
+        at, page = position % self.pool.block_size, self.tables[group].pages[position // self.pool.block_size]
+        assert page is not None
+        if page.rows is None:
+            fill(page.tensor.flatten(0, 1)[rows, at : at + num_tokens].flatten(1), write)
+        else:
+            # By numpy: for a small piece, torch takes longer than the copy.
+            width = page.rows.shape[1] // self.pool.block_size
+            write(page.rows[rows, at * width : (at + num_tokens) * width])
+
+    def block(self, number: int) -> list[Page | None]:
+        """Returns the pages of a block, by group."""
+        return [table.pages[number] if number < len(table.pages) else None for table in self.tables]
+
+    def logits_from(self, payload: Bytes) -> torch.Tensor:
+        """Returns the logits in a tail's payload, shape [vocab], on its device. `payload` must not change
+        afterwards."""
+        return torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).to(self.device)
+
+    def read_tokens(self, position: int, num_tokens: int) -> memoryview:
+        """Returns a copy of the tokens' state as a payload."""
+        payload = np.empty(self.layout.bytes_per_token * num_tokens, dtype=np.uint8)
+        start, size = 0, self.pool.block_size
+        for table in self.tables if num_tokens else ():
+            group = table.group
+            end = start + group.bytes_per_token * num_tokens
+            part = payload[start:end].reshape(len(group.specs) * group.heads, num_tokens, -1)
+            for number in range(position // size, -(-(position + num_tokens) // size)):
+                page, first = table.pages[number], max(position, number * size)
+                last = min(position + num_tokens, (number + 1) * size)
+                assert page is not None, "tokens that left the window are not read"
+                rows = page.tensor.flatten(0, 1)[:, first - number * size : last - number * size]
+                copied = np.empty((len(rows), last - first, part.shape[2]), np.uint8)
+                read(copied.reshape(-1), rows)
+                part[:, first - position : last - position] = copied
+            start = end
+        return payload.data
+
+    def read_states(self, room_bytes: int = 0) -> memoryview:
+        """Returns a copy of the states as in a checkpoint's payload, with `room_bytes` more bytes behind them, which
+        hold anything. For the engine thread: each step changes the states."""
+        payload = np.empty(self.layout.state_bytes + room_bytes, dtype=np.uint8)
+        start = 0
+        for page in self.states:
+            read(payload[start : start + page.num_bytes], page.tensor)
+            start += page.num_bytes
+        return payload.data
+
+    def logits_bytes(self, logits: torch.Tensor, payload: memoryview | None = None) -> memoryview:
+        """Returns next-token logits, shape [vocab], as in a tail's payload: in `payload`, if that is given."""
+        found = bytearray(self.layout.logits_bytes) if payload is None else payload
+        read(np.frombuffer(found, np.uint8), logits.detach().to(self.layout.logits_dtype))
+        return memoryview(found)
+
+    def close(self) -> None:
+        """Gives all pages back. Nothing may use the sequence any more."""
+        self.pool.release(self.pages())
+        # Its layers and its cache refer to it, and a garbage collection may be long in coming.
+        vars(self).clear()
+
+    def _takes(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
+        """Takes pages of these groups, from a first one to an end: those that are not there, or that others use too and
+        that a step must not write to. Returns False, and takes none, if there are not as many."""
+        size, start = self.pool.block_size, self.num_tokens
+        wanted = [(group, n) for group, first, end in ranges for n in self.tables[group].to_take(first, end)]
+        if not wanted:
+            return True
+        with self.pool.lock:
+            taken = self.pool.take([group for group, _ in wanted])
+            for page, (group, number) in zip(taken or (), wanted, strict=taken is not None):
+                table = self.tables[group]
+                shared = table.pages[number] if number < len(table.pages) else None
+                if shared is not None and (at := start - number * size) > 0:
+                    page.tensor[:, :, :at] = shared.tensor[:, :, :at]
+                table.set(number, page)
+                self.pool.release([shared])
+        return taken is not None
+
+    def _drop_before(self, table: PageTable, first: int) -> None:
+        gone = range(table.first, min(first, len(table.pages)))
+        with self.pool.lock:
+            for page in (page for number in gone if (page := table.pages[number]) is not None):
+                page.is_secret |= self.is_purged
+            self.pool.release([table.pages[number] for number in gone])
+            for number in gone:
+                table.set(number, None)
+        table.first = max(table.first, first)
+
+    def _bind(self) -> None:
+        parts: dict[int, dict[str, LayerRows]] = {}
+        for table in self.tables:
+            for number, spec in enumerate(table.group.specs):
+                parts.setdefault(spec.layer, {})[spec.part] = LayerRows(table, number, 0, spec.head_dim)
+        for number, of_layer in parts.items():
+            if (rows := of_layer.get("latent")) is not None:
+                dim = self.layout.layers[number].latent_dim
+                of_layer = {"keys": replace(rows, end=dim), "values": replace(rows, start=dim)}
+            self.layers[number].bind(of_layer["keys"], of_layer["values"], self.device)
+        for group, page in zip(self.layout.states, self.states, strict=True):
+            for state_spec, state in zip(group.specs, page.tensor, strict=True):
+                self.layers[state_spec.layer].bind_state(state_spec.part, state_spec.index, state)
+        for layer in self._state_layers:
+            layer.set_has_state(False)

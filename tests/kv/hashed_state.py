@@ -1,0 +1,145 @@
+"""Sequences without a model: the state of a token is a hash of the tokens up to it, and of a seed."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
+from diskprefix.kv.page_cache import KeptBlock, PageCache
+from diskprefix.kv.page_table import LayerRows
+from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.tokens import TokenIds
+
+CPU = torch.device("cpu")
+BLOCK, WINDOW = 4, 6
+KINDS = ("token", "sliceable", "token_checkpoints", "checkpoints")
+A, B = Owner(b"a" * 16, 1, None), Owner(b"b" * 16, 1, None)
+
+
+@cache
+def layout_of(kind: str = "token", window: int | None = None) -> Layout:
+    """Two layers, of which the second one may have a window, and with checkpoints a third one with a state. Each row
+    has 16 bytes."""
+    layers = [LayerSpec(), LayerSpec() if window is None else LayerSpec("sliding", window)]
+    forms: list[tuple[int, int, torch.dtype, int | None]] = [
+        (2, 4, torch.float32, None),
+        (1, 8, torch.bfloat16, window),
+    ]
+    groups = [Group(tuple(TensorSpec(i, part, *form) for part in ("keys", "values"))) for i, form in enumerate(forms)]
+    states: tuple[StateGroup, ...] = ()
+    if kind.endswith("checkpoints"):
+        layers.append(LayerSpec("linear", num_states=1))
+        states = (StateGroup((StateSpec(2, "recurrent", 0, (3, 4), torch.float32),)),)
+    exact_at = "token" if kind.startswith("token") else "grid"
+    layout = Layout(tuple(layers), tuple(groups), 16, torch.float32, states=states, exact_at=exact_at)  # type: ignore[arg-type]
+    assert layout.state_kind == kind
+    return layout
+
+
+def page_cache(layout: Layout, *, blocks: int = 1000, **options: Any) -> PageCache:
+    """With room for so many blocks, and for as many states."""
+    limit_bytes = blocks * (layout.bytes_per_token * BLOCK + layout.state_bytes)
+    given: dict[str, Any] = {"limit_bytes": limit_bytes, "free_bytes": lambda: 1 << 40} | options
+    cache = PageCache(layout, CPU, block_size=BLOCK, **given)
+    cache.give_way()
+    # As an engine does before its first request.
+    cache.drop_gone(None)
+    return cache
+
+
+def ids_of(cache: PageCache, node: KeptBlock) -> TokenIds:
+    """The tokens up to the end of what is kept."""
+    found = cache.token_ids_of(node)
+    assert found is not None
+    return found
+
+
+def tokens(*parts: int | range | TokenIds) -> TokenIds:
+    return np.concatenate([np.empty(0, np.int32), *(np.atleast_1d(np.asarray(part, np.int32)) for part in parts)])
+
+
+def hashes(seed: object, token_ids: TokenIds, start: int, end: int) -> npt.NDArray[np.uint8]:
+    """Returns those of the tokens from `start` to `end`, [tokens, 16]."""
+    hashed = hashlib.blake2b(repr(seed).encode() + token_ids[:start].tobytes(), digest_size=16)
+    found = np.empty((end - start, 16), np.uint8)
+    for number, token in enumerate(token_ids[start:end]):
+        hashed.update(token.tobytes())
+        found[number] = np.frombuffer(hashed.digest(), np.uint8)
+    return found
+
+
+def rows_of(part: LayerRows, hashed: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Returns what these tokens have in a layer, [1, heads, tokens, dim]: each row of a group another one."""
+    numbers = np.arange(part.heads, dtype=np.uint8) + part.index * part.heads
+    content = torch.from_numpy(hashed ^ numbers[:, None, None])
+    return content.view(part.dtype)[None]
+
+
+def payload_of(layout: Layout, hashed: npt.NDArray[np.uint8]) -> bytes:
+    """Returns the payload of these tokens."""
+    numbers = (np.arange(len(group.specs) * group.heads, dtype=np.uint8) for group in layout.groups)
+    return b"".join((hashed ^ of_group[:, None, None]).tobytes() for of_group in numbers)
+
+
+def compute(sequence: KVSequence, token_ids: TokenIds, end: int | None = None, *, seed: object = 0) -> bool:
+    """Does what the engine does in a step up to `end`, or to that of all tokens. Returns False without memory."""
+    end = len(token_ids) if end is None else end
+    if not sequence.has_room(end):
+        return False
+    run = sequence.begin_step(end - sequence.num_tokens)
+    hashed = hashes(seed, token_ids, run.start, end)
+    for layer in sequence.token_layers:
+        layer.put(rows_of(layer.keys, hashed), rows_of(layer.values, hashed), run)
+    for page in sequence.states if run.num_rows else ():
+        page.tensor.view(torch.uint8).copy_(torch.from_numpy(hashed[-1]))
+    sequence.end_step(run)
+    sequence.num_ready = end
+    return True
+
+
+def wrong(sequence: KVSequence, token_ids: TokenIds, *, seed: object = 0) -> list[str]:
+    """Returns which layers have not the state of these tokens, as far as they have pages."""
+    found, end = list[str](), sequence.num_tokens
+    hashed = hashes(seed, token_ids, 0, end)
+    for number, layer in enumerate(sequence.token_layers):
+        first = min(layer.keys.table.complete_from, end)
+        for name, part in (("keys", layer.keys), ("values", layer.values)) if first < end else ():
+            expected = rows_of(part, hashed[first:])
+            if not torch.equal(part.gathered(first, end).view(torch.uint8), expected.view(torch.uint8)):
+                found.append(f"{name} of layer {number}, from {first} to {end}")
+    for page in sequence.states if end else ():
+        if not bool((page.tensor.view(torch.uint8).numpy() == hashed[-1]).all()):
+            found.append("the state")
+    return found
+
+
+def restore(cache: PageCache, sequence: KVSequence, token_ids: TokenIds, end: int, *, seed: object = 0) -> None:
+    """Does what a fetch does that restores whole blocks up to `end`. Raises `MemoryError`."""
+    start, hashed = sequence.num_tokens // BLOCK * BLOCK, hashes(seed, token_ids, 0, end)
+    sequence.num_ready = 0
+    for number, group in enumerate(sequence.layout.groups):
+        sequence.prepare_restore(number, group.first_needed(end) // BLOCK * BLOCK, end)
+    for number, group in enumerate(sequence.layout.groups):
+        first = max(start, group.first_needed(end) // BLOCK * BLOCK)
+        for position in range(first, end, BLOCK):
+            rows = np.arange(len(group.specs) * group.heads, dtype=np.uint8)
+            content = (hashed[position : position + BLOCK] ^ rows[:, None, None]).reshape(len(rows), -1)
+            for row in rows:
+                sequence.fill(position, BLOCK, number, slice(row, row + 1), partial(_put, content[row]))
+    for number in range(len(sequence.states)):
+        at = len(sequence.layout.groups) + number
+        sequence.fill(0, 0, at, slice(None), partial(_put, np.tile(hashed[-1], 3)))
+    sequence.truncate(end)
+    sequence.num_ready = end
+    for number in range(start // BLOCK, end // BLOCK):
+        cache.name_restored(sequence, number)
+
+
+def _put(content: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:
+    out[...] = content.reshape(out.shape)

@@ -1,0 +1,450 @@
+"""What a prompt finds of itself in memory: by the kind of its model, of whom, for how long, and what goes first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.pages import Hold
+from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.nouns import CacheOptions
+from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from tests.kv.hashed_state import (
+    BLOCK,
+    KINDS,
+    WINDOW,
+    A,
+    B,
+    compute,
+    ids_of,
+    layout_of,
+    page_cache,
+    restore,
+    tokens,
+    wrong,
+)
+
+IDS = tokens(range(30))
+TRUNK = tokens(range(24))
+OPTIONS = CacheOptions(scope=parse_scope("full", param="scope"))
+
+
+@pytest.fixture
+def cache() -> PageCache:
+    return page_cache(layout_of())
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("diskprefix.kv.page_cache.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def begun(cache: PageCache, token_ids: TokenIds, *, owner: Owner | None = A, **options: Any) -> KVSequence:
+    sequence = cache.begin(owner, token_ids, **options)
+    assert isinstance(sequence, KVSequence)
+    assert wrong(sequence, token_ids) == []
+    return sequence
+
+
+def run(cache: PageCache, token_ids: TokenIds, end: int | None = None, **options: Any) -> KVSequence:
+    """A sequence that has computed its prompt, in steps."""
+    sequence, end = begun(cache, token_ids, **options), len(token_ids) if end is None else end
+    for part in range(sequence.num_tokens + BLOCK, end + BLOCK, BLOCK):
+        assert compute(sequence, token_ids, min(part, end))
+        cache.name_blocks(sequence)
+    return sequence
+
+
+def ended(cache: PageCache, token_ids: TokenIds, **options: Any) -> None:
+    cache.end(run(cache, token_ids, **options), keep=True, options=OPTIONS)
+
+
+def found(cache: PageCache, token_ids: TokenIds, owner: Owner = A) -> int:
+    return cache.match_prefix(owner, token_ids).prefix.num_tokens
+
+
+def more(token_ids: TokenIds, count: int = 20) -> TokenIds:
+    return tokens(token_ids, range(900, 900 + count))
+
+
+# How much is found.
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "prompt", "expected"),
+    [
+        ("token", 30, 50, 30),
+        ("token", 30, 30, 29),
+        ("token", 30, 17, 16),
+        ("sliceable", 30, 50, 28),
+        ("sliceable", 28, 28, 24),
+        ("sliceable", 30, 17, 16),
+        ("token_checkpoints", 30, 50, 30),
+        ("token_checkpoints", 30, 30, 0),
+        ("token_checkpoints", 30, 17, 0),
+        ("checkpoints", 28, 50, 28),
+        ("checkpoints", 30, 50, 0),
+        ("checkpoints", 30, 31, 0),
+        ("checkpoints", 30, 30, 0),
+        ("checkpoints", 28, 28, 0),
+    ],
+)
+@pytest.mark.parametrize("has_logits", [False, True], ids=["", "with logits"])
+def test_as_much_is_found_as_the_model_can_go_on_from(
+    kind: str, held: int, prompt: int, expected: int, has_logits: bool
+) -> None:
+    cache = page_cache(layout_of(kind))
+    sequence = run(cache, IDS[:held])
+    if has_logits:
+        cache.keep_logits(sequence, torch.full((16,), 7.0))
+        expected = prompt if prompt == held else expected
+    cache.end(sequence, keep=True)
+    token_ids = IDS[:prompt] if prompt <= held else more(IDS[:held], prompt - held)
+    again = begun(cache, token_ids)
+    assert (again.num_tokens, again.logits is not None) == (expected, has_logits and prompt == held)
+    assert (found(cache, token_ids, B), cache.check()) == (0, [])
+
+
+def test_the_last_token_is_left_to_compute_if_that_is_asked_for(cache: PageCache) -> None:
+    sequence = run(cache, IDS)
+    cache.keep_logits(sequence, torch.zeros(16))
+    cache.end(sequence, keep=True)
+    again = begun(cache, IDS, leaves_last=True)
+    assert (again.num_tokens, again.logits) == (29, None)
+    assert begun(cache, IDS[:1], leaves_last=True).num_tokens == 0
+
+
+def test_logits_are_kept_for_the_latest_prompts(cache: PageCache) -> None:
+    for first in range(65):
+        sequence = run(cache, tokens(range(first, first + 20)))
+        cache.keep_logits(sequence, torch.full((16,), float(first)))
+        cache.end(sequence, keep=True)
+    logits = [begun(cache, tokens(range(first, first + 20))).logits for first in (0, 1, 64)]
+    assert [one if one is None else float(one[0]) for one in logits] == [None, 1.0, 64.0]
+
+
+def test_no_more_is_found_than_is_exact(cache: PageCache) -> None:
+    sequence = begun(cache, IDS)
+    sequence.num_exact = 18
+    assert compute(sequence, IDS)
+    cache.name_blocks(sequence)
+    assert found(cache, more(IDS)) == 18
+    cache.end(sequence, keep=True)
+    assert found(cache, more(IDS)) == 18
+
+
+def test_prompts_part_anywhere_in_a_block(cache: PageCache) -> None:
+    """In a complete one, in that at the end of a sequence, and in that of one that runs."""
+    ended(cache, IDS)
+    running = run(cache, tokens(TRUNK, range(70, 80)), 27)
+    prompts = [more(part) for part in (IDS[:9], IDS[:29], tokens(TRUNK, range(70, 72)), tokens(TRUNK, range(70, 79)))]
+    assert [found(cache, one) for one in prompts] == [9, 29, 26, 27]
+    for one in prompts:
+        ended(cache, one)
+    assert (wrong(running, tokens(TRUNK, range(70, 80))), cache.check()) == ([], [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_ended_twice_is_kept_once(kind: str) -> None:
+    cache = page_cache(layout_of(kind))
+    ended(cache, IDS)
+    ended(cache, IDS[:28])
+    used = cache.pool.used_bytes
+    for _ in range(2):
+        ended(cache, IDS)
+        ended(cache, IDS[:28])
+        assert (cache.pool.used_bytes, cache.check()) == (used, [])
+    # The latest first.
+    assert [one["tokens"] for one in cache.sequences()] == [28, 30]
+
+
+def test_a_state_that_moved_on_behind_what_is_exact_is_not_kept() -> None:
+    cache = page_cache(layout_of("checkpoints"))
+    sequence = run(cache, IDS[:28])
+    assert compute(sequence, IDS)
+    sequence.token_ids = IDS
+    cache.end(sequence, keep=True)
+    assert found(cache, more(IDS[:28])) == 0
+    assert cache.stats()["kept_tokens"] == 28
+
+
+# Those that run.
+
+
+def test_a_sequence_that_runs_is_waited_for_if_it_will_have_more(cache: PageCache) -> None:
+    whole, least = tokens(range(60)), 39 - LEAST_TOKENS
+    running = begun(cache, whole)
+    assert cache.begin(A, whole) == cache.begin(A, whole[:40]) == "later"
+    assert begun(cache, whole[:LEAST_TOKENS]).num_tokens == begun(cache, whole, owner=B).num_tokens == 0
+    for end, is_later in ((least, True), (least + 1, False)):
+        compute(running, whole, end)
+        cache.name_blocks(running)
+        assert (cache.begin(A, whole[:40]) == "later") == is_later
+    assert begun(cache, whole[:40]).num_tokens == least + 1
+
+
+def test_nobody_waits_for_states_which_move_on_with_the_one_that_computes_them() -> None:
+    cache = page_cache(layout_of("token_checkpoints"))
+    begun(cache, more(IDS))
+    assert begun(cache, more(IDS)).num_tokens == 0
+
+
+def test_nobody_waits_for_one_that_has_passed() -> None:
+    """And whose window there is gone."""
+    cache = page_cache(layout_of(window=WINDOW))
+    whole = more(IDS, 400)
+    running = run(cache, whole)
+    assert found(cache, more(IDS[:25])) == 25
+    assert running.tables[1].first > 25
+    while cache.pool.reclaim(1):
+        pass
+    assert begun(cache, tokens(IDS, 7)).num_tokens == 0
+
+
+def test_what_is_restored_is_found_at_once_and_not_what_a_fetch_may_take_back(cache: PageCache) -> None:
+    ended(cache, TRUNK)
+    fetching = begun(cache, IDS)
+    restore(cache, fetching, IDS, 28)
+    fetching.num_ready = 0
+    assert found(cache, more(IDS)) == 28
+    assert (wrong(fetching, IDS), cache.check()) == ([], [])
+
+
+# Windows.
+
+
+def test_pages_behind_a_window_stay_under_their_names_and_are_found_again() -> None:
+    cache, whole = page_cache(layout_of(window=WINDOW)), more(IDS, 200)
+    ended(cache, whole)
+    for end in (30, 101, 230):
+        other = tokens(whole[:end], range(50, 60))
+        again = begun(cache, other)
+        assert again.num_tokens == end
+        assert again.complete_from == (end - WINDOW + 1) // BLOCK * BLOCK
+        assert again.tables[0].first == 0
+        assert compute(again, other)
+        assert wrong(again, other) == []
+        cache.end(again, keep=True)
+    assert cache.check() == []
+
+
+def test_without_the_pages_of_its_window_a_shorter_prefix_is_found() -> None:
+    cache, whole = page_cache(layout_of(window=WINDOW)), more(IDS, 60)
+    ended(cache, whole)
+    blocks = {node.position: node for node in cache._nodes.values()}
+    for position in (80, 84, 40):
+        cache.pool.release([blocks[position].pages[1]])
+        blocks[position].pages[1] = None
+    assert found(cache, more(whole)) == 80
+    assert found(cache, more(whole[:46])) == 40
+    ended(cache, whole)
+    assert (found(cache, more(whole)), cache.check()) == (90, [])
+
+
+def test_pages_behind_windows_go_while_the_rest_of_their_blocks_is_used() -> None:
+    cache, whole = page_cache(layout_of(window=WINDOW)), more(IDS, 400)
+    running, used = run(cache, whole), cache.pool.used_bytes
+    while cache.pool.reclaim(1):
+        pass
+    assert cache.pool.used_bytes == sum(page.num_bytes for page in running.pages() if page is not None) < used
+    assert (wrong(running, whole), cache.check()) == ([], [])
+    assert found(cache, more(whole)) == 430
+
+
+# What goes first.
+
+
+def test_the_least_recently_used_goes_first_what_continues_a_block_before_it() -> None:
+    cache = page_cache(layout_of(), blocks=20)
+    first, second = (tokens(TRUNK, range(start, start + 22)) for start in (100, 200))
+    ended(cache, first)
+    ended(cache, second)
+    ended(cache, tokens(TRUNK, range(300, 310)))
+    counts = []
+    for _ in range(4):
+        counts.append([found(cache, more(one)) for one in (first, second, tokens(TRUNK, range(300, 310)))])
+        cache.pool.reclaim(1)
+    assert counts == [[32, 46, 34], [24, 40, 34], [24, 24, 34], [20, 20, 20]]
+    assert cache.check() == []
+
+
+@pytest.mark.parametrize("kind", ["token_checkpoints", "checkpoints"])
+def test_a_state_that_prompts_begin_with_stays(kind: str) -> None:
+    cache = page_cache(layout_of(kind), blocks=40)
+    ended(cache, TRUNK)
+    for start in range(100, 400, 16):
+        ended(cache, tokens(range(start, start + 16)))
+        sequence = begun(cache, more(TRUNK, 1))
+        assert sequence.num_tokens == 24
+        cache.end(sequence, keep=False)
+    assert cache.check() == []
+
+
+def test_nothing_is_kept_where_that_is_not_wanted() -> None:
+    cache = page_cache(layout_of(), keeps=False)
+    running = run(cache, TRUNK)
+    ended(cache, IDS)
+    assert found(cache, more(IDS)) == 24
+    cache.end(running, keep=True)
+    assert (cache.pool.used_bytes, found(cache, more(IDS)), cache.check()) == (0, 0, [])
+
+
+def test_idle_state_is_forgotten_and_that_in_use_is_not(cache: PageCache) -> None:
+    ended(cache, IDS)
+    ended(cache, tokens(range(50, 80)))
+    running = begun(cache, TRUNK)
+    assert cache.stats()["kept_tokens"] == 30 + 30 - 20
+    cache.forget_idle()
+    assert [found(cache, more(one)) for one in (IDS, tokens(range(50, 80)))] == [23, 0]
+    assert cache.pool.used_bytes == sum(page.num_bytes for page in running.pages() if page is not None)
+
+
+def test_a_sequence_that_failed_is_found_by_nobody_and_its_forks_go_on(cache: PageCache) -> None:
+    ended(cache, TRUNK)
+    failing = run(cache, IDS)
+    fork = cache.fork(failing)
+    assert fork is not None
+    cache.forget(failing)
+    cache.end(failing, keep=True)
+    assert (found(cache, more(IDS)), wrong(fork, IDS), cache.check()) == (0, [], [])
+
+
+# Full memory.
+
+
+@pytest.mark.parametrize("kind", ["token", "token_checkpoints"])
+def test_a_prompt_that_fills_memory_does_without_the_copy_of_its_last_page(kind: str) -> None:
+    cache, whole = page_cache(layout_of(kind), blocks=8), more(TRUNK, 8)
+    cache.pool.limit_bytes = cache.pool.sequence_bytes(32)
+    ended(cache, IDS[:22])
+    again = begun(cache, whole)
+    assert again.num_tokens == (20 if kind == "token" else 0)
+    assert compute(again, whole)
+    assert (wrong(again, whole), cache.check()) == ([], [])
+
+
+def test_others_are_waited_for_and_what_never_fits_is_refused() -> None:
+    cache = page_cache(layout_of(), blocks=8)
+    running = run(cache, IDS)
+    assert cache.begin(B, IDS) is cache.fork(running) is None
+    with pytest.raises(ContextTooLong, match=r"33 tokens need .*, and --kv-memory allows 3"):
+        cache.begin(A, tokens(range(33)))
+    assert (cache.longest(1000), cache.longest(7)) == (32, 7)
+    for one in list(cache.running):
+        cache.end(one, keep=True)
+    assert begun(cache, IDS, owner=B).num_tokens == 0
+    assert cache.check() == []
+
+
+def test_a_prompt_waits_for_what_is_being_written_though_nothing_runs() -> None:
+    cache = page_cache(layout_of(), blocks=8)
+    sequence = run(cache, IDS)
+    hold = Hold(cache.pool, [page for page in sequence.pages() if page is not None])
+    cache.end(sequence, keep=True)
+    assert cache.begin(B, IDS) is None
+    hold.release()
+    assert begun(cache, IDS, owner=B).num_tokens == 0
+
+
+def test_the_devices_own_limit_counts_too() -> None:
+    cache = page_cache(layout_of(), free_bytes=lambda: 100)
+    with pytest.raises(ContextTooLong, match=r"30 tokens need .*, 100 B are available"):
+        cache.begin(A, IDS)
+
+
+# Whose, and for how long.
+
+
+def test_a_tenant_finds_nothing_of_another(cache: PageCache) -> None:
+    ended(cache, IDS)
+    run(cache, more(IDS), owner=B)
+    assert (found(cache, more(IDS)), found(cache, more(IDS), B)) == (30, 49)
+    assert begun(cache, IDS, owner=None).num_tokens == 0
+
+
+def test_a_sequence_that_runs_over_a_purge_goes_on_and_nobody_finds_it(cache: PageCache) -> None:
+    ended(cache, IDS)
+    running, nobodys, gone = run(cache, more(IDS)), run(cache, IDS, owner=None), run(cache, more(IDS, 5), owner=None)
+    unused = [page.tensor for page in gone.pages() if page is not None]
+    cache.end(gone, keep=False)
+    slabs = [page.tensor for one in cache.running for page in one.pages() if page is not None]
+    after = Owner(A.root, A.secret, b"now")
+    cache.drop_gone(b"now")
+    assert not any(bool(slab.any()) for slab in unused)
+    fork = cache.fork(running)
+    assert fork is not None
+    again = run(cache, IDS, owner=after)
+    assert compute(running, more(IDS, 50))
+    running.token_ids, running.num_exact = more(IDS, 50), 80
+    cache.name_blocks(running)
+    assert (wrong(running, more(IDS, 50)), wrong(fork, more(IDS))) == ([], [])
+    assert compute(fork, more(IDS, 30))
+    slabs += [page.tensor for one in (running, fork) for page in one.pages() if page is not None]
+    for one in [*cache.running - {again}]:
+        cache.end(one, keep=True)
+    assert (found(cache, more(IDS, 50)), found(cache, more(IDS, 50), after)) == (0, 30)
+    assert nobodys not in cache.running
+    assert not any(bool(slab.any()) for slab in slabs)
+    assert (wrong(again, IDS), cache.check()) == ([], [])
+
+
+def test_what_expires_is_found_until_then_and_wiped(cache: PageCache, now: list[float]) -> None:
+    sequence = run(cache, IDS, expires_at=10.0)
+    cache.keep_logits(sequence, torch.zeros(16))
+    slabs = [page.tensor for page in sequence.pages() if page is not None]
+    cache.end(sequence, keep=True)
+    ended(cache, tokens(range(50, 80)), expires_at=30.0)
+    assert cache.expires_at == 10.0
+    now[0] = 9.0
+    cache.drop_gone(None)
+    assert found(cache, IDS) == 30
+    now[0] = 10.0
+    cache.drop_gone(None)
+    assert (found(cache, more(IDS)), found(cache, tokens(range(50, 90)))) == (0, 30)
+    assert not any(bool(slab.any()) for slab in slabs)
+    assert (cache.expires_at, cache.check()) == (30.0, [])
+
+
+def test_a_use_extends_the_life_of_what_it_begins_with_to_its_own(cache: PageCache, now: list[float]) -> None:
+    ended(cache, TRUNK, expires_at=10.0)
+    cache.end(begun(cache, more(TRUNK[:16]), expires_at=20.0), keep=False)
+    cache.end(begun(cache, more(TRUNK[:12]), expires_at=15.0), keep=False)
+    for now[0], expected in ((10.0, 16), (15.0, 16), (20.0, 0)):
+        cache.drop_gone(None)
+        assert found(cache, more(TRUNK)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_ended_is_resumed_while_it_is_there(kind: str) -> None:
+    cache = page_cache(layout_of(kind))
+    ended(cache, IDS)
+    ended(cache, tokens(range(50, 78)))
+    counts = {"token": [28, 30], "sliceable": [28, 28], "token_checkpoints": [28, 30], "checkpoints": [28]}[kind]
+    nodes, resumed = cache.ended(), []
+    assert [node.options for node in nodes] == [OPTIONS] * 2
+    for node in nodes:
+        if (sequence := cache.resume(node)) is not None:
+            assert wrong(sequence, ids_of(cache, node)) == []
+            resumed.append(sequence.num_tokens)
+            cache.end(sequence, keep=False)
+    assert resumed == counts
+    cache.forget_idle()
+    assert [cache.resume(node) for node in nodes] == [None, None]
+
+
+def test_a_check_finds_blocks_of_other_tokens_and_lists_that_differ(cache: PageCache) -> None:
+    ended(cache, IDS)
+    node = next(node for node in cache._nodes.values() if node.position == 4)
+    node.token_ids = node.token_ids + 1
+    assert cache.check() == ["a block has the name of other tokens"]
+    node.token_ids = node.token_ids - 1
+    cache._children[A, node.parent].append(node)
+    assert cache.check() == ["9 blocks continue others, of 8"]

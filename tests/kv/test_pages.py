@@ -1,0 +1,314 @@
+"""Pages: who uses them, who may write to them, where their memory comes from, and when their content goes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import re
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.pages import Hold, PagePool, zeros
+from diskprefix.kv.sequence import KVSequence, Prefix
+from diskprefix.kv.transfer import fill_device, populate, read_device
+from diskprefix.tokens import TokenIds
+from tests.kv.hashed_state import (
+    BLOCK,
+    CPU,
+    KINDS,
+    WINDOW,
+    compute,
+    hashes,
+    layout_of,
+    page_cache,
+    payload_of,
+    restore,
+    tokens,
+    wrong,
+)
+from tests.waiting import wait_for
+
+IDS = tokens(range(30))
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    return PagePool(layout_of(), CPU, block_size=BLOCK)
+
+
+def computed(pool: PagePool, token_ids: TokenIds = IDS) -> KVSequence:
+    sequence = KVSequence(pool)
+    assert compute(sequence, token_ids)
+    return sequence
+
+
+def checked(pool: PagePool, *sequences: KVSequence) -> list[str]:
+    return pool.check(page for sequence in sequences for page in sequence.pages())
+
+
+# Content.
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
+    by_torch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's memory is copied by torch, which guards tensors that were made in inference mode."""
+    if by_torch:
+        monkeypatch.setattr("diskprefix.kv.pages.in_main_memory", lambda slab: [None] * len(slab))
+        monkeypatch.setattr("diskprefix.kv.sequence.fill", fill_device)
+        monkeypatch.setattr("diskprefix.kv.sequence.read", read_device)
+    cache, expected = page_cache(layout_of("token_checkpoints", WINDOW)), hashes(0, IDS, 0, len(IDS))
+    with torch.inference_mode(), ThreadPoolExecutor(1) as other:
+        sequence = KVSequence(cache.pool)
+        assert compute(sequence, IDS, 9)
+        assert not any(page.tensor.is_inference() for page in sequence.pages() if page is not None)
+        other.submit(restore, cache, sequence, IDS, 20).result()
+        assert wrong(sequence, IDS) == []
+        assert compute(sequence, IDS)
+        assert wrong(sequence, IDS) == []
+        first = sequence.complete_from
+        read = other.submit(sequence.read_tokens, first, 30 - first).result()
+        assert read == payload_of(cache.layout, expected[first:])
+        states = other.submit(sequence.read_states, 5).result()
+    assert (bytes(states[:-5]), len(states)) == (expected[-1].tobytes() * 3, 3 * 16 + 5)
+
+
+def test_a_page_is_the_payload_of_its_block(pool: PagePool) -> None:
+    sequence = computed(pool)
+    for number in range(len(IDS) // BLOCK):
+        start = number * BLOCK
+        expected = payload_of(pool.layout, hashes(0, IDS, start, start + BLOCK))
+        assert b"".join(page.payload() for page in sequence.block(number) if page is not None) == expected
+        assert sequence.read_tokens(start, BLOCK) == expected
+    assert bytes(sequence.read_tokens(3, 0)) == b""
+    assert sequence.read_tokens(3, 22) == payload_of(pool.layout, hashes(0, IDS, 3, 25))
+
+
+def test_operators_find_each_page_of_a_long_sequence_and_none_where_there_is_none(pool: PagePool) -> None:
+    sequence = computed(pool, tokens(range(400)))
+    assert wrong(sequence, tokens(range(400))) == []
+    table = sequence.tables[1]
+    assert [page.tensor.data_ptr() for page in table.pages if page is not None] == table.addresses[:100].tolist()
+    sequence._drop_before(table, 7)
+    assert not any(table.addresses[:7])
+    sequence.truncate(0)
+    table.set(60, None)
+    assert not any(table.addresses)
+
+
+# Users.
+
+
+def test_a_fork_shares_all_pages_but_the_last_one_and_neither_writes_to_those(pool: PagePool) -> None:
+    source, fork = computed(pool), KVSequence(pool)
+    assert fork.begin_with(source.prefix())
+    shared = [page for page in source.pages() if page in fork.pages() and page is not None]
+    assert len(shared) == 2 * (len(IDS) // BLOCK)
+    assert {page.users for page in shared} == {2}
+    others = tokens(IDS, *range(7))
+    assert compute(fork, others)
+    assert compute(source, tokens(IDS, *range(9, 12)))
+    assert wrong(fork, others) == wrong(source, tokens(IDS, *range(9, 12))) == checked(pool, source, fork) == []
+    fork.close()
+    assert {page.users for page in shared} == {1}
+
+
+@pytest.mark.parametrize("kind", ["token", "token_checkpoints"])
+@pytest.mark.parametrize("end", [6, 8])
+def test_who_goes_back_into_a_shared_page_writes_to_a_copy(end: int, kind: str) -> None:
+    cache = page_cache(layout_of(kind))
+    source, by_step, by_restore = (KVSequence(cache.pool) for _ in range(3))
+    assert compute(source, IDS)
+    others = tokens(IDS[:end], range(50, 70))
+    for one in (by_step, by_restore):
+        assert one.begin_with(source.prefix())
+        one.truncate(end)
+    assert compute(by_step, others)
+    restore(cache, by_restore, others, 20)
+    assert wrong(source, IDS) == wrong(by_step, others) == wrong(by_restore, others) == []
+    assert by_step.tables[0].pages[:1] == by_restore.tables[0].pages[:1] == source.tables[0].pages[:1]
+    assert checked(cache.pool, source, by_step, by_restore) == []
+
+
+def test_a_hold_keeps_what_it_holds_from_changing_until_it_is_released(pool: PagePool) -> None:
+    sequence = computed(pool)
+    pages = [page for page in sequence.pages() if page is not None]
+    hold, contents = Hold(pool, pages), [bytes(page.payload()) for page in pages]
+    sequence.truncate(0)
+    assert compute(sequence, tokens(range(40, 70)))
+    assert [bytes(page.payload()) for page in pages] == contents
+    sequence.close()
+    assert pool.used_bytes == sum(page.num_bytes for page in pages)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(hold.release).result()
+    hold.release()
+    assert (pool.used_bytes, checked(pool)) == (0, [])
+
+
+def test_a_check_finds_wrong_counts_and_lists(pool: PagePool) -> None:
+    sequence, idle = computed(pool), computed(pool)
+    idle.close()
+    page = sequence.tables[0].pages[0]
+    assert page is not None
+    pool.hold([page])
+    assert checked(pool, sequence) == ["a page has 2 users, not 1"]
+    pool.release([page])
+    assert f"{pool.used_bytes} bytes are used" in checked(pool)[0]
+    pool._free[0] += [page, *pool._free[0][:1]]
+    assert checked(pool, sequence)[:2] == ["a free page is used", "a page is free twice"]
+
+
+def test_a_sequence_that_ends_is_gone_at_once() -> None:
+    """It and its layers refer to each other, and a garbage collection may be long in coming."""
+    cache = page_cache(layout_of("checkpoints"))
+    gc.disable()
+    try:
+        sequence = cache.begin(None, IDS)
+        assert isinstance(sequence, KVSequence)
+        layer = weakref.ref(sequence.layers[0])
+        cache.end(sequence, keep=False)
+        del sequence
+        assert layer() is None
+        assert cache.pool.used_bytes == 0
+    finally:
+        gc.enable()
+
+
+# Bounds.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = layout_of(kind)
+    # Per token 6 rows of 16 bytes.
+    pool = PagePool(layout, CPU, block_size=BLOCK, limit_bytes=10 * BLOCK * 96 + layout.state_bytes)
+    sequence = KVSequence(pool)
+    assert compute(sequence, IDS)
+    used = pool.used_bytes
+    assert not sequence.has_room(41)
+    assert not sequence.has_capacity(41)
+    expected = f"{1 << 20} tokens need 96.0 MiB of KV memory, 768 B are available; use a shorter prompt"
+    for refused in (lambda: sequence.reserve(1 << 20), lambda: sequence.begin_step((1 << 20) - 30)):
+        with pytest.raises(ContextTooLong, match=re.escape(expected)):
+            refused()
+    with pytest.raises(MemoryError):
+        sequence.prepare_restore(0, 0, 80)
+    assert (pool.used_bytes, wrong(sequence, IDS), checked(pool, sequence)) == (used, [], [])
+    assert sequence.has_room(40)
+    starved = PagePool(layout, CPU, block_size=BLOCK, free_bytes=lambda: 10)
+    monkeypatch.setattr(np, "zeros", lambda *_: pytest.fail("memory was taken"))
+    assert starved.take([0]) is None
+    assert starved.taken_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_memory_that_runs_out_all_the_same_is_the_requests_error(error: Exception, pool: PagePool) -> None:
+    def refuse(*_args: object) -> None:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        pool.release(pool.take([0]) or ())
+        patch.setattr("diskprefix.kv.pages.zeros", refuse)
+        assert pool.take([0, 1]) is None
+    assert pool.used_bytes == 0
+    assert wrong(computed(pool), IDS) == []
+
+
+def test_pages_that_are_free_are_used_again_or_give_way_to_those_of_other_groups(pool: PagePool) -> None:
+    large, small = pool.page_bytes
+    pool.limit_bytes = 4 * large
+    first = pool.take([0] * 4)
+    assert first is not None
+    assert pool.take([1]) is None
+    pool.release(first)
+    assert pool.take([0]) == [first[-1]]
+    assert pool.take([1] * (3 * large // small)) is not None
+    assert pool.used_bytes == pool.taken_bytes == pool.limit_bytes
+    assert pool.take([1]) is None
+
+
+# What was purged.
+
+
+def test_what_was_purged_is_wiped_when_its_last_user_goes(pool: PagePool) -> None:
+    sequence, other = computed(pool), KVSequence(pool)
+    assert other.begin_with(Prefix(8, [table.pages[:2] for table in sequence.tables]))
+    pages = [page for page in sequence.pages() if page is not None]
+    for page in pages:
+        page.is_secret = True
+    slabs = [page.tensor for page in pages]
+    kept = [page.tensor for page in other.pages() if page is not None and page in pages]
+    sequence.close()
+    assert [bool(slab.any()) for slab in slabs] == [any(slab is one for one in kept) for slab in slabs]
+    assert wrong(other, IDS[:8]) == []
+    other.close()
+    assert not any(bool(slab.any()) for slab in slabs)
+
+
+# Memory that is made ahead.
+
+
+def share_of_pages(tensor: torch.Tensor) -> float:
+    """Returns how many of a tensor's whole pages are in memory, as a share of 1."""
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_pages = (tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize - first) // mmap.PAGESIZE
+    found = np.zeros(num_pages, np.uint8)
+    length, out = ctypes.c_size_t(num_pages * mmap.PAGESIZE), ctypes.c_void_p(found.ctypes.data)
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), length, out) == 0
+    return float((found & 1).mean())
+
+
+def test_pages_are_made_ahead_and_what_they_hold_stays() -> None:
+    tensor = zeros((40, 1 << 20), torch.uint8, CPU)
+    tensor[7, 5] = 3
+    populate([tensor])
+    assert share_of_pages(tensor) == 1
+    assert int(tensor.sum()) == tensor[7, 5] == 3
+
+
+def test_pages_are_made_as_long_as_they_are_wanted() -> None:
+    # Fresh memory: what the C library gives may have been used before.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    tensor = torch.frombuffer(mmap.mmap(-1, 40 << 20, flags=flags), dtype=torch.uint8)
+    answers = iter([True, True, False])
+    populate([tensor], lambda: next(answers))
+    # Two large pages, of which the first may have begun before.
+    assert 2 / 40 < share_of_pages(tensor) < 8 / 40
+
+
+def test_the_first_sequence_gets_the_pages_that_are_made_ahead_until_a_request_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[list[torch.Tensor], Callable[[], bool]]] = []
+    monkeypatch.setattr("diskprefix.kv.pages.populate", lambda *made: asked.append(made))
+    cache = page_cache(layout_of(window=WINDOW))
+    cache._is_idle = True
+    cache.make_ahead(1 << 20, 400)
+    wait_for(lambda: asked)
+    ((tensors, is_wanted),) = asked
+    # Of layers with a window, only as many as are under it.
+    assert len(tensors) == 100 + (WINDOW + 64 + 256 - 2) // BLOCK + 2
+    assert cache.pool.used_bytes == 0
+    assert is_wanted()
+    cache.give_way()
+    assert not is_wanted()
+    sequence = cache.begin(None, IDS)
+    assert isinstance(sequence, KVSequence)
+    assert all(any(page.tensor is one for one in tensors) for page in sequence.pages() if page is not None)
