@@ -199,7 +199,8 @@ class PagePool:
         taken = self.take([number for number, count in enumerate(counts) for _ in range(count)])
         if taken:
             self.release(taken)
-            made = ([page.tensor for page in taken], is_wanted)
+            # The last one is taken first.
+            made = ([page.tensor for page in reversed(taken)], is_wanted)
             threading.Thread(target=populate, args=made, name="kv-memory", daemon=True).start()
 
     def check(self, users: Iterable[Page | None]) -> list[str]:
