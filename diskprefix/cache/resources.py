@@ -158,7 +158,13 @@ class CacheResources:
         """Runs small work on a thread of its own."""
         future = self.readers.submit(work)
         self._aside.add(future)
-        future.add_done_callback(self._aside.discard)
+        future.add_done_callback(self._end_aside)
+
+    def _end_aside(self, future: Future[None]) -> None:
+        self._aside.discard(future)
+        if (error := future.exception()) is not None:
+            self.count("errors")
+            log.error("[disk-cache] not saved: %r", error)
 
     def settle(self, timeout_s: float | None = None) -> bool:
         """Waits until all is with the writer. Returns False if the time runs out first."""

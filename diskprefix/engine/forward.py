@@ -51,11 +51,11 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed |
         if len(step) == 1:
             return [_naming_media(error, step[0].sequence.running.request)]
         log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
-        if any(chunk.start and _arena_of(chunk).layout.states for chunk in step):
+        if any(chunk.start and _state_of(chunk).layout.states for chunk in step):
             # The layers before the one that failed have their new states already.
             return [StateLost() for _ in step]
     for chunk in step:
-        _arena_of(chunk).truncate(chunk.start)
+        _state_of(chunk).truncate(chunk.start)
     return [result for chunk in step for result in forward(model, [chunk])]
 
 
@@ -93,7 +93,7 @@ def _hand_out(hidden: torch.Tensor, step: list[Chunk[Reply]]) -> None:
             chunk.sequence.add_hidden(chunk.start, rows)
 
 
-def _arena_of(chunk: Chunk[Reply]) -> KVSequence:
+def _state_of(chunk: Chunk[Reply]) -> KVSequence:
     assert isinstance(chunk.sequence.state, KVSequence)
     return chunk.sequence.state
 

@@ -174,7 +174,8 @@ class PageCache:
                 found = PrefixMatch()
             shared = {page for of in found.prefix.pages for page in of if page is not None}
             missing = needed - sum(page.num_bytes for page in shared)
-            if self.running and missing > pool.room_bytes + self._idle_bytes():
+            excess = missing - pool.room_bytes
+            if self.running and excess > 0 and excess > self._idle_bytes():
                 return None
             sequence = self._begun(found.prefix, len(token_ids))
             if sequence is None and owner is not None and found.prefix.num_tokens:
@@ -269,7 +270,7 @@ class PageCache:
         """Forgets the names of a sequence that failed: what it computed may be the reason."""
         owner, sequence.owner = sequence.owner, None
         if owner is not None:
-            names = owner.block_names(sequence.token_ids[: sequence.num_named * self._block_size], self._block_size)
+            names = sequence.names[: sequence.num_named]
             with self.pool.lock:
                 for node in [self._nodes[owner, name] for name in names if (owner, name) in self._nodes]:
                     self._remove(node)
@@ -377,9 +378,7 @@ class PageCache:
     def _use(self, sequence: KVSequence) -> None:
         """Records a use of all blocks of a sequence, the last one first."""
         if sequence.owner is not None:
-            end = sequence.num_named * self._block_size
-            names = sequence.owner.block_names(sequence.token_ids[:end], self._block_size)
-            for key in ((sequence.owner, name) for name in reversed(names)):
+            for key in ((sequence.owner, name) for name in reversed(sequence.names[: sequence.num_named])):
                 if key in self._nodes:
                     self._nodes.move_to_end(key)
                     self._nodes[key].expires_at = max(self._nodes[key].expires_at, sequence.expires_at)
