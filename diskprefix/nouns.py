@@ -6,7 +6,7 @@ A request has a `Tenant`, a `Prompt`, and `CacheOptions` with a `Scope`, its ans
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -57,6 +57,7 @@ Reason: TypeAlias = Literal[
     "write_budget",
 ]
 """The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
+MediaKind: TypeAlias = Literal["image", "audio"]
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "damaged", "faster_to_compute"]
 MissReason: TypeAlias = Literal[
@@ -236,13 +237,36 @@ class SourceText:
 
 
 @dataclass(frozen=True, eq=False)
+class Medium:
+    """A picture or a sound of a prompt.
+
+    `name` is a digest (16 bytes) of its content, and of what the processor makes of it. `text` stands for it in the
+    prompt; its placeholders are `num_tokens` tokens, each a row of the encoder's output. `shape` has what positions
+    need, by the name of the model's argument: tensors on the CPU such as `image_grid_thw`. `size` says how large it is,
+    for people: "1920x1080" or "12.5 s"; `num_bytes` is that of its file. `prepare` decodes it and returns the encoder's
+    input, tensors on the CPU by the name of the argument; it takes long, and raises `InvalidRequest` with `param`, the
+    path of its content in the body.
+    """
+
+    kind: MediaKind
+    name: bytes
+    text: str
+    num_tokens: int
+    shape: Mapping[str, Any]
+    size: str
+    num_bytes: int
+    param: str
+    prepare: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """A tokenised prompt with its structure.
 
     `boundaries` are the safe cut positions in ascending order, each one past a marker that the template wrote. They are
     empty for text without markers. `system_end` is the boundary after the system message and the tools, 0 if there is
-    none. `text` is the preview for people. `media` holds other inputs of the model, for example images: prompts with
-    equal tokens and other media differ. `marks` are the client's marks in ascending order. `source` is None if its
+    none. `text` is the preview for people. `media` are its pictures and sounds, in the order of their tokens, whose ids
+    are `tokens.media_ids`. `marks` are the client's marks in ascending order. `source` is None if its
     lines are not needed. `replayed` counts the messages that are replaced by the tokens that were sampled for them.
     """
 
@@ -250,7 +274,7 @@ class Prompt:
     boundaries: tuple[int, ...] = ()
     system_end: int = 0
     text: str = ""
-    media: Mapping[str, Any] = field(default_factory=dict)
+    media: tuple[Medium, ...] = ()
     marks: tuple[Mark, ...] = ()
     rewriting: Rewriting = field(default_factory=Rewriting)
     source: SourceText | None = None

@@ -1,46 +1,34 @@
-"""The images and sounds of a request, as a multimodal model takes them. An extra reads and prepares them."""
+"""What reads the pictures and sounds of a request for a multimodal model. An extra does it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
-from diskprefix.tokens import TokenIds
+from diskprefix.nouns import MediaKind, Medium
 
-MediaKind: TypeAlias = Literal["image", "audio"]
-
-
-@dataclass(frozen=True, eq=False)
-class MediaPrompt:
-    """`token_ids` have placeholders for the media; `tensors` are on the CPU, by the name of the model's argument."""
-
-    token_ids: TokenIds
-    tensors: dict[str, Any]
+Detail: TypeAlias = Literal["auto", "low", "high"]
+"""How closely the model shall look at a picture, as OpenAI's clients say it."""
 
 
 class MediaProcessor(Protocol):
-    """Prepares the media of one model. Safe to call from several threads. `kinds` are those of the media that the
-    model takes; `problem` says why it takes none. A text must not contain `placeholders`."""
+    """Reads the media of one model. Safe to call from several threads.
+
+    `kinds` are those of the media that the model takes; `problem` says why it takes none. A text must not contain
+    `placeholders`. By kind, `marks` has the text that the chat template writes for a medium, and `token_ids` the token
+    that stands for a row of the encoder's output.
+    """
 
     problem: str | None
     kinds: frozenset[MediaKind]
     placeholders: frozenset[str]
+    marks: Mapping[MediaKind, str]
+    token_ids: Mapping[MediaKind, int]
 
-    def read_image(self, content: bytes, *, param: str, beside: Sequence[Any] = ()) -> Any:
-        """Returns an image file, read. Raises `InvalidRequest` if it is none, or too large with the images `beside`."""
+    def read_image(
+        self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Medium] = ()
+    ) -> Medium:
+        """Returns a picture, of which only the header is read. `param` is the path of its content. Raises `InvalidRequest` if it is none, or too large with the media `beside`."""
 
-    def read_audio(self, content: bytes, *, param: str, beside: Sequence[Any] = ()) -> Any:
-        """Returns a sound file, read. Raises `InvalidRequest` if it is none, or too long with the sounds `beside`."""
-
-    def prepare(self, text: str, images: Sequence[Any], audio: Sequence[Any]) -> MediaPrompt:
-        """Returns the input for a rendered conversation and its media, in their order. Raises `InvalidRequest`."""
-
-
-def prepared_bytes(tensors: Mapping[str, Any]) -> int:
-    """Returns the size of the tensors of a `MediaPrompt` in bytes. They may be in lists."""
-
-    def num_bytes(value: Any) -> int:
-        return sum(map(num_bytes, value)) if isinstance(value, list | tuple) else int(getattr(value, "nbytes", 0))
-
-    return sum(map(num_bytes, tensors.values()))
+    def read_audio(self, content: bytes, *, param: str, beside: Sequence[Medium] = ()) -> Medium:
+        """Returns a sound. Raises `InvalidRequest` if it is none, or too long with the media `beside`."""
