@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from diskprefix.model.load.media import Detail
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]
@@ -31,11 +34,12 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image. `uri` should be a data: URI; `uri_path` is its path."""
+    """An image. `uri` should be a data: URI; `uri_path` is its path. `detail` says how closely to look at it."""
 
     uri: str
     path: str
     uri_path: str
+    detail: Detail = "auto"
 
 
 @dataclass(frozen=True)
