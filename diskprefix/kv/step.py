@@ -12,10 +12,13 @@ import torch
 
 @dataclass(frozen=True)
 class Run:
-    """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`."""
+    """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`. `spans` are the
+    positions of pictures whose tokens see each other, each [begin, end): those with tokens in the run, which may begin
+    within one, but does not end there."""
 
     start: int
     num_rows: int
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
