@@ -108,7 +108,8 @@ class PromptMedia:
     def _positions(self, start: int, end: int) -> torch.Tensor | None:
         if self.positions is None:
             return None
-        behind = self.next_position + torch.arange(max(0, start - len(self.is_media)), end - len(self.is_media))
+        first, last = (max(0, at - len(self.is_media)) for at in (start, end))
+        behind = self.next_position + torch.arange(first, last)
         return torch.cat([self.positions[:, start:end], behind.expand(len(self.positions), -1)], dim=1)
 
     def timings(self) -> dict[str, Any]:
