@@ -18,6 +18,7 @@ from torch import nn
 from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import Run
+from diskprefix.model.exact.patterns import sees_pictures_whole
 from diskprefix.nouns import Medium
 from diskprefix.printable import first_line
 
@@ -61,7 +62,7 @@ class MediaEncoder:
         self.hidden = int(config.get_text_config(decoder=True).hidden_size)
         self.dtype = model.dtype
         self.nothing = torch.empty(self.levels, 0, self.hidden, dtype=self.dtype, device=model.device)
-        self.sees_whole = False
+        self.sees_whole = bool(sees_pictures_whole(config))
         """Tokens of a picture see each other."""
         self._counts_axes = hasattr(model.base_model, "get_rope_index")
 
@@ -73,6 +74,9 @@ class MediaEncoder:
         accepted = inspect.signature(type(model).forward).parameters
         if "mm_encoder_outputs" not in accepted or not hasattr(model, "get_image_features"):
             return f"transformers' {type(model).__name__} takes pictures only together with its whole prompt"
+        whole = sees_pictures_whole(model.config)
+        if whole == "otherwise" or (whole and layout.exact_at != "token"):
+            return "its tokens see later ones of the same picture, or of others"
         return None
 
     def encode(self, medium: Medium, inputs: Mapping[str, Any]) -> torch.Tensor:

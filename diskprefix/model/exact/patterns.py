@@ -74,7 +74,10 @@ def pattern_of(
     if local_size is None:
         candidates = [Pattern(whole_pictures=whole == "all")]
     else:
-        candidates = [Pattern(window=local_size, whole_pictures=whole in ("all", "windowed")), Pattern(chunk=local_size)]
+        candidates = [
+            Pattern(window=local_size, whole_pictures=whole in ("all", "windowed")),
+            Pattern(chunk=local_size),
+        ]
     for pattern in candidates:
         if mask_function is None or _agrees(pattern, mask_function, local_size or 1):
             return pattern
