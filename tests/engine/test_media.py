@@ -43,7 +43,7 @@ class Encoder:
 
     def encode(self, medium: Medium, inputs: dict[str, Any]) -> torch.Tensor:
         self.encoded.append(medium.name)
-        rows = rows_of(medium) + inputs["add"]
+        rows: torch.Tensor = rows_of(medium) + inputs["add"]
         for layer in self.layers:
             rows = layer(rows)
         return rows
@@ -65,7 +65,8 @@ def prompt_of(*parts: int | Medium) -> Prompt:
 
 
 def media_in(*parts: int | Medium, encoder: Any = None) -> PromptMedia:
-    return PromptMedia.of(prompt_of(*parts), encoder or Encoder())
+    made: Any = encoder or Encoder()
+    return PromptMedia.of(prompt_of(*parts), made)
 
 
 @given(sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=4), data=st.data())
@@ -80,11 +81,12 @@ def test_the_rows_of_steps_are_those_of_the_whole_prompt_however_it_is_cut(
     assert int((media.token_ids == PLACEHOLDER).sum()) == sum(count for _, count in sizes)
     cuts = sorted(data.draw(st.sets(st.integers(1, length + 3), max_size=4)))
     steps = [media.rows(start, end) for start, end in zip([0, *cuts], [*cuts, length + 5], strict=True)]
-    assert torch.equal(torch.cat([step.encoded for step in steps], dim=1), torch.cat(media.encoded, dim=1))
+    assert torch.equal(torch.cat([step.encoded for step in steps], dim=1), torch.cat([*map(rows_of, pictures)], dim=1))
     is_media = torch.cat([step.is_media for step in steps])
     assert torch.equal(is_media[:length], media.is_media)
     assert not is_media[length:].any()
     positions = torch.cat([step.positions for step in steps if step.positions is not None], dim=1)
+    assert media.positions is not None
     assert torch.equal(positions[:, :length], media.positions)
     assert positions[:, length:].tolist() == [list(range(length, length + 5))] * 2
 
@@ -176,14 +178,20 @@ def drain(parts: SimpleNamespace) -> list[tuple[PromptMedia, Exception | None]]:
 def test_a_picture_that_several_prompts_want_is_encoded_once_and_then_comes_from_the_store(
     parts: SimpleNamespace,
 ) -> None:
-    first, second = media_in(1, picture(1, 3), encoder=parts.encoder), media_in(picture(1, 3), encoder=parts.encoder)
-    assert not any(parts.source.want(media, 0, FULL) for media in (first, second, first))
-    assert drain(parts) == [(first, None), (second, None)]
-    assert first.encoded[0] is second.encoded[0] is not None
-    assert [one.timings()["media_encoded"] for one in (first, second)] == [1, 0]
-    third = media_in(5, picture(1, 3), encoder=parts.encoder)
-    assert parts.source.want(third, 0, FULL), "others have its rows"
-    del first, second, third
+    def is_shared() -> bool:
+        """In a function of its own: assertions keep what they compare."""
+        of = [media_in(*before, picture(1, 3), encoder=parts.encoder) for before in ((1,), (), (5,))]
+        wanted = [parts.source.want(media, 0, FULL) for media in (*of[:2], of[0])]
+        came = drain(parts)
+        told = [one.timings()["media_encoded"] for one in of[:2]]
+        is_there = parts.source.want(of[2], 0, FULL)
+        is_one = of[0].encoded[0] is of[1].encoded[0] is of[2].encoded[0] is not None
+        return (wanted, told, is_there, is_one) == ([False] * 3, [1, 0], True, True) and came == [
+            (of[0], None),
+            (of[1], None),
+        ]
+
+    assert is_shared()
     parts.source._loader.submit(lambda: None).result()
     later = media_in(2, picture(1, 3), encoder=parts.encoder)
     assert not parts.source.want(later, 0, FULL)
