@@ -7,15 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from diskprefix.cache.encoded import EncodedMedia
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
-from diskprefix.nouns import CacheOptions, Medium, Scope, Tenant
+from diskprefix.nouns import CacheOptions, Medium, Prompt, Scope, Tenant
 from diskprefix.store.purge import PurgeFilter
-from tests.cache.opening import AUTO, OFF, Opened, is_sound
-from tests.runner import BLOCK, Runner
+from diskprefix.tokens import media_ids
+from tests.cache.opening import AUTO, FULL, OFF, Opened, is_sound
+from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, same
 from tests.store.building import damage
 
 LEVELS, HIDDEN = 3, 512
@@ -193,3 +195,26 @@ def test_a_store_that_cannot_be_written_still_gives_what_it_has(
     monkeypatch.setattr(runner.cache.store, "_problem", "the file system is read-only")
     save(runner, medium(2))
     assert (finds(runner, medium()), finds(runner, medium(2))) == (True, False)
+
+
+def pictured(runner: Runner, pictures: str, num_tokens: int = 300) -> Answer:
+    """A prompt with text before and behind each picture, given by its letter. Their tokens count as text here."""
+    runner.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: (args[0] % VOCAB,))
+    parts = [random_prompt(0, 100)]
+    for picture in pictures:
+        parts += [media_ids(picture.encode(), num_tokens), random_prompt(ord(picture) % 2, 50)]
+    return runner.run_prompt(Prompt(np.concatenate(parts)), FULL)
+
+
+@pytest.mark.parametrize("name", ["grid", "token"])
+def test_a_prompt_with_pictures_is_restored_like_text_up_to_another_picture(opened: Opened, name: str) -> None:
+    runner, cold = opened(name), opened(name)
+    pictured(runner, "ab")
+    runner.reopen()
+    longer = pictured(runner, "abc")
+    assert longer.report.restored >= 800 - BLOCK
+    assert same(longer, pictured(cold, "abc"))
+    # The second picture has another neighbour of the same text behind it.
+    other = pictured(runner, "adc")
+    assert (other.report.restored, other.report.miss_reason) == (450 - 450 % BLOCK if name == "grid" else 450, "media")
+    assert pictured(runner, "abcd").report.miss_reason is None
