@@ -196,6 +196,7 @@ class _Job:
     rows: torch.Tensor | None = None
     error: Exception | None = None
     call: SlicedCall | None = None
+    is_encoded: bool = False
     encode_s: float = 0.0
 
     @property
@@ -259,8 +260,10 @@ class MediaRowsSource:
         if job.call.is_over:
             self._encoding.popleft()
             job.rows, job.error = job.call.result, job.call.error
+            # It holds the rows, and knows the job.
+            job.call, job.is_encoded = None, job.rows is not None
             if job.rows is not None:
-                self._loader.submit(self._stored.save, job.medium, job.rows, job.options)
+                self._loader.submit(self._stored.save, job.medium, job.rows, job.options, job.encode_s)
             self._end(job)
         return True
 
@@ -292,6 +295,6 @@ class MediaRowsSource:
             # It counts as the work of the first one.
             is_first = place == 0
             media.encode_s += job.encode_s * is_first
-            media.num_encoded += is_first and job.call is not None
-            media.num_restored += job.call is None and job.rows is not None
+            media.num_encoded += is_first and job.is_encoded
+            media.num_restored += not job.is_encoded and job.rows is not None
             self._ended.append((media, job.error))
