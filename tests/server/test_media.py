@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ from tests.server.media_models import (
     text_part,
     wav_bytes,
     write_llava,
+    write_qwen2_5_vl,
     write_qwen2_audio,
 )
 from tests.server.scripted import AppServer, real_app, scripted_app
