@@ -73,9 +73,11 @@ class MediaPlaces:
     `InvalidRequest` if they are not as many as the media."""
 
     def __init__(self, processor: MediaProcessor | None, draft: PromptDraft) -> None:
-        self._processor, self._param = processor, draft.conversation.path
+        self._param = draft.conversation.path
         self._left, self._placed = list(draft.media), list[Medium]()
-        self._marks = {processor.marks[medium.kind]: medium.kind for medium in draft.media} if processor else {}
+        kinds = {medium.kind for medium in draft.media}
+        self._marks = {processor.marks[kind]: kind for kind in kinds} if processor is not None else {}
+        self._token_ids = processor.token_ids if processor is not None else {}
         self._pattern = re.compile(f"({'|'.join(map(re.escape, self._marks))})")
 
     def expanded(self, text: str) -> Expanded:
@@ -111,9 +113,8 @@ class MediaPlaces:
             problem = "the chat template leaves images and sounds out; use another one with --chat-template"
             raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
         for kind in self._marks.values():
-            assert self._processor is not None, "a model without media has refused them"
             media = [medium for medium in self._placed if medium.kind == kind]
-            places = np.flatnonzero(written_ids == self._processor.token_ids[kind])
+            places = np.flatnonzero(written_ids == self._token_ids[kind])
             ends = np.cumsum([medium.num_tokens for medium in media])
             if len(places) != ends[-1]:
                 problem = f"the prompt has {len(places)} tokens for its {_WORDS[kind]}, which take {ends[-1]}"

@@ -38,7 +38,7 @@ class TemplateInput(NamedTuple):
         return list(takewhile(lambda message: message["role"] in ("system", "developer"), self.messages))
 
 
-def message_for_template(message: Message, developer_is_known: bool, *, with_media: bool) -> JsonObject:
+def message_for_template(message: Message, developer_is_known: bool, with_media: bool) -> JsonObject:
     """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it.
     With images and sounds, the content is a list of parts, otherwise a text."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
