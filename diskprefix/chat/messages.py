@@ -88,6 +88,14 @@ class Message:
     def is_system(self) -> bool:
         return self.role in ("system", "developer")
 
+    @property
+    def texts(self) -> list[TextPart]:
+        return [part for part in self.content if isinstance(part, TextPart)]
+
+    @property
+    def media(self) -> list[ImagePart | AudioPart | OtherPart]:
+        return [part for part in self.content if not isinstance(part, TextPart)]
+
 
 def joined(messages: Sequence[Message]) -> Message:
     """Returns messages of one role as one message with the path of the first."""
@@ -121,6 +129,10 @@ class Conversation:
     template_variables: JsonObject = field(default_factory=dict)
     ending: Ending = "reply"
     path: str = "messages"
+
+    @property
+    def has_media(self) -> bool:
+        return any(message.media for message in self.messages)
 
     @property
     def num_leading(self) -> int:

@@ -38,7 +38,10 @@ class _Round:
 
 
 def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: PromptDraft) -> PromptDraft:
-    """Runs the steps `write`. If they make more than `limit` tokens, runs them again without aged exchanges."""
+    """Runs the steps `write`. If they make more than `limit` tokens, runs them again without aged exchanges. A
+    conversation with images or sounds stays as it is."""
+    if draft.media:
+        return run_steps(write, draft)
     written = None
     with suppress(ContextTooLong):
         written = run_steps(write, draft)
@@ -123,7 +126,7 @@ def _joined(messages: Sequence[Message], left_out: set[int]) -> list[Message]:
 
 
 def _text(message: Message) -> str:
-    said = [part.text for part in message.content if isinstance(part, TextPart)]
+    said = [part.text for part in message.texts]
     called = [
         call.name + (call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments))
         for call in message.tool_calls

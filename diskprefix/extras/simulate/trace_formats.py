@@ -22,7 +22,7 @@ from diskprefix.errors import InvalidScope, SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
-from diskprefix.nouns import Mark, Prompt, Scope
+from diskprefix.nouns import Mark, Prompt
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -215,8 +215,6 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
     token_ids, reply = token_ids[: record.prompt_tokens], token_ids[record.prompt_tokens :]
     prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, marks=marks)
     scope = parse_scope(record.scope, param="scope") if record.own_scope else None
-    if record.miss_reason == "media":
-        scope = Scope("off")  # no scope caches prompts with images
     return TraceRequest(
         when=when,
         prompt=prompt,
