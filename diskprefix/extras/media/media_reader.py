@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import io
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,15 +51,15 @@ class MediaReader:
         self._longest_s = _longest_s(processor, self._audio)
 
     @classmethod
-    def load(cls, folder: Path, config: PreTrainedConfig) -> MediaReader:
-        """Returns the processor in a model's folder. If it cannot be used, `problem` says why. Raises only what torch
+    def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> MediaReader:
+        """Returns the processor in a model's folder, or the one that `make` returns. If it cannot be used, `problem` says why. Raises only what torch
         raises when memory runs out."""
         from transformers.utils import is_vision_available
 
         from diskprefix.kv.layout import is_out_of_memory
 
         try:
-            media = cls(_load_processor(folder, config))
+            media = cls(_load_processor(folder, config) if make is None else make())
         except Exception as error:  # processors are of any age and author; the model works without
             if is_out_of_memory(error):
                 raise

@@ -18,7 +18,7 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import SAFETENSORS, StoredTensor, checkpoint_files, weight_files_of
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
-from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
+from diskprefix.model.load.gguf_file import QUANT, first_parts, model_stem, part_paths
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import first_line, shown
@@ -31,8 +31,6 @@ _SUBFOLDERS = ["[!1]*/*", "1[!_]*/*"]
 """All but those such as `1_Pooling`, which say how an embedding is made."""
 _TWICE = ["consolidated*.safetensors"]
 """The weights once more, in another format."""
-_QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
-"""The quant at the end of a file's name."""
 _PLAIN = re.compile(r"(?:^|[-._])(?:BF16|FP?16|FP?32)$", re.IGNORECASE)
 _NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
@@ -117,7 +115,7 @@ def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
     """Returns the `.gguf` files of each quant, all parts of it in their order. A file whose name does not end in a
     quant, or is not the only one of that quant, goes by its own name. Projectors of media (`mmproj`) are no models."""
     models = first_parts(name for name in names if is_gguf_model(name))
-    matches = {first: _QUANT.search(model_stem(Path(first))) for first in models}
+    matches = {first: QUANT.search(model_stem(Path(first))) for first in models}
     quants = {first: match[1].upper() for first, match in matches.items() if match}
     number = Counter(quants.values())
     return {
