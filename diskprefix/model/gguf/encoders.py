@@ -15,6 +15,7 @@ import numpy as np
 
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture, Encoder
+from diskprefix.model.gguf.configuration import is_declared
 from diskprefix.model.gguf.metadata import Metadata, shown
 from diskprefix.model.gguf.sources import Array, Sources, TensorSource, changed, joined, minus_one, same
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 CLIP = "clip"
 """The architecture of all these files."""
 _PATCHES = "v.patch_embd"
+_SOFT_TOKEN = "<image_soft_token>"
+"""It stands for a row of a picture in Gemma 3, whose files may lack it. It comes behind all other tokens."""
 _SOUND = ("a.", "mm.a.")
 _UP_OR_DOWN = re.compile("ffn_(?:up|down)")
 _CHECKED = (
@@ -86,16 +89,19 @@ def make_composite(
     of its processor. Raises `ModelError` for a key that is missing, or that nothing reads."""
     from transformers import CONFIG_MAPPING
 
-    numbers = {token: number for number, token in enumerate(tokens)}
-    # Gemma 3's files lack the token that stands for a row of a picture: it comes behind all others.
-    ids = {f"{name}_id": numbers.get(token, len(tokens)) for name, token in encoder.tokens.items()}
+    kind, numbers = CONFIG_MAPPING[encoder.model_type], {token: number for number, token in enumerate(tokens)}
+    lacking = [token for token in encoder.tokens.values() if token not in numbers]
+    if _SOFT_TOKEN not in lacking and encoder.tokens["image_token"] in lacking:
+        raise ModelError(f"the file has no token {encoder.tokens['image_token']}, which stands for pictures")
+    # `make_processor` adds them in this order.
+    numbers |= {token: len(tokens) + i for i, token in enumerate(lacking)}
+    ids = {f"{name}_id": numbers[token] for name, token in encoder.tokens.items()}
     try:
-        vision = encoder.vision(metadata)
-        found = CONFIG_MAPPING[encoder.model_type](
+        found = kind(
             text_config=text,
-            vision_config=vision,
+            vision_config=encoder.vision(metadata),
             tie_word_embeddings=text.tie_word_embeddings,
-            **ids,
+            **{name: number for name, number in ids.items() if is_declared(kind, name) or name in kind.attribute_map},
             **encoder.beside(metadata),
         )
         settings = PictureSettings(
@@ -316,8 +322,12 @@ def _gemma_4(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _seeing_later_ones(metadata: Metadata, _: dict[str, Any]) -> dict[str, Any]:
-    return {"use_bidirectional_attention": None if metadata("embedding_length") in _CAUSAL_WIDTHS else "vision"}
+def _with_pictures_of_gemma_4(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "use_bidirectional_attention": None if metadata("embedding_length") in _CAUSAL_WIDTHS else "vision",
+        # The class looks it up for tokens of pictures.
+        "pad_token_id": found["pad_token_id"] or 0,
+    }
 
 
 def _gemma_4_images(metadata: Metadata) -> dict[str, Any]:
@@ -371,7 +381,7 @@ _ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
             vision=lambda metadata: _siglip(metadata) | {"vision_use_head": False},
             beside=lambda metadata: {"mm_tokens_per_image": _rows_of_square(metadata, 4)},
             tokens={
-                "image_token": "<image_soft_token>",
+                "image_token": _SOFT_TOKEN,
                 "boi_token": "<start_of_image>",
                 "eoi_token": "<end_of_image>",
             },
@@ -387,13 +397,14 @@ _ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
             layers=_layers(r"vision_tower\.encoder\.layers"),
             sources=_GEMMA_4,
             vision=_gemma_4,
-            in_text=_seeing_later_ones,
+            in_text=_with_pictures_of_gemma_4,
             tokens={
                 "image_token": "<|image|>",
                 "boi_token": "<|image>",
                 "eoi_token": "<image|>",
                 "audio_token": "<|audio|>",
                 "boa_token": "<|audio>",
+                "eoa_token": "<audio|>",
             },
             processors=("Gemma4ImageProcessorPil", "Gemma4Processor"),
             images=_gemma_4_images,

@@ -21,6 +21,7 @@ from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_
 from diskprefix.model.load.gguf_file import QUANT, first_parts, model_stem, part_paths
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.projector import preferred_projectors
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
 from diskprefix.units import format_size
@@ -53,6 +54,8 @@ class HubListing:
     def needs(self, weights: str, dtype: str) -> ModelNeeds:
         if self.quant:
             weights_bytes = {self.quant: _sizes(self.gguf)[self.quant]}
+            if num_bytes := _projector_bytes(self.gguf, self.quant):
+                weights_bytes["mmproj"] = num_bytes
             return ModelNeeds(name=f"{self.repo}:{self.quant}", weights=weights_bytes, state=TokenState(0))
         return needs_of_checkpoint(self.repo, self.stored, self.config, weights, dtype)
 
@@ -135,6 +138,17 @@ def _sizes(files: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(sizes.items(), key=lambda one: one[1]))
 
 
+def _projector_of(files: Mapping[str, int], quant: str) -> str | None:
+    """Returns the file with the encoder of pictures that is fetched with a quant, from the same folder."""
+    first, *_ = quants_in(list(files))[quant]
+    beside = [name for name in files if name.rpartition("/")[0] == first.rpartition("/")[0]]
+    return next(iter(preferred_projectors(beside, first)), None)
+
+
+def _projector_bytes(files: Mapping[str, int], quant: str) -> int:
+    return files.get(_projector_of(files, quant) or "", 0)
+
+
 def _is_called(asked: str, quant: str, file: str) -> bool:
     """Returns whether a quant is asked for, by its name or by that of its (first) file."""
     name = asked.lower().removesuffix(".gguf")
@@ -156,7 +170,8 @@ def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: in
         if (found := _quant_called(asked, list(files))) is None:
             raise ModelError(f"{repo} has no quant {asked!r}; it has {listed or 'no .gguf files'}")
         return found, "as asked for"
-    fitting = sorted(quant for quant, size in sizes.items() if size + ROOM_BYTES + _BESIDE_BYTES <= free_bytes)
+    most = free_bytes - ROOM_BYTES - _BESIDE_BYTES
+    fitting = sorted(quant for quant, size in sizes.items() if size + _projector_bytes(files, quant) <= most)
     if not fitting:
         raise ModelError(f"no quant of {repo} fits into {format_size(free_bytes)} of free memory; it has {listed}")
     best = max(fitting, key=lambda quant: (not _PLAIN.search(quant), sizes[quant]))
@@ -224,9 +239,10 @@ def is_model_folder(folder: Path) -> bool:
 # -- removing --------------------------------------------------------------------------------------------------------
 
 
-def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
+def files_to_remove(models: set[str]) -> tuple[set[Path], list[Path]]:
     """Returns what to remove from the hub's cache with these models: their weights in all snapshots, as far as no other
-    file has the same content, and the folders of the repositories in which nothing but small files would be left."""
+    file has the same content, the `mmproj` files with the last model of a repository, and the folders of the
+    repositories in which nothing but small files would be left."""
     from huggingface_hub import constants
 
     gone, repositories = set[Path](), []
@@ -235,6 +251,9 @@ def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
         own = {_or_link(file, folder) for name, files in found if name in models for file in files}
         if not own:
             continue
+        if models >= {name for name, _ in found}:
+            projectors = (snapshot.rglob("*mmproj*.gguf") for snapshot in _snapshots(folder))
+            own |= {_or_link(file, folder) for files in projectors for file in files}
         others = {file for file in (folder / "snapshots").rglob("*") if not file.is_dir()} - own
         kept, blobs = {_content(file) for file in others}, set((folder / "blobs").glob("*"))
         # Of a link to anywhere else, only the link: what is behind it is the user's.
@@ -314,8 +333,9 @@ def _fetched_quant(
     names = quants_in(list(files))[chosen]
     listing = HubListing(repo, (), {}, files, chosen)
     progress(f"{repo}: {chosen}, {format_size(sum(files[name] for name in names))}, {reason}")
-    if any("mmproj" in name.lower() for name in files):
-        progress("its mmproj file is left out: images need the repository of the original model")
+    if projector := _projector_of(files, chosen):
+        progress(f"pictures need {projector}, {format_size(files[projector])}, which is fetched too")
+        names.append(projector)
     folder = _fetched(repo, commit, [escape(name) for name in names], progress, lambda: before(listing), ignored=())
     if not all((folder / name).is_file() for name in names):
         raise ModelError(f"{repo} was changed while it was fetched; fetch it again")

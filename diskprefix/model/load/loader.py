@@ -33,7 +33,7 @@ from diskprefix.model.load.fit import (
 from diskprefix.model.load.gguf_file import file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
-from diskprefix.model.load.media import MediaProcessor, make_processor
+from diskprefix.model.load.media import MediaProcessor
 from diskprefix.model.load.memory import available_bytes, available_ram_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named
 from diskprefix.model.load.served_tensors import QUANTISED
@@ -374,7 +374,11 @@ def _pick_dtype(name: str, config: PreTrainedConfig | None, weights: str) -> tor
 def _load_media(source: _ModelSource, tokenizer: PreTrainedTokenizerFast) -> MediaProcessor | None:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
     problem = "it generates in a way of its own, which diskprefix does not follow" if kind.has_own_generate else None
-    processor = None if pictures is None else partial(make_processor, pictures, tokenizer)
+    processor = None
+    if pictures is not None:
+        from diskprefix.model.gguf.file_processor import make_processor
+
+        processor = partial(make_processor, pictures, tokenizer)
     media = hooks.open_media(source.path, source.config, problem, processor)
     if media is not None and media.problem is not None:
         log.warning("this model is served for text only: %s", media.problem)
