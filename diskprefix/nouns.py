@@ -49,7 +49,6 @@ Reason: TypeAlias = Literal[
     "no_safe_boundary",
     "short_prompt",
     "short_prefix",
-    "media",
     "unsupported",
     "read_only",
     "faster_to_compute",

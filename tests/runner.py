@@ -20,6 +20,7 @@ from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.invariant import uninstall
+from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.settings import Settings
@@ -242,6 +243,6 @@ class Runner:
     def _decode(self, logits: torch.Tensor, count: int) -> list[int]:
         tokens = [int(logits.argmax())] if count else []
         while len(tokens) < count:
-            logits = self.sequence.forward(self.model, torch.tensor([tokens[-1:]], device=self.model.device))
+            logits = forward(self.model, self.sequence, torch.tensor([tokens[-1:]], device=self.model.device))[-1]
             tokens.append(int(logits.argmax()))
         return tokens

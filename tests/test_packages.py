@@ -44,11 +44,11 @@ BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
 BESIDE = {
-    "watch": {"warm", "request_bodies", "daemon_call", "web_page"},
+    "watch": {"daemon_call", "web_page"},
     "warm": {"daemon_call"},
     "talk": {"daemon_call", "web_page"},
     "clients": {"catalogue", "daemon_call"},
-    "setup": {"catalogue", "daemon_call", "front", "request_bodies"},
+    "setup": {"catalogue", "daemon_call", "front"},
     "front": {"catalogue", "web_page"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""

@@ -64,7 +64,7 @@ class PrefixCache(CacheResources):
         self._tokenizer = tokenizer
         self._secret = store.secret
         """That of the names in memory, which stay when another file takes the store's place."""
-        self.namespaces = TenantNamespaces(store, self._root_record, on_prompts, settings.kv_cache_ttl)
+        self.namespaces = TenantNamespaces(store, self.root_record, on_prompts, settings.kv_cache_ttl)
         self.on_forget.append(self.namespaces.forget_deleted)
         shared = self.namespaces.get(SHARED)
         with suppress(CacheError):
@@ -83,12 +83,12 @@ class PrefixCache(CacheResources):
 
     def notes(self, tenant: Tenant) -> TenantNotes:
         """Returns the notes of a tenant; for any thread."""
-        record = self._root_record(tenant)
+        record = self.root_record(tenant)
         return self.notes_of(root_hash(record.identity), record)
 
     def owner(self, tenant: Tenant) -> Owner:
         """Returns whose state in memory that of a tenant is now; for any thread."""
-        return Owner(root_hash(self._root_record(tenant).identity), self._secret, self.namespaces.purged_at)
+        return Owner(root_hash(self.root_record(tenant).identity), self._secret, self.namespaces.purged_at)
 
     def is_gone(self, owner: Hashable) -> bool:
         """Returns whether the state in memory of an `owner` can no longer be found."""
@@ -213,7 +213,8 @@ class PrefixCache(CacheResources):
         self.tiered.close_store()
         return is_written
 
-    def _root_record(self, tenant: Tenant) -> RootRecord:
+    def root_record(self, tenant: Tenant) -> RootRecord:
+        """Returns the record of a tenant's root; for any thread."""
         return RootRecord(
             model=self._model_name,
             block_size=self.settings.block_size,

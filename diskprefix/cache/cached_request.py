@@ -39,15 +39,13 @@ class CachedRequest:
         self._context = context
         self.cache, self.namespace = context.cache, context.namespace
         self.prompt, self.options = context.prompt, context.options
-        self._bypass: Literal["media", "unsupported", "off"] | None = None
-        if self.prompt.media:
-            self._bypass = "media"
-        elif self.cache.layout.unsupported or self.options.scope.kind == "off":
+        self._bypass: Literal["unsupported", "off"] | None = None
+        if self.cache.layout.unsupported or self.options.scope.kind == "off":
             self._bypass = "unsupported" if self.cache.layout.unsupported else "off"
         num_tokens, reason = len(self.prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=self.options.scope, prompt_tokens=num_tokens, reason=reason))
         self.is_published = False
-        """The prompt was computed to its end and holds no media."""
+        """The prompt was computed to its end."""
         self.reply = self.prompt.token_ids[:0]
         """The tokens of the reply that were run through the model. Set by `publish_reply`."""
         self.restored = Restored()
@@ -159,7 +157,7 @@ class CachedRequest:
         time of computing the tokens that were not restored, in seconds.
         """
         self.cache.writer.resume_writing()
-        self.is_published = not self.prompt.media
+        self.is_published = True
         if self._bypass is not None:
             return
         assert sequence.num_tokens == len(self.prompt.token_ids), "state length must equal key length"

@@ -1,20 +1,22 @@
-"""The steps for conversations with images and sounds. Errors name the content part."""
+"""Reads the images and sounds of a conversation, and puts them into its prompt. Errors name the content part."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from diskprefix.chat.draft import PromptDraft, Rendering
-from diskprefix.chat.encoder import Encoder
-from diskprefix.chat.messages import AudioPart, ContentPart, ImagePart, JsonObject, Message, OtherPart, TextPart
-from diskprefix.chat.template import ChatTemplate
-from diskprefix.chat.template_input import text_for_template, without_media
+import numpy as np
+import numpy.typing as npt
+
+from diskprefix.chat.draft import PromptDraft
+from diskprefix.chat.messages import AudioPart, ImagePart, OtherPart, TextPart
 from diskprefix.errors import InvalidRequest
+from diskprefix.nouns import Medium
 from diskprefix.printable import shown
+from diskprefix.tokens import TokenIds, media_ids
 
 if TYPE_CHECKING:
     from diskprefix.model.load.media import MediaProcessor
@@ -27,58 +29,98 @@ _SHOWN_CHARS = 40
 
 
 def read_media(processor: MediaProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Reads the images and sounds of the conversation, each kind in its order. `processor` is None for a model that
-    takes text only. Raises `InvalidRequest` for a part that the model does not take or that cannot be read."""
-    images: list[Any] = []
-    audio: list[Any] = []
+    """Reads the images and sounds of the conversation. `processor` is None for a model that takes text only. Raises
+    `InvalidRequest` for a part that the model does not take or that cannot be read."""
+    if not draft.conversation.has_media:
+        return draft
+    media: list[Medium] = []
     for part in (part for message in draft.conversation.messages for part in message.content):
         if isinstance(part, TextPart):
             _refuse_placeholders(part, processor)
             continue
-        if len(images) + len(audio) == _MOST_PARTS:
+        if len(media) == _MOST_PARTS:
             raise InvalidRequest.at(part.path, f"a request may hold at most {_MOST_PARTS} images and sounds")
         taking = _require_taken(part, processor)
+        beside = [medium for medium in media if (medium.kind == "image") == isinstance(part, ImagePart)]
         if isinstance(part, ImagePart):
             content = _data_uri(part.uri, part.uri_path)
-            images.append(taking.read_image(content, param=part.uri_path, beside=images))
+            media.append(taking.read_image(content, detail=part.detail, param=part.uri_path, beside=beside))
         elif isinstance(part, AudioPart):
             content = _from_base64(part.data, part.data_path)
-            audio.append(taking.read_audio(content, param=part.data_path, beside=audio))
-    return replace(draft, images=images, audio=audio)
+            media.append(taking.read_audio(content, param=part.data_path, beside=beside))
+    return replace(draft, media=media)
 
 
-def render_media(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Renders the conversation with a placeholder for each image and sound."""
-    template_input = template.input_of(draft.conversation)
-    for message, sent in zip(template_input.messages, draft.conversation.messages, strict=True):
-        message["content"] = [_part_for_template(part) for part in sent.content] or text_for_template("")
-    text = template.render(template_input, draft.ending)
-    if text == template.try_render(without_media(template_input), draft.ending):
-        problem = "the chat template leaves images and sounds out; use another one with --chat-template"
-        raise InvalidRequest.at(draft.conversation.path, problem, UNSUPPORTED)
-    return replace(draft, rendering=Rendering(template_input, text))
+class Expanded(NamedTuple):
+    """A part of a rendered text with the texts of its media in the place of their marks. `begins` and `ends` have the
+    place of each character in the rendered text (all of a mark for a medium's); they are empty if they are the same."""
+
+    text: str
+    begins: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+    ends: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+
+    def rendered(self, offsets: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Returns the first and last characters (exclusive) of tokens as those of the rendered text."""
+        if not len(self.ends):
+            return offsets
+        begins, ends = self.begins[offsets[:, 0]], self.ends[offsets[:, 1] - 1]
+        # A token without text, (0, 0), stays one.
+        return np.stack([begins, np.maximum(begins, ends)], axis=1) * (offsets[:, 1:] > 0)
 
 
-def prepare_media(processor: MediaProcessor | None, encoder: Encoder, draft: PromptDraft) -> PromptDraft:
-    """Encodes the prompt and prepares its images and sounds. It has no boundaries: the cache is not used for it."""
-    assert processor is not None, "a model without media has refused them"
-    text, path = draft.rendering.text, draft.conversation.path
-    # The text alone may be too long; that is cheaper to find than to prepare the images.
-    encoder.encode(text, param=path)
-    prepared = processor.prepare(text, list(draft.images), list(draft.audio))
-    encoder.check_positions(len(prepared.token_ids), path)
-    return draft.with_prompt(token_ids=prepared.token_ids, media=prepared.tensors)
+class MediaPlaces:
+    """The places of a prompt's media: marks in the rendered text, placeholders among its tokens. Raises
+    `InvalidRequest` if they are not as many as the media."""
 
+    def __init__(self, processor: MediaProcessor | None, draft: PromptDraft) -> None:
+        self._processor, self._param = processor, draft.conversation.path
+        self._left, self._placed = list(draft.media), list[Medium]()
+        self._marks = {processor.marks[medium.kind]: medium.kind for medium in draft.media} if processor else {}
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, self._marks))})")
 
-def holds_media(messages: Sequence[Message]) -> bool:
-    """Returns whether a message has a content part other than text."""
-    return any(not isinstance(part, TextPart) for message in messages for part in message.content)
+    def expanded(self, text: str) -> Expanded:
+        """Returns the next part of the rendered text with its media."""
+        if not self._marks:
+            return Expanded(text)
+        written, places, end = list[str](), list[npt.NDArray[np.int32]](), 0
+        for piece in self._pattern.split(text):
+            begin, end = end, end + len(piece)
+            if piece in self._marks:
+                written.append(self._next(piece).text)
+                places.append(np.tile(np.array([[begin], [end]], np.int32), len(written[-1])))
+            else:
+                written.append(piece)
+                places.append(np.arange(begin, end, dtype=np.int32) + np.array([[0], [1]], np.int32))
+        begins, ends = np.concatenate(places, axis=1)
+        return Expanded("".join(written), np.append(begins, np.int32(end)), ends)
 
+    def _next(self, mark: str) -> Medium:
+        medium = next((medium for medium in self._left if medium.kind == self._marks[mark]), None)
+        if medium is None:
+            problem = "stands for an image or a sound here; no thought, call or tool may contain it beside them"
+            raise InvalidRequest.at(self._param, f"{mark} {problem}", UNSUPPORTED)
+        self._left.remove(medium)
+        self._placed.append(medium)
+        return medium
 
-def _part_for_template(part: ContentPart) -> JsonObject:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    return {"type": "image" if isinstance(part, ImagePart) else "audio"}
+    def name(self, token_ids: TokenIds, written_ids: TokenIds) -> tuple[Medium, ...]:
+        """Puts the ids of the media in the place of their placeholders, when the whole text is expanded. Those in
+        `written_ids` become -1, except the last of each, so no boundary is inside a medium. Returns the media in the
+        order of their tokens."""
+        if self._left:
+            problem = "the chat template leaves images and sounds out; use another one with --chat-template"
+            raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
+        for kind in self._marks.values():
+            assert self._processor is not None, "a model without media has refused them"
+            media = [medium for medium in self._placed if medium.kind == kind]
+            places = np.flatnonzero(written_ids == self._processor.token_ids[kind])
+            ends = np.cumsum([medium.num_tokens for medium in media])
+            if len(places) != ends[-1]:
+                problem = f"the prompt has {len(places)} tokens for its {_WORDS[kind]}, which take {ends[-1]}"
+                raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
+            token_ids[places] = np.concatenate([media_ids(medium.name, medium.num_tokens) for medium in media])
+            written_ids[np.delete(places, ends - 1)] = -1
+        return tuple(self._placed)
 
 
 def _require_taken(part: ImagePart | AudioPart | OtherPart, processor: MediaProcessor | None) -> MediaProcessor:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from diskprefix.chat.messages import Conversation, Ending
 from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
 from diskprefix.chat.template_input import TemplateInput
-from diskprefix.nouns import Prompt
+from diskprefix.nouns import Medium, Prompt
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class PromptDraft:
     conversation_hash: ConversationHash | None = None
 
     # read_media
-    images: Sequence[Any] = ()
-    audio: Sequence[Any] = ()
+    media: Sequence[Medium] = ()
+    """The pictures and sounds, in the order of the conversation."""
 
     # render
     rendering: Rendering = field(default_factory=lambda: Rendering(TemplateInput([], None, {}), ""))
@@ -64,7 +64,8 @@ class PromptDraft:
     offsets: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """As in `Encoding`. A sampled token has the characters of its whole span."""
     written_ids: TokenIds = field(default_factory=lambda: as_token_ids([]))
-    """The prompt's token ids, -1 for sampled ones: the template did not write those."""
+    """The prompt's token ids, -1 for sampled ones: the template did not write those. So have the tokens of a medium,
+    except the last."""
 
     # bound
     neutral: Rendering | None = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diskprefix.chat.content import MediaPlaces
 from diskprefix.chat.draft import PromptDraft, ReplySpan
 from diskprefix.chat.known_parts import Encoding, OwnedParts
 from diskprefix.chat.template import ChatTemplate, render
@@ -20,6 +21,8 @@ from diskprefix.tokens import TokenIds
 if TYPE_CHECKING:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
+
+    from diskprefix.model.load.media import MediaProcessor
 
 PART_CHARS = 4096
 """The least length of a part, except the last. A shorter one is encoded as fast as it is found."""
@@ -57,20 +60,24 @@ def encode(encoder: Encoder, template: ChatTemplate, draft: PromptDraft) -> Prom
 
 def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
     text, param = draft.rendering.text, draft.conversation.path
+    media = MediaPlaces(encoder.media, draft)
     end_of_text = ReplySpan(len(text), len(text), ())
     parts: list[tuple[int, Encoding]] = []
     written_ids: list[TokenIds] = []
     begin = 0
     for span in (*draft.spans, end_of_text):
         adds_special = not begin and encoder.adds_bos(text)
-        part = encoder.encode(text[begin : span.begin], adds_special=adds_special, param=param, known=draft.known)
-        parts += [(begin, part), (span.begin, _sampled(span))]
+        expanded = media.expanded(text[begin : span.begin])
+        part = encoder.encode(expanded.text, adds_special=adds_special, param=param, known=draft.known)
+        parts += [(begin, part._replace(offsets=expanded.rendered(part.offsets))), (span.begin, _sampled(span))]
         written_ids += [part.token_ids, np.full(len(span.token_ids), -1, np.int32)]
         begin = span.end
     token_ids, offsets = joined(parts)
     encoder.check_positions(len(token_ids), param)
-    draft = replace(draft, offsets=offsets, written_ids=np.concatenate(written_ids))
-    return draft.with_prompt(token_ids=token_ids, replayed=len(draft.spans))
+    written = np.concatenate(written_ids)
+    placed = media.name(token_ids, written)
+    draft = replace(draft, offsets=offsets, written_ids=written)
+    return draft.with_prompt(token_ids=token_ids, media=placed, replayed=len(draft.spans))
 
 
 def _sampled(span: ReplySpan) -> Encoding:
@@ -137,8 +144,8 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
 
 class Encoder:
     """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `positions_limit` says in an error
-    why no more than `max_positions` are served. `needs_bos`: each prompt begins with a BOS, as with an image, where the
-    processors of multimodal models write it."""
+    why no more than `max_positions` are served. With `media` each prompt begins with a BOS, as the processors of
+    multimodal models write it."""
 
     def __init__(
         self,
@@ -147,10 +154,10 @@ class Encoder:
         vocab_size: int,
         max_positions: int,
         positions_limit: str = "the positions of this model",
-        needs_bos: bool = False,
+        media: MediaProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._needs_bos = needs_bos
+        self.media = media
         self._vocab_size = vocab_size
         self._max_positions, self._positions_limit = max_positions, positions_limit
         # Switches off padding and truncation, which the tokenizer's files may ask for.
@@ -198,7 +205,7 @@ class Encoder:
     def adds_bos(self, text: str) -> bool:
         """Returns whether the tokenizer must add a BOS that the template did not write."""
         bos = self._tokenizer.bos_token
-        return self._needs_bos and not (bos and text.startswith(bos))
+        return self.media is not None and not (bos and text.startswith(bos))
 
     def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
         return encoded(self._tokenizer, texts)

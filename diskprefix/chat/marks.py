@@ -22,6 +22,8 @@ from diskprefix.chat.template_input import (
     TemplateInput,
     common_chars,
     other_first_character,
+    text_for_template,
+    texts_of,
     with_other_user_message,
 )
 from diskprefix.nouns import MAX_MARKS, Mark
@@ -34,12 +36,13 @@ Render: TypeAlias = Callable[[TemplateInput], str]
 
 @dataclass(frozen=True)
 class MarkTarget:
-    """The object that is marked: tool or message `index`, or the first `num_chars` characters of a message's text."""
+    """The object that is marked: tool or message `index`, or the message's content up to `end`: as many characters of
+    its text, or as many parts if it has images or sounds."""
 
     kind: Literal["tools", "messages"]
     index: int
     ttl_s: float | None
-    num_chars: int | None = None
+    end: int | None = None
 
 
 def mark(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
@@ -71,10 +74,11 @@ def _targets_in(message: Message, index: int) -> list[MarkTarget]:
     for j, part in enumerate(message.content):
         if isinstance(part, TextPart):
             end += len(PART_SEPARATOR) + len(part.text)
+            end_of_part = j + 1 if message.num_media else end
             # The last part ends with its message, unless tool calls follow.
-            marks.append((end if j < last or message.tool_calls else None, part.mark))
+            marks.append((end_of_part if j < last or message.tool_calls else None, part.mark))
     marks.append((None, message.mark))
-    return [MarkTarget("messages", index, mark.ttl_s, num_chars) for num_chars, mark in marks if mark is not None]
+    return [MarkTarget("messages", index, mark.ttl_s, end) for end, mark in marks if mark is not None]
 
 
 def find_marks(
@@ -119,7 +123,8 @@ def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bo
     if target.kind == "tools":
         return any(tool["function"]["name"] in text for tool in (ending.tools or [])[-1:])
     # A message that is cut inside its text ends in a character that the prompt does not have there.
-    return bool(text) and target.num_chars is None and ending.messages[-1]["content"].strip() in text
+    texts = texts_of(ending.messages[-1]["content"])
+    return bool(text) and target.end is None and all(said.strip() in text for said in texts)
 
 
 def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInput, TemplateInput]:
@@ -130,10 +135,13 @@ def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInp
         template_input = template_input._replace(tools=(template_input.tools or [])[: target.index + 1])
     else:
         head, rest = template_input.messages[: target.index + 1], template_input.messages[target.index + 1 :]
-        if target.num_chars is not None:
-            text = head[-1]["content"]
-            begin, others = text[: target.num_chars], text[target.num_chars + len(PART_SEPARATOR) :]
-            content = begin + PART_SEPARATOR + other_first_character(others)
+        if target.end is not None:
+            content = head[-1]["content"]
+            begin, others = content[: target.end], content[target.end :]
+            if isinstance(content, str):
+                content = begin + PART_SEPARATOR + other_first_character(others.removeprefix(PART_SEPARATOR))
+            else:
+                content = begin + text_for_template(other_first_character(others))
             head = [*head[:-1], {**head[-1], "content": content}]
     continued = with_other_user_message(head, rest)
     return template_input._replace(messages=head), template_input._replace(messages=continued)

@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from diskprefix.model.load.media import Detail
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]
@@ -36,6 +39,7 @@ class ImagePart:
     uri: str
     path: str
     uri_path: str
+    detail: Detail = "auto"
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,11 @@ class Message:
     def is_system(self) -> bool:
         return self.role in ("system", "developer")
 
+    @property
+    def num_media(self) -> int:
+        """The number of content parts other than text."""
+        return sum(not isinstance(part, TextPart) for part in self.content)
+
 
 def joined(messages: Sequence[Message]) -> Message:
     """Returns messages of one role as one message with the path of the first."""
@@ -117,6 +126,10 @@ class Conversation:
     template_variables: JsonObject = field(default_factory=dict)
     ending: Ending = "reply"
     path: str = "messages"
+
+    @property
+    def has_media(self) -> bool:
+        return any(message.num_media for message in self.messages)
 
     @property
     def num_leading(self) -> int:

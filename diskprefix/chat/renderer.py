@@ -3,13 +3,13 @@ draws the steps. It may take long for a long prompt, so the server calls it in a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
-from diskprefix.chat.content import holds_media, prepare_media, read_media, render_media
+from diskprefix.chat.content import read_media
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
@@ -23,8 +23,8 @@ from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import recall, splice
 from diskprefix.chat.template import ChatTemplate, render
-from diskprefix.chat.template_input import MessageForm, TemplateInput, require_few_arguments
-from diskprefix.nouns import Prompt, SourceText
+from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
+from diskprefix.nouns import Medium, Prompt, SourceText
 from diskprefix.printable import printable_only
 from diskprefix.tokens import as_token_ids
 
@@ -67,7 +67,7 @@ class PromptRenderer:
             vocab_size=vocab_size,
             max_positions=max_positions,
             positions_limit=positions_limit,
-            needs_bos=media is not None,
+            media=media,
         )
         self.known_parts = KnownParts()
         """The encoded texts of earlier prompts."""
@@ -103,8 +103,7 @@ class PromptRenderer:
         that are `known` are not encoded again. Raises `InvalidRequest` if the template or the model refuses the
         conversation, and `ContextTooLong` if the prompt exceeds the model's positions."""
         require_few_arguments(conversation)
-        steps = self._media_steps() if holds_media(conversation.messages) else self._text_steps()
-        draft = run_steps(steps, PromptDraft(conversation=conversation, replies=replies, known=known))
+        draft = run_steps(self._steps(), PromptDraft(conversation=conversation, replies=replies, known=known))
         if draft.conversation_hash is None or draft.ending != "reply":
             return Replayed(draft.prompt)
         return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))
@@ -113,25 +112,18 @@ class PromptRenderer:
         """Returns the text that the template writes, without images and sounds. Raises `InvalidRequest` as `replay`."""
         require_few_arguments(conversation)
         steps: list[DraftStep] = [*self._rewriting_steps(), partial(render, self._template)]
-        if self._compress is not None and not holds_media(conversation.messages):
+        if self._compress is not None and not conversation.has_media:
             steps = [*self._rewriting_steps(), *self._writing_steps()]
         return run_steps(steps, PromptDraft(conversation=conversation)).rendering.text
 
-    def _text_steps(self) -> list[DraftStep]:
+    def _steps(self) -> list[DraftStep]:
         return [
             *self._rewriting_steps(),
+            partial(read_media, self._media),
             *self._writing_steps(),
             partial(bound, self._template),
             partial(mark, self._template),
             partial(describe, not self._normalisers.is_off),
-        ]
-
-    def _media_steps(self) -> list[DraftStep]:
-        return [
-            *self._rewriting_steps(),
-            partial(read_media, self._media),
-            partial(render_media, self._template),
-            partial(prepare_media, self._media, self._encoder),
         ]
 
     def _rewriting_steps(self) -> list[DraftStep]:
@@ -187,20 +179,31 @@ class PromptRenderer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def end_of(self, prompt: Prompt) -> str:
-        """Returns the last characters of a prompt, with its special tokens."""
-        return str(self._tokenizer.decode(prompt.token_ids[-_END_TOKENS:].tolist(), skip_special_tokens=False))
+        """Returns the last characters of a prompt, with its special tokens, without images and sounds."""
+        last = prompt.token_ids[-_END_TOKENS:]
+        return str(self._tokenizer.decode(last[last >= 0].tolist(), skip_special_tokens=False))
 
 
 def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:
     """Sets what people read of the prompt: a preview and, if `keeps_source`, its text."""
     source = SourceText.of(draft.rendering.text, draft.offsets) if keeps_source else None
-    return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input.messages), source=source)
+    return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input.messages, draft.media), source=source)
 
 
-def preview_of_chat(messages: Sequence[JsonObject]) -> str:
+def preview_of_chat(messages: Sequence[JsonObject], media: Sequence[Medium]) -> str:
     """Returns the beginnings of the first message and of the newest message of the user, to be shown to people."""
-    newest = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
-    return _preview(messages[0]["content"], newest["content"] if newest is not messages[0] else "")
+    left = iter(media)
+    texts = [_shown(message["content"], left) for message in messages]
+    newest = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
+    return _preview(texts[0], texts[newest] if newest else "")
+
+
+def _shown(content: str | Sequence[JsonObject], media: Iterator[Medium]) -> str:
+    """Returns a message's text, with the sizes of the next of the `media` in their places."""
+    if isinstance(content, str):
+        return content
+    shown = (f"[{medium.kind} {medium.size}]" for medium in media)
+    return PART_SEPARATOR.join(part["text"] if part["type"] == "text" else next(shown) for part in content)
 
 
 def preview_of_text(text: str) -> str:

@@ -10,12 +10,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from diskprefix.chat.messages import Message, TextPart, ToolCall
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
-from diskprefix.nouns import Prompt
+from diskprefix.nouns import Medium, Prompt
 
 _ID_BYTES = 32
 
@@ -82,10 +83,11 @@ class ConversationHash:
         other._hash = self._hash.copy()
         return other
 
-    def add_message(self, message: Message) -> None:
+    def add_message(self, message: Message, media: Iterable[Medium] = ()) -> None:
+        """Adds a message with the images and sounds in it."""
         text = PART_SEPARATOR.join(part.text for part in message.content if isinstance(part, TextPart))
         calls = [[call.name, _canonical_arguments(call.arguments)] for call in message.tool_calls]
-        self._add(message.role, text.strip(), calls)
+        self._add(message.role, text.strip(), calls, *(medium.name.hex() for medium in media))
 
     def add_reply(self, turn: Turn) -> None:
         content, _, calls = turn.canonical()
@@ -99,8 +101,8 @@ class ConversationHash:
         without = self._hash.hexdigest()
         return [with_calls.hexdigest(), without] if any(call_ids) else [without]
 
-    def _add(self, role: str, text: str, calls: list[list[str]]) -> None:
-        self._hash.update(json.dumps([role, text, calls]).encode() + b"\n")
+    def _add(self, role: str, text: str, calls: list[list[str]], *media: str) -> None:
+        self._hash.update(json.dumps([role, text, calls, *media]).encode() + b"\n")
 
 
 class TextPlace(NamedTuple):
@@ -144,12 +146,14 @@ class SampledTurn:
         return cls(turn, tuple(token_ids), TextPlace(*place))
 
 
-def find_turns(messages: Sequence[Message], turns: RecordStore) -> tuple[dict[int, SampledTurn], ConversationHash]:
+def find_turns(
+    messages: Sequence[Message], turns: RecordStore, media: Sequence[Medium] = ()
+) -> tuple[dict[int, SampledTurn], ConversationHash]:
     """Returns the recorded replies by the index of their message, ascending, and the hash of the conversation."""
-    found = {}
+    found, left = {}, iter(media)
     conversation = ConversationHash()
     for index, message in enumerate(messages):
-        conversation.add_message(message)
+        conversation.add_message(message, islice(left, message.num_media))
         if message.role == "assistant":
             ids = conversation.ids([call.id for call in message.tool_calls])
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)

@@ -91,8 +91,9 @@ class ChatTemplate:
             )
         return str(self._tokenizer.get_chat_template(tools=tools))
 
-    def input_of(self, conversation: Conversation) -> TemplateInput:
-        """Returns the template's input. Raises `InvalidRequest` for a variable that the daemon sets."""
+    def input_of(self, conversation: Conversation, *, with_media: bool) -> TemplateInput:
+        """Returns the template's input, with or without images and sounds. Raises `InvalidRequest` for a variable that
+        the daemon sets."""
         tools = conversation.tools
         template = self.source_for(tools, conversation.path)
         if tools and "tools" not in template and not self._warned_of_tools:
@@ -102,7 +103,10 @@ class ChatTemplate:
             problem = "is set by the daemon and cannot be changed"
             raise InvalidRequest.at(f"chat_template_kwargs.{name}", problem)
         developer_is_known = "developer" in template
-        messages = [message_for_template(message, developer_is_known) for message in conversation.messages]
+        messages = [
+            message_for_template(message, developer_is_known, with_media=with_media)
+            for message in conversation.messages
+        ]
         return TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
 
     def render(self, template_input: TemplateInput, ending: Ending) -> str:
@@ -181,7 +185,7 @@ class ChatTemplate:
 
 def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Renders the conversation in the words of its remembered replies, which gives "" if the template refuses them."""
-    template_input = template.input_of(draft.said)
+    template_input = template.input_of(draft.said, with_media=bool(draft.media))
     write = template.try_render if draft.remembered else template.render
     return replace(draft, rendering=Rendering(template_input, write(template_input, draft.ending)), spans=())
 

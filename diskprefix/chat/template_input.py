@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart, ToolCall
+from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import count_values
 
@@ -38,15 +38,23 @@ class TemplateInput(NamedTuple):
         return list(takewhile(lambda message: message["role"] in ("system", "developer"), self.messages))
 
 
-def message_for_template(message: Message, developer_is_known: bool) -> JsonObject:
-    """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it."""
+def message_for_template(message: Message, developer_is_known: bool, *, with_media: bool) -> JsonObject:
+    """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it.
+    With images and sounds, the content is a list of parts, otherwise a text."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
     text = PART_SEPARATOR.join(part.text for part in message.content if isinstance(part, TextPart))
-    rendered: JsonObject = {"role": role, "content": text}
+    has_parts = with_media and message.num_media
+    rendered: JsonObject = {"role": role, "content": [*map(_part, message.content)] if has_parts else text}
     if message.tool_calls:
         rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     said = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": message.reasoning}
     return rendered | {name: value for name, value in said.items() if value is not None}
+
+
+def _part(part: ContentPart) -> JsonObject:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    return {"type": "image" if isinstance(part, ImagePart) else "audio"}
 
 
 def variables_for_template(conversation: Conversation) -> JsonObject:
@@ -96,14 +104,9 @@ def text_for_template(text: str) -> list[JsonObject]:
     return [{"type": "text", "text": text}]
 
 
-def without_media(template_input: TemplateInput) -> TemplateInput:
-    """Returns the input with only the text parts of each message."""
-    return template_input._replace(
-        messages=[
-            {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
-            for message in template_input.messages
-        ]
-    )
+def texts_of(content: str | Sequence[JsonObject]) -> list[str]:
+    """Returns the texts of a message's content."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def with_other_user_message(messages: Sequence[JsonObject], rest: Sequence[JsonObject]) -> list[JsonObject]:
@@ -117,9 +120,9 @@ def probe_of(template_input: TemplateInput) -> TemplateInput:
     return template_input._replace(messages=with_other_user_message(leading, template_input.messages[len(leading) :]))
 
 
-def other_first_character(text: str) -> str:
-    """Returns a character with which `text` does not begin, with or without the blanks around it."""
-    return "y" if text.lstrip().startswith("x") else "x"
+def other_first_character(content: str | Sequence[JsonObject]) -> str:
+    """Returns a character with which the content's text does not begin, with or without the blanks around it."""
+    return "y" if "".join(texts_of(content)).lstrip().startswith("x") else "x"
 
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")

@@ -117,11 +117,11 @@ class ActiveRequests:
         memory.
         """
         self._served.check_length(request)
-        if request.prompt.media or self._cache.layout.unsupported:
+        if self._cache.layout.unsupported:
             replies = [reply for running in self.requests for reply in running.replies]
             if any(isinstance(reply.state, TransformersState) for reply in replies):
                 return "later"
-            return TransformersState(self._served.model, request.prompt.media)
+            return TransformersState(self._served.model)
         return self._begun(request, request.prompt.token_ids, leaves_last=request.cache.leaves_last)
 
     def _begun(
@@ -143,7 +143,6 @@ class ActiveRequests:
         return sequence
 
     def _accept(self, ticket: Ticket, memory: State) -> RunningRequest | None:
-        prompt = ticket.request.prompt
         try:
             running = self._make_running(ticket)
         except Exception as error:  # noqa: BLE001 (as above)
@@ -155,20 +154,19 @@ class ActiveRequests:
         self._inbox.begin_request(ticket)
         self.requests.append(running)
         running.replies[0].state = memory
-        if prompt.media:
-            kinds = ", ".join(prompt.media)
-            log.info("[disk-cache] %s: bypassed, the prompt holds media (%s)", ticket.request.id, kinds)
         return running
 
     def _make_running(self, ticket: Ticket) -> RunningRequest:
         request, served = ticket.request, self._served
+        media = served.media_of(request.prompt)
         running = RunningRequest(
             ticket,
             self._cache.begin(request.prompt, request.cache),
             self._pages,
             served.figures,
             served.reply_limit(request),
-            torch.from_numpy(request.prompt.token_ids).long().unsqueeze(0),
+            torch.from_numpy(request.prompt.token_ids).long().unsqueeze(0) if media is None else media.token_ids,
+            media,
         )
         first = None if request.constraint is None else served.constraints.begin_reply(request.constraint)
         constraints = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
@@ -179,16 +177,16 @@ class ActiveRequests:
     def _make_reply(self, running: RunningRequest, index: int, constraint: ConstrainedReply | None) -> Reply:
         request, served, layout = running.request, self._served, self._cache.layout
         prompt_tokens = len(request.prompt.token_ids)
-        in_steps = not (layout.unsupported or request.prompt.media)
         return Reply(
             running=running,
             index=index,
             tenant=request.caller,
             arrived=self._num_arrived + index + 1,
             prompt_tokens=prompt_tokens,
-            packs=served.packs and not request.prompt.media,
-            grid=self._cache.settings.block_size if in_steps else prompt_tokens,
-            sampler=Sampler(request.sampling, request.prompt.token_ids, served.model.device, index, constraint),
+            packs=served.packs,
+            grid=prompt_tokens if layout.unsupported else self._cache.settings.block_size,
+            spans=() if running.media is None else running.media.spans,
+            sampler=Sampler(request.sampling, running.known_ids, served.model.device, index, constraint),
             text=served.text_stream(request),
             guesser=served.guesser(request),
             thought_limit=None if request.thought_budget is None else ThoughtLimit(request.thought_budget),
@@ -279,6 +277,8 @@ class ActiveRequests:
     def end_request(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
         """Ends a request, whatever goes wrong in it. `last` returns its last event."""
         running.is_over = True
+        if running.media is not None:
+            running.media.is_over = True
         self.requests.remove(running)
         try:
             report = running.cached.close()

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from diskprefix.engine.device import raise_if_lost, synchronize
-from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Computed, Reply
 from diskprefix.engine.sampler import draw
 from diskprefix.engine.scheduler import Chunk
-from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.printable import first_line
@@ -49,7 +46,7 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed |
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
         if len(step) == 1:
-            return [_naming_media(error, step[0].sequence.running.request)]
+            return [error]
         log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
         if any(chunk.start and _state_of(chunk).layout.states for chunk in step):
             # The layers before the one that failed have their new states already.
@@ -101,21 +98,9 @@ def _state_of(chunk: Chunk[Reply]) -> KVSequence:
 def _rows(chunk: Chunk[Reply]) -> runner.Rows:
     reply = chunk.sequence
     assert reply.state is not None
-    return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted)
-
-
-def _naming_media(error: Exception, request: GenerateRequest) -> Exception:
-    """Turns what a model's own code raises over images and sounds into an `InvalidRequest` that names them."""
-    if not request.prompt.media or isinstance(error, DiskPrefixError) or is_out_of_memory(error):
-        return error
-    log.warning("[engine] %s: the model's own code fails over its media: %s", request.id, first_line(error))
-    failure = InvalidRequest(
-        f"messages: the model's own code fails over these images or sounds: {first_line(error)}",
-        param="messages",
-        code="unsupported_content",
-    )
-    failure.__cause__ = error
-    return failure
+    media = reply.running.media
+    of_media = None if media is None else media.rows(chunk.start, chunk.end)
+    return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted, of_media)
 
 
 def prefill(
@@ -141,7 +126,7 @@ def prefill(
     first = floor_to_grid(start, block_size) + block_size
     ends = {*range(first, len(token_ids), block_size), *stops, len(token_ids)}
     for end in sorted(at for at in ends if start < at <= len(token_ids)):
-        logits = sequence.forward(model, ids[:, sequence.num_tokens : end])
+        logits = runner.forward(model, sequence, ids[:, sequence.num_tokens : end])[-1]
         after_step(sequence)
     # The time that it takes is measured.
     synchronize(logits.device)

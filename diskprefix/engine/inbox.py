@@ -12,7 +12,6 @@ from typing import TypeAlias
 from diskprefix.engine.gauges import Activity, Heartbeat
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull
-from diskprefix.model.load.media import prepared_bytes
 from diskprefix.model.load.memory import trim_heap
 from diskprefix.printable import first_line
 
@@ -21,7 +20,7 @@ log = logging.getLogger("diskprefix")
 _IDLE_S = 10.0
 """Seconds without a request."""
 MAX_QUEUED_MEDIA_BYTES = 1 << 30
-"""The limit for the prepared media of all requests that run or wait."""
+"""The limit for the files of pictures of all requests that run or wait."""
 _RETRY_AFTER_S = 10
 
 
@@ -48,7 +47,7 @@ class Ticket:
         )
 
     def forget_media(self) -> None:
-        self.request = replace(self.request, prompt=replace(self.request.prompt, media={}))
+        self.request = replace(self.request, prompt=replace(self.request.prompt, media=()))
 
 
 Serve: TypeAlias = "Callable[[Inbox], None]"
@@ -202,11 +201,11 @@ class Inbox:
 
     def _check_media(self, request: GenerateRequest) -> None:
         tickets = [*self._waiting, *self._running]
-        held = sum(prepared_bytes(ticket.request.prompt.media) for ticket in tickets)
-        num_bytes = prepared_bytes(request.prompt.media)
+        held = sum(_media_bytes(ticket.request) for ticket in tickets)
+        num_bytes = _media_bytes(request)
         if num_bytes and held + num_bytes > MAX_QUEUED_MEDIA_BYTES:
             raise QueueFull(
-                f"the images and sounds of waiting requests take {held >> 20} MiB already; try again later",
+                f"the images of waiting requests take {held >> 20} MiB already; try again later",
                 retry_after_s=_RETRY_AFTER_S,
             )
 
@@ -222,6 +221,10 @@ class Inbox:
         if self._lost is not None:
             return NotReady("the daemon lost its device and ends; try again when it was started again")
         return NotReady("the daemon is stopping")
+
+
+def _media_bytes(request: GenerateRequest) -> int:
+    return sum(medium.num_bytes for medium in request.prompt.media)
 
 
 def error_event(error: Exception, request: GenerateRequest) -> ErrorEvent:

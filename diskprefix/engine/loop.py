@@ -10,10 +10,12 @@ import torch
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.media import MediaRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.tokens import floor_to_grid
 
 
 class Engine(ServedModel):
@@ -39,6 +41,10 @@ class Loop:
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._prefetchers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-prefetch")
         """Each thread waits for the shared tier for one request."""
+        self._rows: MediaRowsSource | None = None
+        """What gets the rows of pictures."""
+        if served.encoder is not None and served.encoded is not None:
+            self._rows = MediaRowsSource(served.encoder, served.encoded, inbox.wake)
         self._is_ending = False
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
@@ -50,13 +56,17 @@ class Loop:
                 self._served.warm_up_thread()
                 while True:
                     self._take_in()
+                    has_encoded = self._rows is not None and self._rows.run_slice()
                     step = self._next_step()
-                    if not (step and self._compute(step)) and not self._inbox.wait(self._served.expires_in_s()):
+                    is_idle = not (step and self._compute(step)) and not has_encoded
+                    if is_idle and not self._inbox.wait(self._served.expires_in_s()):
                         return
         finally:
             self._is_ending = True
             self._prefetchers.shutdown()
             self._fetcher.shutdown()
+            if self._rows is not None:
+                self._rows.close()
             for running in self._active.requests:
                 running.cached.close()
 
@@ -76,6 +86,7 @@ class Loop:
             running.replies[0].sample_early(logits)
         while self._fetched:
             self._begin(self._fetched.popleft())
+        self._take_rows()
         for reply in [reply for running in active.requests for reply in running.replies if reply.held is not None]:
             if not reply.running.is_over:
                 with active.failing(reply.running):
@@ -169,7 +180,34 @@ class Loop:
             elif is_first and restored.logits is not None and restored.num_tokens == reply.prompt_tokens:
                 self._apply(reply, reply.end_prompt(restored.logits))
             else:
-                self._scheduler.add(reply)
+                self._schedule(reply)
+
+    def _schedule(self, reply: Reply) -> None:
+        """Has the next steps compute a reply, as far as the rows of its pictures are there. Gets the next ones."""
+        media = reply.running.media
+        if media is not None and self._rows is not None and reply.num_computed < reply.prompt_tokens:
+            options = reply.running.request.cache
+            while (number := media.missing(reply.num_computed)) is not None:
+                if not self._rows.want(media, number, options):
+                    break
+            reply.limit = media.limit(reply.num_computed)
+            if not reply.packs:
+                reply.limit = floor_to_grid(reply.limit, reply.grid)
+            if reply.limit <= reply.num_computed:
+                self._scheduler.remove(reply)
+                return
+        self._scheduler.add(reply)
+
+    def _take_rows(self) -> None:
+        """Goes on with the prompts whose pictures have got their rows."""
+        for media, error in () if self._rows is None else self._rows.take():
+            for running in [one for one in self._active.requests if one.media is media]:
+                with self._active.failing(running):
+                    if error is not None:
+                        raise error
+                    for reply in running.replies:
+                        if reply.state is not None and not reply.is_fetching and reply.num_computed < reply.num_known:
+                            self._schedule(reply)
 
     def _fork(self, running: RunningRequest) -> None:
         """Begins the other replies of a request, as many as there is memory for, with the prompt's state."""
@@ -227,7 +265,7 @@ class Loop:
         """Does what follows from the state of a reply after its logits. With its last reply, a request ends."""
         running = reply.running
         if state == "computing":
-            self._scheduler.add(reply)
+            self._schedule(reply)
         elif state == "waiting":
             self._scheduler.remove(reply)
         else:

@@ -31,6 +31,7 @@ TARGET_S = 0.05
 """The most seconds of a step with replies and prompts: so long a reply pauses for the prompts of others."""
 LEAST_ROWS = 16
 """The least rows of prompts, so that a prompt gets on whatever is measured."""
+NO_LIMIT = 1 << 62
 _KEPT = 6
 """The steps of each kind that are remembered. The shortest counts, because disturbances only add time."""
 _STEPS_BETWEEN = 6
@@ -57,6 +58,10 @@ class Sequence:
     """The tokens of other prompts that were computed while this one waited."""
     stops: tuple[int, ...] = ()
     """Positions, ascending, at which a step of this sequence ends: states are copied there."""
+    limit: int = NO_LIMIT
+    """The position at which something is missing without which no step goes on."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Positions, each [begin, end), within which no step ends."""
     draft: list[int] = field(default_factory=list)
     """The guessed tokens to compute behind the last known one if a step has room for them."""
     last_step: int = 0
@@ -83,7 +88,11 @@ class Sequence:
             end = self.num_computed + 1
         else:
             end = min(self.num_computed - self.num_computed % self.grid + self.grid, self.prompt_tokens)
-        return next((stop for stop in self.stops if self.num_computed < stop < end), end)
+        end = min(self.limit, next((stop for stop in self.stops if self.num_computed < stop < end), end))
+        for begin, stop in self.spans:
+            if begin < end < stop:
+                return begin if begin > self.num_computed else stop
+        return end
 
 
 S = TypeVar("S", bound=Sequence)

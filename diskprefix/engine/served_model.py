@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.encoded import EncodedMedia
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
 from diskprefix.engine.drafting import ModelDrafter
 from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.guesser import DraftRate, Guesser
+from diskprefix.engine.media import PromptMedia
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
@@ -29,9 +31,10 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import KeptBlock, PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.exact.media import MediaEncoder
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, use_gpu
-from diskprefix.nouns import CacheReport
+from diskprefix.nouns import CacheReport, Prompt
 from diskprefix.printable import first_line
 from diskprefix.units import counted, format_size
 
@@ -69,7 +72,9 @@ class ServedModel:
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: Any = loaded.tokenizer
         self.media = loaded.media
-        """The processor of images and sounds; None for a model of text only."""
+        """The processor of images; None for a model of text only."""
+        self.encoder, self.encoded = self._make_encoder(cache)
+        """The encoder of images and its stored output; None for a model that takes none."""
         self.model_name = loaded.name
         self.origin = loaded.origin
         """The folder or the `.gguf` file of the model, whose small files extras read."""
@@ -226,6 +231,14 @@ class ServedModel:
             draft_rate=None if self.drafter is None else DraftRate(self.drafter.rate),
         )
 
+    def media_of(self, prompt: Prompt) -> PromptMedia | None:
+        """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes none."""
+        if not prompt.media:
+            return None
+        if self.encoder is None:
+            raise InvalidRequest("this model takes text only", code="unsupported_content")
+        return PromptMedia.of(prompt, self.encoder)
+
     def release_draft(self, reply: Reply, *, keep: bool) -> None:
         """Releases the draft model's memory of a reply. `keep`: the next turn may begin there."""
         if self.drafter is not None:
@@ -268,7 +281,7 @@ class ServedModel:
         if self.recorder is None:
             return
         # Nothing is published of a model whose state cannot be cached.
-        is_uncached = self.cache.layout.unsupported and not running.request.prompt.media
+        is_uncached = self.cache.layout.unsupported
         self.recorder.record_request(
             running.request.prompt,
             running.request.cache,
@@ -280,6 +293,17 @@ class ServedModel:
             prefill_ms=running.prefill_s * 1e3,
             remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
         )
+
+    def _make_encoder(self, cache: PrefixCache) -> tuple[MediaEncoder | None, EncodedMedia | None]:
+        media = self.media
+        if media is None or media.problem is not None:
+            return None, None
+        if (problem := MediaEncoder.problem(self.model, cache.layout)) is not None:
+            log.warning("this model is served for text only: %s", problem)
+            media.problem, media.kinds = problem, frozenset()
+            return None, None
+        encoder = MediaEncoder(self.model, media.token_ids["image"])
+        return encoder, EncodedMedia(cache, encoder.levels, encoder.hidden, encoder.dtype)
 
     def _make_speculation(self) -> Speculation | None:
         if self.cache.settings.draft_model is None:

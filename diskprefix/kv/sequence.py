@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,10 @@ from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.page_table import LayerRows, PageTable
 from diskprefix.kv.pages import Page, PagePool
 from diskprefix.kv.sizes import MOST_TAKEN_BACK
-from diskprefix.kv.step import Run, Step, computing
+from diskprefix.kv.step import Run
 from diskprefix.kv.transfer import fill, read
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.tokens import TokenIds, block_hashes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Owner(NamedTuple):
@@ -114,30 +111,9 @@ class KVSequence:
         """Returns True if pages have left windows, or will before the sequence has so many tokens."""
         return self.complete_from > 0 or any(table.group.first_needed(num_tokens) > 0 for table in self.tables)
 
-    def forward(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
-        """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
-        return self.compute(model, token_ids, 1)[-1]
-
-    def compute(self, model: PreTrainedModel, token_ids: torch.Tensor, num_logits: int) -> torch.Tensor:
-        """Runs [1, n] more tokens. Returns the logits behind the last `num_logits` of them, shape [num_logits,
-        vocab]."""
-        run = self.begin_step(token_ids.shape[1])
-        call: dict[str, Any] = {self.layout.cache_argument: self.cache, "use_cache": True}
-        step = Step((run,), gathers=not self.layout.packs) if self.layout.exact_at == "token" else None
-        if "position_ids" in self.layout.options:
-            # Not every model counts positions from its cache.
-            call["position_ids"] = torch.arange(run.start, run.end, device=self.device).unsqueeze(0)
-        if "logits_to_keep" in self.layout.options:
-            call["logits_to_keep"] = num_logits
-        with computing(step):
-            output = model(input_ids=token_ids.to(self.device), **call)
-        self.end_step(run)
-        logits: torch.Tensor = output.logits[0, -num_logits:]
-        return logits
-
-    def begin_step(self, num_rows: int) -> Run:
+    def begin_step(self, num_rows: int, spans: tuple[tuple[int, int], ...] = ()) -> Run:
         """Prepares the memory for a step of `num_rows` tokens. Raises `ContextTooLong` if there is none."""
-        run = Run(self.num_tokens, num_rows)
+        run = Run(self.num_tokens, num_rows, spans)
         if not self.has_room(run.end):
             raise self.pool.too_long(run.end)
         return run

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
 
 import torch
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`."""
+    """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`. `spans`: positions
+    [begin, end) of the pictures in it, in order, for models whose pictures see themselves whole. It may begin within
+    one, but ends in none: the last tokens of a picture are seen by its first ones."""
 
     start: int
     num_rows: int
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:
         return self.start + self.num_rows
+
+    @cached_property
+    def flat_spans(self) -> array[int]:
+        """The spans for an operator, which gets the address of this memory."""
+        return array("q", chain.from_iterable(self.spans))
 
 
 @dataclass(frozen=True, eq=False)

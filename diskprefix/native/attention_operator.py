@@ -13,7 +13,7 @@ from diskprefix.native import require
 from diskprefix.native.library import Operators
 
 _CALL = struct.Struct("@8q P2q 2P 2d q P")
-_RUN = struct.Struct("@3q P3q P3q")
+_RUN = struct.Struct("@3q P3q P3q Pq")
 """`Attention` and `Run` of `source/interface.h`."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -67,7 +67,8 @@ def attention(
     """Returns [rows, heads, value_dim] for `query`, [heads, rows, key_dim], in the dtype of keys and values.
 
     `runs` are the sequences in the order of their rows, as `run_of` describes them. Their pages must hold whatever a
-    row sees: its own token and those before it, or the last `window` of them, or those of its chunk of `chunk` tokens.
+    row sees: its own token and those before it, or the last `window` of them, or those of its chunk of `chunk` tokens,
+    and those of its span.
     `sinks` holds a number for each head, float32. `scale` must be positive. Raises `MemoryError`.
     """
     query = query if query.stride(-1) == 1 else query.contiguous()
@@ -86,10 +87,24 @@ def attention(
     return out
 
 
-def run_of(start: int, num_rows: int, page_tokens: int, keys: tuple[Any, ...], values: tuple[Any, ...]) -> bytes:
+NO_SPANS = array("q")
+
+
+def run_of(
+    start: int,
+    num_rows: int,
+    page_tokens: int,
+    keys: tuple[Any, ...],
+    values: tuple[Any, ...],
+    spans: array[int] = NO_SPANS,
+) -> bytes:
     """Returns the `Run` of a sequence, as `attention` takes it: `num_rows` rows, the first at position `start`, and its
     pages of `page_tokens` tokens, the first of which begins with position 0. `keys` and `values` begin as
-    `PagedRows` do."""
+    `PagedRows` do. `spans` has the begin and the end of each span whose tokens see each other, in order. Keep it until
+    the operator returns."""
     if not (start >= 0 and num_rows > 0 and page_tokens > 0):
         raise ValueError(f"a compiled operator does not take {num_rows} rows from {start} on in pages of {page_tokens}")
-    return _RUN.pack(start, num_rows, page_tokens, *keys[:4], *values[:4])
+    if spans and max(spans) > start + num_rows:
+        raise ValueError(f"a compiled operator does not take spans that end behind {start + num_rows}: {spans}")
+    address, count = spans.buffer_info()
+    return _RUN.pack(start, num_rows, page_tokens, *keys[:4], *values[:4], address, count // 2)

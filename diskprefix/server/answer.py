@@ -27,7 +27,6 @@ from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.api.responses_items import ResponseStore
-from diskprefix.chat.content import holds_media
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, PlainText
@@ -227,7 +226,7 @@ async def render(question: Question) -> Rendered:
             return renderer.replay(wanted, stored_turns(serving, cache), known)
         return Replayed(renderer.completion(wanted, known))
 
-    has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
+    has_media = isinstance(wanted, Conversation) and wanted.has_media
     replayed = await arrival.daemon.threads.run("media" if has_media else "rendering", make_prompt)
     return Rendered(arrival, question.asked, replayed)
 

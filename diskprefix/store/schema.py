@@ -20,6 +20,8 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, beginning_hashes, block_hash
 FORMAT, NAMES = "format", "names"
 """Keys of the database `meta`."""
 MODEL_MARK = b"model "
+ENCODED_MEDIA = "media "
+"""The beginning of the identity of a root that holds what an encoder made of pictures and sounds."""
 FORMAT_VERSION = 9
 MAX_PREFILL_S = 1e6
 """Computing no node takes longer, in seconds."""
@@ -136,6 +138,11 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     identity: str = ""
     tenant: str = ""
     tokenizer: str = ""
+
+    @property
+    def is_media(self) -> bool:
+        """Returns whether the nodes hold the outputs of an encoder, not the state of prompts."""
+        return self.identity.startswith(ENCODED_MEDIA)
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from diskprefix.cache import saving as saving_module
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.exact.runner import forward
 from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.store.codec.codec import PIECE_BYTES
 from diskprefix.store.schema import Kind
@@ -361,7 +362,7 @@ def test_where_a_model_is_exact_at_every_token_nothing_of_it_is_computed_again(o
     runner.new_sequence(len(PROMPT))
     with torch.inference_mode():
         cached.restore(runner.sequence)
-        runner.sequence.forward(runner.model, torch.from_numpy(PROMPT[: 2 * BLOCK + 5]).long().unsqueeze(0))
+        forward(runner.model, runner.sequence, torch.from_numpy(PROMPT[: 2 * BLOCK + 5]).long().unsqueeze(0))[-1]
     cached.after_step(runner.sequence)
     cached.leave(runner.sequence, PROMPT[: 2 * BLOCK + 5])
     assert cached.close().saved == "queued"

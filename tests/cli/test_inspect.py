@@ -1,11 +1,8 @@
-"""`diskprefix inspect`: the list, a saved prompt in full, the tree, the figures, and why a request misses."""
+"""`diskprefix inspect`: the list, a saved prompt in full, the tree, and the figures."""
 
 from __future__ import annotations
 
-import io
-import json
 import re
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -19,7 +16,7 @@ from diskprefix.store.changes import Use, touches
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.tenant_ids import matches
 from tests.cli.conftest import Ended, Run
-from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat, tokenizer_in
+from tests.extras.watch.browse.saved_chats import ALICE, SavedChats, chat
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, layout_of, open_store, prompt, publication
 
@@ -205,17 +202,6 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "kv"
 
 
-@pytest.fixture
-def why(inspect: Inspect, tmp_path: Path) -> Inspect:
-    """`inspect --why` for a request body."""
-
-    def ask(folder: Path, body: object, *args: object) -> Ended:
-        (tmp_path / "body.json").write_text(body if isinstance(body, str) else json.dumps(body))
-        return inspect(folder, "--why", tmp_path / "body.json", *args)
-
-    return ask
-
-
 def test_an_entry_shows_its_text_who_shares_it_and_how_it_is_stored(inspect: Inspect, chats: Path) -> None:
     name = next(entry["id"] for entry in listed(inspect, chats) if "nest" in entry["preview"])
     lines = inspect(chats, name).stdout.splitlines()
@@ -230,15 +216,12 @@ def test_an_entry_shows_its_text_who_shares_it_and_how_it_is_stored(inspect: Ins
     assert shown["hit_times"] == sorted(shown["hit_times"]) != []
 
 
-def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(
-    inspect: Inspect, why: Inspect, made: SavedChats, tmp_path: Path
-) -> None:
+def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(inspect: Inspect, made: SavedChats, tmp_path: Path) -> None:
     pub = made.save(chat(TIDE))
     made.store.close()
     (tmp_path / "tokenizer").rename(tmp_path / "gone")
     assert pub.last_node is not None
     assert "preview     You look after" in inspect(tmp_path / "kv", pub.last_node.hex()).stdout
-    why(tmp_path / "kv", chat(TIDE)).assert_refused(2, "give it with --model")
 
 
 def test_the_tree_folds_what_is_shared_and_the_figures_tell_what_is_saved(inspect: Inspect, chats: Path) -> None:
@@ -259,9 +242,7 @@ def test_the_tree_folds_what_is_shared_and_the_figures_tell_what_is_saved(inspec
     assert main["shared_bytes"] > 0 < figures["budget_bytes"]
 
 
-def test_of_several_models_one_is_shown_and_a_request_by_an_alias_must_say_which(
-    inspect: Inspect, why: Inspect, made: SavedChats, tmp_path: Path
-) -> None:
+def test_of_several_models_one_is_shown(inspect: Inspect, made: SavedChats, tmp_path: Path) -> None:
     kv = tmp_path / "kv"
     for model, question in (("tiny", TIDE), (OTHER, TIDE), (OTHER, BIRDS)):
         made.save(chat(question), model=model)
@@ -274,56 +255,9 @@ def test_of_several_models_one_is_shown_and_a_request_by_an_alias_must_say_which
     assert " of all models in " in inspect(kv, "--model", OTHER).stdout.splitlines()[-1]
     assert " of all models in " not in inspect(kv).stdout
     inspect(kv, "--model", "nobody").assert_refused(2, f"there are prompts of {OTHER}, tiny")
-    asked = chat(TIDE) | {"model": "claude-haiku"}
-    why(kv, asked).assert_refused(2, "nothing is saved of claude-haiku; say with --model which one it is")
-    why(kv, asked, "--model", tmp_path / "tokenizer").assert_refused(2, "nothing is saved of claude-haiku")
-    assert why(kv, asked, "--model", "tiny", "--json").json["model"] == "tiny"
 
 
-def test_a_prompt_is_looked_up_with_the_tokenizer_of_the_model_that_was_used_last(
-    why: Inspect, made: SavedChats, tmp_path: Path
-) -> None:
-    made.save(chat(TIDE))
-    made.tokenizer = tmp_path / "other"
-    tokenizer_in(made.tokenizer)
-    template = made.tokenizer / "chat_template.jinja"
-    template.write_text("Other words." + template.read_text())
-    made.save(chat(TIDE), model=OTHER)
-    made.tokenizer = tmp_path / "tokenizer"
-    made.save(chat(TIDE))
-    made.store.close()
-    found = why(tmp_path / "kv", chat(TIDE), "--json").json
-    assert (found["model"], found["restored"]) == ("tiny", found["prompt_tokens"])
-
-
-def test_why_shows_the_text_around_the_difference_and_the_cause(why: Inspect, chats: Path) -> None:
-    changed = SYSTEM.replace("Saturday, November 21", "Sunday, November 22")
-    lines = why(chats, chat(TIDE, changed)).stdout.splitlines()
-    assert lines[0].endswith(" computed; a running daemon may have more in memory")
-    assert "because   a date, a number or an id that changes" in lines
-    saved, here, caret = lines[-3:]
-    at = caret.index("^")
-    assert (saved[at - 1 : at + 3], here[at - 1 : at + 3]) == ("Satu", "Sund")
-    found = why(chats, chat(TIDE, changed), "--json").json
-    assert (found["cause"]["kind"], found["parting"]["at"]) == ("value", found["restored"])
-    lines = why(chats, chat(TIDE) | {"prefix_cache": {"scope": "off"}}).stdout.splitlines()
-    assert lines[0].startswith("0 of ")
-    assert any(line.startswith("because   the request has the scope off") for line in lines)
-
-
-def test_why_reads_a_body_from_standard_input(inspect: Inspect, chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body = json.dumps(chat(TIDE) | {"prefix_cache": {"salt": "nobody"}})
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(body.encode())))
-    assert inspect(chats, "--why", "-", "--json").json["cause"]["kind"] == "tenant"
-
-
-def test_an_empty_store_has_every_view_and_what_is_no_request_is_one_line(
-    inspect: Inspect, why: Inspect, chats: Path, tmp_path: Path
-) -> None:
-    for body in ("", "{", "[]", '"x"', '{"messages": 3}'):
-        why(chats, body).assert_refused(2)
-    empty = tmp_path / "empty"
-    open_store(empty).close()
+def test_an_empty_store_has_every_view(inspect: Inspect, tmp_path: Path) -> None:
+    open_store(tmp_path).close()
     for view, said in (("--tree", "nothing is saved"), ("--stats", "of a budget of ")):
-        assert said in inspect(empty, view).stdout
-    why(empty, chat("x")).assert_refused(2, "the store is empty")
+        assert said in inspect(tmp_path, view).stdout

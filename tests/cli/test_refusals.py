@@ -58,10 +58,8 @@ REFUSED = """
 2 | inspect '' --kv-cache-dir kv                   | at least 4 digits
 2 | inspect 3fa --kv-cache-dir kv                  | at least 4 digits
 2 | inspect zzzz --kv-cache-dir kv                 | no entry starts with 'zzzz', diskprefix inspect
-2 | inspect --tree --stats --kv-cache-dir kv       | give one of ENTRY, --tree, --stats and --why
+2 | inspect --tree --stats --kv-cache-dir kv       | give one of ENTRY, --tree and --stats
 2 | inspect 3fa9 --tree --kv-cache-dir kv          | give one of
-2 | inspect --stats --why - --kv-cache-dir kv      | give one of
-2 | inspect --why text --kv-cache-dir kv           | text is no request body
 2 | inspect --model nobody --kv-cache-dir kv       | there are prompts of tiny
 4 | inspect --kv-cache-dir broken                  | data.mdb is damaged: , `verify --fix` cannot repair this
 4 | inspect --kv-cache-dir none                    | holds no diskprefix store

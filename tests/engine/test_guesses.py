@@ -26,6 +26,7 @@ from diskprefix.engine.request import ErrorEvent, GenerateRequest
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.kv.step import Run
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -229,15 +230,14 @@ def test_each_guess_that_is_right_saves_a_step(plain: Engine, ngram: Engine) -> 
 
 def test_guesses_reach_neither_beyond_the_context_nor_beyond_the_memory(plain: Engine, ngram: Engine) -> None:
     ends: list[int] = []
-    compute = KVSequence.compute
+    end_step = KVSequence.end_step
 
-    def noted(sequence: KVSequence, *args: Any) -> torch.Tensor:
-        logits = compute(sequence, *args)
+    def noted(sequence: KVSequence, run: Run) -> None:
+        end_step(sequence, run)
         ends.append(sequence.num_tokens)
-        return logits
 
     one = request(np.tile(tokens(60, 1), 16), max_tokens=None)
-    found = as_without(plain, ngram, one, unguessed, patch.object(KVSequence, "compute", noted))
+    found = as_without(plain, ngram, one, unguessed, patch.object(KVSequence, "end_step", noted))
     assert found.done.usage.completion_tokens == POSITIONS - 960
     assert found.done.timings.accepted_tokens > 0
     assert max(ends) == POSITIONS - 1

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull
-from diskprefix.nouns import Prompt
+from diskprefix.nouns import Medium, Prompt
 from tests.engine import driving
 from tests.engine.driving import Cancelled, Client, after_steps, load, serve_one_at_a_time, tokens, wait_until_idle
 
@@ -26,8 +25,8 @@ BLOCK = 16
 
 
 def request(name: str, media_bytes: int = 0) -> GenerateRequest:
-    media = {"pixel_values": np.zeros(media_bytes, np.uint8)} if media_bytes else {}
-    return replace(driving.request(tokens(1), name=name), prompt=Prompt(tokens(1), media=media))
+    picture = Medium("image", b"name", "", 0, {}, "1x1", media_bytes, "messages", dict)
+    return replace(driving.request(tokens(1), name=name), prompt=Prompt(tokens(1), media=(picture,)))
 
 
 class Steps:

@@ -23,6 +23,8 @@ from diskprefix.cache.tiers.tier import View
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.kv.pages import Hold, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.exact import runner
+from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import rehearse
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
@@ -203,7 +205,7 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         step = 5 if start else block_size
         ends = {*range(start + step, len(token_ids), step), *(stop for stop in stops if stop > start), len(token_ids)}
         for end in sorted(ends):
-            logits = sequence.forward(model, ids[:, sequence.num_tokens : end])
+            logits = forward(model, sequence, ids[:, sequence.num_tokens : end])[-1]
             after_step(sequence)
         return logits
 
@@ -277,14 +279,14 @@ def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has the states of one step before its place."""
-    read_states, compute = KVSequence.read_states, KVSequence.forward
+    read_states, compute = KVSequence.read_states, runner.forward
     before: list[memoryview] = []
 
-    def forward(self: KVSequence, *args: Any) -> torch.Tensor:
-        before[:] = [read_states(self)]
-        return compute(self, *args)
+    def forward(model: Any, sequence: KVSequence, *args: Any) -> torch.Tensor:
+        before[:] = [read_states(sequence)]
+        return compute(model, sequence, *args)
 
-    monkeypatch.setattr(KVSequence, "forward", forward)
+    monkeypatch.setattr(runner, "forward", forward)
     monkeypatch.setattr(
         KVSequence, "read_states", lambda _, room_bytes=0, **_k: np.pad(before[0], (0, room_bytes)).data
     )

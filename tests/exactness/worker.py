@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.kv.layout import LayerSpec, Layout
+from diskprefix.model.exact.runner import forward
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -122,7 +123,7 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
         runner.sequence.reserve(len(case.token_ids) + job.reply)
         for _ in range(job.reply):
             greedy.append(int(logits.argmax()))
-            logits = runner.sequence.forward(runner.model, torch.tensor([greedy[-1:]], device=runner.model.device))
+            logits = forward(runner.model, runner.sequence, torch.tensor([greedy[-1:]], device=runner.model.device))[-1]
             trail.update(logits.float().cpu().numpy().tobytes())
     report = answer.report
     return Answer(answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source)

@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import rehearse
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, SIZES, VOCAB, Runner, random_prompt, tiny_llama, tiny_settings
@@ -51,7 +52,7 @@ KINDS = {
 def stepwise(sequence: KVSequence, model: PreTrainedModel) -> list[torch.Tensor]:
     """Next-token logits after each of the steps."""
     with torch.inference_mode():
-        return [sequence.forward(model, part) for part in torch.split(TOKENS, list(STEPS), dim=1)]
+        return [forward(model, sequence, part)[-1] for part in torch.split(TOKENS, list(STEPS), dim=1)]
 
 
 def stepwise_on_transformers(model: PreTrainedModel, layout: Layout) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.sizes import MOST_TAKEN_BACK, num_pages
 from diskprefix.model.exact import runner
+from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
 from tests.exactness.architectures import tiny_model
@@ -50,7 +51,7 @@ class Model:
         found = []
         for num_tokens in steps:
             start = sequence.num_tokens
-            found.append(sequence.forward(self.model, self.ids[:, start : start + num_tokens]))
+            found.append(forward(self.model, sequence, self.ids[:, start : start + num_tokens])[-1])
         return found
 
 

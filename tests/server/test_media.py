@@ -152,35 +152,107 @@ def test_a_text_request_is_cached_as_any_other_and_a_longer_one_continues_it(vis
 
 
 COLORS = ((220, 20, 20), (20, 20, 220))
+OFF: dict[str, Any] = {"prefix_cache": {"scope": "off"}}
+Given: TypeAlias = list[dict[str, Any]]
 
 
-def test_an_image_is_answered_as_generate_does_and_bypasses_the_cache(
-    vision: AppServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def said(*parts: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def turn(messages: Given, **fields: Any) -> dict[str, Any]:
+    return body("", **fields) | {"messages": messages}
+
+
+def goes_on(messages: Given, reply: dict[str, Any], *parts: Any) -> Given:
+    return [*messages, {"role": "assistant", "content": reply["choices"][0]["message"]["content"]}, said(*parts)]
+
+
+def media_of(reply: dict[str, Any]) -> tuple[int, int]:
+    """The pictures whose rows were encoded for a reply, and those whose rows came from the store."""
+    return reply["timings"]["media_encoded"], reply["timings"]["media_restored"]
+
+
+def test_a_prompt_with_images_has_the_tokens_and_the_reply_of_generate(vision: AppServer) -> None:
     red, blue = image_bytes(COLORS[0]), image_bytes(COLORS[1], (30, 50), "JPEG")
     sent = body(image_part(red), text_part(QUESTION), image_part(blue, "jpeg"), text_part("Compare."), n=2)
-    stored = stored_by(vision)
-    with caplog.at_level(logging.INFO, "diskprefix"):
-        reply = ask(vision, sent)
+    reply = ask(vision, sent)
     first, second = (Image.open(io.BytesIO(content)).convert("RGB") for content in (red, blue))
     content = [{"type": "image", "image": first}, text_part(QUESTION), {"type": "image", "image": second}]
     expected, num_tokens = generated(vision, [{"role": "user", "content": [*content, text_part("Compare.")]}])
     assert tokens_of(reply) == expected
     assert [choice["message"] for choice in reply["choices"]] == [reply["choices"][0]["message"]] * 2
     assert reply["usage"]["prompt_tokens"] == num_tokens
-    wanted = {"miss_reason": "media", "restored": 0, "boundary_reason": "media", "saved": "none"}
-    assert reply["prefix_cache"] | wanted == reply["prefix_cache"]
-    assert caplog.text.count("bypassed, the prompt holds media") == 1
-    assert ask(vision, sent)["prefix_cache"]["miss_reason"] == "media"
-    assert stored_by(vision) == stored
-    one, other = (ask(vision, body(image_part(image_bytes(color)), text_part("What is it?"))) for color in COLORS)
+
+
+def test_a_conversation_with_images_is_restored_bit_for_bit_and_each_is_encoded_once(vision: AppServer) -> None:
+    """The first turn, the same again, the next one with another image, and all of it without the cache."""
+    messages = [said(text_part("once "), image_part(image_bytes((1, 2, 3))), text_part(QUESTION))]
+    first, again = ask(vision, turn(messages)), ask(vision, turn(messages))
+    assert (media_of(first), media_of(again)) == ((1, 0), (0, 0))
+    assert again["prefix_cache"]["restored"] == again["usage"]["prompt_tokens"]
+    messages = goes_on(messages, first, image_part(image_bytes((3, 2, 1))), text_part("And this?"))
+    second = ask(vision, turn(messages))
+    assert media_of(second) == (1, 0)
+    assert second["prefix_cache"]["restored"] >= first["usage"]["prompt_tokens"]
+    cold = ask(vision, turn(messages, **OFF))
+    assert media_of(cold) == (2, 0)
+    assert logprobs_of(again) == logprobs_of(first)
+    assert logprobs_of(cold) == logprobs_of(second)
+    assert first["timings"]["media_tokens"] < second["timings"]["media_tokens"]
+
+
+def test_after_a_restart_pixels_are_not_even_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prepared = write_qwen2_5_vl(tmp_path / "model"), [0]
+    prepare = MediaReader.prepare
+
+    def counted(*given: Any) -> Any:
+        prepared[0] += 1
+        return prepare(*given)
+
+    monkeypatch.setattr(MediaReader, "prepare", counted)
+    messages = [said(image_part(image_bytes((9, 9, 9), (60, 60))), text_part(QUESTION))]
+    with real_app(model, tmp_path / "kv") as server:
+        first = ask(server, turn(messages))
+        stored_by(server)
+    assert prepared == [1]
+    with real_app(model, tmp_path / "kv") as server:
+        again = ask(server, turn(messages))
+        assert again["prefix_cache"]["restored"] == again["usage"]["prompt_tokens"]
+        assert logprobs_of(again) == logprobs_of(first)
+        # Behind other text only the encoder's rows are of use.
+        elsewhere = [
+            said(text_part("Look at this. "), image_part(image_bytes((9, 9, 9), (60, 60))), text_part("Well?"))
+        ]
+        restored = ask(server, turn(elsewhere))
+        assert media_of(restored) == (0, 1)
+        assert prepared == [1]
+        cold = ask(server, turn(elsewhere, **OFF))
+        assert logprobs_of(cold) == logprobs_of(restored)
+        assert prepared == [2]
+
+
+def test_another_image_of_the_same_size_is_a_miss_from_there_on(vision: AppServer) -> None:
+    before = text_part("The same words stand before two images that are not the same one. ")
+    one, other = (
+        ask(vision, body(before, image_part(image_bytes(color, (44, 33))), text_part(QUESTION))) for color in COLORS
+    )
+    assert 16 <= other["prefix_cache"]["restored"] < one["usage"]["prompt_tokens"] - len(QUESTION.split())
+    assert other["prefix_cache"]["miss_reason"] == "media"
+    assert media_of(other) == (1, 0)
     assert logprobs_of(one) != logprobs_of(other), "the image matters"
 
 
+def test_the_detail_that_a_client_wants_makes_another_image(llava: AppServer) -> None:
+    sent = image_part(image_bytes((7, 7, 70), (50, 40)))
+    ask(llava, body(sent, text_part(QUESTION)))
+    low = {"type": "image_url", "image_url": sent["image_url"] | {"detail": "low"}}
+    assert media_of(ask(llava, body(low, text_part(QUESTION)))) == (1, 0)
+
+
 def test_text_after_an_image_is_what_it_was_before(vision: AppServer) -> None:
-    """Models with positions of three axes keep the shift of the last image in themselves."""
     text = QUESTION * 5 + "after"
-    cold = body(text, prefix_cache={"scope": "off"})
+    cold = body(text, **OFF)
     before = ask(vision, cold)
     ask(vision, body(text))
     ask(vision, body(image_part(image_bytes(size=(60, 60))), text_part(QUESTION)))
@@ -190,25 +262,31 @@ def test_text_after_an_image_is_what_it_was_before(vision: AppServer) -> None:
     assert logprobs_of(hit) == logprobs_of(before)
 
 
-def test_an_image_that_is_streamed_is_reported_in_the_last_chunk(llava: AppServer) -> None:
+def test_conversations_at_once_have_the_bits_that_each_has_alone(vision: AppServer) -> None:
+    """Two with images, one of which both have, and three of text, one of which holds the placeholder as a text."""
+    mark = vision.engine.media.marks["image"]
+    shared = image_part(image_bytes((50, 60, 70), (48, 36)))
+    asked = [
+        body(shared, text_part(QUESTION + "first")),
+        body(text_part("x " * 30), shared, image_part(image_bytes((70, 60, 50))), text_part("second")),
+        *(body(f"{QUESTION}{word}") for word in ("third", "fourth", f"a {mark} in a text")),
+    ]
+    with ThreadPoolExecutor(5) as clients:
+        together = list(clients.map(partial(ask, vision), asked))
+    assert sum(media_of(reply)[0] for reply in together) == 2
+    for sent, reply in zip(asked, together, strict=True):
+        assert logprobs_of(ask(vision, sent | OFF)) == logprobs_of(reply)
+
+
+def test_purged_images_are_encoded_again(llava: AppServer) -> None:
+    sent = body(image_part(image_bytes((33, 44, 55))), text_part(QUESTION))
+    ask(llava, sent)
+    stored_by(llava)
     with llava.client() as client:
-        answer = client.post(CHAT, json=body(image_part(image_bytes()), stream=True))
-    assert '"miss_reason":"media"' in answer.text.replace(" ", "")
-    assert answer.text.rstrip().endswith("[DONE]")
-
-
-def test_a_sound_is_answered_as_generate_does(serve: Serve) -> None:
-    listener, sound = serve("audio"), wav_bytes()
-    reply = ask(listener, body(audio_part(sound), text_part(QUESTION)))
-    processor = listener.engine.media
-    samples = processor.read_audio(sound, param="x")
-    conversation = [{"role": "user", "content": [{"type": "audio", "audio": samples}, text_part(QUESTION)]}]
-    expected, num_tokens = generated(listener, conversation)
-    assert tokens_of(reply) == expected
-    assert reply["usage"]["prompt_tokens"] == num_tokens
-    assert reply["prefix_cache"]["miss_reason"] == "media"
-    silence = ask(listener, body(audio_part(wav_bytes(hertz=0)), text_part(QUESTION)))
-    assert logprobs_of(silence) != logprobs_of(reply)
+        assert client.delete("/v1/prefix_cache").status_code == 200
+    again = ask(llava, sent)
+    assert again["prefix_cache"]["restored"] == 0
+    assert media_of(again) == (1, 0)
 
 
 IMAGE = image_part(image_bytes())

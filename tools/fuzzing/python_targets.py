@@ -55,6 +55,7 @@ from diskprefix.store.schema import (
     encode_record,
 )
 from diskprefix.tokens import checksum
+from tests.api.test_refusals import CHAT, MESSAGES, RESPONSES
 from tests.chat.output.replies import NAMES, REPLIES, format_named, read, tool
 from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
@@ -338,106 +339,14 @@ class _CountTokens:
         return body.conversation
 
 
-_TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
-_IMAGE = "data:image/png;base64,iVBORw0KGgo="
-_SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "stream": True, "logit_bias": {"5": 1.5}}
-_CACHE = {"prefix_cache": {"scope": "auto:30"}, "cache_salt": "a" * 9}
-_BODIES: dict[str, list[Any]] = {
-    "chat": [
-        {
-            "messages": [
-                {"role": "system", "content": "s"},
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "t", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
-                        {"type": "image_url", "image_url": {"url": _IMAGE}},
-                        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-                    ],
-                },
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "reasoning_content": "r",
-                    "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
-                },
-                {"role": "tool", "tool_call_id": "call_1", "content": "result"},
-            ],
-            "tools": [{"type": "function", "function": _TOOL}],
-            "tool_choice": {"type": "function", "function": {"name": "f"}},
-            **_SAMPLING,
-            **_CACHE,
-        },
-        {
-            "messages": [{"role": "user", "content": "t"}],
-            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
-            "stop": ["a"],
-            "n": 2,
-            "logprobs": True,
-            "top_logprobs": 3,
-            "stream_options": {"include_usage": True},
-            "stream": True,
-        },
-    ],
-    "completions": [
-        {"prompt": "text", "suffix": "s", "max_tokens": 5, "logprobs": 2, **_SAMPLING},
-        {"prompt": [1, 2, 3], "structured_outputs": {"choice": ["a"]}, "n": 2, "best_of": 2},
-    ],
-    "infill": [
-        {"input_prefix": "a", "input_suffix": "b", "n_predict": 5, "input_extra": [{"filename": "f", "text": "t"}]}
-    ],
-    "messages": [
-        {
-            "max_tokens": 9,
-            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "t"},
-                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
-                        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}},
-                    ],
-                },
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "t", "signature": "s"},
-                        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "r", "is_error": True}],
-                },
-            ],
-            "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
-            "tool_choice": {"type": "tool", "name": "f"},
-            "thinking": {"type": "enabled", "budget_tokens": 1024},
-            "stop_sequences": ["x"],
-        }
-    ],
-    "responses": [
-        {
-            "input": [
-                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "t"}]},
-                {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}]},
-                {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "call_1", "output": "o"},
-                {"type": "item_reference", "id": "msg_1_0"},
-            ],
-            "instructions": "i",
-            "tools": [{"type": "function", **_TOOL}],
-            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
-            "previous_response_id": "resp_12",
-            "reasoning": {"effort": "low", "summary": "auto"},
-            "store": True,
-            "metadata": {"a": "b"},
-        },
-        {"input": "text", "tool_choice": "required", "tools": [{"type": "function", **_TOOL}], "max_output_tokens": 5},
-    ],
+_BODIES: dict[str, dict[str, Any]] = {
+    "chat": CHAT,
+    "completions": {"prompt": "text", "suffix": "s", "structured_outputs": {"choice": ["a"]}, "n": 2, "best_of": 2},
+    "count_tokens": {name: value for name, value in MESSAGES.items() if name != "max_tokens"},
+    "infill": {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "f", "text": "t"}]},
+    "messages": MESSAGES,
+    "responses": RESPONSES | {"previous_response_id": "resp_12"},
 }
-_BODIES["count_tokens"] = [{name: value for name, value in _BODIES["messages"][0].items() if name != "max_tokens"}]
 _READERS: dict[str, Callable[[], BodyReader[Any]]] = {
     "chat": Chat,
     "completions": Completions,
@@ -449,7 +358,7 @@ _READERS: dict[str, Callable[[], BodyReader[Any]]] = {
 
 
 def _bodies(name: str, _folder: Path) -> Iterable[bytes]:
-    return map(json_text, _BODIES[name])
+    yield json_text(_BODIES[name])
 
 
 def _body_words(name: str) -> Iterable[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,8 +201,15 @@ def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
     """Returns the processor without its part for videos, which is the only one that needs torchvision."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers.models.pixtral import image_processing_pil_pixtral
 
-    wanted = PROCESSOR_MAPPING[type(config)]
+    named = PROCESSOR_MAPPING[type(config)]
+    # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
+    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+    module: Any = import_module(named.__module__)
+    # SmolVLM's writes the number of a video's frames with it.
+    module.num2words = str
+    wanted = getattr(module, named.__name__)
     loaders = {
         "tokenizer": AutoTokenizer,
         "image_processor": AutoImageProcessor,

@@ -117,8 +117,8 @@ def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
 
 
 def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
+    from diskprefix.api.openai_chat import ChatRequest
     from diskprefix.chat.renderer import PromptRenderer
-    from diskprefix.extras.request_bodies import parse_body
     from diskprefix.model.load.loader import load_tokenizer
 
     try:
@@ -144,7 +144,7 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
     try:
         renderer.warm_up()
         body = {"messages": [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": "Hello."}]}
-        prompt = parse_body(body).prompt(renderer)
+        prompt = renderer.replay(ChatRequest.model_validate(body).conversation, None).prompt
     except DiskPrefixError as error:
         yield Finding("template", "problem", error.message, "give another one with --chat-template")
         return

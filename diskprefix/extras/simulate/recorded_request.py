@@ -42,8 +42,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     cuts, is the position where the prompt parts from an earlier one that has no cut there. `parted_from` is the hash of
     that one at a later cut.
 
-    `remembered`: the prompt was computed to its end and has no media, so any scope could have kept it. The last fields
-    are the cache's work: see `CacheReport`.
+    `remembered`: the prompt was computed to its end, so any scope could have kept it. The last fields are the cache's
+    work: see `CacheReport`.
     """
 
     version: int

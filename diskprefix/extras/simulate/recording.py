@@ -101,7 +101,7 @@ class RequestRecorder:
     ) -> None:
         """Queues a finished request. `when` is its arrival in seconds since 1970. `reply` has
         the tokens that the model computed after the prompt. `remembered`: see `RecordedRequest`."""
-        if self._layout.get("exact_at") != "token" or prompt.media:
+        if self._layout.get("exact_at") != "token":
             reply = reply[:0]
         record_of = partial(
             RecordedRequest,
@@ -183,9 +183,7 @@ class RequestRecorder:
             len(prompt.token_ids),
             len(token_ids),
         }
-        # With media, equal tokens do not mean equal prompts. A random root makes the hashes unique.
-        root = root if not prompt.media else secrets.token_bytes(len(root))
-        places, left = ([], None) if prompt.media else self._partings.add(root, token_ids)
+        places, left = self._partings.add(root, token_ids)
         wanted.update(place.position for place in places)
         cuts = sorted(position for position in wanted if 0 < position <= len(token_ids))
         hashes = _prefix_hashes(key, root, token_ids, cuts)

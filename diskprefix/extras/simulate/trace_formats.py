@@ -215,8 +215,6 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
     token_ids, reply = token_ids[: record.prompt_tokens], token_ids[record.prompt_tokens :]
     prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, marks=marks)
     scope = parse_scope(record.scope, param="scope") if record.own_scope else None
-    if record.miss_reason == "media":
-        scope = Scope("off")  # no scope caches prompts with images
     return TraceRequest(
         when=when,
         prompt=prompt,

@@ -6,6 +6,8 @@ The compiled operator (`native`) computes all sequences of a `Step` in one call.
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,7 +63,7 @@ def attend(
         # A model that drops the other rows has one sequence.
         (run,) = step.runs
         count = min(attention_mask.last, run.num_rows)
-        step = Step((Run(run.end - count, count),))
+        step = Step((replace(run, start=run.end - count, num_rows=count),))
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
         raise NotInvariant("attention over other rows than those of the step")
     compiled = operators()
@@ -80,7 +82,7 @@ def attend(
         (run,) = step.runs
         first = _check_side_by_side(run, attention_mask, query, key, value)
         whole = [native.contiguous(memory[0].contiguous(), first) for memory in (key, value)]
-        runs = [native.run_of(run.start, run.num_rows, native.ONE_PAGE, *whole)]
+        runs = [native.run_of(run.start, run.num_rows, native.ONE_PAGE, *whole, _spans(run, attention_mask))]
         kv_heads, value_dim = key.shape[1], value.shape[3]
     out = native.attention(
         compiled,
@@ -107,7 +109,12 @@ def run_in_pages(run: Run, pattern: Pattern, key: LayerRows, value: LayerRows) -
     first = pattern.first_visible(run.start)
     if not (key.holds(first, run.end) and value.holds(first, run.end)):
         raise NotInvariant(_NOT_KEPT)
-    return native.run_of(run.start, run.num_rows, key.table.block_size, key.described(), value.described())
+    memory = key.described(), value.described()
+    return native.run_of(run.start, run.num_rows, key.table.block_size, *memory, _spans(run, pattern))
+
+
+def _spans(run: Run, pattern: Pattern) -> array[int]:
+    return run.flat_spans if pattern.whole_pictures else native.NO_SPANS
 
 
 def _check_side_by_side(run: Run, pattern: Pattern, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 NAME = "diskprefix_2"
 """The attention of ours, as transformers knows it."""
@@ -21,11 +24,13 @@ class NotInvariant(Exception):
 @dataclass(frozen=True)
 class Pattern:
     """The tokens that a token sees: all up to itself, or the last `window`, or those of its chunk. A model passes it to
-    its layers instead of a mask. With `last`, the rows are only the last so many of the step."""
+    its layers instead of a mask. With `last`, the rows are only the last so many of the step. With `whole_pictures`, a
+    token of a picture (`Run.spans`) sees the rest of the picture too."""
 
     window: int | None = None
     chunk: int | None = None
     last: int | None = None
+    whole_pictures: bool = False
 
     def __radd__(self, _scores: Any) -> Any:
         raise NotInvariant(_OWN_ATTENTION)
@@ -49,9 +54,30 @@ class Pattern:
         return position - position % self.chunk if self.chunk is not None else 0
 
 
-def pattern_of(mask_function: Any = None, local_size: int | None = None, **_: Any) -> Pattern:
+def sees_pictures_whole(config: PreTrainedConfig) -> Literal["", "all", "windowed", "otherwise"]:
+    """Returns in which layers of a model the tokens of a picture see each other: in none, in all, or in those with a
+    window. Pictures side by side, with no other token between them, count as one. "otherwise" is what our attention
+    cannot do: the prompt (PaliGemma) or all pictures (Molmo 2) as one. The forward of Gemma 4 Unified does it in
+    all layers, beyond their window, its `generate` in those with a window."""
+    text = config.get_text_config(decoder=True)
+    does = getattr(text, "use_bidirectional_attention", None) == "vision"
+    if config.model_type in ("paligemma", "molmo2") or (does and text.model_type != "gemma4_text"):
+        return "otherwise"
+    return "windowed" if does else "all" if text.model_type == "gemma3_text" else ""
+
+
+def pattern_of(
+    mask_function: Any = None, local_size: int | None = None, config: PreTrainedConfig | None = None, **_: Any
+) -> Pattern:
     """Returns the pattern of a mask, as transformers' mask interface describes it. Raises `NotInvariant` for others."""
-    candidates = [Pattern()] if local_size is None else [Pattern(window=local_size), Pattern(chunk=local_size)]
+    whole = "" if config is None else sees_pictures_whole(config)
+    if local_size is None:
+        candidates = [Pattern(whole_pictures=whole == "all")]
+    else:
+        candidates = [
+            Pattern(window=local_size, whole_pictures=whole in ("all", "windowed")),
+            Pattern(chunk=local_size),
+        ]
     for pattern in candidates:
         if mask_function is None or _agrees(pattern, mask_function, local_size or 1):
             return pattern

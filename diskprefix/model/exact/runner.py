@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -22,6 +22,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.invariant import as_it_was
+from diskprefix.model.exact.media import MediaRows, media_arguments
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -35,11 +36,13 @@ State: TypeAlias = KVSequence | TransformersState
 
 @dataclass(frozen=True)
 class Rows:
-    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits."""
+    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits. `media`
+    has what the model takes for those of pictures, and their positions, if the sequence has some."""
 
     state: State
     token_ids: torch.Tensor
     num_logits: int = 1
+    media: MediaRows | None = None
 
 
 def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
@@ -50,37 +53,50 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
         with as_it_was(model):
             return [first.forward(model, step[0].token_ids)[None]]
     sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
-    if len(step) == 1:
-        return [sequences[0].compute(model, step[0].token_ids, step[0].num_logits)]
-    sizes = [rows.token_ids.shape[1] for rows in step]
-    runs = tuple(sequence.begin_step(size) for sequence, size in zip(sequences, sizes, strict=True))
-    logits = _packed_forward(model, step, sequences, runs)
+    runs = tuple(
+        sequence.begin_step(rows.token_ids.shape[1], () if rows.media is None else rows.media.spans)
+        for sequence, rows in zip(sequences, step, strict=True)
+    )
+    logits = _forward(model, step, sequences, runs)
     for sequence, run_ in zip(sequences, runs, strict=True):
         sequence.end_step(run_)
     return list(torch.split(logits, [rows.num_logits for rows in step]))
 
 
-def _packed_forward(
+def forward(model: PreTrainedModel, sequence: KVSequence, token_ids: torch.Tensor, num_logits: int = 1) -> torch.Tensor:
+    """Runs [1, n] more tokens of one sequence. Returns the logits behind the last ones, shape [num_logits, vocab]."""
+    return run(model, [Rows(sequence, token_ids, num_logits)])[0]
+
+
+def _forward(
     model: PreTrainedModel, rows: Sequence[Rows], sequences: Sequence[KVSequence], runs: tuple[Run, ...]
 ) -> torch.Tensor:
     """Computes one step. Returns the logits of the rows that get some, [logits, vocab]."""
-    layout, step = sequences[0].layout, Step(runs)
+    layout, alone, device = sequences[0].layout, len(sequences) == 1, model.device
+    step = Step(runs, gathers=not layout.packs) if layout.exact_at == "token" else None
     keeps = "logits_to_keep" in layout.options
     ends = accumulate(run.num_rows for run in runs)
     kept = torch.cat([torch.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
-    of_layers = zip(*(sequence.layers for sequence in sequences), strict=True)
-    layers = [packed(of, step) if isinstance(of[0], TokenLayer | StateLayer) else of[0] for of in of_layers]
+    cache = sequences[0].cache
+    if not alone:
+        assert step is not None, "only models that are exact at every token pack"
+        of_layers = zip(*(sequence.layers for sequence in sequences), strict=True)
+        layers = [packed(of, step) if isinstance(of[0], TokenLayer | StateLayer) else of[0] for of in of_layers]
+        # Its lengths, those of the first sequence, are not used for positions or masks.
+        cache = StepCache(layers, lambda: runs[0].start)
+    input_ids = torch.cat([one.token_ids for one in rows], dim=1).to(device)
+    call: dict[str, Any] = {layout.cache_argument: cache, "use_cache": True}
+    if "position_ids" in layout.options:
+        # Not every model counts positions from its cache.
+        call["position_ids"] = positions(runs).to(device)
+    if any(one.media is not None for one in rows):
+        call |= media_arguments(input_ids, runs, [one.media for one in rows])
+    if keeps:
+        call["logits_to_keep"] = rows[0].num_logits if alone else kept
     with computing(step):
-        output = model(
-            input_ids=torch.cat([one.token_ids for one in rows], dim=1),
-            use_cache=True,
-            **({"position_ids": positions(runs)} if "position_ids" in layout.options else {}),
-            # Its lengths, those of the first sequence, are not used for positions or masks.
-            **{layout.cache_argument: StepCache(layers, lambda: runs[0].start)},
-            **({"logits_to_keep": kept} if keeps else {}),
-        )
+        output = model(input_ids=input_ids, **call)
     logits: torch.Tensor = output.logits[0]
-    return logits if keeps else logits[kept]
+    return logits[-rows[0].num_logits :] if alone else logits if keeps else logits[kept]
 
 
 def positions(runs: Sequence[Run]) -> torch.Tensor:

@@ -27,7 +27,7 @@ from diskprefix.model.exact import attention
 from diskprefix.model.exact.fused import kind_of
 from diskprefix.model.exact.invariant import as_it_was, install, uninstall
 from diskprefix.model.exact.patterns import NAME, NotInvariant
-from diskprefix.model.exact.runner import can_pack
+from diskprefix.model.exact.runner import can_pack, forward
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.model.exact.verified import is_verified
 from diskprefix.model.load.kernel_settings import computed_by
@@ -175,9 +175,9 @@ def _run(
     pool = PagePool(layout, model.device, block_size=_BLOCK_SIZE)
     sequence, logits = _sequence(pool, token_ids.shape[1]), []
     for part in torch.split(token_ids, list(steps), dim=1):
-        logits.append(sequence.compute(model, part, num_logits))
+        logits.append(forward(model, sequence, part, num_logits))
         if sequence.num_tokens == restored_at:
-            _sequence(pool, _STEP + 1).compute(model, made_up_tokens(model, 2, _STEP + 1), 1)
+            forward(model, _sequence(pool, _STEP + 1), made_up_tokens(model, 2, _STEP + 1))
             sequence = _sequence(pool, token_ids.shape[1], sequence.prefix())
     return bytes(sequence.read_tokens(0, sequence.num_tokens)) + bytes(sequence.read_states()), torch.cat(logits)
 

@@ -25,10 +25,9 @@ class MediaProcessor(Protocol):
     marks: Mapping[MediaKind, str]
     token_ids: Mapping[MediaKind, int]
 
-    def read_image(
-        self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Medium] = ()
-    ) -> Medium:
-        """Returns a picture, of which only the header is read. `param` is the path of its content. Raises `InvalidRequest` if it is none, or too large with the media `beside`."""
+    def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Medium] = ()) -> Medium:
+        """Returns a picture, of which only the header is read. `param` is the path of its content. Raises
+        `InvalidRequest` if it is none, or too large with the media `beside`."""
 
     def read_audio(self, content: bytes, *, param: str, beside: Sequence[Medium] = ()) -> Medium:
         """Returns a sound. Raises `InvalidRequest` if it is none, or too long with the media `beside`."""

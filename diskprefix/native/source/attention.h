@@ -36,6 +36,13 @@ Stored* row_of(const Run& run, const Rows& rows, int64_t head, int64_t token) {
   return page ? (Stored*)(page + rows.offset) + at : nullptr;
 }
 
+// Behind the last token that a row sees.
+inline int64_t end_visible(const Run& run, int64_t position) {
+  for (int64_t i = 0; i < run.num_spans; ++i)
+    if (position >= run.spans[i].begin && position < run.spans[i].end) return run.spans[i].end;
+  return position + 1;
+}
+
 // The state of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values. There is room
 // for a multiple of 16 rows.
 struct State {
@@ -114,7 +121,7 @@ class Computation {
     Stored* gathered;  // the keys of a tile that lie in several pages, then its values
     float* scores;  // and in the same rows the weights, as soon as a score is not needed any more
     State state, tile;
-    int64_t* positions;
+    Span* visible;  // of each row the tokens that it sees
   };
 
   int64_t first_visible(int64_t position) const {
@@ -123,6 +130,9 @@ class Computation {
   }
 
   int64_t position_of(const Task& task, int64_t row) const { return runs_[task.run].start + (task.row + row) / group_; }
+
+  // Behind the last token that a row of the task sees.
+  int64_t end_of(const Task& task) const { return end_visible(runs_[task.run], position_of(task, task.num_rows - 1)); }
 
   // Tasks for all rows; those of few rows may be cut into several units of tiles.
   bool plan(Memory& memory) {
@@ -156,7 +166,7 @@ class Computation {
     Task& task = *new (&tasks_[num_tasks_++]) Task();
     task.run = run, task.head = head, task.row = row, task.num_rows = num_rows;
     task.first_tile = first_visible(position_of(task, 0)) / KEY_TILE;
-    task.num_tiles = position_of(task, task.num_rows - 1) / KEY_TILE + 1 - task.first_tile;
+    task.num_tiles = (end_of(task) - 1) / KEY_TILE + 1 - task.first_tile;
     total_tiles_ += task.num_tiles;
   }
 
@@ -201,7 +211,7 @@ class Computation {
                           Memory::size_of<Factor>(KEY_TILE * columns_) + Memory::size_of<float>(BLOCK * STRIDE) +
                           2 * Memory::size_of<float>(BLOCK) + Memory::size_of<float>(BLOCK * columns_) +
                           2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_) +
-                          Memory::size_of<int64_t>(rows) +
+                          Memory::size_of<Span>(rows) +
                           Memory::size_of<Stored>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     if (!memory.reserve(bytes)) return false;
     scratch.queries = memory.take<Factor>(rows * inner_);
@@ -211,7 +221,7 @@ class Computation {
     scratch.scores = memory.take<float>(BLOCK * STRIDE);
     scratch.tile = state_in(memory, BLOCK);
     scratch.state = state_in(memory, rows);
-    scratch.positions = memory.take<int64_t>(rows);
+    scratch.visible = memory.take<Span>(rows);
     scratch.gathered = memory.take<Stored>(KEY_TILE * most(call_.key_dim, call_.value_dim));
     return true;
   }
@@ -245,7 +255,8 @@ class Computation {
       const Stored* from =
           (const Stored*)call_.query + head * call_.query_head_stride + (before + token) * call_.query_row_stride;
       Product::pack_row(from, call_.key_dim, inner_, scratch.queries + row * inner_);
-      scratch.positions[row] = runs_[task.run].start + token;
+      const int64_t position = runs_[task.run].start + token;
+      scratch.visible[row] = {first_visible(position), end_visible(runs_[task.run], position)};
     }
     if (has_few(task)) Product::turn_rows(scratch.queries, inner_, task.num_rows, inner_, scratch.turned);
   }
@@ -276,8 +287,8 @@ class Computation {
   // The tile has the number `tile` among those of the task.
   void attend_to(const Task& task, int64_t tile, const Scratch& scratch) const {
     const Run& run = runs_[task.run];
-    const int64_t start = (task.first_tile + tile) * KEY_TILE, last = position_of(task, task.num_rows - 1);
-    const int64_t present = least(KEY_TILE, last + 1 - start), num_keys = up_to(present, KEYS);
+    const int64_t start = (task.first_tile + tile) * KEY_TILE;
+    const int64_t present = least(KEY_TILE, end_of(task) - start), num_keys = up_to(present, KEYS);
     const auto [keys, key_stride] = rows_of_tile(run, run.keys, task.head, start, present, call_.key_dim, scratch.gathered);
     const int64_t as_they_lie = has_few(task) ? present / KEYS * KEYS : 0;
     if (as_they_lie)
@@ -291,7 +302,7 @@ class Computation {
     if (packs_values)
       Product::pack_plain(values, value_stride, present, num_keys, call_.value_dim, columns_, scratch.values);
     for (int64_t row = 0; row < task.num_rows; row += BLOCK) {
-      const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.positions[row + num_rows - 1] + 1;
+      const int64_t num_rows = least(BLOCK, task.num_rows - row), end = scratch.visible[row + num_rows - 1].end;
       const int64_t seen = up_to(least(present, end - start), KEYS);
       if (seen <= 0) continue;
       // Those of few rows, which may be cut into units, have one block.
@@ -316,8 +327,8 @@ class Computation {
                         scratch.scores + known, STRIDE, num_rows, inner_, seen - known);
     float tops[BLOCK];
     for (int64_t i = 0; i < num_rows; ++i) {
-      const int64_t position = scratch.positions[row + i];
-      tops[i] = largest_score(scratch.scores + i * STRIDE, seen, first_visible(position) - start, position + 1 - start);
+      const Span visible = scratch.visible[row + i];
+      tops[i] = largest_score(scratch.scores + i * STRIDE, seen, visible.begin - start, visible.end - start);
     }
     for (int64_t i = 0; i < num_rows; ++i) {
       found.high[i] = tops[i] * scale_ > NOTHING ? tops[i] * scale_ : NOTHING;

@@ -20,11 +20,19 @@ struct Rows {
   int64_t offset, head_stride, token_stride;
 };
 
+// Positions from `begin` to `end` of a sequence.
+struct Span {
+  int64_t begin, end;
+};
+
 // Consecutive tokens of one sequence: `num_rows` rows of the query, the first at position `start`. Pages of which no row
-// sees a token may be null.
+// sees a token may be null. A row in one of the spans, which are in order and end before the run does, sees all tokens up
+// to the end of that span, as far back as another row does.
 struct Run {
   int64_t start, num_rows, page_tokens;
   Rows keys, values;
+  const Span* spans;
+  int64_t num_spans;
 };
 
 struct Attention {

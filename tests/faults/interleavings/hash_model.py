@@ -115,7 +115,7 @@ def salted_rows(chunk: Chunk[Reply]) -> SaltedRows:
     reply = chunk.sequence
     assert reply.state is not None
     rows = reply.ids(chunk.start, chunk.end)
-    return SaltedRows(reply.state, rows, 1 + chunk.num_drafted, salt_of(reply.running.request.cache.tenant))
+    return SaltedRows(reply.state, rows, 1 + chunk.num_drafted, salt=salt_of(reply.running.request.cache.tenant))
 
 
 @dataclass

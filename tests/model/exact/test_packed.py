@@ -19,7 +19,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact import invariant, latent, recurrent, runner
-from diskprefix.model.exact.runner import Rows
+from diskprefix.model.exact.runner import Rows, forward
 from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.native import dense
@@ -65,7 +65,7 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
             sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, number, length)
             ends = [*range(256, length - 4, 256), *range(max(1, length - 4), length + 1)]
             parts = [token_ids[:, begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-            logits = [sequence.forward(model, part) for part in parts]
+            logits = [forward(model, sequence, part)[-1] for part in parts]
             found.append((state_of(sequence, length), logits[-min(4, length - 1) :]))
     return found
 
@@ -266,7 +266,7 @@ def test_a_model_whose_forwards_stay_as_they_are_depends_on_its_steps(monkeypatc
     def computed(cut: list[int]) -> tuple[bytes, torch.Tensor]:
         sequence, ids = sequence_of(model, layout), made_up_tokens(model, 0, sum(cut))
         with torch.inference_mode():
-            *_, logits = [sequence.forward(model, part) for part in torch.split(ids, cut, dim=1)]
+            *_, logits = [forward(model, sequence, part)[-1] for part in torch.split(ids, cut, dim=1)]
         return state_of(sequence, sum(cut)), logits
 
     def depends_on_its_steps() -> bool:

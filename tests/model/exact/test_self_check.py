@@ -20,6 +20,7 @@ from diskprefix.kv.step import current_step
 from diskprefix.model.exact import invariant, self_check, verified
 from diskprefix.model.exact.attention import attend, kernel
 from diskprefix.model.exact.patterns import NAME, NotInvariant
+from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.load.fingerprint import Fingerprint
@@ -236,7 +237,7 @@ def restored(model: PreTrainedModel, cold: KVSequence, num_tokens: int, *, num_m
                 page.tensor[:, :, : num_tokens - at * size] = source.tensor[:, :, : num_tokens - at * size]
     sequence.truncate(num_tokens)
     with torch.inference_mode():
-        return sequence.forward(model, made_up_tokens(model, 8, 3))
+        return forward(model, sequence, made_up_tokens(model, 8, 3))[-1]
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
@@ -246,8 +247,8 @@ def test_a_restored_run_needs_the_pages_of_its_windows_only(block_size: int) -> 
     assert any(group.window for group in layout.groups)
     cold = KVSequence(PagePool(layout, model.device, block_size=block_size))
     with torch.inference_mode():
-        cold.forward(model, made_up_tokens(model, 7, 600))
-        expected = cold.forward(model, made_up_tokens(model, 8, 3))
+        forward(model, cold, made_up_tokens(model, 7, 600))[-1]
+        expected = forward(model, cold, made_up_tokens(model, 8, 3))[-1]
     assert torch.equal(restored(model, cold, 600), expected)
     with pytest.raises(NotInvariant, match="does not keep"):
         restored(model, cold, 600, num_missing=1)
@@ -262,7 +263,7 @@ def test_a_model_that_gets_its_memory_side_by_side_has_the_same_bits(name: str) 
         sequence = KVSequence(PagePool(replace(layout, packs=packs), model.device, block_size=256))
         with torch.inference_mode():
             for part in torch.split(made_up_tokens(model, 7, 610), [300, 300, 9, 1], dim=1):
-                logits = sequence.forward(model, part)
+                logits = forward(model, sequence, part)[-1]
         found.append((bytes(sequence.read_tokens(sequence.complete_from, 50)), logits.tolist()))
     assert found[0] == found[1]
 

@@ -1,4 +1,4 @@
-"""The command `diskprefix inspect`: lists and explains the saved prompts, with or without a running daemon."""
+"""The command `diskprefix inspect`: lists the saved prompts, with or without a running daemon."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from diskprefix.cli.options import PathType, api_key_option, setting_option
+from diskprefix.cli.options import setting_option
 from diskprefix.cli.tooling import (
     find_entry,
     opened_store,
@@ -30,41 +30,24 @@ from diskprefix.units import ago, counted, format_size
 _OTHER_COLUMNS = 100
 """The approximate width of all columns except the preview, with a long model name."""
 _NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
-_FOR_WHY = "With --why: "
 
 
-@click.command(short_help="List the saved prompts, what they share, and why a prompt misses.")
+@click.command(short_help="List the saved prompts, and what they share.")
 @click.argument("entry", required=False)
 @click.option("--tree", is_flag=True, help="Show the prefix tree with its shared trunks.")
 @click.option("--stats", is_flag=True, help="Show the gain of the cache by model and tenant.")
-@click.option(
-    "--why",
-    "body",
-    metavar="FILE",
-    type=PathType(exists=True, dir_okay=False, allow_dash=True),
-    help="Explain a miss: read the body of a request (- is standard input), and show what would be restored, the "
-    "nearest saved prompt, and where and why the two differ.",
-)
 @setting_option(
     "model",
     envvar=None,
-    help="Only the saved prompts of this model, named as in the list. With --why also a file or folder, whose "
-    "tokenizer reads the request.",
-    show_default="all; with --why the one that the request names",
+    help="Only the saved prompts of this model, named as in the list.",
+    show_default="all",
 )
-@setting_option("chat_template", help=_FOR_WHY + "the Jinja file of the daemon.")
-@setting_option("normalise", help=_FOR_WHY + "the value of the daemon.")
-@api_key_option(_FOR_WHY + "the API key of the request.")
 @store_options
 def inspect(
     entry: str | None,
     tree: bool,
     stats: bool,
-    body: Path | None,
     model: str | None,
-    chat_template: Path | None,
-    normalise: str,
-    api_key: str | None,
     kv_cache_dir: Path,
     as_json: bool,
 ) -> None:
@@ -88,27 +71,20 @@ def inspect(
     diskprefix inspect
     diskprefix inspect 3fa9
     diskprefix inspect --tree --model unsloth/Qwen3.5-4B-GGUF:Q8_0
-    diskprefix inspect --why request.json
     diskprefix inspect --json | jq '.entries[] | {id, num_tokens, hits}'
 
     \b
-    Exit codes: 0 done; 2 wrong usage, no such ENTRY, or a FILE that is no request; 3 no tokenizer for --why;
-    4 the store cannot be opened.
+    Exit codes: 0 done; 2 wrong usage, or no such ENTRY; 4 the store cannot be opened.
     """
-    if sum([entry is not None, tree, stats, body is not None]) > 1:
-        raise SettingsError("inspect: give one of ENTRY, --tree, --stats and --why")
+    if sum([entry is not None, tree, stats]) > 1:
+        raise SettingsError("inspect: give one of ENTRY, --tree and --stats")
     with opened_store(kv_cache_dir) as store, store.snapshot() as snapshot:
         entries = list_entries(snapshot)
         roots = {root: record.model for root, record in snapshot.roots()}
-        if model is not None and body is None:
+        if model is not None:
             roots = _of_model(roots, model)
             entries = [info for info in entries if info.model == model]
-        if body is not None:
-            from diskprefix.extras.watch.inspect.why_view import WhyOptions, show_why
-
-            options = WhyOptions(model, chat_template, normalise, api_key)
-            show_why(snapshot, store.secret, entries, body, options, as_json=as_json)
-        elif entry is not None:
+        if entry is not None:
             from diskprefix.extras.watch.inspect.entry_view import show_entry
 
             show_entry(snapshot, entries, find_entry(entries, entry), as_json=as_json)

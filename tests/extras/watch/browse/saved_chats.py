@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.extras.request_bodies import parse_body
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.savings import SavingsLog, Tally
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
-from diskprefix.tokens import TokenIds, root_hash
+from diskprefix.tokens import root_hash
 from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
 from tests.store.building import BLOCK, Clock, layout_of, open_store, publication
 
@@ -38,28 +38,23 @@ class SavedChats:
         self.tokenizer = tokenizer
         self.clock = Clock(NOW)
         self.store: Store = open_store(folder, clock=self.clock)
-        self._tokenizer = tokenizer_in(tokenizer)
-        self.renderer = PromptRenderer(self._tokenizer, vocab_size=VOCAB_SIZE, max_positions=1 << 20)
-
-    def decode(self, token_ids: TokenIds) -> str:
-        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
+        self.renderer = PromptRenderer(tokenizer_in(tokenizer), vocab_size=VOCAB_SIZE, max_positions=1 << 20)
 
     def save(
-        self, body: dict[str, Any], *, tenant: Tenant = SHARED, model: str = "tiny", torch: str = "2.13", keep: int = 0
+        self, body: dict[str, Any], *, tenant: Tenant = SHARED, model: str = "tiny", torch: str = "2.13"
     ) -> Publication:
-        """Saves the prompt of a body, or its first `keep` tokens. `torch` is a part of the model's identity."""
+        """Saves the prompt of a body. `torch` is a part of the model's identity."""
         self.clock.now += 60
-        prompt = parse_body(body).prompt(self.renderer)
+        prompt = self.renderer.replay(ChatRequest.model_validate(body).conversation, None).prompt
         identity = f'{{"fingerprint":{{"torch_version":"{torch}","products":"x"}},"model":"{model}","salt":"{tenant}"}}'
         root = root_hash(identity)
-        kept = prompt.token_ids[: keep or None]
-        made = publication(self.store, kept, root=root, layout=LAYOUT)
+        made = publication(self.store, prompt.token_ids, root=root, layout=LAYOUT)
         assert made.entry is not None
         made = replace(
             made,
             entry=type(made.entry)(
                 root=root,
-                num_tokens=len(kept),
+                num_tokens=len(prompt.token_ids),
                 scope="full",
                 preview=prompt.text,
                 created_at=self.clock.now,
@@ -92,5 +87,5 @@ SYSTEM = (
 )
 
 
-def chat(question: str, system: str = SYSTEM, **fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": question}], **fields}
+def chat(question: str, system: str = SYSTEM) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": question}]}

@@ -1,0 +1,144 @@
+"""The encoder's outputs for pictures and sounds, in the store. Each is computed once for all prompts that hold it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from msgspec.structs import replace
+
+from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
+from diskprefix.cache.tiers.tier import View, open_views
+from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.nouns import CacheOptions, Medium, Tenant
+from diskprefix.store.changes import NewNode, batches
+from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
+from diskprefix.store.schema import ENCODED_MEDIA, RootRecord
+from diskprefix.store.store import Chain, Publication
+from diskprefix.tokens import media_ids, root_hash
+
+log = logging.getLogger("diskprefix")
+
+_BATCH_BYTES = 16 << 20
+"""The bytes that are written in one transaction, at least one block."""
+
+
+class EncodedMedia:
+    """Loads and saves the encoder's outputs of one model, as blocks of the ids of their tokens.
+
+    The blocks of each tenant are under a root of their own, and continue each other as those of a prompt do. So they
+    count in the budget, are evicted from their end on, expire, and are purged as all blocks. What goes wrong is logged
+    and counted, never raised: a medium that is not found is encoded again.
+    """
+
+    def __init__(self, cache: PrefixCache, levels: int, hidden: int, dtype: torch.dtype) -> None:
+        """An output has the shape [levels, tokens of the medium, hidden] and this dtype."""
+        self._cache, self._shape, self._dtype = cache, (levels, hidden), dtype
+        group = LayoutGroup(levels, hidden, str(dtype).removeprefix("torch."), ("rows",))
+        self._text = LayoutText(LAYOUT_VERSION, (group,), (0, "float32")).text()
+        self._layout = PayloadLayout.parse(self._text)
+
+    def load(self, medium: Medium, options: CacheOptions) -> torch.Tensor | None:
+        """Returns the output for a medium, on the CPU; None if it is not stored whole, or the request's scope is off.
+        A damaged block is removed. Waits for the disk. For any thread."""
+        if options.scope.kind == "off":
+            return None
+        levels, hidden = self._shape
+        try:
+            rows = torch.empty((levels, medium.num_tokens, hidden), dtype=self._dtype)
+            _, nodes = self._root_of(medium, options.tenant)
+            path = _path(nodes)
+            with open_views(self._cache.tiers) as views:
+                if not all(self._read(views, nodes, node, rows) for node in path):
+                    return None
+        except CacheError as error:
+            self._fail("is encoded again", error)
+            return None
+        self._cache.writer.touch(path[-1].name, self._cache.store.clock(), options.ttl_s)
+        return rows
+
+    def save(self, medium: Medium, rows: torch.Tensor, options: CacheOptions, encode_s: float = 0.0) -> None:
+        """Submits a copy of an output to the writer, unless the request saves nothing, or only the beginning of its
+        prompt. `encode_s` is how long computing it took. For the engine's thread; does not wait."""
+        cache, num_bytes = self._cache, rows.nbytes
+        spending = cache.spending(options.tenant)
+        if not options.save or options.scope.most is not None or cache.store.problem is not None:
+            return
+        if spending is not None and not spending.allows_medium(num_bytes, is_asked=options.is_asked):
+            cache.count("unaffordable")
+            return
+        if not cache.writer.reserve(num_bytes):
+            cache.count("refused")
+            log.warning("[disk-cache] a medium is not saved: the write buffer has no room for it")
+            return
+        try:
+            (record, nodes), chain = self._root_of(medium, options.tenant), Chain()
+            token_s, token_bytes = encode_s / medium.num_tokens, num_bytes // medium.num_tokens
+            at_once = max(1, _BATCH_BYTES // (nodes.block_size * token_bytes))
+            for some in batches(_path(nodes), at_once):
+                publication = Publication(
+                    store_id=cache.store.store_id,
+                    root=nodes.root,
+                    root_record=record,
+                    nodes=tuple(self._captured(nodes, node, rows, token_s, options.ttl_s) for node in some),
+                    chain=chain,
+                )
+                cache.writer.submit(publication, reserved_bytes=publication.payload_bytes)
+                num_bytes -= publication.payload_bytes
+            cache.spend(options.tenant, rows.nbytes)
+        except CacheError as error:
+            self._fail("is not saved", error)
+        finally:
+            cache.writer.release(num_bytes)
+
+    def _root_of(self, medium: Medium, tenant: Tenant) -> tuple[RootRecord, PromptNodes]:
+        """Returns the record of a tenant's root of media, which differs from that of its prompts in the payloads, and
+        the nodes of a medium there."""
+        record = self._cache.root_record(tenant)
+        record = replace(record, layout=self._text, identity=f"{ENCODED_MEDIA}{self._text} {record.identity}")
+        ids, root = media_ids(medium.name, medium.num_tokens), root_hash(record.identity)
+        return record, PromptNodes(self._cache.store.secret, root, ids, record.block_size, self._layout)
+
+    def _read(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: torch.Tensor) -> bool:
+        """Reads the rows of a block. Returns False if it is not stored, or damaged."""
+        view = next((view for view in views if view.has(node, nodes.token_bytes(node))), None)
+        if view is None:
+            return False
+        cuts, out = nodes.cuts(node), rows[:, node.position : node.end].flatten(1).view(torch.uint8).numpy()
+        try:
+            for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
+                write(out[cut.first_row : cut.first_row + cut.piece.num_rows])
+        except StoreCorrupt as error:
+            view.drop(node, error)
+            return False
+        return True
+
+    def _captured(
+        self, nodes: PromptNodes, node: Node, rows: torch.Tensor, token_s: float, ttl_s: float | None
+    ) -> NewNode:
+        pieces = tuple(cut.piece for cut in nodes.cuts(node))
+        copy = rows[:, node.position : node.end].to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return NewNode(
+            name=node.name,
+            parent=node.parent,
+            position=node.position,
+            token_ids=nodes.tokens(node),
+            kind=node.kind,
+            payload=split_payload(copy.flatten().view(torch.uint8).numpy().data, pieces),
+            pieces=pieces,
+            prefill_s=token_s * node.num_tokens,
+            ttl_s=ttl_s,
+            num_checked=len(pieces),
+        )
+
+    def _fail(self, consequence: str, error: CacheError) -> None:
+        self._cache.count("errors")
+        log.warning("[disk-cache] a medium %s: %s", consequence, error)
+
+
+def _path(nodes: PromptNodes) -> list[Node]:
+    """Returns the blocks of a medium: full ones, and one of the tokens behind them."""
+    num_tokens = len(nodes.token_ids)
+    return [*nodes.blocks, *([nodes.partial_block(num_tokens)] if num_tokens % nodes.block_size else [])]

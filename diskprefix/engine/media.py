@@ -1,0 +1,300 @@
+"""The pictures of prompts: their rows are loaded from the store, or encoded, before a step needs them.
+
+A picture whose tokens are all in memory or restored is not looked at. The encoder runs in slices between steps, on a
+thread that the engine's waits for, so that replies of others go on.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from diskprefix.engine.scheduler import NO_LIMIT
+from diskprefix.model.exact.media import MediaEncoder, MediaRows
+from diskprefix.nouns import CacheOptions, Medium, Prompt
+from diskprefix.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from diskprefix.cache.encoded import EncodedMedia
+
+
+@dataclass(eq=False)
+class PromptMedia:
+    """The pictures of a prompt that is computed, and the rows of their tokens as far as they are there.
+
+    `token_ids`, int64 [1, tokens], have the placeholder in the place of pictures' ids. `ends` are the numbers of rows
+    up to the end of each picture. `spans` are the positions of pictures whose tokens see each other.
+    """
+
+    encoder: MediaEncoder
+    media: tuple[Medium, ...]
+    token_ids: torch.Tensor
+    is_media: torch.Tensor
+    places: TokenIds
+    """The positions of the rows, ascending."""
+    positions: torch.Tensor | None
+    spans: tuple[tuple[int, int], ...]
+    encoded: list[torch.Tensor | None]
+    encode_s: float = 0.0
+    num_encoded: int = 0
+    num_restored: int = 0
+    is_over: bool = False
+    """Its request has ended."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, encoder: MediaEncoder) -> PromptMedia:
+        """`prompt` has media."""
+        places = np.flatnonzero(prompt.token_ids < 0).astype(np.int32)
+        assert len(places) == sum(medium.num_tokens for medium in prompt.media), "each row has its token"
+        is_media = torch.from_numpy(prompt.token_ids < 0)
+        token_ids = torch.from_numpy(np.where(prompt.token_ids < 0, encoder.token_id, prompt.token_ids)).long()[None]
+        return cls(
+            encoder=encoder,
+            media=prompt.media,
+            token_ids=token_ids,
+            is_media=is_media,
+            places=places,
+            positions=encoder.positions(token_ids, is_media, prompt.media),
+            spans=tuple(_runs(places)) if encoder.sees_whole else (),
+            encoded=[None] * len(prompt.media),
+        )
+
+    def __post_init__(self) -> None:
+        self.ends = [*accumulate(medium.num_tokens for medium in self.media)]
+        self.next_position = 0 if self.positions is None else int(self.positions.max()) + 1
+
+    def missing(self, start: int) -> int | None:
+        """Returns the first picture with tokens at or behind a position whose rows are not there."""
+        row = int(np.searchsorted(self.places, start))
+        first = bisect_right(self.ends, row)
+        return next((number for number in range(first, len(self.media)) if self.encoded[number] is None), None)
+
+    def limit(self, start: int) -> int:
+        """Returns up to where a prompt can be computed from a position on."""
+        if (number := self.missing(start)) is None:
+            return NO_LIMIT
+        at = max(start, int(self.places[self.ends[number] - self.media[number].num_tokens]))
+        return next((max(start, begin) for begin, end in self.spans if begin < at < end), at)
+
+    def rows(self, start: int, end: int) -> MediaRows:
+        """Returns what the rows between two positions take. Behind the prompt, positions count on."""
+        first, last = (int(np.searchsorted(self.places, at)) for at in (start, end))
+        parts = [self.encoder.nothing]
+        for number in range(bisect_right(self.ends, first), len(self.media)):
+            begin = self.ends[number] - self.media[number].num_tokens
+            if begin >= last:
+                break
+            encoded = self.encoded[number]
+            assert encoded is not None, "a step ends before what is missing"
+            parts.append(encoded[:, max(0, first - begin) : last - begin])
+        is_media = torch.zeros(end - start, dtype=torch.bool)
+        is_media[: max(0, len(self.is_media) - start)] = self.is_media[start:end]
+        spans = tuple((begin, stop) for begin, stop in self.spans if begin < end and stop > start)
+        return MediaRows(self.encoder, is_media, torch.cat(parts, dim=1), self._positions(start, end), spans)
+
+    def _positions(self, start: int, end: int) -> torch.Tensor | None:
+        if self.positions is None:
+            return None
+        first, last = (max(0, at - len(self.is_media)) for at in (start, end))
+        behind = self.next_position + torch.arange(first, last)
+        return torch.cat([self.positions[:, start:end], behind.expand(len(self.positions), -1)], dim=1)
+
+    def timings(self) -> dict[str, Any]:
+        """Returns what they took, as fields of `Timings`."""
+        return {
+            "encode_ms": self.encode_s * 1e3,
+            "media_tokens": len(self.places),
+            "media_encoded": self.num_encoded,
+            "media_restored": self.num_restored,
+        }
+
+
+def _runs(places: TokenIds) -> Iterable[tuple[int, int]]:
+    """Yields the runs of consecutive positions, each [begin, end)."""
+    for part in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
+        yield int(part[0]), int(part[-1]) + 1
+
+
+class _Closed(BaseException):
+    """The call is no longer wanted."""
+
+
+class SlicedCall:
+    """A call on a thread of its own, which runs while `run_slice` waits: up to the next one of `modules`."""
+
+    def __init__(self, call: Callable[[], torch.Tensor], modules: Iterable[nn.Module]) -> None:
+        self._call = call
+        self._may_go, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_closed = self.is_over = False
+        self.result: torch.Tensor | None = None
+        self.error: Exception | None = None
+        self._hooks = [module.register_forward_pre_hook(lambda *_: self._pause()) for module in modules]
+        self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
+        self._thread.start()
+
+    def run_slice(self) -> None:
+        """Sets `is_over`, and `result` or `error`, when there is nothing left."""
+        self._may_go.release()
+        self._has_paused.acquire()
+
+    def close(self) -> None:
+        """Ends the call where it is."""
+        if not self.is_over:
+            self._is_closed = True
+            self.run_slice()
+
+    def _pause(self) -> None:
+        if threading.current_thread() is self._thread:
+            self._has_paused.release()
+            self._wait()
+
+    def _wait(self) -> None:
+        self._may_go.acquire()
+        if self._is_closed:
+            raise _Closed
+
+    def _run(self) -> None:
+        try:
+            self._wait()
+            with torch.inference_mode():
+                self.result = self._call()
+        except _Closed:
+            pass
+        except Exception as error:  # noqa: BLE001 (the engine raises it)
+            self.error = error
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self.is_over = True
+            self._has_paused.release()
+
+
+_Key: TypeAlias = "tuple[tuple[str, ...], bytes]"
+
+
+@dataclass(eq=False)
+class _Job:
+    """A picture whose rows are wanted, by prompts with the number that it has there."""
+
+    medium: Medium
+    options: CacheOptions
+    wanted_by: list[tuple[PromptMedia, int]] = field(default_factory=list)
+    inputs: dict[str, Any] | None = None
+    rows: torch.Tensor | None = None
+    error: Exception | None = None
+    call: SlicedCall | None = None
+    is_encoded: bool = False
+    encode_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return all(media.is_over for media, _ in self.wanted_by)
+
+
+class MediaRowsSource:
+    """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do."""
+
+    def __init__(self, encoder: MediaEncoder, stored: EncodedMedia, wake: Callable[[], None]) -> None:
+        self._encoder, self._stored, self._wake = encoder, stored, wake
+        self._jobs: dict[_Key, _Job] = {}
+        self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
+        """Rows that some prompt still has."""
+        self._loaded: deque[_Job] = deque()
+        """Filled by the thread that loads."""
+        self._encoding: deque[_Job] = deque()
+        self._ended: list[tuple[PromptMedia, Exception | None]] = []
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="media-load")
+
+    def want(self, media: PromptMedia, number: int, options: CacheOptions) -> bool:
+        """Gets the rows of a prompt's picture, if some other prompt has them. If not, begins to get them, unless that
+        has begun, and returns False."""
+        medium = media.media[number]
+        key = options.tenant.ids, medium.name
+        if (rows := self._recent.get(key)) is not None:
+            media.encoded[number] = rows
+            return True
+        if (job := self._jobs.get(key)) is None:
+            job = self._jobs[key] = _Job(medium, options)
+            self._loader.submit(self._load, job)
+        if (media, number) not in job.wanted_by:
+            job.wanted_by.append((media, number))
+        return False
+
+    def take(self) -> list[tuple[PromptMedia, Exception | None]]:
+        """Returns the prompts that got rows since the last call, or will get none because of an error."""
+        while self._loaded:
+            job = self._loaded.popleft()
+            if job.rows is None and job.error is None:
+                self._encoding.append(job)
+            else:
+                self._end(job)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def run_slice(self) -> bool:
+        """Runs a slice of the encoder. Returns False if nothing is to be encoded. What has begun goes on to its end,
+        even if its prompts are over: their clients may send them again."""
+        while self._encoding and self._encoding[0].call is None and self._encoding[0].is_over:
+            self._end(self._encoding.popleft())
+        if not self._encoding:
+            return False
+        job, started = self._encoding[0], time.perf_counter()
+        if job.call is None:
+            inputs, job.inputs = job.inputs or {}, None
+            job.call = SlicedCall(lambda: self._encoder.encode(job.medium, inputs), self._encoder.slices())
+        job.call.run_slice()
+        job.encode_s += time.perf_counter() - started
+        if job.call.is_over:
+            self._encoding.popleft()
+            job.rows, job.error = job.call.result, job.call.error
+            # It holds the rows, and knows the job.
+            job.call, job.is_encoded = None, job.rows is not None
+            if job.rows is not None:
+                self._loader.submit(self._stored.save, job.medium, job.rows, job.options, job.encode_s)
+            self._end(job)
+        return True
+
+    def close(self) -> None:
+        for job in self._encoding:
+            if job.call is not None:
+                job.call.close()
+        self._loader.shutdown(cancel_futures=True)
+
+    def _load(self, job: _Job) -> None:
+        """Runs on the loading thread."""
+        try:
+            with torch.inference_mode():
+                job.rows = self._stored.load(job.medium, job.options)
+                if job.rows is None:
+                    job.inputs = job.medium.prepare()
+        except Exception as error:  # noqa: BLE001 (the engine raises it)
+            job.error = error
+        self._loaded.append(job)
+        self._wake()
+
+    def _end(self, job: _Job) -> None:
+        key = job.options.tenant.ids, job.medium.name
+        self._jobs.pop(key, None)
+        if job.rows is not None:
+            self._recent[key] = job.rows
+        for place, (media, number) in enumerate(job.wanted_by):
+            media.encoded[number] = job.rows
+            # It counts as the work of the first one.
+            is_first = place == 0
+            media.encode_s += job.encode_s * is_first
+            media.num_encoded += is_first and job.is_encoded
+            media.num_restored += not job.is_encoded and job.rows is not None
+            self._ended.append((media, job.error))

@@ -1,0 +1,220 @@
+"""The encoder's outputs in the store: found again bit for bit, by their tenant only, and gone like any block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.cache.encoded import EncodedMedia
+from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
+from diskprefix.nouns import CacheOptions, Medium, Prompt, Scope, Tenant
+from diskprefix.store.purge import PurgeFilter
+from diskprefix.tokens import media_ids
+from tests.cache.opening import AUTO, FULL, OFF, Opened, is_sound
+from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, same
+from tests.store.building import damage
+
+LEVELS, HIDDEN = 3, 512
+ALICE = replace(AUTO, tenant=Tenant().with_salt("alice"))
+
+
+def medium(name: int = 1, num_tokens: int = 2 * BLOCK + 5) -> Medium:
+    return Medium("image", bytes([name] * 16), "<image>", num_tokens, {}, "640x480", 1000, "messages[0]", dict)
+
+
+def rows_of(one: Medium) -> torch.Tensor:
+    torch.manual_seed(one.name[0])
+    return torch.randn(LEVELS, one.num_tokens, HIDDEN).to(torch.bfloat16)
+
+
+def media(runner: Runner) -> EncodedMedia:
+    return EncodedMedia(runner.cache, LEVELS, HIDDEN, torch.bfloat16)
+
+
+def save(runner: Runner, one: Medium, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
+    media(runner).save(one, rows_of(one), options, encode_s=2.0)
+    if is_flushed:
+        runner.flush()
+
+
+def finds(runner: Runner, one: Medium, options: CacheOptions = AUTO) -> bool:
+    found = media(runner).load(one, options)
+    assert found is None or torch.equal(found, rows_of(one))
+    return found is not None
+
+
+@pytest.fixture
+def runner(opened: Opened) -> Iterator[Runner]:
+    one = opened("grid")
+    yield one
+    assert is_sound(one)
+
+
+@pytest.mark.parametrize("num_tokens", [1, BLOCK, 2 * BLOCK, 2 * BLOCK + 5])
+def test_an_output_is_found_in_memory_on_the_disk_and_after_a_restart(runner: Runner, num_tokens: int) -> None:
+    one = medium(num_tokens=num_tokens)
+    assert not finds(runner, one)
+    save(runner, one, is_flushed=False)
+    assert finds(runner, one)
+    runner.flush()
+    assert finds(runner, one)
+    runner.reopen()
+    assert finds(runner, one)
+    assert not finds(runner, medium(2, num_tokens))
+    assert runner.cache.writer.pending_bytes == 0
+
+
+def test_another_form_of_the_output_is_another_root(runner: Runner) -> None:
+    save(runner, medium())
+    assert EncodedMedia(runner.cache, LEVELS, HIDDEN, torch.float16).load(medium(), AUTO) is None
+    assert EncodedMedia(runner.cache, 1, HIDDEN, torch.bfloat16).load(medium(), AUTO) is None
+
+
+def test_other_tenants_never_find_it_and_a_purge_of_one_leaves_the_others(runner: Runner) -> None:
+    save(runner, medium(), ALICE)
+    assert finds(runner, medium(), ALICE)
+    assert not finds(runner, medium())
+    save(runner, medium())
+    assert runner.cache.purge(PurgeFilter(salt=str(ALICE.tenant))).blocks == 3
+    assert finds(runner, medium())
+    assert not finds(runner, medium(), ALICE)
+
+
+@pytest.mark.parametrize("chosen", [PurgeFilter(), PurgeFilter(model="tiny")], ids=["all", "model"])
+def test_a_purge_removes_it_with_its_root(runner: Runner, chosen: PurgeFilter) -> None:
+    save(runner, medium())
+    purged = runner.cache.purge(chosen)
+    assert (purged.blocks, purged.roots) == (3, 1)
+    assert not finds(runner, medium())
+
+
+def test_the_budget_holds_and_the_least_recently_used_goes_first(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = opened("grid", kv_cache_budget=16 << 20)
+    store, now, names = runner.cache.store, runner.cache.store.clock(), range(1, 50)
+    for name in names:
+        monkeypatch.setattr(store, "clock", partial(float, now + 10 * name))
+        save(runner, medium(name, 8 * BLOCK))
+        assert finds(runner, medium(1, 8 * BLOCK))
+    assert runner.cache.writer.evicted
+    left = [name for name in names if finds(runner, medium(name, 8 * BLOCK))]
+    assert left == [1, *names[1 - len(left) :]]
+    assert is_sound(runner)
+
+
+def test_it_is_kept_as_long_as_the_request_asks_after_its_last_use(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = runner.cache.store, runner.cache.store.clock()
+    save(runner, medium(), replace(AUTO, ttl_s=100.0))
+    with store.snapshot() as snapshot:
+        assert {usage["ttl_s"] for usage in snapshot.usages().records} == {100}
+    for later, is_left in ((90, True), (180, True), (400, False)):
+        monkeypatch.setattr(store, "clock", partial(float, now + later))
+        store.evictor.expire(0.0)
+        assert finds(runner, medium(), replace(AUTO, ttl_s=100.0)) == is_left
+        runner.flush()
+        store.write_from(runner.cache.writer._using)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_damaged_block_goes_and_the_output_is_saved_again(runner: Runner, number: int) -> None:
+    save(runner, medium())
+    with runner.cache.store.snapshot() as snapshot:
+        of_places = {snapshot.node(name).position: name for name in snapshot.keys("nodes")}  # type: ignore[union-attr]
+    damage(runner.cache.store, of_places[number * BLOCK])
+    assert not finds(runner, medium())
+    runner.wait_for(lambda: runner.cache.store.counts()["blocks"] == number)
+    save(runner, medium())
+    assert finds(runner, medium())
+
+
+def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
+    rows = rows_of(medium())
+    rows[1, 20] = torch.nan
+    media(runner).save(medium(), rows, AUTO)
+    assert media(runner).load(medium(), AUTO) is None
+    runner.flush()
+    assert media(runner).load(medium(), AUTO) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [OFF, replace(AUTO, save=False), CacheOptions(scope=Scope("tokens", 1000))],
+    ids=["off", "only restores", "limit"],
+)
+def test_a_request_that_does_not_save_all_it_computes_saves_none(runner: Runner, options: CacheOptions) -> None:
+    save(runner, medium(), options)
+    assert not finds(runner, medium())
+    save(runner, medium())
+    assert finds(runner, medium(), options) == (options is not OFF)
+
+
+def test_the_write_budget_and_the_buffer_limit_it(opened: Opened) -> None:
+    runner = opened("grid")
+    budget = runner.cache.store.meter
+    budget.budget_bytes = 4 * rows_of(medium()).nbytes
+    for name in range(1, 9):
+        save(runner, medium(name))
+    assert 0 < sum(finds(runner, medium(name)) for name in range(1, 9)) <= 3
+    assert runner.cache.counters["unaffordable"] >= 5
+    budget.budget_bytes, runner.cache.writer._buffer_bytes = 0, 10
+    save(runner, medium(20))
+    assert not finds(runner, medium(20))
+    assert runner.cache.counters["refused"] == 1
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable, StoreFull])
+def test_a_failing_store_is_a_miss(runner: Runner, monkeypatch: pytest.MonkeyPatch, error: type[CacheError]) -> None:
+    def failing(*_: Any) -> Any:
+        raise error("the disk fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.cache.store, "snapshot", failing)
+        assert media(runner).load(medium(), AUTO) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.cache.store, "publish", failing)
+        save(runner, medium())
+    assert not finds(runner, medium())
+    assert runner.cache.counters["errors"] == 1
+    save(runner, medium())
+    assert finds(runner, medium())
+
+
+def test_a_store_that_cannot_be_written_still_gives_what_it_has(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(runner, medium())
+    monkeypatch.setattr(runner.cache.store, "_problem", "the file system is read-only")
+    save(runner, medium(2))
+    assert (finds(runner, medium()), finds(runner, medium(2))) == (True, False)
+
+
+def pictured(runner: Runner, pictures: str, num_tokens: int = 300) -> Answer:
+    """A prompt with text before and behind each picture, given by its letter. Their tokens count as text here."""
+    runner.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: (args[0] % VOCAB,))
+    parts = [random_prompt(0, 100)]
+    for picture in pictures:
+        parts += [media_ids(picture.encode(), num_tokens), random_prompt(ord(picture) % 2, 50)]
+    return runner.run_prompt(Prompt(np.concatenate(parts)), FULL)
+
+
+@pytest.mark.parametrize("name", ["grid", "token"])
+def test_a_prompt_with_pictures_is_restored_like_text_up_to_another_picture(opened: Opened, name: str) -> None:
+    runner, cold = opened(name), opened(name)
+    pictured(runner, "ab")
+    runner.reopen()
+    longer = pictured(runner, "abc")
+    assert longer.report.restored >= 800 - BLOCK
+    assert same(longer, pictured(cold, "abc"))
+    # The second picture has another neighbour of the same text behind it.
+    other = pictured(runner, "adc")
+    assert (other.report.restored, other.report.miss_reason) == (450 - 450 % BLOCK if name == "grid" else 450, "media")
+    assert pictured(runner, "abcd").report.miss_reason is None
