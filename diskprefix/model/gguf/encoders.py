@@ -83,13 +83,16 @@ class PictureSettings:
 
 
 def make_composite(
-    encoder: PictureEncoder, metadata: Metadata, text: PreTrainedConfig, tokens: Sequence[str]
+    encoder: PictureEncoder, metadata: Metadata, text: PreTrainedConfig, of_text: Metadata
 ) -> tuple[PreTrainedConfig, PictureSettings]:
-    """Returns the configuration of a model of `text` with an encoder, whose file has these metadata, and the settings
-    of its processor. Raises `ModelError` for a key that is missing, or that nothing reads."""
+    """Returns the configuration of a model of `text`, from a file with the metadata `of_text`, with an encoder, whose
+    file has these `metadata`; and what its processor is made of. Raises `ModelError` for a key that is missing, or that
+    nothing reads."""
     from transformers import CONFIG_MAPPING
 
-    kind, numbers = CONFIG_MAPPING[encoder.model_type], {token: number for number, token in enumerate(tokens)}
+    kind, array = CONFIG_MAPPING[encoder.model_type], of_text.header.arrays.get("tokenizer.ggml.tokens")
+    tokens = [] if array is None else list(array.read())
+    numbers = {token: number for number, token in enumerate(tokens)}
     lacking = [token for token in encoder.tokens.values() if token not in numbers]
     if _SOFT_TOKEN not in lacking and encoder.tokens["image_token"] in lacking:
         raise ModelError(f"the file has no token {encoder.tokens['image_token']}, which stands for pictures")

@@ -68,8 +68,7 @@ class GgufModel:
         used = scale_positions(config, metadata, tensors, report)
         kind = _kind_of(config)
         if projector is not None:
-            words = header.arrays["tokenizer.ggml.tokens"].read() if "tokenizer.ggml.tokens" in header.arrays else ()
-            config, pictures = make_composite(projector.encoder, projector.metadata, config, words)
+            config, pictures = make_composite(projector.encoder, projector.metadata, config, metadata)
             kind = ModelKind(AutoModelForMultimodalLM, is_multimodal=True, has_own_generate=False)
             parts, tensors = [*parts, projector.path], [*tensors, *projector.metadata.tensors.values()]
         require_rotary(kind.skeleton(config).get_decoder(), architecture, metadata)

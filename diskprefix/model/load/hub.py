@@ -239,7 +239,7 @@ def is_model_folder(folder: Path) -> bool:
 # -- removing --------------------------------------------------------------------------------------------------------
 
 
-def files_to_remove(models: set[str]) -> tuple[set[Path], list[Path]]:
+def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
     """Returns what to remove from the hub's cache with these models: their weights in all snapshots, as far as no other
     file has the same content, the `mmproj` files with the last model of a repository, and the folders of the
     repositories in which nothing but small files would be left."""
@@ -251,7 +251,7 @@ def files_to_remove(models: set[str]) -> tuple[set[Path], list[Path]]:
         own = {_or_link(file, folder) for name, files in found if name in models for file in files}
         if not own:
             continue
-        if models >= {name for name, _ in found}:
+        if all(name in models for name, _ in found):
             projectors = (snapshot.rglob("*mmproj*.gguf") for snapshot in _snapshots(folder))
             own |= {_or_link(file, folder) for files in projectors for file in files}
         others = {file for file in (folder / "snapshots").rglob("*") if not file.is_dir()} - own
