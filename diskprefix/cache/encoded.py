@@ -14,6 +14,7 @@ from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.nouns import CacheOptions, Medium, Tenant
 from diskprefix.store.changes import NewNode, batches
+from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
 from diskprefix.store.schema import ENCODED_MEDIA, RootRecord
 from diskprefix.store.store import Chain, Publication
@@ -88,6 +89,9 @@ class EncodedMedia:
                 cache.writer.submit(publication, reserved_bytes=publication.payload_bytes)
                 num_bytes -= publication.payload_bytes
             cache.spend(options.tenant, rows.nbytes)
+            told = f"{medium.kind} {medium.size} {medium.name.hex()}".encode()
+            notes = cache.notes_of(nodes.root, record, options.ttl_s)
+            notes.put(NoteKind.MEDIUM, medium.name.hex(), told, nodes.token_ids)
         except CacheError as error:
             self._fail("is not saved", error)
         finally:

@@ -24,6 +24,7 @@ from diskprefix.chat.template_input import (
     variables_for_template,
 )
 from diskprefix.errors import InvalidRequest
+from diskprefix.nouns import MediaKind
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class ChatTemplate:
             )
         return str(self._tokenizer.get_chat_template(tools=tools))
 
-    def input_of(self, conversation: Conversation, *, with_media: bool) -> TemplateInput:
+    def input_of(self, conversation: Conversation, with_media: bool) -> TemplateInput:
         """Returns the template's input, with or without images and sounds. Raises `InvalidRequest` for a variable that
         the daemon sets."""
         tools = conversation.tools
@@ -103,10 +104,7 @@ class ChatTemplate:
             problem = "is set by the daemon and cannot be changed"
             raise InvalidRequest.at(f"chat_template_kwargs.{name}", problem)
         developer_is_known = "developer" in template
-        messages = [
-            message_for_template(message, developer_is_known, with_media=with_media)
-            for message in conversation.messages
-        ]
+        messages = [message_for_template(one, developer_is_known, with_media) for one in conversation.messages]
         return TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
 
     def render(self, template_input: TemplateInput, ending: Ending) -> str:
@@ -142,6 +140,11 @@ class ChatTemplate:
     def writes_late_system(self) -> bool:
         """True if the template writes a system message behind others."""
         return _TEXT in self.try_render(_LATE_SYSTEM, "reply")
+
+    def writes_in_result(self, kind: MediaKind, mark: str) -> bool:
+        """Returns whether the template writes the `mark` of an image or a sound in the result of a call."""
+        result = _RESULT | {"content": [{"type": kind}]}
+        return mark in self.try_render(TemplateInput([_USER, _CALL, result], None, {}), "none")
 
     def loses_plain_text(self) -> bool:
         """Returns whether the template takes lists of content parts only, and would leave out a plain text."""
@@ -185,7 +188,7 @@ class ChatTemplate:
 
 def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Renders the conversation in the words of its remembered replies, which gives "" if the template refuses them."""
-    template_input = template.input_of(draft.said, with_media=bool(draft.media))
+    template_input = template.input_of(draft.said, bool(draft.media))
     write = template.try_render if draft.remembered else template.render
     return replace(draft, rendering=Rendering(template_input, write(template_input, draft.ending)), spans=())
 

@@ -263,7 +263,7 @@ class MediaRowsSource:
             # It holds the rows, and knows the job.
             job.call, job.is_encoded = None, job.rows is not None
             if job.rows is not None:
-                self._loader.submit(self._stored.save, job.medium, job.rows, job.options, job.encode_s)
+                self._stored.save(job.medium, job.rows, job.options, job.encode_s)
             self._end(job)
         return True
 

@@ -147,8 +147,8 @@ class Usage:
 class Timings:
     """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
     the prompt if there is none. `drafted_tokens` were guessed and computed; `accepted_tokens` of them are in the reply
-    (`engine.speculation`). The prompt has `media_tokens` of pictures, of which `media_encoded` were encoded in
-    `encode_ms`, and `media_restored` were restored as the encoder's output. The others were not needed."""
+    (`engine.speculation`). `media_tokens` of the prompt are those of pictures and sounds, of which `media_encoded` were
+    encoded, in `encode_ms`, and `media_restored` were read from the store; the rest needed neither."""
 
     queue_ms: float
     lookup_ms: float
@@ -168,7 +168,7 @@ class Timings:
     def others_ms(self) -> float:
         """The rest of `ttft_ms`: steps for other requests, waits between threads, and sampling. Never below 0:
         `restore_ms` may go on behind the first token."""
-        known_ms = self.queue_ms + self.lookup_ms + self.restore_ms + self.prefill_ms + self.encode_ms
+        known_ms = self.queue_ms + self.lookup_ms + self.restore_ms + self.encode_ms + self.prefill_ms
         return max(0.0, self.ttft_ms - known_ms)
 
 

@@ -96,6 +96,7 @@ def run_of(
     page_tokens: int,
     keys: tuple[Any, ...],
     values: tuple[Any, ...],
+    *,
     spans: array[int] = NO_SPANS,
 ) -> bytes:
     """Returns the `Run` of a sequence, as `attention` takes it: `num_rows` rows, the first at position `start`, and its

@@ -14,6 +14,7 @@ import torch
 from diskprefix.cache.encoded import EncodedMedia
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.nouns import CacheOptions, Medium, Prompt, Scope, Tenant
+from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.purge import PurgeFilter
 from diskprefix.tokens import media_ids
 from tests.cache.opening import AUTO, FULL, OFF, Opened, is_sound
@@ -218,3 +219,24 @@ def test_a_prompt_with_pictures_is_restored_like_text_up_to_another_picture(open
     other = pictured(runner, "adc")
     assert (other.report.restored, other.report.miss_reason) == (450 - 450 % BLOCK if name == "grid" else 450, "media")
     assert pictured(runner, "abcd").report.miss_reason is None
+
+
+def test_deleting_a_saved_prompt_removes_its_pictures_but_not_those_of_others(runner: Runner) -> None:
+    pictured(runner, "ab")
+    pictured(runner, "ac")
+    media_of = {name: replace(medium(num_tokens=300), name=name.encode()) for name in "abcd"}
+    for one in media_of.values():
+        save(runner, one, FULL)
+    with runner.cache.store.snapshot() as snapshot:
+        entry = next(name for name, _ in snapshot.entries())
+    assert {note.kind for note in noted(runner)} == {NoteKind.MEDIUM}
+    purged = runner.cache.purge(PurgeFilter(entries=frozenset({entry})))
+    assert (purged.entries, purged.left_blocks) == (1, 0)
+    left = [name for name, one in media_of.items() if finds(runner, one)]
+    assert left in (["a", "b", "d"], ["a", "c", "d"])
+    assert len(noted(runner)) == 3
+
+
+def noted(runner: Runner) -> list[StoredNote]:
+    with runner.cache.store.snapshot() as snapshot:
+        return [note for note in snapshot.notes() if note.kind == NoteKind.MEDIUM]

@@ -192,7 +192,6 @@ def test_a_picture_that_several_prompts_want_is_encoded_once_and_then_comes_from
         ]
 
     assert is_shared()
-    parts.source._loader.submit(lambda: None).result()
     later = media_in(2, picture(1, 3), encoder=parts.encoder)
     assert not parts.source.want(later, 0, FULL)
     assert drain(parts) == [(later, None)]
@@ -228,5 +227,4 @@ def test_a_picture_of_a_request_that_has_ended_is_not_begun_but_goes_on_to_its_e
     begun.is_over = True
     while parts.source.run_slice():
         pass
-    parts.source._loader.submit(lambda: None).result()
     assert parts.stored.saved == [begun.media[0].name]

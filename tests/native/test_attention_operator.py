@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, Llama4TextConfig, LlamaConfig
+from transformers import Gemma3TextConfig, Gemma4TextConfig, Llama4TextConfig, LlamaConfig
 from transformers.masking_utils import (
     create_causal_mask,
     create_chunked_causal_mask,
@@ -34,6 +34,7 @@ ALL = Pattern()
 PAGE = 256
 LENGTH = 2 * PAGE + 44
 """Three tiles of the operator, the last one not full. No longer, as `tools/arm64` emulates this."""
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def computed(runs: Sequence[tuple[Layer, Run]], keys: Any, values: Any) -> torch
     return found[0]
 
 
-def plain(layer: Layer) -> torch.Tensor:
+def plain(layer: Layer, spans: Spans = ()) -> torch.Tensor:
     """The same by the textbook, in float64."""
     case, length, group = layer.case, layer.case.length, layer.case.heads // layer.case.kv_heads
     keys, values = (memory.double().repeat_interleave(group, 0) for memory in (layer.keys, layer.values))
@@ -136,7 +137,10 @@ def plain(layer: Layer) -> torch.Tensor:
         scores = torch.tanh(scores / case.softcap) * case.softcap
     first = torch.tensor([case.pattern.first_visible(query) for query in range(length)]).unsqueeze(1)
     positions = torch.arange(length)
-    visible = (first <= positions) & (positions <= positions.unsqueeze(1))
+    ends = positions + 1
+    for begin, end in spans:
+        ends[begin:end] = end
+    visible = (first <= positions) & (positions < ends.unsqueeze(1))
     scores = scores.masked_fill(~visible, float("-inf"))
     if layer.sinks is not None:
         sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, length, 1)
@@ -209,6 +213,52 @@ def test_it_is_attention_with_the_same_bits_in_every_step(name: str, dtype: torc
         assert bits(layer.cut(steps)) == bits(whole), steps
     alone = [layer.attended(Run(LENGTH - 20 + i, 1)) for i in range(20)]
     assert bits(torch.cat(alone)) == bits(whole[-20:])
+
+
+PICTURES = ((3, 40), (200, 300), (300, 530))
+"""Within a tile, and up to the middle of the next and the last."""
+WHOLE = {
+    "all": Case(heads=8, kv_heads=4, pattern=Pattern(whole_pictures=True)),
+    "window": replace(SMALL, pattern=Pattern(window=24, whole_pictures=True), sinks=True, dtype=torch.float32),
+    "wide window": replace(SMALL, heads=9, kv_heads=1, pattern=Pattern(window=270, whole_pictures=True), softcap=2.0),
+}
+
+
+def seeing(start: int, end: int) -> Run:
+    return Run(start, end - start, tuple(span for span in PICTURES if span[0] < end and start < span[1]))
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("name", WHOLE)
+def test_tokens_of_a_picture_see_each_other_with_the_same_bits_in_every_step(name: str) -> None:
+    layer = Layer.of(WHOLE[name])
+    whole = layer.attended(seeing(0, LENGTH))
+    assert (whole.double() - plain(layer, PICTURES)).abs().max() < ERRORS[layer.case.dtype]
+    # The last ones begin within a picture.
+    steps = [(0, 3), (3, 41), (41, 200), (200, 300), (300, 530), (530, LENGTH), (0, 300), (40, LENGTH)]
+    for start, end in [*steps, (39, 40), (201, 530), (255, 300), (529, 533)]:
+        torch.set_num_threads(1 + start % 3)
+        assert bits(layer.attended(seeing(start, end))) == bits(whole[start:end]), (start, end)
+    run, first = seeing(320, 530), layer.case.pattern.first_visible(320)
+    assert bits(layer.side_by_side(run, first)) == bits(whole[320:530])
+    text = [n for n in range(LENGTH) if not any(begin <= n < end for begin, end in PICTURES)]
+    assert bits(whole[text]) == bits(layer.attended(Run(0, LENGTH))[text])
+    causal = replace(layer, case=replace(layer.case, pattern=replace(layer.case.pattern, whole_pictures=False)))
+    assert bits(causal.attended(seeing(0, LENGTH))) == bits(layer.attended(Run(0, LENGTH)))
+
+
+@pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize("page_tokens", [256, 48])
+def test_pictures_of_one_sequence_change_no_bit_of_another(page_tokens: int) -> None:
+    one, other = (Layer.of(WHOLE["wide window"], seed=seed) for seed in (1, 2))
+    runs = [
+        (other, Run(40, 1)),
+        (one, seeing(199, 530)),
+        (other, Run(255, 130)),
+        (one, seeing(25, 60)),
+        (one, Run(9, 3)),
+    ]
+    assert bits(together(runs, page_tokens)) == bits(torch.cat([layer.attended(run) for layer, run in runs]))
 
 
 @pytest.mark.usefixtures("operators")
@@ -317,7 +367,13 @@ def test_the_pattern_is_that_of_the_mask_of_transformers() -> None:
         return create(config=config, inputs_embeds=embedded, attention_mask=None, past_key_values=None)
 
     assert pattern(create_causal_mask, LlamaConfig()) == Pattern()
-    assert pattern(create_sliding_window_causal_mask, Gemma3TextConfig(sliding_window=7)) == Pattern(window=7)
+    gemma3, gemma4 = Gemma3TextConfig(sliding_window=7), Gemma4TextConfig(sliding_window=7)
+    assert pattern(create_causal_mask, gemma3) == Pattern(whole_pictures=True)
+    assert pattern(create_sliding_window_causal_mask, gemma3) == Pattern(window=7, whole_pictures=True)
+    assert pattern(create_sliding_window_causal_mask, gemma4) == Pattern(window=7)
+    gemma4.use_bidirectional_attention = "vision"
+    assert pattern(create_sliding_window_causal_mask, gemma4) == Pattern(window=7, whole_pictures=True)
+    assert pattern(create_causal_mask, gemma4) == Pattern()
     assert pattern(create_chunked_causal_mask, Llama4TextConfig(attention_chunk_size=7)) == Pattern(chunk=7)
 
 

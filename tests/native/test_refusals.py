@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +41,7 @@ def state(*shape: int) -> torch.Tensor:
 REFUSED: dict[str, Callable[[Operators], object]] = {
     "memory whose numbers are apart": lambda _: contiguous(zeros(2, 8, 16).mT),
     "a run without rows": lambda _: run_of(0, 0, ONE_PAGE, NO_ROWS, NO_ROWS),
+    "a picture that ends behind its run": lambda _: run_of(4, 2, ONE_PAGE, NO_ROWS, NO_ROWS, spans=array("q", [3, 7])),
     "pages without tokens": lambda _: run_of(0, 1, 0, NO_ROWS, NO_ROWS),
     "heads that make no groups": lambda found: attention(found, zeros(3, 1, 8), [], kv_heads=2, value_dim=8, scale=1.0),
     "a norm of longer rows": lambda found: Norm(zeros(8), 0, 1e-5)(found, zeros(2, 9)),

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import gc
 import io
-import logging
 import struct
 import threading
 import time
@@ -14,9 +13,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -28,6 +27,7 @@ from diskprefix.chat.messages import Message
 from diskprefix.engine import inbox
 from diskprefix.engine.sampler import Sampler
 from diskprefix.extras.media import media_reader
+from diskprefix.extras.media.media_reader import MediaReader
 from diskprefix.model.exact.invariant import as_it_was
 from tests.server.daemon_process import reply_to
 from tests.server.media_models import (
@@ -39,6 +39,7 @@ from tests.server.media_models import (
     text_part,
     wav_bytes,
     write_llava,
+    write_qwen2_5_vl,
     write_qwen2_audio,
 )
 from tests.server.scripted import AppServer, real_app, scripted_app
@@ -115,9 +116,9 @@ def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[li
     """Returns the tokens of the model's own processor and `generate`, and the length of the prompt."""
     engine = server.engine
     processor = engine.media._processor
-    inputs = processor.apply_chat_template(
-        conversation, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-    )
+    text = engine.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    images = [part["image"] for message in conversation for part in message["content"] if "image" in part]
+    inputs = processor(text=text, images=[images] if images else None, return_tensors="pt")
     bad = [[token] for token in SPECIAL]
     with torch.inference_mode(), as_it_was(engine.model):
         ids = engine.model.generate(**inputs, max_new_tokens=REPLY, do_sample=False, bad_words_ids=bad)[0]
@@ -204,13 +205,13 @@ def test_a_conversation_with_images_is_restored_bit_for_bit_and_each_is_encoded_
 
 def test_after_a_restart_pixels_are_not_even_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prepared = write_qwen2_5_vl(tmp_path / "model"), [0]
-    prepare = MediaReader.prepare
+    prepare = MediaReader._prepare
 
     def counted(*given: Any) -> Any:
         prepared[0] += 1
         return prepare(*given)
 
-    monkeypatch.setattr(MediaReader, "prepare", counted)
+    monkeypatch.setattr(MediaReader, "_prepare", counted)
     messages = [said(image_part(image_bytes((9, 9, 9), (60, 60))), text_part(QUESTION))]
     with real_app(model, tmp_path / "kv") as server:
         first = ask(server, turn(messages))

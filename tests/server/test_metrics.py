@@ -83,8 +83,10 @@ def done_events(draw: st.DrawFn) -> DoneEvent:
     drafted = draw(st.integers(0, 100))
     source = draw(st.sampled_from(["memory", "disk"])) if restored else "none"
     event = done(restored=restored, source=source, miss_reason=None if restored else "not_stored")
+    phases = ("queue", "lookup", "restore", "prefill", "ttft", "decode")
+    times: dict[str, Any] = {f"{phase}_ms": draw(times_ms) for phase in phases}
     timings = Timings(
-        **{f"{phase}_ms": draw(times_ms) for phase in ("queue", "lookup", "restore", "prefill", "ttft", "decode")},
+        **times,
         decode_tokens_per_s=1.0,
         drafted_tokens=drafted,
         accepted_tokens=draw(st.integers(0, drafted)),
@@ -222,6 +224,22 @@ def test_counts_of_the_cache_are_told_under_the_names_of_their_metrics() -> None
     scraped = daemon.scrape()
     names = ("saved_seconds", "store_written_tokens", "store_read_bytes")
     assert [scraped[f"diskprefix_{name}_total", ()] for name in names] == [17.5, 11, 10]
+
+
+def test_the_cost_of_media_is_told_and_counted_and_a_prompt_of_text_says_nothing_of_it() -> None:
+    plain = done()
+    costs: dict[str, Any] = {"encode_ms": 1500.0, "media_tokens": 900, "media_encoded": 2, "media_restored": 3}
+    seen = replace(plain, timings=replace(plain.timings, ttft_ms=2000.0, **costs))
+    told = figures_reply(seen, None)["timings"]
+    assert told.items() >= costs.items()
+    assert told["others_ms"] <= 500
+    assert not costs.keys() & figures_reply(plain, None)["timings"].keys()
+    scraped = Scraped()
+    for event in (seen, seen, plain):
+        scraped.metrics.count_generation(event)
+    found = scraped.scrape()
+    names = ("encoded", "restored", "encode_seconds")
+    assert [found[f"diskprefix_media_{name}_total", ()] for name in names] == [4, 6, 3.0]
 
 
 def test_guessed_tokens_are_told_and_counted_and_a_reply_without_guesses_says_nothing_of_them() -> None:

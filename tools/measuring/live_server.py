@@ -51,8 +51,7 @@ class _NewLines:
 class LiveServer:
     """Starts, kills and restarts one server on one port and one cache folder. Its log goes to `log_path`.
 
-    `module` is another program to start in place of `diskprefix`, `environment` has more variables for it. The server
-    may be silent for `deadline_s`.
+    `module` is another program to start in place of `diskprefix`, `environment` has more variables for it.
     """
 
     def __init__(
@@ -63,12 +62,10 @@ class LiveServer:
         flags: tuple[str, ...] = (),
         module: str = "diskprefix",
         environment: Mapping[str, str] | None = None,
-        deadline_s: float = ANSWER_DEADLINE_S,
     ) -> None:
         self.kv_cache_dir = kv_cache_dir
         self.log_path = log_path
         self.port = free_port()
-        self._deadline_s = deadline_s
         self._environment = dict(environment or {})
         self._command = [sys.executable, "-m", module, "serve", "--port", str(self.port)]
         self._command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
@@ -76,7 +73,7 @@ class LiveServer:
         self._client = self._new_client()
 
     def _new_client(self) -> httpx.Client:
-        timeout = httpx.Timeout(self._deadline_s, connect=5.0)
+        timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
 
     @property
@@ -94,16 +91,14 @@ class LiveServer:
         self.kill()
         self._client.close()
 
-    def start(self, note: Callable[[str], None] = lambda _line: None) -> float:
-        """Starts the process and returns the seconds until it was ready. Raises `LiveServerError`.
+    def start(self, note: Callable[[str], None] = lambda _line: None) -> None:
+        """Starts the process and waits until it is ready. Raises `LiveServerError`.
 
         `note` is called with the newest line of the server's log when there is a new one.
         """
-        started = time.perf_counter()
         self.launch()
         lines = _NewLines(self.log_path, note)
         self._wait(lambda: self._is_ready(lines), START_DEADLINE_S, "the server did not become ready")
-        return time.perf_counter() - started
 
     def launch(self) -> None:
         """Starts the process and waits for nothing."""
@@ -172,45 +167,26 @@ class LiveServer:
         assert self._process is not None
         return self._process.pid
 
-    def restart(self) -> float:
-        """Waits until all is on disk, kills, starts. Returns the seconds of the start. Raises `LiveServerError`."""
+    def restart(self) -> None:
+        """Waits until all is on disk, kills, starts. Raises `LiveServerError`."""
         self.wait_until_saved()
         self.kill()
-        return self.start()
+        self.start()
 
-    def wait_until_saved(self) -> float:
-        """Waits until all is on disk and returns the seconds that it took. Raises `LiveServerError`."""
-        started = time.perf_counter()
-        self._wait(lambda: self.cache_stats()["pending_bytes"] == 0, SAVE_DEADLINE_S, "the cache was not saved")
-        return time.perf_counter() - started
+    def wait_until_saved(self) -> None:
+        """Waits until all is on disk. Raises `LiveServerError`."""
+        self._wait(lambda: self._pending_bytes() == 0, SAVE_DEADLINE_S, "the cache was not saved")
+
+    def _pending_bytes(self) -> int:
+        return int(self.props()["full_cache"]["state"]["pending_bytes"])
 
     def props(self) -> dict[str, Any]:
         answer: dict[str, Any] = self._client.get("/props", headers=self.token).raise_for_status().json()
         return answer
 
-    def cache_stats(self) -> dict[str, Any]:
-        stats: dict[str, Any] = self.props()["full_cache"]["state"]
-        return stats
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        max_tokens: int,
-        scope: str | None = None,
-        model: str | None = None,
-    ) -> Answer:
-        named = {} if model is None else {"model": model}
-        return self._complete("/v1/chat/completions", named | {"messages": messages}, max_tokens, scope)
-
-    def complete(self, prompt: str | Sequence[int], *, max_tokens: int, scope: str | None = None) -> Answer:
-        """`prompt` is text or token ids."""
-        return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope)
-
-    def _complete(self, path: str, body: dict[str, Any], max_tokens: int, scope: str | None) -> Answer:
-        if scope is not None:
-            body["prefix_cache"] = {"scope": scope}
-        return streamed(self._client, path, body, max_tokens)
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, scope: str | None = None) -> Answer:
+        asked = {} if scope is None else {"prefix_cache": {"scope": scope}}
+        return streamed(self._client, "/v1/chat/completions", asked | {"messages": messages}, max_tokens)
 
     def _workers(self) -> list[int]:
         """Returns the processes that have served, or will: the last one is there now."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def open_media(
     folder: Path, config: PreTrainedConfig, problem: str | None, make_processor: Callable[[], Any] | None = None
 ) -> MediaProcessor:
-    """Returns what prepares the media of a model. With a `problem`, it takes none."""
+    """Returns what reads the media of a model. With a `problem`, it takes none."""
     from diskprefix.extras.media.media_reader import MediaReader
 
-    return MediaReader.load(folder, config, make_processor) if problem is None else MediaReader(None, problem)
+    return MediaReader.load(folder, config, make_processor) if problem is None else MediaReader(None, problem=problem)

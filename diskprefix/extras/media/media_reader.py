@@ -1,56 +1,95 @@
-"""Images and audio for a multimodal model: read from bytes under limits, and prepared by the model's own processor.
+"""Pictures and sounds for a multimodal model: read from bytes under limits, and prepared by the model's own processor.
 Nothing here opens a path or a URL. Without Pillow, or without the processor's files, a model still takes text."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import io
+import json
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.media.sound import Samples, Wav
-from diskprefix.model.load.media import MediaKind, MediaPrompt, prepared_bytes
+from diskprefix.extras.media.sound import Wav
+from diskprefix.model.load.media import Detail
+from diskprefix.nouns import MediaKind, Medium
 from diskprefix.printable import first_line
-from diskprefix.tokens import as_token_ids
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
     from transformers import PreTrainedConfig
 
 MAX_PIXELS = 64 * 1024**2
-"""Limit for all images of a request: 256 MiB decoded. A file of a few kilobytes can claim any size."""
+"""Limit for a picture: 256 MiB decoded. A file of a few kilobytes can claim any size. One frame is decoded."""
+MAX_REQUEST_PIXELS = 8 * MAX_PIXELS
+"""Limit for all pictures of a request: 250 screenshots of 1920x1080."""
 MIN_AUDIO_S = 0.1
 """Least length of a sound. The encoders of some models fail for shorter ones."""
 MAX_AUDIO_S = 600
 """Limit for all sounds of a request."""
 MAX_PREPARED_BYTES = 512 * 1024**2
-"""Limit for the tensors that the processor makes of a request's media. One pixel can become 10 MB."""
+"""Limit for the tensors that the processor makes of a medium. One pixel can become 10 MB."""
 MAX_ASPECT_RATIO = 200
-"""Limit for the longer side of an image divided by the shorter one, as most processors have it. One processor scales a
+"""Limit for the longer side of a picture divided by the shorter one, as most processors have it. One processor scales a
 strip of 1x6000 pixels to gigabytes."""
+LONGEST_SIDE: Mapping[Detail, int] = {"low": 512, "auto": 2048}
+"""A picture is scaled down to fit a square of this side, as OpenAI does it. With the detail `high`, the processor alone
+bounds it: Qwen's has 16,384 tokens for a picture, which take minutes, and 4,096 for such a square."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Pillow reads dozens more, whose decoders are less tested."""
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""By the orientation in a file's EXIF data, the transposition of Pillow that turns the picture upright."""
+_DECODING_S = 30.0
+_WORKER = Path(__file__).with_name("picture_worker.py")
 _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+_OF_POSITIONS = ("image_grid_thw",)
+_KNOWN_SIZES = 256
+
+
+class _Form(NamedTuple):
+    """What the processor makes of every medium of a size."""
+
+    text: str
+    num_tokens: int
+    shape: Mapping[str, Any]
 
 
 class MediaReader:
     """A `MediaProcessor` over the processor that a multimodal model comes with."""
 
-    def __init__(self, processor: Any, problem: str | None = None) -> None:
+    def __init__(self, processor: Any, config: Any = None, problem: str | None = None) -> None:
         self._processor = processor
         self._audio: Any = getattr(processor, "_audio_processor", None)
         self._busy = threading.Lock()
+        self._forms: dict[tuple[MediaKind, Any], _Form] = {}
         self.problem = problem
-        kinds: dict[MediaKind, Any] = {"image": getattr(processor, "image_processor", None), "audio": self._audio}
-        self.kinds = frozenset(kind for kind, part in kinds.items() if part is not None)
+        marks: dict[MediaKind, str] = {}
+        token_ids: dict[MediaKind, int] = {}
+        parts: dict[MediaKind, tuple[Any, str]] = {
+            "image": (getattr(processor, "image_processor", None), "vision_config"),
+            "audio": (self._audio, "audio_config"),
+        }
+        for kind, (part, encoder) in parts.items():
+            mark, token_id = getattr(processor, f"{kind}_token", None), getattr(config, f"{kind}_token_id", None)
+            # A processor may take sounds, and the model that it came with may not.
+            is_taken = part is not None and getattr(config, encoder, True) is not None
+            if is_taken and mark is not None and token_id is not None:
+                marks[kind], token_ids[kind] = mark, token_id
+        self.marks: Mapping[MediaKind, str] = marks
+        self.token_ids: Mapping[MediaKind, int] = token_ids
+        self.kinds = frozenset(marks)
         self.placeholders = _placeholders(processor)
         self._longest_s = _longest_s(processor, self._audio)
+        self._settings = _settings(processor)
 
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> MediaReader:
@@ -61,97 +100,156 @@ class MediaReader:
         from diskprefix.kv.layout import is_out_of_memory
 
         try:
-            media = cls(_load_processor(folder, config) if make is None else make())
+            media = cls(_load_processor(folder, config) if make is None else make(), config)
+            if "audio" in media.kinds and not all(map(find_spec, ("soundfile", "soxr"))):
+                return cls(None, problem="soundfile or soxr is not installed: pip install 'diskprefix[media]'")
+            for kind in media.kinds:
+                media._form(kind, (64, 64) if kind == "image" else int(media._audio.sampling_rate), "a blank")
         except Exception as error:  # processors are of any age and author; the model works without
             if is_out_of_memory(error):
                 raise
             if not is_vision_available():
-                return cls(None, "Pillow is not installed: pip install 'diskprefix[media]'")
-            return cls(None, f"its processor cannot be loaded: {first_line(error)}")
-        if "audio" in media.kinds and not all(map(find_spec, ("soundfile", "soxr"))):
-            return cls(None, "soundfile or soxr is not installed: pip install 'diskprefix[media]'")
-        return media
+                return cls(None, problem="Pillow is not installed: pip install 'diskprefix[media]'")
+            return cls(None, problem=f"its processor cannot be used: {first_line(error)}")
+        return media if media.kinds else cls(None, problem="its processor has no placeholder for an image or a sound")
 
-    def read_image(self, content: bytes, *, param: str, beside: Sequence[Image] = ()) -> Image:
-        """Returns the first frame of an image file in RGB, turned upright. Raises `InvalidRequest` if `content` is not
-        an image, is damaged, has sides that differ too much, or has too many pixels with the images `beside` it."""
-        from PIL import Image, ImageOps, UnidentifiedImageError
+    def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Medium] = ()) -> Medium:
+        """Returns the first frame of a file, turned upright. Only its header is read. Raises `InvalidRequest` if
+        `content` is no picture, has sides that differ too much, or has too many pixels, also with those `beside` it."""
+        from PIL import Image, UnidentifiedImageError
 
         try:
             with Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS) as image:
-                # Read from the header: nothing is decoded yet.
-                sizes = [image.size, *(other.size for other in beside)]
-                if sum(width * height for width, height in sizes) > MAX_PIXELS:
-                    raise _too_many_pixels(param)
-                if max(image.size) > MAX_ASPECT_RATIO * min(image.size):
-                    message = f"{param}: the image has {image.width}x{image.height} pixels; one side may be at most "
-                    raise InvalidRequest(f"{message}{MAX_ASPECT_RATIO} times as long as the other", param=param)
-                return ImageOps.exif_transpose(image).convert("RGB")
+                # Not `image.getexif()`: that of a PNG file decodes it.
+                turn = _TURNS.get(Image.Image.getexif(image).get(0x0112, 1))
+                found, kind = image.size, image.format
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise _too_many_pixels(param) from error
-        except (InvalidRequest, MemoryError):
+            raise _too_many_pixels(param, MAX_PIXELS) from error
+        except MemoryError:
             raise
-        except Exception as error:  # decoders of hostile files raise all sorts of errors
+        except Exception as error:  # hostile files lead to all sorts of errors
             problem = f"{param}: is not an image that can be read ({', '.join(_IMAGE_FORMATS)})"
             if not isinstance(error, UnidentifiedImageError):  # its message holds the address of an object
                 problem = f"{problem}: {first_line(error)}"
             raise InvalidRequest(problem, param=param) from error
+        if found[0] * found[1] > MAX_PIXELS:
+            raise _too_many_pixels(param, MAX_PIXELS)
+        if found[0] * found[1] + sum(map(_num_pixels, beside)) > MAX_REQUEST_PIXELS:
+            raise _too_many_pixels(param, MAX_REQUEST_PIXELS)
+        if max(found) > MAX_ASPECT_RATIO * min(found):
+            message = f"{param}: the image has {found[0]}x{found[1]} pixels; one side may be at most "
+            raise InvalidRequest(f"{message}{MAX_ASPECT_RATIO} times as long as the other", param=param)
+        width, height = reversed(found) if turn is not None and turn in (2, 4, 5, 6) else found
+        scale = min(1.0, LONGEST_SIDE.get(detail, max(found)) / max(found))
+        wanted = (max(1, round(width * scale)), max(1, round(height * scale)))
+        decode = partial(_decoded, content, (kind, turn, found, wanted), param)
+        prepare = partial(self._prepare, "image", decode, param)
+        return self._medium("image", wanted, content, param, f"{width}x{height}", prepare)
 
-    def read_audio(self, content: bytes, *, param: str, beside: Sequence[Samples] = ()) -> Samples:
-        """Returns a WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples]. Raises
-        `InvalidRequest`, before anything is decoded, if `content` is not a PCM WAV file or is too short or too long,
-        also together with the sounds `beside` it."""
+    def read_audio(self, content: bytes, *, param: str, beside: Sequence[Medium] = ()) -> Medium:
+        """Returns a WAV file. Only its header is read. Raises `InvalidRequest` if `content` is not a PCM WAV file or is
+        too short or too long, also together with the sounds `beside` it."""
         try:
             sound = Wav(content)
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from error
-        wanted = int(self._audio.sampling_rate)
         seconds, problem = sound.seconds, None
+        others = sum(float(other.size.removesuffix(" s")) for other in beside if other.kind == "audio")
         if seconds < MIN_AUDIO_S:
             problem = f"lasts {seconds:.3f} s, and a sound must last at least {MIN_AUDIO_S} s"
         elif seconds > self._longest_s:
             problem = f"lasts {seconds:.1f} s, and this model takes {self._longest_s:g} s of a sound; send it in parts"
-        elif seconds + sum(map(len, beside)) / wanted > MAX_AUDIO_S:
+        elif seconds + others > MAX_AUDIO_S:
             problem = f"the request holds more than {MAX_AUDIO_S} s of sound"
         if problem is not None:
             raise InvalidRequest(f"{param}: {problem}", param=param)
-        return sound.resampled(wanted)
+        rate = int(self._audio.sampling_rate)
+        prepare = partial(self._prepare, "audio", lambda: Wav(content).resampled(rate), param)
+        return self._medium("audio", sound.num_samples(rate), content, param, f"{seconds:.1f} s", prepare)
 
-    def prepare(self, text: str, images: Sequence[Image], audio: Sequence[Samples]) -> MediaPrompt:
-        """Returns the model's input for a rendered conversation and its media, in the order of their placeholders.
-        Raises `InvalidRequest` if the processor refuses them, or if the tensors exceed `MAX_PREPARED_BYTES`."""
+    def _medium(self, kind: MediaKind, size: Any, content: bytes, param: str, shown: str, prepare: Any) -> Medium:
+        name = hashlib.blake2b(self._settings + json.dumps([kind, size]).encode(), digest_size=16)
+        name.update(content)
+        return Medium(kind, name.digest(), *self._form(kind, size, param), shown, len(content), param, prepare)
+
+    def _form(self, kind: MediaKind, size: Any, param: str) -> _Form:
+        """Returns what the processor makes of an empty medium of this size: only pixels and samples differ."""
+        import numpy as np
+        from PIL import Image
+
+        if (form := self._forms.get((kind, size))) is not None:
+            return form
+        blank = Image.new("RGB", size) if kind == "image" else np.zeros(size, np.float32)
+        made = self._process(kind, blank, param)
+        if (num_bytes := sum(map(_num_bytes, made.values()))) > MAX_PREPARED_BYTES:
+            problem = f"prepared for the model, it takes {num_bytes >> 20} MiB of at most {MAX_PREPARED_BYTES >> 20}"
+            raise InvalidRequest(f"{param}: {problem}; send a smaller one", param=param)
+        text = made["text_replacement_offsets"][0][0]["replacement"]
+        num_tokens = int((made["input_ids"] == self.token_ids[kind]).sum())
+        form = _Form(text, num_tokens, {name: made[name] for name in _OF_POSITIONS if name in made})
+        if len(self._forms) >= _KNOWN_SIZES:
+            self._forms.clear()
+        self._forms[kind, size] = form
+        return form
+
+    def _process(self, kind: MediaKind, medium: Any, param: str) -> dict[str, Any]:
+        """Returns what the processor makes of a text with nothing but a medium. Raises `InvalidRequest`."""
         from diskprefix.kv.layout import is_out_of_memory
 
-        bos = self._processor.tokenizer.bos_token
-        options = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-        if audio:
-            options["sampling_rate"] = self._audio.sampling_rate
+        options: dict[str, Any] = {"images": [[medium]]}
+        if kind == "audio":
+            options = {"audio": [medium], "sampling_rate": self._audio.sampling_rate}
+        options |= {"return_tensors": "pt", "return_text_replacement_offsets": True}
         try:
+            # Its tokenizer is not safe to call from several threads.
             with self._busy:
-                encoded = self._processor(
-                    text=text,
-                    images=[list(images)] if images else None,
-                    audio=list(audio) or None,
-                    return_tensors="pt",
-                    **options,
-                )
+                return dict(self._processor(text=self.marks[kind], **options))
         except Exception as error:  # as many ways to fail as there are processors
             if is_out_of_memory(error):
                 raise
-            raise InvalidRequest(
-                f"messages: the model's processor refuses them: {first_line(error)}",
-                param="messages",
-                code="unsupported_content",
-            ) from error
-        tensors = dict(encoded)
-        token_ids = as_token_ids(tensors.pop("input_ids")[0].numpy())
-        if (num_bytes := prepared_bytes(tensors)) > MAX_PREPARED_BYTES:
-            raise InvalidRequest(
-                f"messages: prepared for the model, the images and sounds take {num_bytes >> 20} MiB, and those of a "
-                f"request may take {MAX_PREPARED_BYTES >> 20}; send fewer or smaller ones",
-                param="messages",
-            )
-        return MediaPrompt(token_ids, tensors)
+            problem = f"{param}: the model's processor refuses it: {first_line(error)}"
+            raise InvalidRequest(problem, param=param, code="unsupported_content") from error
+
+    def _prepare(self, kind: MediaKind, decode: Callable[[], Any], param: str) -> dict[str, Any]:
+        made = self._process(kind, decode(), param)
+        return {name: tensor for name, tensor in made.items() if name not in _OF_TEXT}
+
+
+def _decoded(content: bytes, asked: tuple[Any, ...], param: str) -> Any:
+    """Returns the picture that a process of its own made of the file. Raises `InvalidRequest` if it fails, crashes or
+    exceeds its limits of time and memory."""
+    import PIL.Image
+
+    command = [sys.executable, "-I", "-S", str(_WORKER), str(Path(PIL.__file__).parents[1]), json.dumps(asked)]
+    try:
+        done = subprocess.run(command, input=content, capture_output=True, timeout=_DECODING_S, check=False)
+        # The last line of a traceback, without the name of the error's class.
+        problem = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")[2][:300]
+        if done.returncode == 0:
+            return PIL.Image.frombytes("RGB", asked[-1], done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        problem = ""
+    problem = problem or "its decoder crashes, or takes too much time or memory"
+    raise InvalidRequest(f"{param}: cannot be decoded: {problem}", param=param)
+
+
+def _settings(processor: Any) -> bytes:
+    """Returns a digest of what decides, beside its bytes and the size asked for, what a file becomes."""
+    if not hasattr(processor, "to_dict"):
+        return b""
+    backend = type(getattr(processor, "image_processor", None)).__name__
+    versions = [version(name) for name in ("pillow", "transformers")]
+    text = json.dumps([processor.to_dict(), backend, versions], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode()).digest()
+
+
+def _num_pixels(medium: Medium) -> int:
+    width, _, height = medium.size.partition("x")
+    return int(width) * int(height) if height else 0
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else int(getattr(value, "nbytes", 0))
 
 
 def _placeholders(processor: Any) -> frozenset[str]:
@@ -230,7 +328,6 @@ def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
     return lenient.from_args_and_dict(parts, settings)
 
 
-def _too_many_pixels(param: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{param}: the images have more than {MAX_PIXELS // 1024**2} megapixels; send smaller ones", param=param
-    )
+def _too_many_pixels(param: str, limit: int) -> InvalidRequest:
+    which = "the image has" if limit == MAX_PIXELS else "the images of the request have"
+    return InvalidRequest(f"{param}: {which} more than {limit // 1024**2} megapixels; send smaller ones", param=param)

@@ -49,12 +49,16 @@ class Wav:
     def seconds(self) -> float:
         return self.num_frames / self.rate
 
+    def num_samples(self, rate: int) -> int:
+        """Returns how many samples the sound has at `rate` samples a second."""
+        return max(1, round(self.num_frames * rate / self.rate))
+
     def resampled(self, rate: int) -> Samples:
         """Returns the sound at `rate` samples a second: the mean of its channels in [-1, 1], shape [samples]."""
         import soxr
 
         stream = soxr.ResampleStream(self.rate, rate, 1)
-        samples = np.zeros(max(1, round(self.num_frames * rate / self.rate)), np.float32)
+        samples = np.zeros(self.num_samples(rate), np.float32)
         start = 0
         while len(frames := self._file.read(_BLOCK_S * self.rate, dtype="float32", always_2d=True)):
             is_last = self._file.tell() >= self.num_frames

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -88,11 +87,6 @@ class Trace:
             return (request for request in self.replay() if request.model == model)
 
         return replace(self, num_requests=sum(1 for _ in replay()), replay=replay)
-
-    def head(self, num_requests: int) -> Trace:
-        """Returns a trace of the first `num_requests` requests, or of all if there are fewer."""
-        fewer = min(num_requests, self.num_requests)
-        return replace(self, num_requests=fewer, replay=lambda: islice(self.replay(), fewer))
 
 
 class BlockRequest(NamedTuple):

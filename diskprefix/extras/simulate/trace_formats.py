@@ -22,7 +22,7 @@ from diskprefix.errors import InvalidScope, SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
-from diskprefix.nouns import Mark, Prompt, Scope
+from diskprefix.nouns import Mark, Prompt
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")

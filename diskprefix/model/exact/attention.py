@@ -82,7 +82,7 @@ def attend(
         (run,) = step.runs
         first = _check_side_by_side(run, attention_mask, query, key, value)
         whole = [native.contiguous(memory[0].contiguous(), first) for memory in (key, value)]
-        runs = [native.run_of(run.start, run.num_rows, native.ONE_PAGE, *whole, _spans(run, attention_mask))]
+        runs = [native.run_of(run.start, run.num_rows, native.ONE_PAGE, *whole, spans=_spans(run, attention_mask))]
         kv_heads, value_dim = key.shape[1], value.shape[3]
     out = native.attention(
         compiled,
@@ -110,7 +110,7 @@ def run_in_pages(run: Run, pattern: Pattern, key: LayerRows, value: LayerRows) -
     if not (key.holds(first, run.end) and value.holds(first, run.end)):
         raise NotInvariant(_NOT_KEPT)
     memory = key.described(), value.described()
-    return native.run_of(run.start, run.num_rows, key.table.block_size, *memory, _spans(run, pattern))
+    return native.run_of(run.start, run.num_rows, key.table.block_size, *memory, spans=_spans(run, pattern))
 
 
 def _spans(run: Run, pattern: Pattern) -> array[int]:

@@ -55,10 +55,9 @@ class Pattern:
 
 
 def sees_pictures_whole(config: PreTrainedConfig) -> Literal["", "all", "windowed", "otherwise"]:
-    """Returns in which layers of a model the tokens of a picture see each other: in none, in all, or in those with a
-    window. Pictures side by side, with no other token between them, count as one. "otherwise" is what our attention
-    cannot do: the prompt (PaliGemma) or all pictures (Molmo 2) as one. The forward of Gemma 4 Unified does it in
-    all layers, beyond their window, its `generate` in those with a window."""
+    """Returns the layers in which the tokens of a picture see each other: none, all, or those with a window. Pictures
+    with no other token between them count as one. "otherwise": not as a `Pattern` can say. PaliGemma sees the whole
+    prompt so, and Molmo 2 all pictures as one. For Gemma 4 Unified, transformers makes two different masks."""
     text = config.get_text_config(decoder=True)
     does = getattr(text, "use_bidirectional_attention", None) == "vision"
     if config.model_type in ("paligemma", "molmo2") or (does and text.model_type != "gemma4_text"):
@@ -70,17 +69,12 @@ def pattern_of(
     mask_function: Any = None, local_size: int | None = None, config: PreTrainedConfig | None = None, **_: Any
 ) -> Pattern:
     """Returns the pattern of a mask, as transformers' mask interface describes it. Raises `NotInvariant` for others."""
-    whole = "" if config is None else sees_pictures_whole(config)
-    if local_size is None:
-        candidates = [Pattern(whole_pictures=whole == "all")]
-    else:
-        candidates = [
-            Pattern(window=local_size, whole_pictures=whole in ("all", "windowed")),
-            Pattern(chunk=local_size),
-        ]
+    whole = sees_pictures_whole(config) if config is not None else ""
+    whole_pictures = whole == "all" or (whole == "windowed" and local_size is not None)
+    candidates = [Pattern()] if local_size is None else [Pattern(window=local_size), Pattern(chunk=local_size)]
     for pattern in candidates:
         if mask_function is None or _agrees(pattern, mask_function, local_size or 1):
-            return pattern
+            return replace(pattern, whole_pictures=whole_pictures)
     raise NotInvariant("a mask of its own")
 
 

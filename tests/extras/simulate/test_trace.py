@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,13 +21,6 @@ def test_a_trace_can_be_iterated_again_and_several_times_at_once() -> None:
     trace = Trace.of("t", [request(0, 1), request(1, 2, 3)])
     assert tokens(trace) == tokens(trace) == [[1], [2, 3]]
     assert [(a.when, b.when) for a, b in zip(trace, trace, strict=True)] == [(0, 0), (1, 1)]
-
-
-@pytest.mark.parametrize(("wanted", "there"), [(0, 0), (1, 1), (2, 2), (5, 2)])
-def test_the_head_of_a_trace_is_as_long_as_it_says(wanted: int, there: int) -> None:
-    head = Trace.of("t", [request(0, 1), request(1, 2)]).head(wanted)
-    assert len(head) == len(list(head)) == there
-    assert head.name == "t"
 
 
 def block_request(when: float, ids: list[int], num_tokens: int) -> BlockRequest:

@@ -209,7 +209,6 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
     geometry = Geometry(bytes_per_token=640, logits_bytes=800, exact_at="token")
     # 100 tokens in 0.5 s, 40 in 0.3 s, and a request that was not computed.
     assert trace.daemon == RecordedDaemon(block_size=32, min_tokens=64, geometry=geometry, tokens_per_s=175.0)
-    assert trace.head(1).daemon == trace.daemon
 
 
 def test_the_markers_of_a_recording_are_alike_and_its_texts_are_not(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ _NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
 @setting_option(
     "model",
     envvar=None,
+    metavar="NAME",
     help="Only the saved prompts of this model, named as in the list.",
     show_default="all",
 )
@@ -113,9 +114,9 @@ def _show_entries(
     snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[bytes], folder: Path, *, as_json: bool
 ) -> None:
     trees = outline(snapshot, entries, roots).trees
-    counts = {
-        name: sum(getattr(tree, name) for tree in trees) for name in ("blocks", "checkpoints", "checkpoint_bytes")
-    }
+    names = ("blocks", "checkpoints", "checkpoint_bytes", "media")
+    counts = {name: sum(getattr(tree, name) for tree in trees) for name in names}
+    counts["media_bytes"] = sum(tree.stored_bytes for tree in trees if tree.media)
     if as_json:
         print_json({"entries": [asdict(info) for info in entries]} | counts)
         return
@@ -126,6 +127,8 @@ def _show_entries(
     if counts["checkpoints"]:
         size = format_size(counts["checkpoint_bytes"])
         totals.append(f"{counted(counts['checkpoints'], 'checkpoint')} ({size})")
+    if counts["media"]:
+        totals.append(f"images and sounds, encoded: {counts['media']:,} ({format_size(counts['media_bytes'])})")
     click.echo(f"{', '.join(totals)}, {format_size(snapshot.used_bytes())}{whose} in {folder}")
 
 

@@ -1,0 +1,322 @@
+"""Pictures and sounds in a prompt: the tokens of the processor's text, with the names of the media in them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+
+from diskprefix.chat.encoder import Encoder
+from diskprefix.chat.known_parts import OwnedParts
+from diskprefix.chat.messages import (
+    AudioPart,
+    CacheMark,
+    ContentPart,
+    Conversation,
+    ImagePart,
+    Message,
+    OtherPart,
+    TextPart,
+    ToolCall,
+)
+from diskprefix.chat.renderer import PromptRenderer
+from diskprefix.errors import InvalidRequest
+from diskprefix.extras.compression.compression import fit
+from diskprefix.nouns import MediaKind, Medium, Prompt
+from diskprefix.tokens import media_ids
+from tests.chat.rendering import rendered
+from tests.chat.turns import Model
+from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
+
+PARTS = """{%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
+{%- if part.type == 'image' %}IMAGE{% elif part.type == 'audio' %}<|audio|>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}"""
+SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|audio|>", "<start>", "<soft>", "<end>")
+NEWLINES = [AddedToken("\n" * n, special=False, normalized=False) for n in (2, 3, 4)]
+"""As Gemma has them."""
+
+
+@dataclass
+class Processor:
+    """Reads files whose first byte says how many tokens they have."""
+
+    written: str
+    """What the template writes for a picture."""
+    before: str
+    placeholder: str
+    after: str
+    tokenizer: Any
+    scale: int = 1
+    num_missing: int = 0
+    problem: str | None = None
+    kinds: frozenset[MediaKind] = frozenset({"image", "audio"})
+    seen: list[tuple[str, str, int]] = field(default_factory=list)
+
+    @property
+    def placeholders(self) -> frozenset[str]:
+        return frozenset({self.mark, self.placeholder, "<|audio|>"})
+
+    @property
+    def mark(self) -> str:
+        return self.written.removeprefix("<|vision_start|>").removesuffix("<|vision_end|>")
+
+    @property
+    def marks(self) -> dict[MediaKind, str]:
+        return {"image": self.mark, "audio": "<|audio|>"}
+
+    @property
+    def token_ids(self) -> dict[MediaKind, int]:
+        image, audio = self.tokenizer.convert_tokens_to_ids([self.placeholder, "<|audio|>"])
+        return {"image": image, "audio": audio}
+
+    def read_image(self, content: bytes, *, detail: str, param: str, beside: Sequence[Medium] = ()) -> Medium:
+        self.seen.append((param, detail, len(beside)))
+        text = self.before + self.placeholder * (content[0] * self.scale - self.num_missing) + self.after
+        return self._medium("image", content, text, param)
+
+    def read_audio(self, content: bytes, *, param: str, beside: Sequence[Medium] = ()) -> Medium:
+        self.seen.append((param, "", len(beside)))
+        return self._medium("audio", content, "<|audio|>" * content[0], param)
+
+    def _medium(self, kind: MediaKind, content: bytes, text: str, param: str) -> Medium:
+        name = hashlib.sha256(content).digest()[:16]
+        return Medium(kind, name, text, content[0] * self.scale, {}, f"{content[0]}x1", len(content), param, dict)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, more_special_tokens=SPECIAL)
+    return folder
+
+
+@pytest.fixture(params=["qwen", "gemma"])
+def processor(request: pytest.FixtureRequest, folder: Path) -> Processor:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(NEWLINES)
+    if request.param == "qwen":
+        made = Processor("<|vision_start|><|image_pad|><|vision_end|>", "", "<|image_pad|>", "", tokenizer)
+    else:
+        made = Processor("<start>", "\n\n<start>", "<soft>", "<end>\n\n", tokenizer)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", PARTS.replace("IMAGE", made.written))
+    return made
+
+
+def renderer_of(processor: Processor, **options: Any) -> PromptRenderer:
+    tokenizer = processor.tokenizer
+    media = options.pop("media", processor)
+    options = {"vocab_size": len(tokenizer), "max_positions": 1 << 17} | options
+    return PromptRenderer(tokenizer, media=media, **options)
+
+
+@pytest.fixture
+def renderer(processor: Processor) -> PromptRenderer:
+    return renderer_of(processor)
+
+
+def picture(num_tokens: int, color: bytes = b"red") -> ImagePart:
+    content = base64.b64encode(bytes([num_tokens]) + color).decode()
+    return ImagePart(f"data:image/png;base64,{content}", "image", "image.url")
+
+
+def sound(num_tokens: int) -> AudioPart:
+    return AudioPart(base64.b64encode(bytes([num_tokens])).decode(), "sound", "sound.data")
+
+
+def said(role: Any, *parts: ContentPart | str, **fields: Any) -> Message:
+    content = [TextPart(part, f"{role}.text") if isinstance(part, str) else part for part in parts]
+    return Message(role=role, content=content, path=role, **fields)
+
+
+def talk(*messages: Message, **fields: Any) -> Conversation:
+    return Conversation(messages, **fields)
+
+
+MIXED = talk(
+    said("system", "Be careful."),
+    said("user", "\nWhat is this?\n", picture(5), "\n", picture(3, b"blue"), sound(2), "\n\nAnd this? ", picture(1)),
+    said("assistant", "A river."),
+    said("tool", "Seen:", picture(4, b"green"), tool_call_id="1"),
+)
+
+
+def whole(processor: Processor, prompt: Prompt) -> str:
+    """Returns the text that the processor would make of the prompt's."""
+    assert prompt.source is not None
+    text, begin = [], 0
+    for medium in prompt.media:
+        at = prompt.source.text.index(processor.marks[medium.kind], begin)
+        text += [prompt.source.text[begin:at], medium.text]
+        begin = at + len(processor.marks[medium.kind])
+    return "".join(text) + prompt.source.text[begin:]
+
+
+def rows_of(prompt: Prompt) -> list[int]:
+    return [int(id_) for medium in prompt.media for id_ in media_ids(medium.name, medium.num_tokens)]
+
+
+def test_the_tokens_are_those_of_the_processors_text_with_the_names_of_the_media(
+    processor: Processor, renderer: PromptRenderer
+) -> None:
+    prompt = rendered(renderer, MIXED)
+    assert [f"{medium.kind} {medium.size}" for medium in prompt.media] == [
+        "image 5x1", "image 3x1", "audio 2x1", "image 1x1", "image 4x1",
+    ]  # fmt: skip
+    assert prompt.token_ids[prompt.token_ids < 0].tolist() == rows_of(prompt)
+    placeholders = [id_ for m in prompt.media for id_ in [processor.token_ids[m.kind]] * m.num_tokens]
+    token_ids = prompt.token_ids.copy()
+    token_ids[token_ids < 0] = placeholders
+    expected = processor.tokenizer(whole(processor, prompt), return_offsets_mapping=True)
+    assert token_ids.tolist() == expected["input_ids"]
+    assert processor.seen[-1] == ("image.url", "auto", 3)
+
+
+def test_a_token_knows_its_place_in_the_text_of_the_template(processor: Processor, renderer: PromptRenderer) -> None:
+    prompt = rendered(renderer, MIXED)
+    assert prompt.source is not None
+    text, starts = prompt.source.text, prompt.source.starts
+    assert (np.diff(starts) >= 0).all()
+    for token_id, start in zip(prompt.token_ids.tolist(), starts.tolist(), strict=True):
+        shown = processor.tokenizer.decode([max(token_id, 0)])
+        is_inside = any(text.startswith(mark, start) for mark in processor.marks.values())
+        # Line breaks may be one token with those of the picture's text.
+        assert is_inside if token_id < 0 else is_inside or shown.isspace() or text.startswith(shown, start)
+
+
+def test_no_boundary_is_inside_a_picture(processor: Processor, renderer: PromptRenderer) -> None:
+    prompt = rendered(renderer, MIXED)
+    ids = prompt.token_ids.tolist()
+    inside = [max(pair) < 0 for pair in pairwise(ids)]
+    ends = [index + 1 for index, (last, following) in enumerate(pairwise(ids)) if last < 0 <= following]
+    assert set(ends) <= set(prompt.boundaries)
+    assert not any(inside[position - 1] for position in prompt.boundaries if position < len(ids))
+    assert "Be careful." in processor.tokenizer.decode(ids[: prompt.system_end])
+
+
+def test_a_longer_conversation_goes_on_from_the_shorter(renderer: PromptRenderer) -> None:
+    question = said("user", "Look: ", picture(5), "What is it?")
+    turns = [question, said("assistant", "A river."), said("user", "And this?", picture(4)), said("assistant", "No.")]
+    for beginning in ([], [said("user", "Hello."), said("assistant", "Hi.")]):
+        messages = [*beginning, *turns, said("user", "Why?")]
+        *shorter, longest = (rendered(renderer, talk(*messages[: len(beginning) + end])) for end in (1, 3, 5))
+        for prompt in shorter:
+            assert longest.token_ids[: len(prompt.token_ids)].tolist() == prompt.token_ids.tolist()
+
+
+def test_another_picture_of_the_same_size_is_another_name_and_nothing_is_encoded_again(
+    renderer: PromptRenderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.chat.encoder.PART_CHARS", 8)
+    known = OwnedParts(renderer.known_parts, "me", 60)
+    one, other = (talk(said("user", "Look. " * 9, picture(200, color), "Now?" * 9)) for color in (b"red", b"blue"))
+    first = renderer.replay(one, None, known).prompt
+    monkeypatch.setattr(Encoder, "_encoded", lambda _self, texts: pytest.fail("again") if texts else [])
+    second = renderer.replay(other, None, known).prompt
+    assert ((first.token_ids != second.token_ids) == (first.token_ids < 0)).all()
+    assert second.token_ids[second.token_ids < 0].tolist() == rows_of(second)
+
+
+def test_a_reply_about_a_picture_stands_in_the_next_prompt_as_it_was_sampled(
+    processor: Processor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(processor.tokenizer, renderer_of(processor))
+    question = said("user", picture(5), "What is it?")
+    model.asked(talk(question))
+    sampled = model.reply("A  river, or a lake. ")
+    placeholder = processor.token_ids["image"]
+    answer, following = said("assistant", sampled.content.strip()), said("user", "And this?", picture(5, b"blue"))
+    prompt = model.asked(talk(question, answer, following))
+    assert prompt.replayed == 1
+    assert len(prompt.media) == 2
+    changed = said("user", picture(5, b"blue"), "What is it?")
+    assert model.asked(talk(changed, answer, following)).replayed == 0
+    # A placeholder that the model sampled is a token as any other.
+    model = Model(processor.tokenizer, renderer_of(processor))
+    model.asked(talk(question))
+    monkeypatch.setattr(model, "tokens", lambda _text: [placeholder, placeholder])
+    model.reply("See.")
+    state = model.state
+    prompt = model.asked(talk(question, said("assistant", "See."), following))
+    assert (prompt.replayed, prompt.token_ids[: len(state)].tolist()) == (1, state)
+    assert prompt.token_ids.tolist().count(placeholder) == 2
+
+
+def test_thirty_pictures_of_two_thousand_tokens_are_a_prompt(processor: Processor, renderer: PromptRenderer) -> None:
+    processor.scale = 1000
+    prompt = rendered(renderer, talk(*(said("user", picture(2), "Now?") for _ in range(30))))
+    assert (prompt.token_ids < 0).sum() == 60_000
+
+
+def test_a_picture_in_a_result_that_the_template_does_not_write_is_given_to_the_user(processor: Processor) -> None:
+    call = said("assistant", tool_calls=[ToolCall("1", "look", {}), ToolCall("2", "look", {})])
+    results = [said("tool", "Seen", picture(n), tool_call_id=str(n), mark=CacheMark()) for n in (1, 2)]
+    messages = [said("user", "Look."), call, *results, said("assistant", "Yes."), *results, said("user", "And?")]
+    usual = str(processor.tokenizer.chat_template)
+    without = usual.replace("part.type == 'image'", "part.type == 'image' and message.role != 'tool'")
+    first, second = (f"<|im_start|>tool\nSeen{picture}<|im_end|>\n" * 2 for picture in (processor.written, ""))
+    for template, written, behind in (
+        (usual, first, "<|im_start|>user\nAnd?"),
+        (without, second, f"<|im_start|>user\n{processor.written * 2}"),
+    ):
+        processor.tokenizer.chat_template = template
+        prompt = rendered(renderer_of(processor), talk(*messages))
+        assert prompt.source is not None
+        assert prompt.source.text.count(written) == 2
+        assert prompt.source.text.rpartition(written)[2].startswith(behind)
+        assert [medium.size for medium in prompt.media] == ["1x1", "2x1"] * 2
+        assert len(prompt.marks) == (4 if template == usual else 6)
+
+
+def test_what_does_not_agree_is_refused_with_its_reason(processor: Processor) -> None:
+    def problem(*messages: Message, **options: Any) -> str:
+        with pytest.raises(InvalidRequest) as found:
+            rendered(renderer_of(processor, **options), talk(said("user", picture(5)), *messages))
+        return found.value.message
+
+    mark = processor.mark
+    assert "messages: " + mark in problem(said("assistant", tool_calls=[ToolCall("1", "f", {"x": mark})]))
+    assert f"user.text: {mark} stands for" in problem(said("user", f"an {mark}"))
+    assert "image: this model takes text only" in problem(media=None)
+    assert "no videos" in problem(said("user", OtherPart("video_url", "video")))
+    processor.num_missing = 1
+    assert "the prompt has 4 tokens for its images, which take 5" in problem()
+    processor.tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", "")
+    assert "leaves images and sounds out" in problem()
+
+
+def test_a_part_that_is_marked_ends_before_the_next(processor: Processor, renderer: PromptRenderer) -> None:
+    mark = CacheMark(60)
+    one, two = TextPart("One.", "", mark), TextPart("xTwo.", "")
+    for parts in ((one, picture(3), two), (picture(3), one, two)):
+        prompt = rendered(renderer, talk(said("user", *parts), said("assistant", "Yes."), said("user", "Why?")))
+        (found,) = prompt.marks
+        before = processor.tokenizer.decode([max(id_, 0) for id_ in prompt.token_ids[: found.position].tolist()])
+        assert before.endswith("One.")
+    last = rendered(renderer, talk(said("user", "One.", picture(3), mark=mark), said("assistant", "Yes.")))
+    assert last.token_ids[last.marks[0].position - 2] == min(renderer.end_ids)
+
+
+def test_people_read_how_large_a_picture_is(processor: Processor, renderer: PromptRenderer) -> None:
+    prompt = rendered(renderer, MIXED)
+    assert prompt.text == "Be careful. … What is this? [image 5x1] [image 3x1] [audio 2x1] And this? [image 1x1]"
+    assert renderer.end_of(replace(prompt, token_ids=prompt.token_ids[prompt.token_ids < 0])) == ""
+    assert processor.mark not in renderer.text_of(MIXED)
+
+
+def test_a_conversation_with_pictures_is_not_compressed(processor: Processor, renderer: PromptRenderer) -> None:
+    compressing = renderer_of(processor, compress=partial(fit, 10))
+    messages = [said("user", "One."), said("assistant", "Two.")] * 3
+    one, two = (rendered(each, talk(*messages, said("user", picture(3)))) for each in (renderer, compressing))
+    assert one.token_ids.tolist() == two.token_ids.tolist()
+    assert rendered(compressing, talk(*messages, said("user", "See."))).rewriting.left_out is not None

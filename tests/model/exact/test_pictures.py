@@ -1,0 +1,132 @@
+"""Models whose pictures see themselves whole compute what transformers does, with the same bits in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma4UnifiedTextConfig,
+    LlamaConfig,
+    PaliGemmaConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.pages import PagePool
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.kv.step import Step, computing
+from diskprefix.model.exact import fused
+from diskprefix.model.exact.invariant import as_it_was
+from diskprefix.model.exact.patterns import sees_pictures_whole
+from diskprefix.model.exact.self_check import make_exact
+from tests.exactness.architectures import ARCHITECTURES, WINDOW
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+Spans = tuple[tuple[int, int], ...]
+SPANS: Spans = ((7, 12), (30, 30 + 2 * WINDOW), (90, 270))
+"""Smaller than a window, larger, and over the end of a page."""
+LENGTH, IMAGE = 280, 5
+
+
+def made(name: str, dtype: torch.dtype, **fields: Any) -> PreTrainedModel:
+    torch.manual_seed(1)
+    text = ARCHITECTURES[name].build(**fields).get_text_config()
+    vision = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = CONFIG_MAPPING[name](text_config=text.to_dict(), image_token_id=IMAGE, vision_config=vision)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def prompt(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token ids, int64 [1, LENGTH], and rows of an encoder's output for the pictures' tokens."""
+    random = torch.Generator().manual_seed(2)
+    ids = torch.randint(IMAGE + 1, 300, (1, LENGTH), generator=random)
+    for begin, end in SPANS:
+        ids[0, begin:end] = IMAGE
+    width = model.config.get_text_config().hidden_size
+    return ids, torch.randn(int((ids == IMAGE).sum()), width, generator=random).to(model.dtype)
+
+
+def encoded(model: PreTrainedModel, rows: torch.Tensor) -> Any:
+    return BaseModelOutputWithPooling(pooler_output=rows if model.config.model_type == "gemma3" else [rows])
+
+
+def computed(model: PreTrainedModel, layout: Layout, steps: Iterable[tuple[int, int]], spans: Spans = SPANS) -> Any:
+    """Returns the state, and the logits of all tokens."""
+    ids, rows = prompt(model)
+    sequence, logits = KVSequence(PagePool(layout, model.device, block_size=256)), torch.empty(0)
+    for start, end in steps:
+        sequence.truncate(start)
+        first, last = (int((ids[0, :position] == IMAGE).sum()) for position in (start, end))
+        of_step = rows[first:last]
+        run = sequence.begin_step(end - start)
+        run = replace(run, spans=tuple(span for span in spans if span[0] < end and start < span[1]))
+        with torch.inference_mode(), computing(Step((run,))):
+            found = model(
+                input_ids=ids[:, start:end],
+                position_ids=torch.arange(start, end)[None],
+                mm_encoder_outputs={"image": encoded(model, of_step)} if len(of_step) else None,
+                use_cache=True,
+                logits_to_keep=end - start,
+                **{layout.cache_argument: sequence.cache},
+            )
+        sequence.end_step(run)
+        logits = torch.cat([logits[:start], found.logits[0]])
+    first = sequence.complete_from
+    return bytes(sequence.read_tokens(first, LENGTH - first)), logits
+
+
+MODELS = {"gemma3": {}, "gemma4": {"use_bidirectional_attention": "vision"}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_logits_are_those_of_transformers(name: str) -> None:
+    model = made(name, torch.float32, **MODELS[name])
+    layout, reason = make_exact(model)
+    assert not reason
+    found, alone = (computed(model, layout, [(0, LENGTH)], spans)[1] for spans in (SPANS, ()))
+    ids, rows = prompt(model)
+    with torch.inference_mode(), as_it_was(model):
+        types = {"mm_token_type_ids" if name == "gemma4" else "token_type_ids": (ids == IMAGE).long()}
+        expected, causal = (
+            model(input_ids=ids, mm_encoder_outputs={"image": encoded(model, rows)}, **options).logits[0]
+            for options in (types, {})
+        )
+    assert (found - expected).abs().max() < 1e-4
+    assert (causal - expected).abs().max() > 1e-2
+    assert (alone - causal).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_has_the_same_bits_however_the_prompt_is_cut_between_pictures(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = (made(name, torch.bfloat16, **MODELS[name]) for _ in range(2))
+    layout, _ = make_exact(model)
+    state, logits = computed(model, layout, [(0, LENGTH)])
+    monkeypatch.setattr(fused.Parts, "larger", lambda *_: None)
+    make_exact(other)
+    for one in (model, other):
+        cuts = [[*pairwise([0, *ends, LENGTH])] for ends in ([7, 12, 13, 80, 270, 271], [30, 78, 90, 275])]
+        # The last two go on within a picture.
+        for steps in (*cuts, [(0, 270), (100, LENGTH)], [(0, LENGTH), (269, LENGTH)]):
+            found, found_logits = computed(one, layout, steps)
+            assert found == state
+            assert torch.equal(found_logits, logits)
+
+
+def test_it_is_known_which_layers_see_pictures_whole() -> None:
+    found = {name: sees_pictures_whole(made(name, torch.float32, **MODELS[name]).config) for name in MODELS}
+    assert found == {"gemma3": "all", "gemma4": "windowed"}
+    configs = [LlamaConfig(), Gemma3Config(), PaliGemmaConfig(), Gemma4UnifiedTextConfig(), CONFIG_MAPPING["gemma4"]()]
+    assert [*map(sees_pictures_whole, configs)] == ["", "all", "otherwise", "otherwise", ""]
