@@ -135,11 +135,11 @@ def test_all_parts_come_from_their_folder_with_its_encoder_and_what_cannot_be_re
     (folder / "Q5_1").mkdir()
     tiny.write_gguf(folder / "Q5_1" / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
     for name in ("mmproj-tiny-f16.gguf", "Q5_1/mmproj-tiny-f16.gguf", "Q5_1/mmproj-tiny-F32.gguf"):
-        (folder / name).write_bytes(b"GGUF" * len(name))
+        tiny.write_gguf(folder / name, architecture="clip")
     ended = run("pull", f"{REPO}:Q5_1")
     encoder = "mmproj-tiny-f16.gguf"
     assert hub.fetched() == [encoder, *(f"tiny-Q5_1-0000{part}-of-00003.gguf" for part in (1, 2, 3))]
-    assert "pictures need Q5_1/mmproj-tiny-f16.gguf, 100 B, which is fetched too" in ended.stderr
+    assert "pictures need Q5_1/mmproj-tiny-f16.gguf, 144.2 KiB, which is fetched too" in ended.stderr
     assert listed(run) == [f"{REPO}:Q5_1"]
     (folder / "tiny-Q6_K.gguf").write_bytes(b"GGUF")
     ended = run("pull", f"{REPO}:Q6_K")

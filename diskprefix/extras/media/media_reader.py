@@ -93,8 +93,8 @@ class MediaReader:
 
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> MediaReader:
-        """Returns the processor in a model's folder, or the one that `make` returns. If it cannot be used, `problem` says why. Raises only what torch
-        raises when memory runs out."""
+        """Returns the processor in a model's folder, or the one that `make` returns. If it cannot be used, `problem`
+        says why. Raises only what torch raises when memory runs out."""
         from transformers.utils import is_vision_available
 
         from diskprefix.kv.layout import is_out_of_memory

@@ -1,7 +1,7 @@
 """Encoders of pictures: what a `mmproj` file, beside the file of a model of text, becomes.
 
-Such a file has the architecture `clip`. Its projector tells the encoders apart: one table each. What the metadata mean is
-in llama.cpp's `tools/mtmd/clip.cpp`, what tensors are made of in its converter (`conversion/`).
+Such a file has the architecture `clip`. Its projector tells the encoders apart: one table each. What the metadata mean
+is in llama.cpp's `tools/mtmd/clip.cpp`, what tensors are made of in its converter (`conversion/`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture, Encoder
 from diskprefix.model.gguf.configuration import is_declared
-from diskprefix.model.gguf.metadata import Metadata, shown
+from diskprefix.model.gguf.metadata import MOST_LAYERS, Metadata, shown
 from diskprefix.model.gguf.sources import Array, Sources, TensorSource, changed, joined, minus_one, same
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CLIP = "clip"
 """The architecture of all these files."""
-_PATCHES = "v.patch_embd"
+_PATCHES, _SCALE = "v.patch_embd", "vision.projector.scale_factor"
 _SOFT_TOKEN = "<image_soft_token>"
 """It stands for a row of a picture in Gemma 3, whose files may lack it. It comes behind all other tokens."""
 _SOUND = ("a.", "mm.a.")
@@ -139,12 +139,14 @@ def _sizes(metadata: Metadata, activation: str, names: str) -> dict[str, Any]:
     used = next((name for key, name in known.items() if metadata.get(key, False)), activation)
     if used != activation:
         raise ModelError(f"the mmproj file computes with {used}, and the model with {activation}")
+    if not 0 < (count := metadata("vision.block_count")) <= MOST_LAYERS:
+        raise ModelError(f"the file's clip.vision.block_count is {count}: no encoder has so many")
     return {
         "hidden_size": metadata("vision.embedding_length"),
         # Old files have 0 here, or the matrices by each other's names.
         "intermediate_size": metadata.get("vision.feed_forward_length", 0)
         or max(metadata.num_rows(f"v.blk.0.ffn_{part}.weight") for part in ("up", "down")),
-        blocks: metadata("vision.block_count"),
+        blocks: count,
         heads: metadata("vision.attention.head_count"),
         epsilon: metadata("vision.attention.layer_norm_epsilon"),
         "patch_size": metadata("vision.patch_size"),
@@ -179,9 +181,6 @@ def _rows_of_square(metadata: Metadata, scale: int) -> int:
     """Returns the rows that a square picture becomes."""
     side = metadata("vision.image_size") // metadata("vision.patch_size") // metadata.get(_SCALE, scale)
     return int(side**2)
-
-
-_SCALE = "vision.projector.scale_factor"
 
 
 def _square(metadata: Metadata) -> dict[str, Any]:
@@ -221,8 +220,8 @@ _QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"} 
 
 
 def _deep_layers(metadata: Metadata) -> list[int]:
-    flags = metadata.of_any_kind("vision.is_deepstack_layers", ())
-    return [layer for layer, is_deep in enumerate(flags) if is_deep]
+    flags = metadata.of_any_kind("vision.is_deepstack_layers")
+    return [layer for layer, is_deep in enumerate(flags if isinstance(flags, tuple) else ()) if is_deep]
 
 
 def _deepstack(metadata: Metadata) -> Sources:
@@ -262,6 +261,8 @@ def _qwen_3(metadata: Metadata) -> dict[str, Any]:
 def _in_sections(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     """Returns the positions, of which tokens of pictures have three."""
     sections = [section for section in metadata.of_any_kind("rope.dimension_sections", ()) if section]
+    if not sections:
+        raise ModelError(f"the file lacks {metadata.architecture}.rope.dimension_sections")
     more = {"mrope_section": sections, "mrope_interleaved": metadata.architecture != "qwen2vl"}
     return {"rope_parameters": found["rope_parameters"] | more}
 

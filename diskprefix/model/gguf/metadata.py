@@ -42,7 +42,7 @@ _OF_ENCODERS = ("mm.", "vision.", "audio.")
 """What some files of text models say of the encoders of pictures and sound, which are other files."""
 _OF_SOUND = ("audio.", "has_audio_encoder")
 """What files of encoders say of sound, which is not read."""
-_MOST_LAYERS = 512
+MOST_LAYERS = 512
 """Those of llama.cpp (`LLAMA_MAX_LAYERS`). To make a model of many more takes minutes, before any tensor is missed."""
 SCALING = "rope.scaling."
 """The beginning of keys of the scaling of positions, which are checked where they are read."""
@@ -105,7 +105,7 @@ class Metadata:
     def num_layers(self) -> int:
         """The blocks without those that predict further tokens. Raises `ModelError` if no model has so many."""
         blocks, predictors = self("block_count"), self.get("nextn_predict_layers", 0)
-        if not 0 < blocks - predictors <= _MOST_LAYERS:
+        if not 0 < blocks - predictors <= MOST_LAYERS:
             of_them = f", of which {predictors} predict further tokens" if predictors else ""
             raise ModelError(f"the file's {self.architecture}.block_count is {blocks}{of_them}: no model has so many")
         return int(blocks - predictors)

@@ -62,7 +62,7 @@ def model_stem(gguf: Path) -> str:
 
 
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
-    """Returns the header of the first part, and the tensors of all that are served. The last ones of two files are remembered.
+    """Returns the header of the first part, and the tensors of all that are served. Those of two models are remembered.
     Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`."""
     return _read_tensors(tuple(parts), tuple(map(file_stamp, parts)))
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from diskprefix.model.gguf.encoders import PictureEncoder
     from diskprefix.model.gguf.metadata import Metadata
 
+_UNNAMED = ("", "model")
 _FORMS = ("", "BF16", "F16", "Q8_0", "F32")
 """Those of the encoder's weights, best first, behind one that is not named."""
 
@@ -30,15 +31,15 @@ class Projector:
 
 
 def preferred_projectors(names: Iterable[str], model: str) -> list[str]:
-    """Returns the files with an encoder among these names, best first: those that are named like the model, and of
-    these the one in BF16."""
+    """Returns the files with an encoder among these names, best first: those that are named like the model, then those
+    that are named like none, and of these the one in BF16."""
     found = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in name.rpartition("/")[2].lower()]
     own = _base(model)
 
-    def rank(name: str) -> tuple[bool, int, str]:
-        form = QUANT.search(Path(name).stem)
+    def rank(name: str) -> tuple[bool, bool, int, str]:
+        form, base = QUANT.search(Path(name).stem), _base(name)
         asked = form[1].upper() if form else ""
-        return _base(name) != own, _FORMS.index(asked) if asked in _FORMS else len(_FORMS), name
+        return base != own, base not in _UNNAMED, _FORMS.index(asked) if asked in _FORMS else len(_FORMS), name
 
     return sorted(found, key=rank)
 
@@ -51,7 +52,7 @@ def _base(name: str) -> str:
 
 def projector_beside(gguf: Path, text: Metadata, report: Report = lambda _line: None) -> Projector | None:
     """Returns the encoder of a model of text in the same folder: of those that fit it, the first of
-    `preferred_projectors`. A file that is not one of the model is reported."""
+    `preferred_projectors`. Others before it are reported. Raises `ModelError` for one that is damaged."""
     from diskprefix.model.gguf.encoders import HAVE_ENCODER, MAY_HAVE_ENCODER
 
     if text.architecture not in MAY_HAVE_ENCODER:
@@ -59,19 +60,21 @@ def projector_beside(gguf: Path, text: Metadata, report: Report = lambda _line: 
     names = preferred_projectors((one.name for one in gguf.parent.iterdir()), gguf.name)
     for name in names:
         try:
-            found = _fitting(gguf.parent / name, text)
-        except (ModelError, OSError) as error:
-            report(f"{name} is not used: {first_line(error)}")
-            continue
-        report(f"pictures are encoded by {name}")
-        return found
+            found = _read(gguf.parent / name, text)
+        except OSError as error:
+            raise ModelError(f"cannot read {gguf.parent / name}: {first_line(error)}") from error
+        if isinstance(found, Projector):
+            report(f"pictures are encoded by {name}")
+            return found
+        report(f"{name} is not used: {found}")
     if not names and text.architecture in HAVE_ENCODER:
         report(f"{gguf.name} is served for text only: there is no mmproj file beside it")
     return None
 
 
-def _fitting(path: Path, text: Metadata) -> Projector:
-    """Raises `ModelError` for a file that is damaged, or not of this model; `OSError`."""
+def _read(path: Path, text: Metadata) -> Projector | str:
+    """Returns the encoder in a file, or why it is not one of the model. Raises `ModelError` if it is damaged, and
+    `OSError`."""
     from diskprefix.model.gguf.encoders import encoder_for, projector_type, tensors_of_pictures
     from diskprefix.model.gguf.metadata import Metadata, shown
 
@@ -80,8 +83,8 @@ def _fitting(path: Path, text: Metadata) -> Projector:
     kind, width = projector_type(plain), plain.get("vision.projection_dim")
     encoder = encoder_for(text.architecture, kind)
     if encoder is None:
-        raise ModelError(f"it has the projector {shown(kind)}, which is not read for {text.architecture}")
+        return f"it has the projector {shown(kind)}, which is not read for {text.architecture}"
     if width != text("embedding_length"):
-        raise ModelError(f"it is of a model of width {shown(width)}, and this one has {text('embedding_length')}")
+        return f"it is of a model of width {shown(width)}, and this one has {text('embedding_length')}"
     metadata = Metadata(header, tensors_of_pictures(plain("vision.embedding_length"), tensors))
     return Projector(path=path, encoder=encoder.of_file(metadata), metadata=metadata)
