@@ -78,8 +78,8 @@ class Architecture:
     layers: re.Pattern[str] = _LAYER
     """The names of parameters in layers: number and name within the layer."""
     block: str = "blk"
-    encoder: Encoder | None = None
-    """What the parameters are made of that are not of the model of text."""
+    encoder: EncoderArchitecture | None = None
+    """The source of the parameters that are not of the model of text."""
 
     @cached_property
     def moved(self) -> Collection[str]:
@@ -124,8 +124,9 @@ class Architecture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoder(Architecture):
-    """What a file beside that of a model of text has. Parameters of that model begin with `text` in the whole one."""
+class EncoderArchitecture(Architecture):
+    """The part of a model that is in a file beside that of its text, whose parameters begin with `text` in the whole
+    model."""
 
     block: str = "v.blk"
     text: str = "model.language_model."

@@ -1,4 +1,4 @@
-"""Encoders of pictures: what a `mmproj` file, beside the file of a model of text, becomes.
+"""Encoders of pictures, which are in `mmproj` files beside those of models of text.
 
 Such a file has the architecture `clip`. Its projector tells the encoders apart: one table each. What the metadata mean
 is in llama.cpp's `tools/mtmd/clip.cpp`, what tensors are made of in its converter (`conversion/`).
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf.architecture import Architecture, Encoder
+from diskprefix.model.gguf.architecture import Architecture, EncoderArchitecture
 from diskprefix.model.gguf.configuration import is_declared
 from diskprefix.model.gguf.metadata import MOST_LAYERS, Metadata, shown
 from diskprefix.model.gguf.sources import Array, Sources, TensorSource, changed, joined, minus_one, same
@@ -38,7 +38,7 @@ _CHECKED = (
 )
 """Keys that are read where the file is found, or that change nothing."""
 _QWEN_EPSILON = 1e-6
-"""What Qwen's classes add to variances, whatever the configuration says."""
+"""Qwen's classes add it to variances, whatever the configuration says."""
 
 
 def _nothing(_: Metadata) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _nothing(_: Metadata) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureEncoder(Encoder):
+class PictureEncoder(EncoderArchitecture):
     """An encoder with its projector. With a model of text it becomes transformers' model of the type `model_type`.
 
     `of_text` has the architectures of files of text, with the type of the model of text within. `vision` returns the
@@ -73,8 +73,8 @@ class PictureEncoder(Encoder):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PictureSettings:
-    """What a processor is made of: the names of its class for pictures and its own, the settings of each, and special
-    tokens by the names that it has for them."""
+    """The settings of a processor: the names of its class for pictures and of its own, the settings of each, and the
+    special tokens by the names that it has for them."""
 
     processors: tuple[str, str]
     images: Mapping[str, Any]
