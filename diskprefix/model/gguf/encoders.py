@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 CLIP = "clip"
 """The architecture of all these files."""
 _PATCHES, _SCALE = "v.patch_embd", "vision.projector.scale_factor"
-_SOFT_TOKEN = "<image_soft_token>"
-"""It stands for a row of a picture in Gemma 3, whose files may lack it. It comes behind all other tokens."""
+_SOFT, _UNUSED = "<image_soft_token>", "<unused0>"
+"""The token that stands for a row of a picture in Gemma 3, and the one that does it here in files that lack the first,
+as most do."""
+_OF_OTHERS = ("video", "audio", "boa", "eoa")
+"""Tokens of media that are not read, which a vocabulary may lack."""
 _SOUND = ("a.", "mm.a.")
 _UP_OR_DOWN = re.compile("ffn_(?:up|down)")
 _CHECKED = (
@@ -90,15 +93,14 @@ def make_composite(
     nothing reads."""
     from transformers import CONFIG_MAPPING
 
-    kind, array = CONFIG_MAPPING[encoder.model_type], of_text.header.arrays.get("tokenizer.ggml.tokens")
-    tokens = [] if array is None else list(array.read())
-    numbers = {token: number for number, token in enumerate(tokens)}
-    lacking = [token for token in encoder.tokens.values() if token not in numbers]
-    if _SOFT_TOKEN not in lacking and encoder.tokens["image_token"] in lacking:
-        raise ModelError(f"the file has no token {encoder.tokens['image_token']}, which stands for pictures")
-    # `make_processor` adds them in this order.
-    numbers |= {token: len(tokens) + i for i, token in enumerate(lacking)}
-    ids = {f"{name}_id": numbers[token] for name, token in encoder.tokens.items()}
+    kind, named = CONFIG_MAPPING[encoder.model_type], encoder.tokens
+    array = of_text.header.arrays.get("tokenizer.ggml.tokens")
+    numbers = {} if array is None else {token: number for number, token in enumerate(array.read())}
+    special = {name: _UNUSED if token == _SOFT and token not in numbers else token for name, token in named.items()}
+    for name, token in special.items():
+        if token not in numbers and not name.startswith(_OF_OTHERS):
+            raise ModelError(f"the file has no token {token}, which models with pictures have")
+    ids = {f"{name}_id": numbers[token] for name, token in special.items() if token in numbers}
     try:
         found = kind(
             text_config=text,
@@ -111,7 +113,7 @@ def make_composite(
             processors=encoder.processors,
             images=_normalised(metadata) | encoder.images(metadata),
             settings=encoder.settings(metadata),
-            tokens=encoder.tokens,
+            tokens=special,
         )
     except ModelError:
         raise
@@ -385,7 +387,7 @@ _ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
             vision=lambda metadata: _siglip(metadata) | {"vision_use_head": False},
             beside=lambda metadata: {"mm_tokens_per_image": _rows_of_square(metadata, 4)},
             tokens={
-                "image_token": _SOFT_TOKEN,
+                "image_token": _SOFT,
                 "boi_token": "<start_of_image>",
                 "eoi_token": "<end_of_image>",
             },

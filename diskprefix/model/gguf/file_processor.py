@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    """Returns transformers' processor. Adds the tokens to the model's `tokenizer` that the file lacks. Raises what the
-    parts of the processor raise."""
+    """Returns transformers' processor, with a copy of the model's tokenizer. Raises what its parts raise."""
     import transformers
 
     image_class, wanted = (getattr(transformers, name) for name in pictures.processors)
@@ -22,7 +21,6 @@ def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast
         # Videos need torchvision, and sounds another encoder.
         return None if part is None else wanted.check_argument_for_proper_class(self, name, part)
 
-    tokenizer.add_tokens([*pictures.tokens.values()], special_tokens=True)
     # Processors change the settings of theirs, which is not safe where another thread uses it.
     own = deepcopy(tokenizer)
     own._set_model_specific_special_tokens(dict(pictures.tokens))
