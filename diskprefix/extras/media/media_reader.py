@@ -93,15 +93,15 @@ class MediaReader:
         self._settings = _settings(processor)
 
     @classmethod
-    def load(cls, folder: Path, config: PreTrainedConfig) -> MediaReader:
-        """Returns the processor in a model's folder. If it cannot be used, `problem` says why. Raises only what torch
-        raises when memory runs out."""
+    def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> MediaReader:
+        """Returns the processor in a model's folder, or the one that `make` returns. If it cannot be used, `problem`
+        says why. Raises only what torch raises when memory runs out."""
         from transformers.utils import is_vision_available
 
         from diskprefix.kv.layout import is_out_of_memory
 
         try:
-            media = cls(_load_processor(folder, config), config)
+            media = cls(_load_processor(folder, config) if make is None else make(), config)
             if "audio" in media.kinds and not all(map(find_spec, ("soundfile", "soxr"))):
                 return cls(None, problem="soundfile or soxr is not installed: pip install 'diskprefix[media]'")
             for kind in media.kinds:

@@ -1,0 +1,31 @@
+"""The processor of pictures that the metadata of a `mmproj` file describe."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, ProcessorMixin
+
+    from diskprefix.model.gguf.encoders import PictureSettings
+
+
+def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    """Returns transformers' processor, with a copy of the model's tokenizer. Raises what its parts raise."""
+    import transformers
+
+    image_class, wanted = (getattr(transformers, name) for name in pictures.processors)
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        # Videos need torchvision, and sounds another encoder.
+        return None if part is None else wanted.check_argument_for_proper_class(self, name, part)
+
+    # Processors change the settings of theirs, which is not safe where another thread uses it.
+    own = deepcopy(tokenizer)
+    own._set_model_specific_special_tokens(dict(pictures.tokens))
+    parts = {"tokenizer": own, "image_processor": image_class(**pictures.images)}
+    parts |= dict.fromkeys(wanted.get_attributes() - parts.keys())
+    lenient: Any = type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
+    found: ProcessorMixin = lenient(**parts, **pictures.settings)
+    return found
