@@ -185,9 +185,11 @@ class HttpEngine:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.reply(prompt, max_tokens), prompts))
 
-    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, *, cached: bool = True) -> Answer:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], max_tokens: int, *, cached: bool = True, **fields: Any
+    ) -> Answer:
         """Asks in a chat. Raises `LiveServerError`."""
-        return self._reply("/v1/chat/completions", {"messages": messages}, max_tokens, cached=cached)
+        return self._reply("/v1/chat/completions", {"messages": messages, **fields}, max_tokens, cached=cached)
 
     def reply(self, prompt: str, max_tokens: int, *, cached: bool = True) -> Answer:
         return self._reply("/v1/completions", {"prompt": prompt}, max_tokens, cached=cached)

@@ -56,7 +56,7 @@ TITLES = {
 Message: TypeAlias = dict[str, Any]
 
 
-def screenshot(name: str) -> dict[str, Any]:
+def screenshot(name: str) -> Message:
     """Returns a part with a picture that depends on `name` alone: lines of words, as a page or an editor has."""
     choose, page = random.Random(name), Image.new("RGB", _SIZE, (250, 250, 248))
     pen = ImageDraw.Draw(page)
@@ -68,7 +68,7 @@ def screenshot(name: str) -> dict[str, Any]:
     return image_part(file.getvalue())
 
 
-def _asked(text: str, *pictures: dict[str, Any]) -> dict[str, Any]:
+def _asked(text: str, *pictures: Message) -> Message:
     return {"role": "user", "content": [*pictures, text_part(text)]}
 
 
@@ -132,7 +132,7 @@ def _beside(server: HttpEngine, round_: int) -> Iterator[Figure]:
         "pictures": [_asked("What is it?", screenshot(name)) for name in names],
     }
     for case, others in beside.items():
-        with ThreadPoolExecutor() as clients:
+        with ThreadPoolExecutor(_TEXTS + _PICTURES) as clients:
             asked = [clients.submit(_ask, server, [one]) for one in others]
             replies = list(clients.map(lambda one: _ask(server, one, _REPLY_TOKENS), texts))
             [one.result() for one in asked]
