@@ -6,19 +6,21 @@ import base64
 import binascii
 import re
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from diskprefix.chat.draft import PromptDraft
-from diskprefix.chat.messages import AudioPart, ImagePart, OtherPart, TextPart
+from diskprefix.chat.messages import AudioPart, ImagePart, Message, OtherPart, TextPart, joined
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import Medium
 from diskprefix.printable import shown
 from diskprefix.tokens import TokenIds, media_ids
 
 if TYPE_CHECKING:
+    from diskprefix.chat.template import ChatTemplate
     from diskprefix.model.load.media import MediaProcessor
 
 UNSUPPORTED = "unsupported_content"
@@ -26,6 +28,28 @@ _MOST_PARTS = 64
 """The most images and sounds in one request."""
 _WORDS = {"image": "images", "audio": "audio", "video_url": "videos", "file": "files"}
 _SHOWN_CHARS = 40
+
+
+def place_media(template: ChatTemplate, processor: MediaProcessor | None, draft: PromptDraft) -> PromptDraft:
+    """Gives the images and sounds in results of calls to the user, behind those, unless the template writes them."""
+    messages, marks = draft.conversation.messages, {} if processor is None else processor.marks
+    in_results = any(message.media for message in messages if message.role == "tool")
+    if not in_results or all(template.writes_in_result(kind, mark) for kind, mark in marks.items()):
+        return draft
+    runs: list[list[Message]] = []
+    """Each run becomes one message."""
+    for are_results, group in groupby(messages, lambda message: message.role == "tool"):
+        listed = list(group)
+        if are_results:
+            runs += [[replace(one, content=one.texts)] for one in listed]
+            moved = [replace(one, role="user", content=one.media, tool_call_id=None) for one in listed if one.media]
+            runs += [moved] if moved else []
+        else:
+            # Many templates want user and assistant to alternate.
+            if runs and runs[-1][0].role == listed[0].role == "user":
+                runs[-1].append(listed.pop(0))
+            runs += [[one] for one in listed]
+    return replace(draft, conversation=replace(draft.conversation, messages=[joined(run) for run in runs]))
 
 
 def read_media(processor: MediaProcessor | None, draft: PromptDraft) -> PromptDraft:

@@ -74,7 +74,7 @@ def _targets_in(message: Message, index: int) -> list[MarkTarget]:
     for j, part in enumerate(message.content):
         if isinstance(part, TextPart):
             end += len(PART_SEPARATOR) + len(part.text)
-            end_of_part = j + 1 if message.num_media else end
+            end_of_part = j + 1 if message.media else end
             # The last part ends with its message, unless tool calls follow.
             marks.append((end_of_part if j < last or message.tool_calls else None, part.mark))
     marks.append((None, message.mark))

@@ -89,9 +89,12 @@ class Message:
         return self.role in ("system", "developer")
 
     @property
-    def num_media(self) -> int:
-        """The number of content parts other than text."""
-        return sum(not isinstance(part, TextPart) for part in self.content)
+    def texts(self) -> list[TextPart]:
+        return [part for part in self.content if isinstance(part, TextPart)]
+
+    @property
+    def media(self) -> list[ImagePart | AudioPart | OtherPart]:
+        return [part for part in self.content if not isinstance(part, TextPart)]
 
 
 def joined(messages: Sequence[Message]) -> Message:
@@ -129,7 +132,7 @@ class Conversation:
 
     @property
     def has_media(self) -> bool:
-        return any(message.num_media for message in self.messages)
+        return any(message.media for message in self.messages)
 
     @property
     def num_leading(self) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
-from diskprefix.chat.content import read_media
+from diskprefix.chat.content import place_media, read_media
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
@@ -119,6 +119,7 @@ class PromptRenderer:
     def _steps(self) -> list[DraftStep]:
         return [
             *self._rewriting_steps(),
+            partial(place_media, self._template, self._media),
             partial(read_media, self._media),
             *self._writing_steps(),
             partial(bound, self._template),

@@ -85,7 +85,7 @@ class ConversationHash:
 
     def add_message(self, message: Message, media: Iterable[Medium] = ()) -> None:
         """Adds a message with the images and sounds in it."""
-        text = PART_SEPARATOR.join(part.text for part in message.content if isinstance(part, TextPart))
+        text = PART_SEPARATOR.join(part.text for part in message.texts)
         calls = [[call.name, _canonical_arguments(call.arguments)] for call in message.tool_calls]
         self._add(message.role, text.strip(), calls, *(medium.name.hex() for medium in media))
 
@@ -153,7 +153,7 @@ def find_turns(
     found, left = {}, iter(media)
     conversation = ConversationHash()
     for index, message in enumerate(messages):
-        conversation.add_message(message, islice(left, message.num_media))
+        conversation.add_message(message, islice(left, len(message.media)))
         if message.role == "assistant":
             ids = conversation.ids([call.id for call in message.tool_calls])
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)
@@ -182,7 +182,7 @@ def with_turn(message: Message, turn: Turn) -> Message:
     stay those of the client, because the results refer to them."""
     sent = zip(message.tool_calls, turn.calls, strict=True)
     calls = tuple(ToolCall(call.id, name, arguments) for call, (name, arguments) in sent)
-    marks = [part.mark for part in message.content if isinstance(part, TextPart) and part.mark is not None]
+    marks = [part.mark for part in message.texts if part.mark is not None]
     content = (TextPart(turn.content, message.path, marks[-1] if marks else None),) if turn.content else ()
     return replace(message, content=content, tool_calls=calls, reasoning=turn.reasoning or None)
 

@@ -24,6 +24,7 @@ from diskprefix.chat.template_input import (
     variables_for_template,
 )
 from diskprefix.errors import InvalidRequest
+from diskprefix.nouns import MediaKind
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
@@ -139,6 +140,11 @@ class ChatTemplate:
     def writes_late_system(self) -> bool:
         """True if the template writes a system message behind others."""
         return _TEXT in self.try_render(_LATE_SYSTEM, "reply")
+
+    def writes_in_result(self, kind: MediaKind, mark: str) -> bool:
+        """Returns whether the template writes the `mark` of an image or a sound in the result of a call."""
+        result = _RESULT | {"content": [{"type": kind}]}
+        return mark in self.try_render(TemplateInput([_USER, _CALL, result], None, {}), "none")
 
     def loses_plain_text(self) -> bool:
         """Returns whether the template takes lists of content parts only, and would leave out a plain text."""

@@ -42,8 +42,8 @@ def message_for_template(message: Message, developer_is_known: bool, with_media:
     """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it.
     With images and sounds, the content is a list of parts, otherwise a text."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
-    text = PART_SEPARATOR.join(part.text for part in message.content if isinstance(part, TextPart))
-    has_parts = with_media and message.num_media
+    text = PART_SEPARATOR.join(part.text for part in message.texts)
+    has_parts = with_media and message.media
     rendered: JsonObject = {"role": role, "content": [*map(_part, message.content)] if has_parts else text}
     if message.tool_calls:
         rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]

@@ -258,6 +258,26 @@ def test_thirty_pictures_of_two_thousand_tokens_are_a_prompt(processor: Processo
     assert (prompt.token_ids < 0).sum() == 60_000
 
 
+def test_a_picture_in_a_result_that_the_template_does_not_write_is_given_to_the_user(processor: Processor) -> None:
+    call = said("assistant", tool_calls=[ToolCall("1", "look", {}), ToolCall("2", "look", {})])
+    results = [said("tool", "Seen", picture(n), tool_call_id=str(n), mark=CacheMark()) for n in (1, 2)]
+    messages = [said("user", "Look."), call, *results, said("assistant", "Yes."), *results, said("user", "And?")]
+    usual = str(processor.tokenizer.chat_template)
+    without = usual.replace("part.type == 'image'", "part.type == 'image' and message.role != 'tool'")
+    first, second = (f"<|im_start|>tool\nSeen{picture}<|im_end|>\n" * 2 for picture in (processor.written, ""))
+    for template, written, behind in (
+        (usual, first, "<|im_start|>user\nAnd?"),
+        (without, second, f"<|im_start|>user\n{processor.written * 2}"),
+    ):
+        processor.tokenizer.chat_template = template
+        prompt = rendered(renderer_of(processor), talk(*messages))
+        assert prompt.source is not None
+        assert prompt.source.text.count(written) == 2
+        assert prompt.source.text.rpartition(written)[2].startswith(behind)
+        assert [medium.size for medium in prompt.media] == ["1x1", "2x1"] * 2
+        assert len(prompt.marks) == (4 if template == usual else 6)
+
+
 def test_what_does_not_agree_is_refused_with_its_reason(processor: Processor) -> None:
     def problem(*messages: Message, **options: Any) -> str:
         with pytest.raises(InvalidRequest) as found:

@@ -326,7 +326,12 @@ def write_gemma4(folder: Path) -> Path:
     }
     tokenizer = _tokenizer(folder, TEXT_OR_PARTS.replace("IMAGE", "<|image|>"), **special)
     ids = {name: tokenizer.convert_tokens_to_ids(text) for name, text in special.items()}
-    text = {"head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 16, "sliding_window": 32}
+    text: dict[str, Any] = {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 16,
+        "sliding_window": 32,
+    }
     text |= {
         "pad_token_id": 0,
         "vocab_size_per_layer_input": _TEXT["vocab_size"],

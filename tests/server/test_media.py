@@ -6,7 +6,6 @@ import asyncio
 import base64
 import gc
 import io
-import logging
 import struct
 import threading
 import time
@@ -117,9 +116,9 @@ def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[li
     """Returns the tokens of the model's own processor and `generate`, and the length of the prompt."""
     engine = server.engine
     processor = engine.media._processor
-    inputs = processor.apply_chat_template(
-        conversation, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
-    )
+    text = engine.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    images = [part["image"] for message in conversation for part in message["content"] if "image" in part]
+    inputs = processor(text=text, images=[images] if images else None, return_tensors="pt")
     bad = [[token] for token in SPECIAL]
     with torch.inference_mode(), as_it_was(engine.model):
         ids = engine.model.generate(**inputs, max_new_tokens=REPLY, do_sample=False, bad_words_ids=bad)[0]

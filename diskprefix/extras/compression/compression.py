@@ -126,7 +126,7 @@ def _joined(messages: Sequence[Message], left_out: set[int]) -> list[Message]:
 
 
 def _text(message: Message) -> str:
-    said = [part.text for part in message.content if isinstance(part, TextPart)]
+    said = [part.text for part in message.texts]
     called = [
         call.name + (call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments))
         for call in message.tool_calls

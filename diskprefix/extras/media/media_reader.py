@@ -81,7 +81,8 @@ class MediaReader:
         for kind, (part, encoder) in parts.items():
             mark, token_id = getattr(processor, f"{kind}_token", None), getattr(config, f"{kind}_token_id", None)
             # A processor may take sounds, and the model that it came with may not.
-            if None not in (part, mark, token_id, getattr(config, encoder, True)):
+            is_taken = part is not None and getattr(config, encoder, True) is not None
+            if is_taken and mark is not None and token_id is not None:
                 marks[kind], token_ids[kind] = mark, token_id
         self.marks: Mapping[MediaKind, str] = marks
         self.token_ids: Mapping[MediaKind, int] = token_ids

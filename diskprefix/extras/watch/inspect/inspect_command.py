@@ -39,6 +39,7 @@ _NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
 @setting_option(
     "model",
     envvar=None,
+    metavar="NAME",
     help="Only the saved prompts of this model, named as in the list.",
     show_default="all",
 )
