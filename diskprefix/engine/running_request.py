@@ -19,7 +19,7 @@ from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gauges import Activity, ActivityState, EngineFigures
 from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.media import PromptMedia
+from diskprefix.engine.prompt_media import PromptMedia
 from diskprefix.engine.request import (
     DoneEvent,
     FinishEvent,

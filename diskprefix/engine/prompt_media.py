@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from diskprefix.engine.scheduler import NO_LIMIT
-from diskprefix.model.exact.media import MediaEncoder, MediaRows
+from diskprefix.model.exact.media_encoder import MediaEncoder, MediaRows
 from diskprefix.nouns import CacheOptions, Medium, Prompt
 from diskprefix.tokens import TokenIds
 
