@@ -29,7 +29,7 @@ from diskprefix.chat.messages import (
 from diskprefix.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from diskprefix.printable import shown
 from diskprefix.store.note_record import NoteKind
-from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
+from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 from diskprefix.units import format_size
 
@@ -347,7 +347,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseStore:
     """One tenant's stored responses, for one request. Reading waits for the disk. A store that fails holds none."""
 
-    notes: TenantNotes | ReadOnlyNotes
+    notes: TenantNotes
     _num_bytes: int = field(default=0, init=False)
     """The bytes that were read so far, and those of items that were referred to."""
     _items: dict[str, dict[str, Json]] = field(default_factory=dict, init=False)
