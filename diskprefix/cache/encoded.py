@@ -12,6 +12,7 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.nouns import CacheOptions, Medium, Tenant
 from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.note_record import NoteKind
@@ -92,7 +93,9 @@ class EncodedMedia:
             told = f"{medium.kind} {medium.size} {medium.name.hex()}".encode()
             notes = cache.notes_of(nodes.root, record, options.ttl_s)
             notes.put(NoteKind.MEDIUM, medium.name.hex(), told, nodes.token_ids)
-        except CacheError as error:
+        except Exception as error:
+            if not isinstance(error, CacheError) and not is_out_of_memory(error):
+                raise
             self._fail("is not saved", error)
         finally:
             cache.writer.release(num_bytes)
@@ -137,7 +140,7 @@ class EncodedMedia:
             num_checked=len(pieces),
         )
 
-    def _fail(self, consequence: str, error: CacheError) -> None:
+    def _fail(self, consequence: str, error: Exception) -> None:
         self._cache.count("errors")
         log.warning("[disk-cache] a medium %s: %s", consequence, error)
 
