@@ -91,9 +91,9 @@ class RequestContext:
     def why_missed(self, restored: Restored, selection: Selection, broken: Break | None) -> MissReason:
         """Returns the reason why no more was restored. `not_stored` if the next block was seen before, which could
         have been restored if it were stored. `media` if the prompt leaves an earlier one before that, and each has
-        another picture there. `diverged` if it leaves one within the system message, or if it is `broken`. Every prompt of
-        a template shares a few tokens: one that leaves another so early has diverged from it if they are the same again
-        behind that."""
+        another picture there. `diverged` if it leaves one within the system message, or if it is `broken`. Every prompt
+        of a template shares a few tokens: one that leaves another so early has diverged from it if they are the same
+        again behind that."""
         prompt, settings = self.prompt, self.cache.settings
         num_tokens = len(prompt.token_ids)
         if restored.refused is not None:
