@@ -169,17 +169,14 @@ def _sizes(metadata: Metadata, activation: str, names: str, expected: float | No
 
 # -- SigLIP: Gemma 3, SmolVLM ----------------------------------------------------------------------------------------
 
-_SIGLIP_LAYER: Sources = {
-    "layer_norm1": "ln1",
-    "layer_norm2": "ln2",
-    **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-}
 
-
-def _siglip_outside(owner: str) -> Sources:
+def _siglip_sources(owner: str) -> Sources:
     return {
+        "layer_norm1": "ln1",
+        "layer_norm2": "ln2",
+        **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
         f"{owner}.embeddings.patch_embedding": _PATCHES,
         f"{owner}.embeddings.position_embedding": "v.position_embd",
         f"{owner}.post_layernorm": "v.post_ln",
@@ -419,9 +416,8 @@ _ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
             model_type="gemma3",
             of_text={"gemma3": "gemma3_text"},
             layers=_layers(r"vision_tower\.encoder\.layers"),
-            sources=_SIGLIP_LAYER
-            | _siglip_outside("model.vision_tower")
-            | {
+            sources={
+                **_siglip_sources("model.vision_tower"),
                 "model.multi_modal_projector.mm_input_projection_weight": "mm.input_projection",
                 "model.multi_modal_projector.mm_soft_emb_norm": changed("mm.soft_emb_norm", minus_one),
             },
@@ -485,9 +481,10 @@ _ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
             of_text={"llama": "llama"},
             text="model.text_model.",
             layers=_layers(r"vision_model\.encoder\.layers"),
-            sources=_SIGLIP_LAYER
-            | _siglip_outside("model.vision_model")
-            | {"model.connector.modality_projection.proj": "mm.model.fc"},
+            sources={
+                **_siglip_sources("model.vision_model"),
+                "model.connector.modality_projection.proj": "mm.model.fc",
+            },
             vision=_siglip,
             beside=lambda metadata: {"scale_factor": metadata.get(_SCALE, 2)},
             tokens={"image_token": "<image>"},
