@@ -6,6 +6,7 @@ import ast
 import json
 import socket
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,19 @@ def test_each_recipe_is_well_formed_and_names_the_model_the_address_and_the_key(
     assert str(SERVED.context) in said or name not in KNOW_THE_CONTEXT
 
 
+@pytest.mark.parametrize("takes_images", [True, False])
+def test_a_client_that_must_be_told_is_told_whether_the_model_takes_images(takes_images: bool) -> None:
+    served = replace(SERVED, takes_images=takes_images)
+    told = {name: json.loads(recipe(name, served).files[0].text) for name in ("opencode", "pi", "qwen-code")}
+    kinds = ["text", "image"] if takes_images else ["text"]
+    [opencode] = told["opencode"]["provider"]["diskprefix"]["models"].values()
+    assert opencode["modalities"]["input"] == kinds
+    [pi] = told["pi"]["providers"]["diskprefix"]["models"]
+    assert pi["input"] == kinds
+    [qwen] = told["qwen-code"]["modelProviders"]["openai"]
+    assert qwen["generationConfig"]["modalities"] == {"image": takes_images}
+
+
 def test_a_launch_says_it_where_opencode_and_aider_read_last() -> None:
     said = recipe("opencode", SERVED, Path("/profile")).environment["OPENCODE_CONFIG_CONTENT"]
     assert json.loads(said)["model"] == f"diskprefix/{SERVED.model}"
@@ -67,7 +81,9 @@ def test_a_launch_says_it_where_opencode_and_aider_read_last() -> None:
 
 
 def test_the_settings_are_those_of_the_running_daemon(run: Run) -> None:
-    with small_daemon(models=[models({"id": "model-1", "context_length": 4096})]) as daemon:
+    with small_daemon(
+        models=[models({"id": "model-1", "context_length": 4096, "capabilities": ["tool_use", "vision"]})]
+    ) as daemon:
         ended = run("clients", "codex", "--url", f"{daemon.url}/v1/", "--api-key", "secret", "--json")
         everything = run("clients", "--model", "model-1", "--url", daemon.url).stdout
     assert (ended.exit_code, ended.stderr) == (0, "")
@@ -80,6 +96,7 @@ def test_the_settings_are_those_of_the_running_daemon(run: Run) -> None:
     titles = [line for line in everything.splitlines() if line.startswith("## ")]
     assert titles == [f"## {recipe(name, SERVED).title}" for name in names()]
     assert "export ANTHROPIC_MODEL=model-1" in everything
+    assert '"modalities": {"image": true}' in everything
     assert '    model: "model-1"' in everything
 
 

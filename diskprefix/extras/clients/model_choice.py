@@ -48,7 +48,9 @@ def ask_served(call: Call, url: str, model: str | None, api_key: str | None) -> 
         raise SettingsError(f"{card['id']} cannot be served: {card['problem']}")
     address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     context = card.get("context_length") or LEAST_CONTEXT
-    served = Served(url=address, model=card["id"], key=api_key or NO_KEY, context=context)
+    takes_images = "vision" in card.get("capabilities", ())
+    key = api_key or NO_KEY
+    served = Served(url=address, model=card["id"], key=key, context=context, takes_images=takes_images)
     return Choice(served=served, problem=_problem(card, context))
 
 

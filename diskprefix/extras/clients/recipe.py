@@ -28,6 +28,7 @@ class Served:
     model: str
     key: str
     context: int
+    takes_images: bool = False
 
     @property
     def values(self) -> dict[str, str]:
@@ -37,6 +38,7 @@ class Served:
             "key": self.key,
             "context": str(self.context),
             "output": str(self.context // _OUTPUT_SHARE),
+            "images": json.dumps(self.takes_images),
         }
 
 
@@ -86,6 +88,8 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
     plain = served.values | {"home": "~" if profile is None else str(profile)}
     # The quoted strings of JSON, TOML, YAML and Python have these escapes in common.
     escaped = {key: json.dumps(value)[1:-1] for key, value in plain.items()}
+    # Some clients send no picture to a model whose settings do not list them.
+    escaped["inputs"] = json.dumps(["text", "image"] if served.takes_images else ["text"])
     shell = {key: shlex.quote(value) for key, value in plain.items()}
     launch = {} if profile is None else told["launch"]
     environment = told.get("environment", {}) | launch.get("environment", {})

@@ -56,7 +56,7 @@ _KNOWN_SIZES = 256
 
 
 class _Form(NamedTuple):
-    """What the processor makes of every medium of a size."""
+    """The form in which the processor puts every medium of a size into a prompt."""
 
     text: str
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What reads the pictures and sounds of a request for a multimodal model. An extra does it."""
+"""The reader of pictures and sounds of requests, for a multimodal model: an extra has it."""
 
 from __future__ import annotations
 
