@@ -41,6 +41,7 @@ def media(runner: Runner) -> EncodedMedia:
 
 def save(runner: Runner, one: Medium, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
     media(runner).save(one, rows_of(one), options, encode_s=2.0)
+    runner.cache.settle()
     if is_flushed:
         runner.flush()
 
@@ -147,6 +148,7 @@ def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
     rows = rows_of(medium())
     rows[1, 20] = torch.nan
     media(runner).save(medium(), rows, AUTO)
+    runner.cache.settle()
     assert media(runner).load(medium(), AUTO) is None
     runner.flush()
     assert media(runner).load(medium(), AUTO) is None
