@@ -272,8 +272,8 @@ def _in_sections(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     sections = [section for section in metadata.of_any_kind("rope.dimension_sections", ()) if section]
     if not sections:
         raise ModelError(f"the file lacks {metadata.architecture}.rope.dimension_sections")
-    more = {"mrope_section": sections, "mrope_interleaved": metadata.architecture != "qwen2vl"}
-    return {"rope_parameters": found["rope_parameters"] | more}
+    interleaved = {} if metadata.architecture == "qwen2vl" else {"mrope_interleaved": True}
+    return {"rope_parameters": found["rope_parameters"] | {"mrope_section": sections} | interleaved}
 
 
 def _qwen_images(metadata: Metadata, fewest: int) -> dict[str, Any]:
