@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -27,10 +27,12 @@ from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact, rehearse
 from diskprefix.nouns import CacheOptions, CacheReport, Medium, Prompt
 from diskprefix.settings import Settings
-from diskprefix.tokens import TokenIds, as_token_ids, media_ids
+from diskprefix.tokens import TokenIds, as_token_ids
 from tests.made_settings import made_settings
 from tests.waiting import wait_for
 
+Pictures: TypeAlias = dict[int, Medium]
+"""Those that prompts may have, by the id of the first token of each."""
 VOCAB = 400
 BLOCK = 16
 SIZES: dict[str, Any] = {
@@ -124,15 +126,10 @@ class Runner:
             self.layout, self.grid_reason = make_exact(model, described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.on_prompts = on_prompts
-        self.pictures: dict[int, Medium] = {}
-        """Those that prompts may have, by the ids of their first tokens."""
+        self.pictures: Pictures = {}
         self.media: PromptMedia | None = None
         """Those of the last prompt."""
         self.open()
-
-    def show(self, pictures: Iterable[Medium]) -> None:
-        """Has prompts with the ids of these pictures' tokens be prompts with the pictures."""
-        self.pictures = {int(media_ids(picture.name, 1)[0]): picture for picture in pictures}
 
     def identity(self, salt: str) -> str:
         """In place of the fingerprint: models of the same name share the cache."""

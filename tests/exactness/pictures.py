@@ -13,6 +13,7 @@ from diskprefix.nouns import Medium
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids, media_ids
 from tests.exactness.jobs import Job, Lengths, MakeTokens
+from tests.runner import Pictures
 from tests.server.media_models import VISION_MODELS, image_bytes, write_lfm2_vl
 
 PICTURED = {f"{name} with pictures": write for name, write in (VISION_MODELS | {"lfm2_vl": write_lfm2_vl}).items()}
@@ -21,7 +22,7 @@ LENGTHS = Lengths(more=95)
 FILES = [image_bytes((200, 30, 30)), image_bytes((30, 30, 200), (30, 50)), image_bytes((30, 200, 30), (16, 16))]
 
 
-def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, list[Medium]]:
+def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     """The model, what makes prompts for it, and the pictures in these. The last token of the first picture is the last
     one of the case `shorter`, and the first one of the second is the first that `branch` does not have. The third one
     is behind what is saved."""
@@ -36,8 +37,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, list[Medium]]:
         pictures = [reader.read_image(content, detail="auto", param="") for content in FILES]
     parts = []
     for picture in pictures:
-        text = picture.text or loaded.tokenizer.convert_ids_to_tokens(config.image_token_id) * picture.num_tokens
-        part = as_token_ids(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
+        part = as_token_ids(loaded.tokenizer(picture.text, add_special_tokens=False)["input_ids"])
         part[part == config.image_token_id] = media_ids(picture.name, picture.num_tokens)
         parts.append(part)
 
@@ -51,7 +51,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, list[Medium]]:
                 token_ids[at : at + len(part)] = part
         return token_ids
 
-    return loaded.model, make, pictures
+    return loaded.model, make, {int(media_ids(picture.name, 1)[0]): picture for picture in pictures}
 
 
 def _without_processor(number: int) -> Medium:
@@ -59,4 +59,4 @@ def _without_processor(number: int) -> Medium:
     pixels = torch.rand(1, 16, 48, generator=torch.Generator().manual_seed(number))
     inputs = {"pixel_values": pixels, "spatial_shapes": torch.tensor([[4, 4]])}
     inputs["pixel_attention_mask"] = torch.ones(1, 16, dtype=torch.long)
-    return Medium("image", bytes([number]) * 16, "", 4, {}, "16x16", 1, "", lambda: inputs)
+    return Medium("image", bytes([number]) * 16, "<image>" * 4, 4, {}, "16x16", 1, "", lambda: inputs)

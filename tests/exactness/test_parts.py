@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from diskprefix.cache.matching import Matcher
-from diskprefix.cache.tiers.nodes import Node
-from diskprefix.cache.tiers.tier import View
 from diskprefix.engine.media import PromptMedia
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests import forked
@@ -88,7 +86,7 @@ def different_inside(name: str, folder: Path) -> list[int]:
     places = np.flatnonzero((prompt[1:] < 0) & (prompt[:-1] < 0)) + 1
     for at in places[:: max(1, len(places) // 8)].tolist():
 
-        def up_to(self: Matcher[View], end: int = at) -> tuple[list[Node], int]:
+        def up_to(self: Any, end: int = at) -> tuple[list[Any], int]:
             return [node for node in restorable(self)[0] if node.position < end], end
 
         with pytest.MonkeyPatch.context() as patch:
@@ -106,6 +104,7 @@ def test_a_restore_that_ends_inside_a_picture_is_the_cold_run(name: str, tmp_pat
     assert different_inside(name, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_it_is_found_that_the_rest_of_a_picture_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = PromptMedia.rows
 

@@ -25,13 +25,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.kv.layout import LayerSpec, Layout
 from diskprefix.model.load.loader import load_model
-from diskprefix.nouns import Medium
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
 from tests.exactness.pictures import PICTURED, load_pictured
-from tests.runner import Runner, tiny_settings
+from tests.runner import Pictures, Runner, tiny_settings
 
 LIMIT_S = 1800
 """A fork that takes longer hangs, and is killed."""
@@ -57,7 +56,7 @@ def kind_of(layout: Layout) -> Kind:
     return "cut" if layout.is_sliceable else "checkpoint"
 
 
-def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, list[Medium]]:
+def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     """The model, what makes prompts for it, text for a real one, else any tokens, and the pictures in these."""
     if job.name in PICTURED:
         return load_pictured(job)
@@ -68,9 +67,9 @@ def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, list[Medium]]:
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     else:
         loaded = load_model(Settings(model=job.model, device=job.device, dtype=job.dtype), print)
-        return loaded.model, _text(loaded.tokenizer), []
+        return loaded.model, _text(loaded.tokenizer), {}
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count)), []
+    return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count)), {}
 
 
 def _text(tokenizer: Any) -> MakeTokens:
@@ -83,7 +82,7 @@ def _text(tokenizer: Any) -> MakeTokens:
     return make
 
 
-def make_runner(job: Job, model: PreTrainedModel, pictures: list[Medium]) -> Runner:
+def make_runner(job: Job, model: PreTrainedModel, pictures: Pictures) -> Runner:
     lengths = job.lengths
     settings = tiny_settings(
         job.store,
@@ -93,11 +92,11 @@ def make_runner(job: Job, model: PreTrainedModel, pictures: list[Medium]) -> Run
         kv_cache_budget=4 << 30,
     )
     runner = Runner(model, settings, f"{job.name} {job.dtype}", exact_at="grid" if job.at_grid else None)
-    runner.show(pictures)
+    runner.pictures = pictures
     return runner
 
 
-def save(job: Job, model: PreTrainedModel, make: MakeTokens, pictures: list[Medium]) -> tuple[Answers, Runner | None]:
+def save(job: Job, model: PreTrainedModel, make: MakeTokens, pictures: Pictures) -> tuple[Answers, Runner | None]:
     """The cold answers; the first prompt is saved. The runner has written everything, and holds its store open."""
     runner = make_runner(job, model, pictures)
     described = _described(model, runner)
@@ -110,7 +109,7 @@ def save(job: Job, model: PreTrainedModel, make: MakeTokens, pictures: list[Medi
     return described, runner
 
 
-def restore(job: Job, model: PreTrainedModel, make: MakeTokens, pictures: list[Medium]) -> tuple[Answers, Runner]:
+def restore(job: Job, model: PreTrainedModel, make: MakeTokens, pictures: Pictures) -> tuple[Answers, Runner]:
     runner = make_runner(job, model, pictures)
     described = _described(model, runner)
     cases = cases_of(job.lengths, make)
