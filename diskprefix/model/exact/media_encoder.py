@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import Run
 from diskprefix.model.exact.patterns import sees_pictures_whole
+from diskprefix.native.attention_operator import attention_to_all
+from diskprefix.native.library import operators
 from diskprefix.nouns import Medium
 from diskprefix.printable import first_line
 
@@ -46,6 +49,21 @@ class _Joined(list[torch.Tensor]):
 
     def to(self, *args: Any) -> torch.Tensor:
         return self[0].to(*args)
+
+
+class _EachSeesAll(TorchFunctionMode):
+    """Computes attention without a mask in bfloat16 by the compiled operator: torch's takes most of an encoder's time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, compiled = kwargs or {}, operators()
+        if func is not nn.functional.scaled_dot_product_attention or len(args) != 3 or compiled is None:
+            return func(*args, **kwargs)
+        others = {name: value for name, value in kwargs.items() if value and name != "scale"}
+        is_alike = all(one.shape == args[0].shape and one.dtype is torch.bfloat16 and one.is_cpu for one in args)
+        if others or not is_alike or args[0].ndim != 4:
+            return func(*args, **kwargs)
+        scale = kwargs.get("scale") or args[0].shape[-1] ** -0.5
+        return torch.stack([attention_to_all(compiled, *one, scale) for one in zip(*args, strict=True)])
 
 
 class MediaEncoder:
@@ -86,7 +104,8 @@ class MediaEncoder:
         accepted = inspect.signature(encode).parameters
         placed = {name: self._placed(value) for name, value in inputs.items() if name in accepted}
         try:
-            output = encode(**placed, return_dict=True)
+            with _EachSeesAll():
+                output = encode(**placed, return_dict=True)
             levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
             rows = torch.stack([_joined(level).reshape(-1, self.hidden) for level in levels]).to(self.dtype)
         except Exception as error:
