@@ -352,7 +352,7 @@ def test_what_a_model_does_not_take_is_refused_by_name(serve: Serve, model: str,
         (image_part(b"swordfish" * 40), "image_url.url", NO_IMAGE),
         (image_part(image_bytes()[:60]), "image_url.url", "cannot be decoded: "),
         (image_part(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"), "image_url.url", NO_IMAGE),
-        (image_part(bomb()), "image_url.url", "more than 64 megapixels"),
+        (image_part(bomb()), "image_url.url", "exceeds limit of"),
         *(
             (image_part(image_bytes(size=size)), "image_url.url", "200 times as long")
             for size in ((1, 6000), (6000, 1), (10, 2001))

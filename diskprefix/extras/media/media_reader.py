@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -240,7 +239,7 @@ def _settings(processor: Any) -> bytes:
     if not hasattr(processor, "to_dict"):
         return b""
     backend = type(getattr(processor, "image_processor", None)).__name__
-    versions = [version(name) for name in ("pillow", "transformers")]
+    versions = [getattr(sys.modules.get(name), "__version__", "") for name in ("PIL", "transformers", "torchvision")]
     text = json.dumps([processor.to_dict(), backend, versions], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode()).digest()
 
@@ -275,13 +274,10 @@ def _longest_s(processor: Any, extractor: Any) -> float:
 
 def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
     from transformers import AutoProcessor, ProcessorMixin
-    from transformers.utils import is_torchvision_available
 
     try:
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:
-        if is_torchvision_available():
-            raise
+    except Exception:  # noqa: BLE001 (the part for videos may be missing, or what that part needs)
         return _load_without_videos(folder, config)
     if not isinstance(processor, ProcessorMixin):
         raise ValueError("the folder has no processor")
@@ -289,14 +285,15 @@ def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
 
 
 def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
-    """Returns the processor without its part for videos, which is the only one that needs torchvision."""
+    """Returns the processor without its part for videos, which often is the only one that needs torchvision."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.models.pixtral import image_processing_pil_pixtral
 
     named = PROCESSOR_MAPPING[type(config)]
-    # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
-    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+    if find_spec("torchvision") is None:
+        # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
+        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
     module: Any = import_module(named.__module__)
     # SmolVLM's writes the number of a video's frames with it.
     module.num2words = str
