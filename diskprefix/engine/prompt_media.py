@@ -277,8 +277,9 @@ class MediaRowsSource:
         """Runs on the loading thread."""
         try:
             with torch.inference_mode():
-                job.rows = self._stored.load(job.medium, job.options)
-                if job.rows is None:
+                rows = self._stored.load(job.medium, job.options)
+                job.rows = None if rows is None else rows.to(self._encoder.nothing.device)
+                if rows is None:
                     job.inputs = job.medium.prepare()
         except Exception as error:  # noqa: BLE001 (the engine raises it)
             job.error = error
