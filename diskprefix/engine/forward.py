@@ -98,9 +98,9 @@ def _state_of(chunk: Chunk[Reply]) -> KVSequence:
 def _rows(chunk: Chunk[Reply]) -> runner.Rows:
     reply = chunk.sequence
     assert reply.state is not None
-    media = reply.running.media
-    of_media = None if media is None else media.rows(chunk.start, chunk.end)
-    return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted, of_media)
+    pictures = reply.running.pictures
+    of_pictures = None if pictures is None else pictures.rows(chunk.start, chunk.end)
+    return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted, of_pictures)
 
 
 def prefill(
