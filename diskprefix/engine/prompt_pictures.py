@@ -229,6 +229,8 @@ class PictureRowsSource:
         if (job := self._jobs.get(key)) is None:
             job = self._jobs[key] = _Job(picture, options)
             self._loader.submit(self._load, job)
+        if options.save and not job.options.save:
+            job.options = options
         if (pictures, number) not in job.wanted_by:
             job.wanted_by.append((pictures, number))
         return False

@@ -234,8 +234,8 @@ async def render(question: Question) -> Rendered:
 async def submit(parts: Sequence[Rendered]) -> Submitted:
     """Gives the request to the engine: that of the first prompt, and those of others when the one before has ended.
 
-    Raises `QueueFull` if the waiting pictures are too large, `NotReady`, `InvalidRequest` for a constraint that cannot be
-    compiled, and `ClientDisconnect`.
+    Raises `QueueFull` if the waiting pictures are too large, `NotReady`, `InvalidRequest` for a constraint that cannot
+    be compiled, and `ClientDisconnect`.
     """
     rendered = parts[0]
     arrival, prompt, sampling = rendered.arrival, rendered.replayed.prompt, rendered.asked.sampling

@@ -41,6 +41,7 @@ def pictures(runner: Runner) -> EncodedPictures:
 
 def save(runner: Runner, one: Picture, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
     pictures(runner).save(one, rows_of(one), options, encode_s=2.0)
+    runner.cache.settle()
     if is_flushed:
         runner.flush()
 
@@ -147,6 +148,7 @@ def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
     rows = rows_of(picture())
     rows[1, 20] = torch.nan
     pictures(runner).save(picture(), rows, AUTO)
+    runner.cache.settle()
     assert pictures(runner).load(picture(), AUTO) is None
     runner.flush()
     assert pictures(runner).load(picture(), AUTO) is None
@@ -223,10 +225,7 @@ def test_a_prompt_with_pictures_is_restored_like_text_up_to_another_picture(open
     assert same(longer, pictured(cold, "abc"))
     # The second picture has another neighbour of the same text behind it.
     other = pictured(runner, "adc")
-    assert (other.report.restored, other.report.miss_reason) == (
-        450 - 450 % BLOCK if name == "grid" else 450,
-        "image",
-    )
+    assert (other.report.restored, other.report.miss_reason) == (450 - 450 % BLOCK if name == "grid" else 450, "image")
     assert pictured(runner, "abcd").report.miss_reason is None
 
 

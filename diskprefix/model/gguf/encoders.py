@@ -17,7 +17,17 @@ from diskprefix.errors import ModelError
 from diskprefix.model.gguf.architecture import Architecture, EncoderArchitecture
 from diskprefix.model.gguf.configuration import is_declared
 from diskprefix.model.gguf.metadata import MOST_LAYERS, Metadata, shown
-from diskprefix.model.gguf.sources import Array, Sources, TensorSource, changed, joined, minus_one, same
+from diskprefix.model.gguf.sources import (
+    Array,
+    Sources,
+    TensorSource,
+    changed,
+    joined,
+    minus_one,
+    moved,
+    paired_queries,
+    same,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -40,8 +50,6 @@ _CHECKED = (
     "vision.image_size",
 )
 """Keys that are read where the file is found, or that change nothing."""
-_QWEN_EPSILON = 1e-6
-"""Qwen's classes add it to variances, whatever the configuration says."""
 
 
 def _nothing(_: Metadata) -> dict[str, Any]:
@@ -134,9 +142,13 @@ def _normalised(metadata: Metadata) -> dict[str, Any]:
     return {name: list(values[:3]) for name, values in found.items()}
 
 
-def _sizes(metadata: Metadata, activation: str, names: str) -> dict[str, Any]:
-    """Returns the sizes of an encoder. `names` are those of its blocks, heads and epsilon in its configuration."""
-    blocks, heads, epsilon = names.split()
+def _sizes(metadata: Metadata, activation: str, names: str, expected: float | None = None) -> dict[str, Any]:
+    """Returns the sizes of an encoder. `names` are those of its blocks and heads, and of what it adds to variances, in
+    its configuration. The last one has no name if the class has a fixed value, which is `expected`."""
+    blocks, heads, *others = names.split()
+    epsilon = metadata("vision.attention.layer_norm_epsilon")
+    if expected is not None and abs(epsilon / expected - 1) > 1e-3:
+        raise ModelError(f"the file's clip.vision.attention.layer_norm_epsilon is {epsilon:g}, not {expected:g}")
     known = {"use_gelu": "gelu_pytorch_tanh", "use_silu": "silu"}
     used = next((name for key, name in known.items() if metadata.get(key, False)), activation)
     if used != activation:
@@ -150,24 +162,21 @@ def _sizes(metadata: Metadata, activation: str, names: str) -> dict[str, Any]:
         or max(metadata.num_rows(f"v.blk.0.ffn_{part}.weight") for part in ("up", "down")),
         blocks: count,
         heads: metadata("vision.attention.head_count"),
-        epsilon: metadata("vision.attention.layer_norm_epsilon"),
+        **dict.fromkeys(others, epsilon),
         "patch_size": metadata("vision.patch_size"),
     }
 
 
 # -- SigLIP: Gemma 3, SmolVLM ----------------------------------------------------------------------------------------
 
-_SIGLIP_LAYER: Sources = {
-    "layer_norm1": "ln1",
-    "layer_norm2": "ln2",
-    **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
-    "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down",
-}
 
-
-def _siglip_outside(owner: str) -> Sources:
+def _siglip_sources(owner: str) -> Sources:
     return {
+        "layer_norm1": "ln1",
+        "layer_norm2": "ln2",
+        **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
         f"{owner}.embeddings.patch_embedding": _PATCHES,
         f"{owner}.embeddings.position_embedding": "v.position_embd",
         f"{owner}.post_layernorm": "v.post_ln",
@@ -237,10 +246,7 @@ def _deepstack(metadata: Metadata) -> Sources:
 
 
 def _qwen(metadata: Metadata, activation: str) -> dict[str, Any]:
-    sizes = _sizes(metadata, activation, "depth num_heads epsilon")
-    if abs(sizes.pop("epsilon") / _QWEN_EPSILON - 1) > 1e-3:
-        raise ModelError(f"the file's clip.vision.attention.layer_norm_epsilon is not {_QWEN_EPSILON:g}")
-    return sizes | {
+    return _sizes(metadata, activation, "depth num_heads", 1e-6) | {
         "out_hidden_size": metadata("vision.projection_dim"),
         "spatial_merge_size": metadata.get("vision.spatial_merge_size", 2),
     }
@@ -278,6 +284,38 @@ def _qwen_images(metadata: Metadata, fewest: int) -> dict[str, Any]:
         "longest_edge": metadata.get("vision.image_max_pixels", 16384 * of_token),
     }
     return {"patch_size": patch, "merge_size": merge, "size": size}
+
+
+# -- Mistral 3 -------------------------------------------------------------------------------------------------------
+
+_PIXTRAL: Sources = {
+    "attention_norm": "ln1",
+    "ffn_norm": "ln2",
+    "attention.q_proj": moved("attn_q", paired_queries),
+    "attention.k_proj": moved("attn_k", paired_queries),
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_out",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "model.vision_tower.patch_conv": _PATCHES,
+    "model.vision_tower.ln_pre": "v.pre_ln",
+    "model.multi_modal_projector.norm": "mm.input_norm",
+    "model.multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+    "model.multi_modal_projector.linear_1": "mm.1",
+    "model.multi_modal_projector.linear_2": "mm.2",
+}
+
+
+def _pixtral(metadata: Metadata) -> dict[str, Any]:
+    return _sizes(metadata, "silu", "num_hidden_layers num_attention_heads", 1e-5) | {
+        "model_type": "pixtral",
+        "image_size": metadata("vision.image_size"),
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "axial", "rope_theta": metadata.get("rope.freq_base", 10000.0)},
+    }
+
+
+def _lines(metadata: Metadata) -> dict[str, Any]:
+    return {"size": {"longest_edge": metadata("vision.image_size")}, "patch_size": metadata("vision.patch_size")}
 
 
 # -- Gemma 4 ---------------------------------------------------------------------------------------------------------
@@ -378,9 +416,8 @@ _ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
             model_type="gemma3",
             of_text={"gemma3": "gemma3_text"},
             layers=_layers(r"vision_tower\.encoder\.layers"),
-            sources=_SIGLIP_LAYER
-            | _siglip_outside("model.vision_tower")
-            | {
+            sources={
+                **_siglip_sources("model.vision_tower"),
                 "model.multi_modal_projector.mm_input_projection_weight": "mm.input_projection",
                 "model.multi_modal_projector.mm_soft_emb_norm": changed("mm.soft_emb_norm", minus_one),
             },
@@ -416,15 +453,38 @@ _ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
             images=_gemma_4_images,
         ),
     ),
+    "pixtral": (
+        PictureEncoder(
+            model_type="mistral3",
+            of_text={"llama": "llama", "mistral3": "ministral3"},
+            layers=_layers(r"vision_tower\.transformer\.layers"),
+            sources=_PIXTRAL,
+            # It is a row of the embeddings of text.
+            unused=("v.token_embd.img_break",),
+            vision=_pixtral,
+            beside=lambda metadata: {
+                "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
+                "multimodal_projector_bias": metadata.has("mm.1.bias"),
+            },
+            tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+            processors=("PixtralImageProcessorPil", "PixtralProcessor"),
+            images=_lines,
+            settings=lambda metadata: {
+                "patch_size": metadata("vision.patch_size"),
+                "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
+            },
+        ),
+    ),
     "idefics3": (
         PictureEncoder(
             model_type="idefics3",
             of_text={"llama": "llama"},
             text="model.text_model.",
             layers=_layers(r"vision_model\.encoder\.layers"),
-            sources=_SIGLIP_LAYER
-            | _siglip_outside("model.vision_model")
-            | {"model.connector.modality_projection.proj": "mm.model.fc"},
+            sources={
+                **_siglip_sources("model.vision_model"),
+                "model.connector.modality_projection.proj": "mm.model.fc",
+            },
             vision=_siglip,
             beside=lambda metadata: {"scale_factor": metadata.get(_SCALE, 2)},
             tokens={"image_token": "<image>"},
@@ -436,7 +496,7 @@ _ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
 }
 """By the type of their projector, each for other models of text."""
 MAY_HAVE_ENCODER = frozenset(text for found in _ENCODERS.values() for one in found for text in one.of_text)
-HAVE_ENCODER = MAY_HAVE_ENCODER - {"llama", "gemma3"}
+HAVE_ENCODER = MAY_HAVE_ENCODER - {"llama", "mistral3", "gemma3"}
 """Architectures of files of text some of whose models, or all, have an encoder of pictures."""
 
 
@@ -470,4 +530,5 @@ def with_encoder(architecture: Architecture, text: str, encoder: PictureEncoder)
         model_type=encoder.of_text[text],
         config=lambda metadata, found: architecture.config(metadata, found) | encoder.in_text(metadata, found),
         encoder=encoder,
+        unused=(*architecture.unused, *encoder.unused),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,8 +16,12 @@ if TYPE_CHECKING:
 def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
     """Returns transformers' processor, with a copy of the model's tokenizer. Raises what its parts raise."""
     import transformers
+    from transformers.models.pixtral import image_processing_pil_pixtral
 
-    image_class, wanted = (getattr(transformers, name) for name in pictures.processors)
+    # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
+    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+    image_class, named = (getattr(transformers, name) for name in pictures.processors)
+    wanted: Any = getattr(import_module(named.__module__), named.__name__)
 
     def check(self: Any, name: str, part: Any) -> Any:
         # Videos need torchvision, and sounds another encoder.
