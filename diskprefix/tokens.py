@@ -1,10 +1,10 @@
 """Token ids, the chained names of blocks, and checksums. The only module that imports xxhash.
 
-A prompt is a one-dimensional int32 array. The tokens of a picture have ids that are made of its name
-(`picture_ids`). A prompt is cut into blocks of `block_size` tokens, counted from position 0. The
-name of a block is a 128-bit hash of its parent's name and its own token ids, so it names the whole prefix up to its
-end. The parent of the first block is the root, which names the model's numbers. The hash is seeded with a secret of the
-store, so others cannot compute names. Correctness does not depend on names, because token ids are stored and compared.
+A prompt is a one-dimensional int32 array. The tokens of a picture have ids that are made of its name (`picture_ids`). A
+prompt is cut into blocks of `block_size` tokens, counted from position 0. The name of a block is a 128-bit hash of its
+parent's name and its own token ids, so it names the whole prefix up to its end. The parent of the first block is the
+root, which names the model's numbers. The hash is seeded with a secret of the store, so others cannot compute names.
+Correctness does not depend on names, because token ids are stored and compared.
 """
 
 from __future__ import annotations

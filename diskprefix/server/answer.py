@@ -227,7 +227,7 @@ async def render(question: Question) -> Rendered:
         return Replayed(renderer.completion(wanted, known))
 
     has_pictures = isinstance(wanted, Conversation) and wanted.has_pictures
-    replayed = await arrival.daemon.threads.run("pictures" if has_pictures else "rendering", make_prompt)
+    replayed = await arrival.daemon.threads.run("images" if has_pictures else "rendering", make_prompt)
     return Rendered(arrival, question.asked, replayed)
 
 

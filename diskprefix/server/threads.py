@@ -15,18 +15,11 @@ from diskprefix.server.limits import Turns
 
 T = TypeVar("T")
 
-Kind: TypeAlias = Literal["parsing", "rendering", "large", "pictures", "compiling", "stopping"]
+Kind: TypeAlias = Literal["parsing", "rendering", "large", "images", "compiling", "stopping"]
 
-_NUM_THREADS: dict[Kind, int] = {
-    "parsing": 2,
-    "rendering": 2,
-    "large": 1,
-    "pictures": 1,
-    "compiling": 16,
-    "stopping": 2,
-}
+_NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "large": 1, "images": 1, "compiling": 16, "stopping": 2}
 """Images take seconds and hundreds of megabytes each. A thread that compiles waits for a process."""
-_BEHIND: tuple[Kind, ...] = ("large", "pictures")
+_BEHIND: tuple[Kind, ...] = ("large", "images")
 """These threads let the engine go first: its own wait for each other many times in a step, and where another has the
 processor of one of them, all wait for that."""
 _NICE = 10

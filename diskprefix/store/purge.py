@@ -309,7 +309,7 @@ class _Planner:
         texts. It is encoded again if another prompt needs it."""
         owners = {root: (record.model, record.tenant) for root, record in self._records.items()}
         for root, record in self._records.items():
-            own = [text for text in texts if record.is_picture and owners.get(text.root) == owners[root]]
+            own = [text for text in texts if record.has_pictures and owners.get(text.root) == owners[root]]
             deleted = [text.token_ids[text.num_kept :].tobytes() for text in own]
             for first in self._tree.children.get(root, ()) if deleted else ():
                 path = [first]

@@ -140,7 +140,7 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""
 
     @property
-    def is_picture(self) -> bool:
+    def has_pictures(self) -> bool:
         """Returns whether the nodes hold the outputs of an encoder, not the state of prompts."""
         return self.identity.startswith(ENCODED_PICTURES)
 

@@ -101,8 +101,8 @@ def processor(request: pytest.FixtureRequest, folder: Path) -> Processor:
 
 def renderer_of(processor: Processor, /, **options: Any) -> PromptRenderer:
     tokenizer = processor.tokenizer
-    options = {"processor": processor, "vocab_size": len(tokenizer), "max_positions": 1 << 17} | options
-    return PromptRenderer(tokenizer, **options)
+    given: dict[str, Any] = {"processor": processor, "vocab_size": len(tokenizer), "max_positions": 1 << 17} | options
+    return PromptRenderer(tokenizer, **given)
 
 
 @pytest.fixture

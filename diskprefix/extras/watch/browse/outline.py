@@ -99,7 +99,7 @@ def outline(
             tree = FoldedTree(root=root.hex(), model=record.model, tenant=record.tenant)
             tree.nodes = _Folder(snapshot, prefixes, frozenset(map(bytes.fromhex, known)), tree).below(root)
             ended = [id_ for trunk in tree.nodes for id_ in trunk.entries]
-            if record.is_picture:
+            if record.has_pictures:
                 tree.images, tree.nodes = sum(trunk.parent is None for trunk in tree.nodes), []
             tree.num_entries, tree.listed_bytes = len(ended), sum(known[id_].raw_bytes for id_ in ended)
             trees.append(tree)

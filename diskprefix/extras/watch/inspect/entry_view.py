@@ -130,7 +130,7 @@ def _runs(token_ids: TokenIds) -> Iterator[tuple[int, TokenIds]]:
 
 def _pictures(snapshot: Snapshot, root: RootRecord, token_ids: TokenIds) -> Iterator[dict[str, Any]]:
     whose = root.model, root.tenant
-    roots = {name for name, one in snapshot.roots() if one.is_picture and (one.model, one.tenant) == whose}
+    roots = {name for name, one in snapshot.roots() if one.has_pictures and (one.model, one.tenant) == whose}
     known: dict[int, dict[str, str]] = {}
     for note in snapshot.notes():
         if note.root in roots and note.kind == NoteKind.PICTURE:
