@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from diskprefix.engine.scheduler import NO_LIMIT
-from diskprefix.model.exact.picture_encoder import PictureEncoder, PictureRows
+from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.nouns import CacheOptions, Picture, Prompt
 from diskprefix.tokens import TokenIds
 
@@ -39,7 +39,7 @@ class PromptPictures:
     up to the end of each picture. `spans` are the positions of pictures whose tokens see each other.
     """
 
-    encoder: PictureEncoder
+    encoder: VisionEncoder
     pictures: tuple[Picture, ...]
     token_ids: torch.Tensor
     is_picture: torch.Tensor
@@ -55,7 +55,7 @@ class PromptPictures:
     """Its request has ended."""
 
     @classmethod
-    def of(cls, prompt: Prompt, encoder: PictureEncoder) -> PromptPictures:
+    def of(cls, prompt: Prompt, encoder: VisionEncoder) -> PromptPictures:
         """`prompt` has pictures."""
         places = np.flatnonzero(prompt.token_ids < 0).astype(np.int32)
         assert len(places) == sum(picture.num_tokens for picture in prompt.pictures), "each row has its token"
@@ -207,7 +207,7 @@ class _Job:
 class PictureRowsSource:
     """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do."""
 
-    def __init__(self, encoder: PictureEncoder, stored: EncodedPictures, wake: Callable[[], None]) -> None:
+    def __init__(self, encoder: VisionEncoder, stored: EncodedPictures, wake: Callable[[], None]) -> None:
         self._encoder, self._stored, self._wake = encoder, stored, wake
         self._jobs: dict[_Key, _Job] = {}
         self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()

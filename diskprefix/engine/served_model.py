@@ -31,7 +31,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import KeptBlock, PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.picture_encoder import PictureEncoder
+from diskprefix.model.exact.vision_encoder import VisionEncoder
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, use_gpu
 from diskprefix.nouns import CacheReport, Prompt
@@ -294,15 +294,15 @@ class ServedModel:
             remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
         )
 
-    def _make_encoder(self, cache: PrefixCache) -> tuple[PictureEncoder | None, EncodedPictures | None]:
+    def _make_encoder(self, cache: PrefixCache) -> tuple[VisionEncoder | None, EncodedPictures | None]:
         processor = self.processor
         if processor is None or processor.problem is not None:
             return None, None
-        if (problem := PictureEncoder.problem(self.model, cache.layout)) is not None:
+        if (problem := VisionEncoder.problem(self.model, cache.layout)) is not None:
             log.warning("this model is served for text only: %s", problem)
             processor.problem = problem
             return None, None
-        encoder = PictureEncoder(self.model, processor.token_id)
+        encoder = VisionEncoder(self.model, processor.token_id)
         return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
 
     def _make_speculation(self) -> Speculation | None:

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PictureRows:
-    """What rows of a step that belong to a prompt with pictures take beside token ids. `is_picture`, bool [num_rows],
-    says which of them are of pictures, `encoded` has the encoder's rows for these, [levels, count, hidden]. `positions`
-    are int64 [axes, num_rows], None for a model that counts tokens. For `spans` see `Run`."""
+    """The input beside token ids for rows of a step that belong to a prompt with pictures. `is_picture`, bool
+    [num_rows], says which of them are of pictures, `encoded` has the encoder's rows for these, [levels, count, hidden].
+    `positions` are int64 [axes, num_rows], None for a model that counts tokens. For `spans` see `Run`."""
 
-    encoder: PictureEncoder
+    encoder: VisionEncoder
     is_picture: torch.Tensor
     encoded: torch.Tensor
     positions: torch.Tensor | None = None
@@ -46,7 +46,7 @@ class _Joined(list[torch.Tensor]):
         return self[0].to(*args)
 
 
-class PictureEncoder:
+class VisionEncoder:
     """The encoder of a model, and how its output comes into prompts. `token_id` stands for a row of that. The output
     for a picture has the shape [levels, num_tokens, hidden]: behind the first level are those which the model adds
     after its first layers (Qwen3-VL). `dtype` is the model's."""
