@@ -15,7 +15,6 @@ from pydantic import Field, TypeAdapter
 
 from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, AskedDetail, Body, Markable, OneOf, detail_of
-from diskprefix.api.openai_messages import AudioPartBody
 from diskprefix.chat.messages import (
     ContentPart,
     ImagePart,
@@ -77,7 +76,7 @@ class OtherContent(Body):
 
 
 PartBody: TypeAlias = Annotated[
-    TextContent | Refusal | ImageContent | AudioPartBody | OtherContent,
+    TextContent | Refusal | ImageContent | OtherContent,
     OneOf("a content part with a type such as input_text", OtherContent),
 ]
 Content: TypeAlias = Annotated[

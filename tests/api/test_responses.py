@@ -31,7 +31,6 @@ from diskprefix.api.responses import ResponseRequest
 from diskprefix.api.responses_items import ReferenceItem, messages_of, stored_form
 from diskprefix.api.responses_writer import ResponseWriter
 from diskprefix.chat.messages import (
-    AudioPart,
     CacheMark,
     ImagePart,
     Message,
@@ -96,7 +95,7 @@ def test_parts_keep_their_paths_and_marks() -> None:
     assert message.content == (
         TextPart("a", f"{path}.0.text", CacheMark(3600.0)),
         ImagePart("data:x", f"{path}.1", f"{path}.1.image_url", "low"),
-        AudioPart("d", f"{path}.2", f"{path}.2.input_audio.data"),
+        OtherPart("audio", f"{path}.2"),
         OtherPart("file", f"{path}.3"),
         TextPart("no", f"{path}.4.refusal"),
     )

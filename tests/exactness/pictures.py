@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from diskprefix.model.load.loader import load_model
-from diskprefix.nouns import Medium
+from diskprefix.nouns import Picture
 from diskprefix.settings import Settings
-from diskprefix.tokens import TokenIds, as_token_ids, media_ids
+from diskprefix.tokens import TokenIds, as_token_ids, picture_ids
 from tests.exactness.jobs import Job, Lengths, MakeTokens
 from tests.runner import Pictures
-from tests.server.media_models import VISION_MODELS, image_bytes, write_lfm2_vl
+from tests.server.picture_models import VISION_MODELS, image_bytes, write_lfm2_vl
 
 PICTURED = {f"{name} with pictures": write for name, write in (VISION_MODELS | {"lfm2_vl": write_lfm2_vl}).items()}
 LENGTHS = Lengths(more=95)
@@ -30,7 +30,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     if not folder.exists():
         PICTURED[job.name](folder)
     loaded = load_model(Settings(model=str(folder), dtype=job.dtype), print)
-    config, reader = loaded.model.config, loaded.media
+    config, reader = loaded.model.config, loaded.processor
     if reader is None or reader.problem is not None:
         pictures = [_without_processor(number) for number in range(len(FILES))]
     else:
@@ -38,7 +38,7 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
     parts = []
     for picture in pictures:
         part = as_token_ids(loaded.tokenizer(picture.text, add_special_tokens=False)["input_ids"])
-        part[part == config.image_token_id] = media_ids(picture.name, picture.num_tokens)
+        part[part == config.image_token_id] = picture_ids(picture.name, picture.num_tokens)
         parts.append(part)
 
     def make(seed: int, count: int) -> TokenIds:
@@ -51,12 +51,12 @@ def load_pictured(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
                 token_ids[at : at + len(part)] = part
         return token_ids
 
-    return loaded.model, make, {int(media_ids(picture.name, 1)[0]): picture for picture in pictures}
+    return loaded.model, make, {int(picture_ids(picture.name, 1)[0]): picture for picture in pictures}
 
 
-def _without_processor(number: int) -> Medium:
+def _without_processor(number: int) -> Picture:
     """A picture of 4 x 4 patches, as the processor of LFM2-VL would make it if torchvision were here."""
     pixels = torch.rand(1, 16, 48, generator=torch.Generator().manual_seed(number))
     inputs = {"pixel_values": pixels, "spatial_shapes": torch.tensor([[4, 4]])}
     inputs["pixel_attention_mask"] = torch.ones(1, 16, dtype=torch.long)
-    return Medium("image", bytes([number]) * 16, "<image>" * 4, 4, {}, "16x16", 1, "", lambda: inputs)
+    return Picture(bytes([number]) * 16, "<image>" * 4, 4, {}, "16x16", 1, "", lambda: inputs)

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from diskprefix.cache import saving
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.encoded import EncodedMedia
+from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
@@ -205,7 +205,7 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         block_size: int,
         after_step: Callable[[KVSequence], None],
         stops: Sequence[int] = (),
-        **_media: object,
+        **_pictures: object,
     ) -> torch.Tensor:
         ids = torch.from_numpy(token_ids).long()[None]
         step = 5 if start else block_size
@@ -366,13 +366,13 @@ def test_what_protections_are_for_changes_no_answer(
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_rows_of_another_picture_turn_the_suite_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    load = EncodedMedia.load
+    load = EncodedPictures.load
 
     def loaded(*given: Any) -> torch.Tensor | None:
         rows = load(*given)
         return None if rows is None else rows.flip(1)
 
-    monkeypatch.setattr(EncodedMedia, "load", loaded)
+    monkeypatch.setattr(EncodedPictures, "load", loaded)
     row = in_this_process("qwen3_vl with pictures", tmp_path, at_grid=False)
     assert [case.case for case in row.cases if case.reason] == ["shorter"]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from diskprefix.cache.matching import Matcher
-from diskprefix.engine.media import PromptMedia
+from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests import forked
 from tests.exactness import pictures, restart_worker, worker
@@ -106,13 +106,13 @@ def test_a_restore_that_ends_inside_a_picture_is_the_cold_run(name: str, tmp_pat
 
 @pytest.mark.slow
 def test_it_is_found_that_the_rest_of_a_picture_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = PromptMedia.rows
+    rows = PromptPictures.rows
 
-    def without_what_began_before(self: PromptMedia, start: int, end: int) -> Any:
+    def without_what_began_before(self: PromptPictures, start: int, end: int) -> Any:
         found = rows(self, start, end)
         return replace(found, spans=tuple(span for span in found.spans if span[0] >= start))
 
-    monkeypatch.setattr(PromptMedia, "rows", without_what_began_before)
+    monkeypatch.setattr(PromptPictures, "rows", without_what_began_before)
     assert different_inside("gemma4", tmp_path)
 
 

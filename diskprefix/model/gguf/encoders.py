@@ -41,7 +41,7 @@ _SOFT, _UNUSED = "<image_soft_token>", "<unused0>"
 """The token that stands for a row of a picture in Gemma 3, and the one that does it here in files that lack the first,
 as most do."""
 _OF_OTHERS = ("video", "audio", "boa", "eoa")
-"""Tokens of media that are not read, which a vocabulary may lack."""
+"""Tokens of pictures that are not read, which a vocabulary may lack."""
 _SOUND = ("a.", "mm.a.")
 _UP_OR_DOWN = re.compile("ffn_(?:up|down)")
 _CHECKED = (
