@@ -53,7 +53,7 @@ _CHANGING = ("dropout_p", "is_causal", "enable_gqa")
 
 
 class _EachSeesAll(TorchFunctionMode):
-    """Computes attention without a mask in bfloat16 by the compiled operator: torch's takes most of a picture's time."""
+    """Computes attention without a mask in bfloat16 by the compiled operator: torch's takes most of the time."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, compiled = kwargs or {}, operators()
