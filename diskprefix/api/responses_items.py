@@ -97,6 +97,11 @@ class MessageItem(Markable):
         return Message(role=self.role, content=_parts(self.content, f"{path}.content"), mark=self.mark, path=path)
 
 
+def full_name(name: str, namespace: str | None) -> str:
+    """Returns the name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 class CallItem(Body):
     """A call of a function by the assistant."""
 
@@ -104,10 +109,16 @@ class CallItem(Body):
     id: str | None = None
     call_id: str = Field(min_length=1, description="The output of the function refers to it.")
     name: str = Field(min_length=1, description="Name of the function.")
+    namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
     arguments: str = Field(description="Its arguments as JSON text.")
 
+    @property
+    def full_name(self) -> str:
+        return full_name(self.name, self.namespace)
+
     def neutral(self, path: str) -> Message:
-        return Message(role="assistant", tool_calls=(ToolCall(self.call_id, self.name, self.arguments),), path=path)
+        call = ToolCall(self.call_id, self.full_name, self.arguments)
+        return Message(role="assistant", tool_calls=(call,), path=path)
 
 
 class OutputItem(Body):
@@ -240,7 +251,7 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
     for item, path in items:
         message = item.neutral(path)
         if isinstance(item, CallItem):
-            names[item.call_id] = item.name
+            names[item.call_id] = item.full_name
         elif isinstance(item, OutputItem):
             message = replace(message, name=names.get(item.call_id))
         if runs and _continues(runs[-1][-1], message):
