@@ -177,16 +177,19 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
     return compress
 
 
-def open_media(folder: Path, config: Any, problem: str | None) -> MediaProcessor:
+def open_media(
+    folder: Path, config: Any, problem: str | None, make_processor: Callable[[], Any] | None = None
+) -> MediaProcessor:
     """Returns what prepares images and sounds for the multimodal model in a folder: that of another distribution, or
     else the package's own, which takes any model.
 
-    `config` is its configuration of transformers. With a `problem`, the model takes text only. Raises `SettingsError`.
+    `config` is its configuration of transformers. With a `problem`, the model takes text only. `make_processor` returns
+    transformers' processor of a `.gguf` model, beside which there are no files of one. Raises `SettingsError`.
     """
     own, *others = _all("open_media")
-    found = (open_(folder, config, problem) for open_ in others)
+    found = (open_(folder, config, problem, make_processor) for open_ in others)
     media: MediaProcessor | None = _only(one for one in found if one is not None)
-    return own(folder, config, problem) if media is None else media
+    return own(folder, config, problem, make_processor) if media is None else media
 
 
 def open_front(settings: Settings) -> RunFront | None:

@@ -72,7 +72,7 @@ def test_two_extras_that_answer_for_one_setting_are_an_error(monkeypatch: pytest
 
 def test_media_are_prepared_by_another_distribution_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(ModuleType):
-        def open_media(self, _folder: Path, _config: Any, problem: str | None) -> Any:
+        def open_media(self, _folder: Path, _config: Any, problem: str | None, _processor: Any) -> Any:
             return None if problem else self
 
     own, other = hooks.extras(), Other("other")

@@ -277,7 +277,7 @@ for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "expo
 
 def test_no_program_that_is_started_is_looked_for_in_the_current_folder() -> None:
     started = {name: re.findall(r'sys\.executable, "(-[^"]*)"', text) for name, text in SOURCES.items()}
-    assert {name: first for name, first in started.items() if {*first} - {"-P"}} == {}
+    assert {name: first for name, first in started.items() if {*first} - {"-P", "-I"}} == {}
     assert started["extras.clients.launched_daemon"] == ["-P"]
 
 

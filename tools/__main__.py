@@ -36,6 +36,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "together": Tool("benchmarks.together", "Several requests at once, overtaking, pacing, guessed tokens."),
         "quality": Tool("benchmarks.quality", "Quantised weights: perplexity and agreement."),
         "pages": Tool("benchmarks.pages", "Memory of sequences: a shared prefix, too little memory, restores."),
+        "pictures": Tool("benchmarks.pictures", "Screenshots after kill -9, known and other ones, beside texts."),
         "hostile": Tool("faults.hostile.program", "Good clients beside 56 that try to stop the daemon."),
     },
     "Matrices": {

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -35,6 +35,9 @@ from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.nouns import MAX_VALUE, CacheOptions, Scope, Tenant
 from diskprefix.tenant_ids import group_of
 from diskprefix.units import parse_duration
+
+if TYPE_CHECKING:
+    from diskprefix.model.load.media import Detail
 
 REFUSED = "refused"
 """The type of errors whose message says all, and must not be completed with the value at fault."""
@@ -187,6 +190,14 @@ class Unmarkable(Body):
     """An object that cannot carry a mark. A mark on it is refused, because it would have no effect."""
 
     cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(default=None, description="Not allowed here.")
+
+
+AskedDetail: TypeAlias = Literal["auto", "low", "high", "original"]
+
+
+def detail_of(asked: AskedDetail | None) -> Detail:
+    """Returns how closely to look at an image. The original is what `high` is here."""
+    return "high" if asked == "original" else asked or "auto"
 
 
 MAX_COUNT = 2**31 - 1

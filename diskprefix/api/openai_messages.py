@@ -11,6 +11,7 @@ from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.fields import (
     AS_SENT,
     MAX_PARTS,
+    AskedDetail,
     Body,
     CacheControl,
     Markable,
@@ -18,6 +19,7 @@ from diskprefix.api.fields import (
     OneOf,
     TextOrObject,
     Unmarkable,
+    detail_of,
     require_fields,
 )
 from diskprefix.chat.messages import (
@@ -49,6 +51,9 @@ class ImageUrl(Unmarkable):
     """An image that is sent inside the request."""
 
     url: str = Field(description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. No other URL is fetched.")
+    detail: AskedDetail | None = Field(
+        default=None, description="`low`: at most 512 pixels wide and high; `auto`: 2048; `high`: as large as it is."
+    )
 
 
 class ImagePartBody(Markable):
@@ -58,7 +63,7 @@ class ImagePartBody(Markable):
     image_url: ImageUrl
 
     def neutral(self, path: str) -> ContentPart:
-        return ImagePart(self.image_url.url, path, f"{path}.image_url.url")
+        return ImagePart(self.image_url.url, path, f"{path}.image_url.url", detail_of(self.image_url.detail))
 
 
 class InputAudio(Unmarkable):

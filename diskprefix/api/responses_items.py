@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 from pydantic import Field, TypeAdapter
 
 from diskprefix.api.dialect import Json, json_text
-from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, Body, Markable, OneOf
+from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, AskedDetail, Body, Markable, OneOf, detail_of
 from diskprefix.api.openai_messages import AudioPartBody
 from diskprefix.chat.messages import (
     ContentPart,
@@ -29,7 +29,7 @@ from diskprefix.chat.messages import (
 from diskprefix.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from diskprefix.printable import shown
 from diskprefix.store.note_record import NoteKind
-from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
+from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 from diskprefix.units import format_size
 
@@ -59,10 +59,12 @@ class ImageContent(Body):
 
     type: Literal["input_image"] = Field(description="`input_image`.")
     image_url: str = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
-    detail: str | None = Field(default=None, description="Accepted and ignored.")
+    detail: AskedDetail | None = Field(
+        default=None, description="`low`: at most 512 pixels wide and high; `auto`: 2048; `high`: as large as it is."
+    )
 
     def neutral(self, path: str) -> ContentPart:
-        return ImagePart(self.image_url, path, f"{path}.image_url")
+        return ImagePart(self.image_url, path, f"{path}.image_url", detail_of(self.detail))
 
 
 class OtherContent(Body):
@@ -112,12 +114,8 @@ class CallItem(Body):
     namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
     arguments: str = Field(description="Its arguments as JSON text.")
 
-    @property
-    def full_name(self) -> str:
-        return full_name(self.name, self.namespace)
-
     def neutral(self, path: str) -> Message:
-        call = ToolCall(self.call_id, self.full_name, self.arguments)
+        call = ToolCall(self.call_id, full_name(self.name, self.namespace), self.arguments)
         return Message(role="assistant", tool_calls=(call,), path=path)
 
 
@@ -132,6 +130,37 @@ class OutputItem(Body):
     def neutral(self, path: str) -> Message:
         parts = _parts(self.output, f"{path}.output")
         return Message(role="tool", content=parts, tool_call_id=self.call_id, path=path)
+
+
+class ComputerCallItem(Body):
+    """An action of the assistant on a computer. To the model it is a call of a function `computer`."""
+
+    type: Literal["computer_call"]
+    id: str | None = None
+    call_id: str = Field(min_length=1, description="The screenshot after it refers to it.")
+    action: JsonObject = Field(description="What it does.")
+    name: ClassVar[str] = "computer"
+
+    def neutral(self, path: str) -> Message:
+        return Message(role="assistant", tool_calls=(ToolCall(self.call_id, self.name, self.action),), path=path)
+
+
+class Screenshot(Body):
+    type: Literal["computer_screenshot"]
+    image_url: str = Field(description="`data:image/png;base64,…`. No other URL is fetched.")
+
+
+class ScreenshotItem(Body):
+    """The screenshot after an action on a computer."""
+
+    type: Literal["computer_call_output"]
+    id: str | None = None
+    call_id: str = Field(min_length=1, description="The action that it follows.")
+    output: Screenshot
+
+    def neutral(self, path: str) -> Message:
+        image = ImagePart(self.output.image_url, f"{path}.output", f"{path}.output.image_url")
+        return Message(role="tool", content=(image,), tool_call_id=self.call_id, path=path)
 
 
 class ReasoningPart(Body):
@@ -189,7 +218,15 @@ class ReferenceItem(Body):
 class OtherItem(Body):
     """An item of a hosted tool. It is read so that the error can name its type."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "computer_call",
+        "computer_call_output",
+        "reasoning",
+        "item_reference",
+    ]
 
 
 def _type_of_item(value: JsonObject) -> str:
@@ -197,7 +234,9 @@ def _type_of_item(value: JsonObject) -> str:
     return "item_reference" if "role" not in value and "id" in value else "message"
 
 
-SpokenItem: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem | CompactionItem
+SpokenItem: TypeAlias = (
+    MessageItem | CallItem | OutputItem | ComputerCallItem | ScreenshotItem | ReasoningItem | CompactionItem
+)
 Item: TypeAlias = Annotated[
     SpokenItem | ReferenceItem | TriggerItem | OtherItem, OneOf("an item, which is an object", OtherItem, _type_of_item)
 ]
@@ -209,6 +248,8 @@ _ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "computer_call": "cc",
+    "computer_call_output": "cco",
     "reasoning": "rs",
     "compaction": "cmp",
 }
@@ -250,9 +291,9 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
     names: dict[str | None, str] = {}
     for item, path in items:
         message = item.neutral(path)
-        if isinstance(item, CallItem):
-            names[item.call_id] = item.full_name
-        elif isinstance(item, OutputItem):
+        if isinstance(item, CallItem | ComputerCallItem):
+            names[item.call_id] = message.tool_calls[0].name
+        elif isinstance(item, OutputItem | ScreenshotItem):
             message = replace(message, name=names.get(item.call_id))
         if runs and _continues(runs[-1][-1], message):
             runs[-1].append(message)
@@ -313,7 +354,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 class ResponseStore:
     """One tenant's stored responses, for one request. Reading waits for the disk. A store that fails holds none."""
 
-    notes: TenantNotes | ReadOnlyNotes
+    notes: TenantNotes
     _num_bytes: int = field(default=0, init=False)
     """The bytes that were read so far, and those of items that were referred to."""
     _items: dict[str, dict[str, Json]] = field(default_factory=dict, init=False)

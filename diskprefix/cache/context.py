@@ -90,10 +90,10 @@ class RequestContext:
 
     def why_missed(self, restored: Restored, selection: Selection, broken: Break | None) -> MissReason:
         """Returns the reason why no more was restored. `not_stored` if the next block was seen before, which could
-        have been restored if it were stored. `media` if the prompt leaves an earlier one before that, at a picture or
-        a sound of either. `diverged` if it leaves one within the system message, or if it is `broken`. Every prompt of
-        a template shares a few tokens: one that leaves another so early has diverged from it if they are the same again
-        behind that."""
+        have been restored if it were stored. `media` if the prompt leaves an earlier one before that, and each has
+        another picture there. `diverged` if it leaves one within the system message, or if it is `broken`. Every prompt
+        of a template shares a few tokens: one that leaves another so early has diverged from it if they are the same
+        again behind that."""
         prompt, settings = self.prompt, self.cache.settings
         num_tokens = len(prompt.token_ids)
         if restored.refused is not None:
@@ -106,14 +106,17 @@ class RequestContext:
         is_like = selection.common >= LEAST_TOKENS or any(
             same_behind(prompt.token_ids, earlier.prompt.token_ids) >= LEAST_TOKENS for earlier in self._sighting.recent
         )
-        if is_like and self._leaves_at_medium(selection.common):
+        if self._leaves_at_medium(selection.common):
             return "media"
         return "diverged" if broken is not None or (leaves_early and is_like) else "new"
 
     def _leaves_at_medium(self, common: int) -> bool:
-        """Returns whether the prompt leaves an earlier one behind `common` tokens, at a token of a medium of either."""
+        """Returns whether the prompt leaves an earlier one behind `common` tokens, each with a token of a picture."""
         earlier = (one.prompt.token_ids for one in self._sighting.recent if one.common == common)
-        return any((token_ids[common : common + 1] < 0).any() for token_ids in (self.prompt.token_ids, *earlier))
+        return any(
+            all((token_ids[common : common + 1] < 0).any() for token_ids in (self.prompt.token_ids, other))
+            for other in earlier
+        )
 
     def record_savings(self, restored: Restored) -> None:
         """Counts a request that asked the cache, with the seconds that it saved."""

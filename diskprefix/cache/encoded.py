@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from msgspec.structs import replace
@@ -40,12 +41,16 @@ class EncodedMedia:
         group = LayoutGroup(levels, hidden, str(dtype).removeprefix("torch."), ("rows",))
         self._text = LayoutText(LAYOUT_VERSION, (group,), (0, "float32")).text()
         self._layout = PayloadLayout.parse(self._text)
+        self._copied: dict[tuple[Tenant, bytes], torch.Tensor] = {}
+        """Outputs that are being copied for the writer."""
 
     def load(self, medium: Medium, options: CacheOptions) -> torch.Tensor | None:
-        """Returns the output for a medium, on the CPU; None if it is not stored whole, or the request's scope is off.
+        """Returns the output for a medium; None if it is not stored whole, or the request's scope is off.
         A damaged block is removed. Waits for the disk. For any thread."""
         if options.scope.kind == "off":
             return None
+        if (copied := self._copied.get((options.tenant, medium.name))) is not None:
+            return copied
         levels, hidden = self._shape
         try:
             rows = torch.empty((levels, medium.num_tokens, hidden), dtype=self._dtype)
@@ -55,28 +60,35 @@ class EncodedMedia:
                 if not all(self._read(views, nodes, node, rows) for node in path):
                     return None
         except CacheError as error:
-            self._fail("is encoded again", error)
+            self._cache.count("errors")
+            log.warning("[disk-cache] a medium is encoded again: %s", error)
             return None
         self._cache.writer.touch(path[-1].name, self._cache.store.clock(), options.ttl_s)
         return rows
 
     def save(self, medium: Medium, rows: torch.Tensor, options: CacheOptions, encode_s: float = 0.0) -> None:
-        """Submits a copy of an output to the writer, unless the request saves nothing, or only the beginning of its
-        prompt. `encode_s` is how long computing it took. For the engine's thread; does not wait."""
+        """Has a copy of an output written, unless the request saves nothing, or only the beginning of its prompt.
+        `encode_s` is how long computing it took. For the engine's thread; the copy is made on another one."""
         cache, num_bytes = self._cache, rows.nbytes
         spending = cache.spending(options.tenant)
         if not options.save or options.scope.most is not None or cache.store.problem is not None:
             return
         if spending is not None and not spending.allows_medium(num_bytes, is_asked=options.is_asked):
             cache.count("unaffordable")
-            return
-        if not cache.writer.reserve(num_bytes):
+        elif cache.writer.reserve(num_bytes):
+            cache.spend(options.tenant, num_bytes)
+            self._copied[options.tenant, medium.name] = rows
+            cache.run_aside(partial(self._submit, medium, rows, options, encode_s))
+        else:
             cache.count("refused")
             log.warning("[disk-cache] a medium is not saved: the write buffer has no room for it")
-            return
+
+    def _submit(self, medium: Medium, rows: torch.Tensor, options: CacheOptions, encode_s: float) -> None:
+        """Submits copies of the rows, whose bytes are reserved, to the writer."""
+        cache, left = self._cache, rows.nbytes
         try:
             (record, nodes), chain = self._root_of(medium, options.tenant), Chain()
-            token_s, token_bytes = encode_s / medium.num_tokens, num_bytes // medium.num_tokens
+            token_s, token_bytes = encode_s / medium.num_tokens, rows.nbytes // medium.num_tokens
             at_once = max(1, _BATCH_BYTES // (nodes.block_size * token_bytes))
             for some in batches(_path(nodes), at_once):
                 publication = Publication(
@@ -87,15 +99,13 @@ class EncodedMedia:
                     chain=chain,
                 )
                 cache.writer.submit(publication, reserved_bytes=publication.payload_bytes)
-                num_bytes -= publication.payload_bytes
-            cache.spend(options.tenant, rows.nbytes)
+                left -= publication.payload_bytes
             told = f"{medium.kind} {medium.size} {medium.name.hex()}".encode()
             notes = cache.notes_of(nodes.root, record, options.ttl_s)
             notes.put(NoteKind.MEDIUM, medium.name.hex(), told, nodes.token_ids)
-        except CacheError as error:
-            self._fail("is not saved", error)
         finally:
-            cache.writer.release(num_bytes)
+            cache.writer.release(left)
+            del self._copied[options.tenant, medium.name]
 
     def _root_of(self, medium: Medium, tenant: Tenant) -> tuple[RootRecord, PromptNodes]:
         """Returns the record of a tenant's root of media, which differs from that of its prompts in the payloads, and
@@ -136,10 +146,6 @@ class EncodedMedia:
             ttl_s=ttl_s,
             num_checked=len(pieces),
         )
-
-    def _fail(self, consequence: str, error: CacheError) -> None:
-        self._cache.count("errors")
-        log.warning("[disk-cache] a medium %s: %s", consequence, error)
 
 
 def _path(nodes: PromptNodes) -> list[Node]:

@@ -34,7 +34,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """An image. `uri` should be a data: URI; `uri_path` is its path."""
+    """An image. `uri` should be a data: URI; `uri_path` is its path. `detail` says how closely to look at it."""
 
     uri: str
     path: str

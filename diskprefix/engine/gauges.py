@@ -17,12 +17,13 @@ SLOWEST_ROW_S = 1.0
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 
-ActivityState: TypeAlias = Literal["waiting", "restoring", "prefilling", "decoding"]
+ActivityState: TypeAlias = Literal["waiting", "restoring", "encoding", "prefilling", "decoding"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """The activity of one request. `waiting`: it has no memory yet, or gave it to others for a while.
+    """The activity of one request. `waiting`: it has no memory yet, or gave it to others for a while. `encoding`: it
+    waits for the rows of a picture.
 
     `ready_tokens` of the prompt are restored or computed. `reply_tokens` and `tokens_per_s` count all replies together.
     Times are in seconds, `elapsed_s` since the arrival in the queue. None stands for what is not known yet.

@@ -10,7 +10,7 @@ import torch
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
-from diskprefix.engine.media import MediaRowsSource
+from diskprefix.engine.prompt_media import MediaRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel

@@ -19,7 +19,7 @@ from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gauges import Activity, ActivityState, EngineFigures
 from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.media import PromptMedia
+from diskprefix.engine.prompt_media import PromptMedia
 from diskprefix.engine.request import (
     DoneEvent,
     FinishEvent,
@@ -402,7 +402,9 @@ class RunningRequest:
             return "restoring"
         if all(reply.state is None for reply in replies):
             return "waiting"
-        return "decoding" if has_reply else "prefilling"
+        if has_reply:
+            return "decoding"
+        return "encoding" if any(reply.num_computed >= reply.limit for reply in replies) else "prefilling"
 
     def count_token(self) -> None:
         now = time.perf_counter()

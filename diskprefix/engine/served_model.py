@@ -20,7 +20,7 @@ from diskprefix.engine.draft_model import DraftModel, LoadedDraft
 from diskprefix.engine.drafting import ModelDrafter
 from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.guesser import DraftRate, Guesser
-from diskprefix.engine.media import PromptMedia
+from diskprefix.engine.prompt_media import PromptMedia
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
@@ -31,7 +31,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import KeptBlock, PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.media import MediaEncoder
+from diskprefix.model.exact.media_encoder import MediaEncoder
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, use_gpu
 from diskprefix.nouns import CacheReport, Prompt

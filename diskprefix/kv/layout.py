@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -162,16 +161,6 @@ class Layout:
     options: tuple[str, ...] = ("position_ids", "logits_to_keep")
     exact_at: ExactAt = "grid"
     packs: bool = False
-
-    @cached_property
-    def attended(self) -> tuple[tuple[int, int], ...]:
-        """The groups in which the layers of attention have their keys and their values, each pair once."""
-        found: dict[int, dict[str, int]] = {}
-        for number, group in enumerate(self.groups):
-            for spec in group.specs:
-                found.setdefault(spec.layer, {})[spec.part] = number
-        pairs = ((parts["keys"], parts["values"]) for parts in found.values() if {"keys", "values"} <= parts.keys())
-        return tuple(dict.fromkeys(pairs))
 
     @property
     def is_sliceable(self) -> bool:

@@ -18,7 +18,7 @@ from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
     from diskprefix.server.serving import Serving
-    from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
+    from diskprefix.store.notes import TenantNotes
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Stored:
     """The notes of one kind in the store, for one tenant."""
 
     kind: NoteKind
-    notes: TenantNotes | ReadOnlyNotes
+    notes: TenantNotes
     keeps: bool = True
     """False: `put` does nothing."""
     prompt: TokenIds | None = None

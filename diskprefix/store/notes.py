@@ -32,7 +32,6 @@ from diskprefix.store.note_record import (
     surplus_notes,
 )
 from diskprefix.store.schema import RootRecord
-from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.tokens import HASH_BYTES, TokenIds, prompt_digest
 
@@ -249,29 +248,3 @@ class TenantNotes:
 
     def settle(self, kind: NoteKind, id_: str, timeout_s: float) -> bool:
         return self.notes.settle(self.root, kind, id_, timeout_s)
-
-
-@dataclass(frozen=True)
-class ReadOnlyNotes:
-    """The notes of one root as a snapshot has them, for tools. Without a snapshot there are none. `put` and `delete` do
-    nothing."""
-
-    snapshot: Snapshot | None
-    root: bytes
-
-    def get(self, kind: NoteKind, id_: str) -> bytes | None:
-        key = note_key(self.root, kind, id_)
-        try:
-            value = self.snapshot.record("notes", key) if self.snapshot is not None else None
-            return None if value is None else decode_note(key, value)[1]
-        except StoreCorrupt:
-            return None
-
-    def put(self, _kind: NoteKind, _id: str, _content: bytes, _prompt: TokenIds | None = None) -> bool:
-        return False
-
-    def delete(self, _kind: NoteKind, _id: str) -> bool:
-        return False
-
-    def settle(self, _kind: NoteKind, _id: str, _timeout_s: float) -> bool:
-        return True

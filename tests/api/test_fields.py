@@ -10,6 +10,7 @@ import pytest
 from diskprefix.api.fields import MAX_TTL_S, cache_options
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.chat.messages import ImagePart
 from diskprefix.nouns import SHARED, CacheOptions, Scope, Tenant
 from diskprefix.server.body import parse_json
 from diskprefix.store.eviction import recorded_ttl
@@ -84,6 +85,18 @@ def test_each_part_knows_its_path() -> None:
         "messages.1.content.1",
     ]
     assert list(conversation.tool_paths) == ["tools.0.function.parameters", "tools.1.function.parameters"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "detail"),
+    [({}, "auto"), ({"detail": None}, "auto"), ({"detail": "low"}, "low"), ({"detail": "original"}, "high")],
+)
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_an_image_is_looked_at_as_closely_as_was_asked(asked: Any, detail: Any, role: str) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:x"} | asked}
+    [part] = chat(messages=[{"role": role, "content": [image]}]).conversation.messages[0].content
+    path = "messages.0.content.0"
+    assert part == ImagePart("data:x", path, f"{path}.image_url.url", detail)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_parts_keep_their_paths_and_marks() -> None:
             "cache_control": {"type": "ephemeral"},
             "content": [
                 {"type": "input_text", "text": "a", "cache_control": mark},
-                {"type": "input_image", "image_url": "data:x", "detail": "auto"},
+                {"type": "input_image", "image_url": "data:x", "detail": "low"},
                 {"type": "input_audio", "input_audio": {"data": "d", "format": "wav"}},
                 {"type": "input_file", "file_data": "x"},
                 {"type": "refusal", "refusal": "no"},
@@ -95,12 +95,28 @@ def test_parts_keep_their_paths_and_marks() -> None:
     path = "input.0.content"
     assert message.content == (
         TextPart("a", f"{path}.0.text", CacheMark(3600.0)),
-        ImagePart("data:x", f"{path}.1", f"{path}.1.image_url"),
+        ImagePart("data:x", f"{path}.1", f"{path}.1.image_url", "low"),
         AudioPart("d", f"{path}.2", f"{path}.2.input_audio.data"),
         OtherPart("file", f"{path}.3"),
         TextPart("no", f"{path}.4.refusal"),
     )
     assert (message.mark, message.path) == (CacheMark(), "input.0")
+
+
+def test_screenshots_come_after_calls_of_functions_and_after_actions_on_a_computer() -> None:
+    image = {"type": "input_image", "image_url": "data:x", "detail": "original"}
+    action = {"type": "computer_call", "call_id": "c2", "action": {"type": "click", "x": 1, "y": 2}}
+    screenshot = {"type": "computer_screenshot", "image_url": "data:y"}
+    moved = {"type": "computer_call_output", "call_id": "c2", "output": screenshot}
+    _, called, output, acted, seen = messages(USER, CALLED, OUTPUT | {"output": [image]}, action, moved)
+    assert output.content == (ImagePart("data:x", "input.2.output.0", "input.2.output.0.image_url", "high"),)
+    assert seen.content == (ImagePart("data:y", "input.4.output", "input.4.output.image_url"),)
+    assert [(message.role, message.name) for message in (output, seen)] == [
+        ("tool", CALLED["name"]),
+        ("tool", "computer"),
+    ]
+    assert called.tool_calls[0].name == CALLED["name"]
+    assert acted.tool_calls == (ToolCall("c2", "computer", {"type": "click", "x": 1, "y": 2}),)
 
 
 def test_what_the_assistant_did_in_one_turn_is_one_message() -> None:

@@ -16,6 +16,7 @@ from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.nouns import CacheOptions, Medium, Prompt, Scope, Tenant
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.purge import PurgeFilter
+from diskprefix.store.verify import verify_index, verify_payloads
 from diskprefix.tokens import media_ids
 from tests.cache.opening import AUTO, FULL, OFF, Opened, is_sound
 from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, same
@@ -40,6 +41,7 @@ def media(runner: Runner) -> EncodedMedia:
 
 def save(runner: Runner, one: Medium, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
     media(runner).save(one, rows_of(one), options, encode_s=2.0)
+    runner.cache.settle()
     if is_flushed:
         runner.flush()
 
@@ -69,6 +71,11 @@ def test_an_output_is_found_in_memory_on_the_disk_and_after_a_restart(runner: Ru
     assert finds(runner, one)
     assert not finds(runner, medium(2, num_tokens))
     assert runner.cache.writer.pending_bytes == 0
+    store = runner.cache.store
+    payloads = verify_payloads(store, dict(verify_index(store).stored_bytes), lambda _: None)
+    assert (payloads.problems, payloads.num_pieces > 0) == ((), True)
+    store.compact()
+    assert finds(runner, one)
 
 
 def test_another_form_of_the_output_is_another_root(runner: Runner) -> None:
@@ -141,6 +148,7 @@ def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
     rows = rows_of(medium())
     rows[1, 20] = torch.nan
     media(runner).save(medium(), rows, AUTO)
+    runner.cache.settle()
     assert media(runner).load(medium(), AUTO) is None
     runner.flush()
     assert media(runner).load(medium(), AUTO) is None

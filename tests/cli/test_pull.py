@@ -128,20 +128,24 @@ def test_a_quant_that_does_not_fit_is_fetched_with_a_note_and_refused_by_the_sta
     assert (ended.exit_code, hub.fetched()) == (0, ["tiny-q8_0.gguf"])
 
 
-def test_all_parts_come_from_their_folder_without_a_projector_and_what_cannot_be_read_is_an_error(
+def test_all_parts_come_from_their_folder_with_its_encoder_and_what_cannot_be_read_is_an_error(
     run: Run, hub: FakeHub
 ) -> None:
     folder = hub.repos[REPO]
     (folder / "Q5_1").mkdir()
     tiny.write_gguf(folder / "Q5_1" / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
-    (folder / "mmproj-tiny-f16.gguf").write_bytes(b"GGUF")
+    for name in ("mmproj-tiny-f16.gguf", "Q5_1/mmproj-tiny-f16.gguf", "Q5_1/mmproj-tiny-F32.gguf"):
+        tiny.write_gguf(folder / name, architecture="clip")
     ended = run("pull", f"{REPO}:Q5_1")
-    assert hub.fetched() == [f"tiny-Q5_1-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
-    assert "its mmproj file is left out" in ended.stderr
+    encoder = "mmproj-tiny-f16.gguf"
+    assert hub.fetched() == [encoder, *(f"tiny-Q5_1-0000{part}-of-00003.gguf" for part in (1, 2, 3))]
+    assert "pictures need Q5_1/mmproj-tiny-f16.gguf, 144.2 KiB, which is fetched too" in ended.stderr
     assert listed(run) == [f"{REPO}:Q5_1"]
     (folder / "tiny-Q6_K.gguf").write_bytes(b"GGUF")
     ended = run("pull", f"{REPO}:Q6_K")
     assert (ended.exit_code, "Q6_K is here, and cannot be served: " in ended.stderr) == (3, True)
+    run("rm", f"{REPO}:Q5_1", f"{REPO}:Q6_K", "--yes")
+    assert not [*Path(constants.HF_HUB_CACHE).rglob("*.gguf")]
 
 
 Change = Callable[[FakeHub, pytest.MonkeyPatch], object]
@@ -373,7 +377,7 @@ def test_the_users_own_file_behind_a_link_stays(linked: str, run: Run, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "other", ["snapshots/COMMIT/mmproj.gguf", "snapshots/COMMIT/onnx/model.onnx", "blobs/0123.4567.incomplete"]
+    "other", ["snapshots/COMMIT/imatrix.gguf", "snapshots/COMMIT/onnx/model.onnx", "blobs/0123.4567.incomplete"]
 )
 @pytest.mark.usefixtures("hub")
 def test_what_other_programs_fetched_into_the_repository_stays(other: str, run: Run, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypat
     steps.wait_until(lambda: bool(steps.started))
     waiting = inbox.submit(request("waiting", media_bytes=40), Events())
     inbox.submit(request("text"), Events())
-    with pytest.raises(QueueFull, match="the images and sounds of waiting requests take") as refused:
+    with pytest.raises(QueueFull, match="the images of waiting requests take") as refused:
         inbox.submit(request("more", media_bytes=1), Events())
     assert refused.value.retry_after_s >= 1
     waiting.cancel()

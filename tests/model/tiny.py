@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,14 +121,15 @@ def finish(writer: Any) -> None:
         step()
 
 
-def add_tokenizer(writer: Any, pre: str = "smollm") -> None:
-    """Adds a byte-level tokenizer to a GGUF file that is being written."""
+def add_tokenizer(writer: Any, pre: str = "smollm", more: Sequence[str] = ()) -> None:
+    """Adds a byte-level tokenizer to a GGUF file that is being written, with `more` special tokens."""
     from gguf import TokenType
 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens())
-    kinds = [TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens()]
+    writer.add_token_list([*tokens(), *more])
+    special = {*SPECIAL_TOKENS, *more}
+    kinds = [TokenType.CONTROL if token in special else TokenType.NORMAL for token in (*tokens(), *more)]
     writer.add_token_types(kinds)
     writer.add_token_merges(MERGES)
     writer.add_bos_token_id(1)

@@ -75,7 +75,7 @@ def purge_now(store: Store, purge_filter: PurgeFilter, now: float = 0.0) -> Purg
 LAYOUTS = {"dense": layout_of(2_000), "with states": layout_of(2_000, 800)}
 
 prompts = st.tuples(
-    st.lists(st.integers(0, 1), min_size=1, max_size=4),
+    st.lists(st.integers(-1, 0), min_size=1, max_size=4),
     st.integers(0, 2),
     st.frozensets(st.integers(1, 4), max_size=2),
     st.booleans(),

@@ -104,7 +104,7 @@ class Prompt(NamedTuple):
 prompts = st.builds(
     Prompt,
     st.sampled_from(sorted(SALTS)),
-    st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple),
+    st.lists(st.integers(-1, 1), min_size=1, max_size=4).map(tuple),
     st.integers(0, 2),
     st.frozensets(st.integers(1, 4), max_size=3),
     st.sampled_from([None, None, 250.0, 600.0]),
@@ -440,7 +440,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.publish(process, prompt, codec, matched)
 
     @precondition(lambda self: self.prompts)
-    @rule(process=processes, data=st.data(), more=st.lists(st.integers(0, 2), max_size=2), after_s=delays_s)
+    @rule(process=processes, data=st.data(), more=st.lists(st.integers(-1, 1), max_size=2), after_s=delays_s)
     def save_the_next_turn(self, process: str, data: st.DataObject, more: list[int], after_s: float) -> None:
         last = data.draw(st.sampled_from(self.prompts[-3:]))
         self.clock.now += after_s

@@ -121,7 +121,7 @@ def similar(store: Store, token_ids: TokenIds) -> list[bytes]:
         return list(snapshot.similar_children(ROOT, token_ids.tobytes()))
 
 
-token_lists = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(as_token_ids)
+token_lists = st.lists(st.integers(-1, 1), min_size=1, max_size=9).map(as_token_ids)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])

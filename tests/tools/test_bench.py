@@ -1,4 +1,4 @@
-"""Each tool of `tools/bench` is listed and explains itself, and three of them run."""
+"""Each tool of `tools/bench` is listed and explains itself, and four of them run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from diskprefix.model.gguf.known_families import NAMES
 from tests.closing import needs
 from tools.__main__ import TOOLS, main
+from tools.benchmarks import pictures
 from tools.benchmarks.file_models import CASES
 from tools.benchmarks.pages import TITLES
 
@@ -50,6 +51,18 @@ def test_the_memory_of_sequences_is_measured(chat_model: Path, tmp_path: Path) -
     found = {sample["case"]: sample["value"] for sample in json.loads(results.read_text())["samples"]}
     assert found.keys() == TITLES.keys()
     assert found["computed"] > found["twice"] >= found["twice_prompts"] >= 0
+
+
+@pytest.mark.slow
+def test_the_cost_of_pictures_is_measured(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    command = [sys.executable, "-m", "tools", "pictures", "--turns", "2", "--cold", "2", "--json", str(results)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    found = {(sample["case"], sample["size"]): sample["value"] for sample in json.loads(results.read_text())["samples"]}
+    assert {case for case, _ in found} == pictures.TITLES.keys()
+    wanted = {("encoded", 2): 1, ("twice", 2): 0, ("known_encoded", 0): 0, ("other_encoded", 0): 1}
+    assert found | wanted == found
 
 
 def test_each_architecture_of_files_has_a_model() -> None:

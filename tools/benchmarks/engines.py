@@ -123,9 +123,8 @@ def _is_ready(client: httpx.Client) -> bool:
 
 
 class Engine(Protocol):
-    """One program, with one model. `restores` says whether it can answer from disk after it was killed."""
+    """One program, with one model."""
 
-    restores: bool
     process: Process
 
     def start(self) -> float:
@@ -153,7 +152,7 @@ class HttpEngine:
         settle: Callable[[HttpEngine], None],
         tokens: Path | None = None,
     ) -> None:
-        self.restores, self.process, self.without_cache = True, process, without_cache
+        self.process, self.without_cache = process, without_cache
         self._fields, self._settle, self._tokens = fields, settle, tokens
         timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout)
@@ -186,9 +185,11 @@ class HttpEngine:
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.reply(prompt, max_tokens), prompts))
 
-    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int, *, cached: bool = True) -> Answer:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], max_tokens: int, *, cached: bool = True, **fields: Any
+    ) -> Answer:
         """Asks in a chat. Raises `LiveServerError`."""
-        return self._reply("/v1/chat/completions", {"messages": messages}, max_tokens, cached=cached)
+        return self._reply("/v1/chat/completions", {"messages": messages, **fields}, max_tokens, cached=cached)
 
     def reply(self, prompt: str, max_tokens: int, *, cached: bool = True) -> Answer:
         return self._reply("/v1/completions", {"prompt": prompt}, max_tokens, cached=cached)
@@ -209,8 +210,7 @@ class WorkerEngine:
     "max_tokens": N}`, and answers each with a line, a list of `{"prompt_tokens": N, "at_s": [...]}`.
     """
 
-    def __init__(self, process: Process, *, restores: bool) -> None:
-        self.restores = restores
+    def __init__(self, process: Process) -> None:
         self.process = process
 
     def start(self) -> float:
@@ -276,19 +276,13 @@ def _llama_cpp(model: Model, workspace: Path, report: Report, more: Sequence[str
         raise LiveServerError(f"llama.cpp reads .gguf files, and {model.name} is a folder")
     command = [sys.executable, str(Path(__file__).with_name("llama_cpp_worker.py")), str(llama_cpp_libraries(report))]
     command += [str(model.file), str(model.context), str(workspace), *more]
-    return WorkerEngine(Process(command, workspace / "engine.log"), restores=True)
+    return WorkerEngine(Process(command, workspace / "engine.log"))
 
 
 def _folder(model: Model) -> str:
     if model.folder is None:
         raise LiveServerError(f"there is no folder of {model.name} with its weights in bfloat16")
     return str(model.folder)
-
-
-def _transformers(model: Model, workspace: Path, report: Report, more: Sequence[str]) -> Engine:
-    worker = str(Path(__file__).with_name("transformers_worker.py"))
-    command = [str(python_of("transformers", report)), worker, _folder(model), *more]
-    return WorkerEngine(Process(command, workspace / "engine.log"), restores=False)
 
 
 def _vllm(
@@ -321,7 +315,6 @@ ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Engine]] = 
     "llama.cpp": _llama_cpp,
     "vllm": _vllm,
     "vllm-diskprefix": partial(_vllm, connector=_OURS),
-    "transformers": _transformers,
 }
 
 

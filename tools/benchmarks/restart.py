@@ -67,7 +67,7 @@ def measured(
         yield Figure("resident_gib", sum(status_bytes(pid, "VmRSS") for pid in pids) / _GIB)
         yield Figure("mapped_gib", sum(status_bytes(pid, "RssFile") for pid in pids) / _GIB)
     yield Figure("peak_gib", memory.peak_bytes / _GIB)
-    for size in sizes if engine.restores else ():
+    for size in sizes:
         yield from _restarted(engine, size, round_, texts[size], checks=checks)
     if used := disk_bytes(workspace):
         yield Figure("disk_gib", used / _GIB)

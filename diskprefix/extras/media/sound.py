@@ -59,7 +59,7 @@ class Wav:
 
         stream = soxr.ResampleStream(self.rate, rate, 1)
         samples = np.zeros(self.num_samples(rate), np.float32)
-        start = 0
+        start = self._file.seek(0)
         while len(frames := self._file.read(_BLOCK_S * self.rate, dtype="float32", always_2d=True)):
             is_last = self._file.tell() >= self.num_frames
             part = stream.resample_chunk(frames.mean(axis=1), last=is_last)[: len(samples) - start]

@@ -22,7 +22,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.invariant import as_it_was
-from diskprefix.model.exact.media import MediaRows, media_arguments
+from diskprefix.model.exact.media_encoder import MediaRows, media_arguments
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:

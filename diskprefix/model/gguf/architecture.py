@@ -32,11 +32,16 @@ class SourcedParameter:
     def names(self) -> str:
         return " and ".join(tensor.name for tensor in self.tensors)
 
+    def part_of(self, config: Any) -> Any:
+        """Returns the part of a model's configuration that the source takes."""
+        is_of_encoder = self.tensors[0].name.startswith(_OF_ENCODERS) and hasattr(config, "vision_config")
+        return config.vision_config if is_of_encoder else config.get_text_config()
+
     def rows(self, config: Any, arrays: Iterable[Array]) -> Array:
         """Returns the rows of the parameter, from an array for each tensor. Raises `ModelError` if tensors have other
         shapes than those of the model, so that their rows cannot be moved."""
         try:
-            return self.source.rows(config, *arrays)
+            return self.source.rows(self.part_of(config), *arrays)
         except (ValueError, IndexError, TypeError, ArithmeticError) as error:
             raise ModelError(f"the tensors have other shapes than those of the model: {self.names}") from error
 
@@ -44,6 +49,8 @@ class SourcedParameter:
 _Source: TypeAlias = str | TensorSource | tuple[str | TensorSource, ...]
 
 _BLOCK = re.compile(r"^blk\.\d+\.")
+_OF_ENCODERS = ("v.", "mm.")
+"""The beginning of names of tensors of encoders."""
 _LAYER = re.compile(r"\w+\.layers\.(\d+)\.(.+)")
 _ENDING = re.compile(r"(.+)(\.weight|\.bias|_bias)")
 
@@ -68,6 +75,11 @@ class Architecture:
     """Tensors that a file may have, and that no model has. Names within a layer stand for each layer."""
     is_rotary: bool = True
     """False without rotary positions. Files may have their sizes all the same."""
+    layers: re.Pattern[str] = _LAYER
+    """The names of parameters in layers: number and name within the layer."""
+    block: str = "blk"
+    encoder: EncoderArchitecture | None = None
+    """The source of the parameters that are not of the model of text."""
 
     @cached_property
     def moved(self) -> Collection[str]:
@@ -90,8 +102,12 @@ class Architecture:
         return found
 
     def _part(self, name: str, tensors: Mapping[str, FileTensor]) -> SourcedParameter:
-        layer = _LAYER.fullmatch(name)
-        block, inner = (f"blk.{layer[1]}.", layer[2]) if layer else ("", name)
+        if self.encoder is not None and not name.startswith((self.encoder.text, "lm_head.")):
+            return self.encoder._part(name, tensors)
+        if self.encoder is not None:
+            name = name.replace(self.encoder.text, "model.", 1)
+        layer = self.layers.fullmatch(name)
+        block, inner = (f"{self.block}.{layer[1]}.", layer[2]) if layer else ("", name)
         stem, end = inner, ".weight"
         if not self._sources(inner) and (found := _ENDING.fullmatch(inner)) is not None:
             stem, end = found[1], found[2].replace("_bias", ".bias")
@@ -105,6 +121,15 @@ class Architecture:
 
     def _sources(self, stem: str) -> list[TensorSource]:
         return _several(self.sources.get(stem) or NAMES.get(stem) or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderArchitecture(Architecture):
+    """The part of a model that is in a file beside that of its text, whose parameters begin with `text` in the whole
+    model."""
+
+    block: str = "v.blk"
+    text: str = "model.language_model."
 
 
 def _sources_in(sources: Sources) -> Iterator[TensorSource]:

@@ -129,6 +129,7 @@ DENSE: dict[str, Architecture] = {
     "mistral3": Architecture(model_type="ministral3", sources=PAIRED, config=_ministral),
     "qwen2": Architecture(model_type="qwen2"),
     "qwen3": Architecture(model_type="qwen3"),
+    "qwen2vl": Architecture(model_type="qwen2"),
     "qwen3vl": Architecture(model_type="qwen3", config=of_text),
     "gemma2": Architecture(model_type="gemma2", sources=PLUS_ONE, config=_gemma_2),
     "gemma3": Architecture(model_type="gemma3_text", sources=PLUS_ONE, config=_gemma_3),

@@ -35,11 +35,14 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "expert_weights_scale": (0, 1),
     "expert_group_count": (0, 1),
     "expert_group_used_count": (0, 1),
+    **dict.fromkeys(("has_text_encoder", "has_llava_projector", "use_gelu", "use_silu"), (0,)),
 }
 """Values that change nothing, of keys that nothing reads."""
 _OF_ENCODERS = ("mm.", "vision.", "audio.")
 """What some files of text models say of the encoders of pictures and sound, which are other files."""
-_MOST_LAYERS = 512
+_OF_SOUND = ("audio.", "has_audio_encoder")
+"""What files of encoders say of sound, which is not read."""
+MOST_LAYERS = 512
 """Those of llama.cpp (`LLAMA_MAX_LAYERS`). To make a model of many more takes minutes, before any tensor is missed."""
 SCALING = "rope.scaling."
 """The beginning of keys of the scaling of positions, which are checked where they are read."""
@@ -61,6 +64,7 @@ class Metadata:
         found = {**header.values, **header.lists}
         self._values = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
         self._read: set[str] = set()
+        self._of_others = _OF_SOUND if self.architecture == "clip" else _OF_ENCODERS
 
     def __call__(self, key: str) -> Any:
         """Returns a value. Raises `ModelError` if it is not there."""
@@ -101,7 +105,7 @@ class Metadata:
     def num_layers(self) -> int:
         """The blocks without those that predict further tokens. Raises `ModelError` if no model has so many."""
         blocks, predictors = self("block_count"), self.get("nextn_predict_layers", 0)
-        if not 0 < blocks - predictors <= _MOST_LAYERS:
+        if not 0 < blocks - predictors <= MOST_LAYERS:
             of_them = f", of which {predictors} predict further tokens" if predictors else ""
             raise ModelError(f"the file's {self.architecture}.block_count is {blocks}{of_them}: no model has so many")
         return int(blocks - predictors)
@@ -143,7 +147,7 @@ class Metadata:
         has_experts = bool(self._values.get("expert_count"))
         for key, value in self._values.items():
             descriptive = _DESCRIPTIVE_LISTS if self.is_list(key) else _DESCRIPTIVE
-            is_known = key in self._read or key in descriptive or key.startswith((*_OF_ENCODERS, SCALING))
+            is_known = key in self._read or key in descriptive or key.startswith((*self._of_others, SCALING))
             if is_known or value in _NEUTRAL.get(key, ()) or (key.startswith("expert_") and not has_experts):
                 continue
             raise ModelError(f"the file's {self.architecture}.{key} is {shown(value)}, and nothing here reads it")

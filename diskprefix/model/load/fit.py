@@ -22,6 +22,7 @@ from diskprefix.model.load.checkpoint import (
 from diskprefix.model.load.gguf_file import part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.projector import projector_beside
 from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
 from diskprefix.printable import first_line
 from diskprefix.units import format_size, whole_size
@@ -195,9 +196,11 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
     # The last layers may share the keys of others.
     own = windows[: len(windows) - header.values.get(f"{kind}.attention.shared_kv_layers", 0)]
     config["layer_types"] = ["sliding_attention" if has_window else "full_attention" for has_window in own]
+    projector = projector_beside(gguf, metadata)
+    encoder = [] if projector is None else projector.metadata.tensors.values()
     return ModelNeeds(
         name=gguf.name,
-        weights=of_gguf(tensors, weights, dtype_bytes, architecture_of(metadata)),
+        weights=of_gguf(tensors, weights, dtype_bytes, architecture_of(metadata), encoder),
         state=state_of(tensors, config, dtype_bytes),
     )
 

@@ -18,19 +18,22 @@ from diskprefix.model.load.gguf_file import part_paths, read_tensors, within_blo
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.gguf_rope import scale_positions
 from diskprefix.model.load.kinds import LATER_TOKENS, ModelKind, not_served
+from diskprefix.model.load.projector import projector_beside
 from diskprefix.progress import Report
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
+    from diskprefix.model.gguf.encoders import PictureSettings
     from diskprefix.model.quants.file_matrix import FileMatrix
     from diskprefix.model.quants.file_parameters import FileParameters
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GgufModel:
-    """The model in these `parts`. `tensors` make its parameters, and `stops` are the tokens that end a reply."""
+    """The model in these `parts`, the last of which may be an encoder: then `pictures` is what prepares its input.
+    `tensors` make the parameters, and `stops` are the tokens that end a reply."""
 
     parts: list[Path]
     architecture: Architecture
@@ -38,12 +41,16 @@ class GgufModel:
     kind: ModelKind
     tensors: Sequence[FileTensor]
     stops: list[int]
+    pictures: PictureSettings | None = None
 
     @classmethod
     def read(cls, gguf: Path, report: Report) -> GgufModel:
         """Imports the model's code as a side effect. Raises `ModelError` for a file that is damaged, that nothing here
         reads, or that says something else than the model has; `OSError`."""
+        from transformers import AutoModelForMultimodalLM
+
         from diskprefix.model.gguf.configuration import make_configuration, require_rotary
+        from diskprefix.model.gguf.encoders import make_composite, with_encoder
 
         parts = part_paths(gguf)
         header, tensors = read_tensors(parts)
@@ -52,12 +59,19 @@ class GgufModel:
             # Such as EmbeddingGemma or GTE-Qwen2.
             raise not_served(gguf, metadata.architecture, LATER_TOKENS)
         architecture = architecture_of(metadata)
+        projector = projector_beside(gguf, metadata, report)
+        if projector is not None:
+            architecture = with_encoder(architecture, metadata.architecture, projector.encoder)
         if predictors := metadata.get("nextn_predict_layers", 0):
             report(f"{gguf.name}: {predictors} of its blocks predict further tokens, which is not used")
-        config = make_configuration(architecture, metadata)
+        config, pictures = make_configuration(architecture, metadata), None
         used = scale_positions(config, metadata, tensors, report)
         kind = _kind_of(config)
-        require_rotary(kind.skeleton(config), architecture, metadata)
+        if projector is not None:
+            config, pictures = make_composite(projector.encoder, projector.metadata, config, metadata)
+            kind = ModelKind(AutoModelForMultimodalLM, is_multimodal=True, has_own_generate=False)
+            parts, tensors = [*parts, projector.path], [*tensors, *projector.metadata.tensors.values()]
+        require_rotary(kind.skeleton(config).get_decoder(), architecture, metadata)
         stops = [token for token in map(metadata.token, ("eos", "eot", "eom")) if token is not None]
         return cls(
             parts=parts,
@@ -66,6 +80,7 @@ class GgufModel:
             kind=kind,
             tensors=[tensor for tensor in tensors if tensor.name not in used],
             stops=list(dict.fromkeys(stops)),
+            pictures=pictures,
         )
 
     def parameters(self, weights: str, dtype: torch.dtype) -> FileParameters:

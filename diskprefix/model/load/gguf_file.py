@@ -12,6 +12,8 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader, read_header
 
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
+QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
+"""The quant at the end of a file's name."""
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -60,12 +62,12 @@ def model_stem(gguf: Path) -> str:
 
 
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
-    """Returns the header of the first part, and the tensors of all that are served. The last ones are remembered.
+    """Returns the header of the first part, and the tensors of all that are served. Those of two models are remembered.
     Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`."""
     return _read_tensors(tuple(parts), tuple(map(file_stamp, parts)))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
 def _read_tensors(parts: tuple[Path, ...], _stamps: tuple[Any, ...]) -> tuple[GgufHeader, list[FileTensor]]:
     headers = [read_header(part) for part in parts]
     tensors = [tensor for header in headers for tensor in header.tensors]

@@ -18,9 +18,10 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.model.load.checkpoint import SAFETENSORS, StoredTensor, checkpoint_files, weight_files_of
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
-from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
+from diskprefix.model.load.gguf_file import QUANT, first_parts, model_stem, part_paths
 from diskprefix.model.load.made_once import require_disk
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.projector import preferred_projectors
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
 from diskprefix.units import format_size
@@ -31,8 +32,6 @@ _SUBFOLDERS = ["[!1]*/*", "1[!_]*/*"]
 """All but those such as `1_Pooling`, which say how an embedding is made."""
 _TWICE = ["consolidated*.safetensors"]
 """The weights once more, in another format."""
-_QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
-"""The quant at the end of a file's name."""
 _PLAIN = re.compile(r"(?:^|[-._])(?:BF16|FP?16|FP?32)$", re.IGNORECASE)
 _NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
@@ -55,6 +54,8 @@ class HubListing:
     def needs(self, weights: str, dtype: str) -> ModelNeeds:
         if self.quant:
             weights_bytes = {self.quant: _sizes(self.gguf)[self.quant]}
+            if num_bytes := _projector_bytes(self.gguf, self.quant):
+                weights_bytes["mmproj"] = num_bytes
             return ModelNeeds(name=f"{self.repo}:{self.quant}", weights=weights_bytes, state=TokenState(0))
         return needs_of_checkpoint(self.repo, self.stored, self.config, weights, dtype)
 
@@ -117,7 +118,7 @@ def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
     """Returns the `.gguf` files of each quant, all parts of it in their order. A file whose name does not end in a
     quant, or is not the only one of that quant, goes by its own name. Projectors of media (`mmproj`) are no models."""
     models = first_parts(name for name in names if is_gguf_model(name))
-    matches = {first: _QUANT.search(model_stem(Path(first))) for first in models}
+    matches = {first: QUANT.search(model_stem(Path(first))) for first in models}
     quants = {first: match[1].upper() for first, match in matches.items() if match}
     number = Counter(quants.values())
     return {
@@ -135,6 +136,17 @@ def _sizes(files: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes of quants, the smallest first."""
     sizes = {quant: sum(files[name] for name in names) for quant, names in quants_in(list(files)).items()}
     return dict(sorted(sizes.items(), key=lambda one: one[1]))
+
+
+def _projector_of(files: Mapping[str, int], quant: str) -> str | None:
+    """Returns the file with the encoder of pictures that is fetched with a quant, from the same folder."""
+    first, *_ = quants_in(list(files))[quant]
+    beside = [name for name in files if name.rpartition("/")[0] == first.rpartition("/")[0]]
+    return next(iter(preferred_projectors(beside, first)), None)
+
+
+def _projector_bytes(files: Mapping[str, int], quant: str) -> int:
+    return files.get(_projector_of(files, quant) or "", 0)
 
 
 def _is_called(asked: str, quant: str, file: str) -> bool:
@@ -158,7 +170,8 @@ def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: in
         if (found := _quant_called(asked, list(files))) is None:
             raise ModelError(f"{repo} has no quant {asked!r}; it has {listed or 'no .gguf files'}")
         return found, "as asked for"
-    fitting = sorted(quant for quant, size in sizes.items() if size + ROOM_BYTES + _BESIDE_BYTES <= free_bytes)
+    most = free_bytes - ROOM_BYTES - _BESIDE_BYTES
+    fitting = sorted(quant for quant, size in sizes.items() if size + _projector_bytes(files, quant) <= most)
     if not fitting:
         raise ModelError(f"no quant of {repo} fits into {format_size(free_bytes)} of free memory; it has {listed}")
     best = max(fitting, key=lambda quant: (not _PLAIN.search(quant), sizes[quant]))
@@ -228,7 +241,8 @@ def is_model_folder(folder: Path) -> bool:
 
 def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
     """Returns what to remove from the hub's cache with these models: their weights in all snapshots, as far as no other
-    file has the same content, and the folders of the repositories in which nothing but small files would be left."""
+    file has the same content, the `mmproj` files with the last model of a repository, and the folders of the
+    repositories in which nothing but small files would be left."""
     from huggingface_hub import constants
 
     gone, repositories = set[Path](), []
@@ -237,6 +251,9 @@ def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
         own = {_or_link(file, folder) for name, files in found if name in models for file in files}
         if not own:
             continue
+        if all(name in models for name, _ in found):
+            projectors = (snapshot.rglob("*mmproj*.gguf") for snapshot in _snapshots(folder))
+            own |= {_or_link(file, folder) for files in projectors for file in files}
         others = {file for file in (folder / "snapshots").rglob("*") if not file.is_dir()} - own
         kept, blobs = {_content(file) for file in others}, set((folder / "blobs").glob("*"))
         # Of a link to anywhere else, only the link: what is behind it is the user's.
@@ -316,8 +333,9 @@ def _fetched_quant(
     names = quants_in(list(files))[chosen]
     listing = HubListing(repo, (), {}, files, chosen)
     progress(f"{repo}: {chosen}, {format_size(sum(files[name] for name in names))}, {reason}")
-    if any("mmproj" in name.lower() for name in files):
-        progress("its mmproj file is left out: images need the repository of the original model")
+    if projector := _projector_of(files, chosen):
+        progress(f"pictures need {projector}, {format_size(files[projector])}, which is fetched too")
+        names.append(projector)
     folder = _fetched(repo, commit, [escape(name) for name in names], progress, lambda: before(listing), ignored=())
     if not all((folder / name).is_file() for name in names):
         raise ModelError(f"{repo} was changed while it was fetched; fetch it again")

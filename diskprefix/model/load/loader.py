@@ -176,7 +176,7 @@ def load_model(
         source = _source(settings, progress, clock, flag, check)
         progress("loading the weights")
         fit = check(source.needs())
-        if begun is not None and [*begun.stamps] != source.files:
+        if begun is not None and not begun.stamps.keys() <= set(source.files):
             begun.packing.stop()
             begun = None
         with clock("weights"), _load_failures(source.path):
@@ -193,7 +193,7 @@ def load_model(
             digest = source.digest()
         with clock("tokenizer"):
             tokenizer = read_tokenizer(source.path, template)
-            media = _load_media(source.path, source.config, source.kind) if source.kind.is_multimodal else None
+            media = _load_media(source, tokenizer) if source.kind.is_multimodal else None
         with clock("weights"), _load_failures(source.path):
             if parameters is not None and begun is not None:
                 from diskprefix.model.quants.quantised import take_matrices
@@ -251,7 +251,7 @@ def _source(
                 from diskprefix.model.load.gguf import GgufModel
 
                 gguf = GgufModel.read(path, progress)
-                config, kind = gguf.config, gguf.kind
+                config, kind, files = gguf.config, gguf.kind, gguf.parts
             else:
                 config = _read_config(path)
                 kind = require_served_kind(path, config)
@@ -371,9 +371,15 @@ def _pick_dtype(name: str, config: PreTrainedConfig | None, weights: str) -> tor
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> MediaProcessor | None:
+def _load_media(source: _ModelSource, tokenizer: PreTrainedTokenizerFast) -> MediaProcessor | None:
+    kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
     problem = "it generates in a way of its own, which diskprefix does not follow" if kind.has_own_generate else None
-    media = hooks.open_media(folder, config, problem)
+    processor = None
+    if pictures is not None:
+        from diskprefix.model.gguf.file_processor import make_processor
+
+        processor = partial(make_processor, pictures, tokenizer)
+    media = hooks.open_media(source.path, source.config, problem, processor)
     if media is not None and media.problem is not None:
         log.warning("this model is served for text only: %s", media.problem)
     return media

@@ -1,4 +1,4 @@
-"""What reads the pictures and sounds of a request for a multimodal model. An extra does it."""
+"""The reader of pictures and sounds of requests, for a multimodal model: an extra has it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MediaProcessor(Protocol):
 
     def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Medium] = ()) -> Medium:
         """Returns a picture, of which only the header is read. `param` is the path of its content. Raises
-        `InvalidRequest` if it is none, or too large with the media `beside`."""
+        `InvalidRequest` if it is none, or too large with the pictures `beside`."""
 
     def read_audio(self, content: bytes, *, param: str, beside: Sequence[Medium] = ()) -> Medium:
-        """Returns a sound. Raises `InvalidRequest` if it is none, or too long with the media `beside`."""
+        """Returns a sound. Raises `InvalidRequest` if it is none, or too long with the sounds `beside`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from diskprefix.model.load.checkpoint import StoredTensor
@@ -52,9 +52,14 @@ def _floating(dtype_bytes: int) -> str:
 
 
 def of_gguf(
-    tensors: Sequence[FileTensor], weights: str, dtype_bytes: int, architecture: Architecture
+    tensors: Sequence[FileTensor],
+    weights: str,
+    dtype_bytes: int,
+    architecture: Architecture,
+    encoder: Iterable[FileTensor] = (),
 ) -> dict[str, int]:
-    """Returns the bytes of tensors of a `.gguf` file by form. Quants that cannot stay become floating point."""
+    """Returns the bytes of tensors of a `.gguf` file by form. Quants that cannot stay become floating point, as do all
+    of an `encoder`."""
     changed, served = {*architecture.changed, _EXPANSION}, Counter[str]()
     for tensor in tensors:
         is_kept = tensor.kind in FILE_FORMS and within_block(tensor.name) not in changed
@@ -62,6 +67,8 @@ def of_gguf(
             served[tensor.kind] += _quant_bytes(tensor.num_elements, tensor.kind)
         else:
             served[_floating(dtype_bytes)] += tensor.num_elements * dtype_bytes
+    if num_elements := sum(tensor.num_elements for tensor in encoder):
+        served[_floating(dtype_bytes)] += num_elements * dtype_bytes
     return served
 
 

@@ -125,7 +125,7 @@ class FileParameters:
         with np.errstate(all="ignore"):
             found = part.rows(config, contents)
             if part.source.values is not None:
-                found = part.source.values(config, found)
+                found = part.source.values(part.part_of(config), found)
         made = torch.from_numpy(np.ascontiguousarray(found)).to(self._dtype_of(name))
         made = _turned(made, self._is_turned(name))
         if parameter.ndim == 1 and made.numel() == len(parameter):

@@ -437,8 +437,8 @@ def test_what_is_left_for_others_is_everything_nothing_or_what_came_before() -> 
 
 
 # Two letters only, so that random prompts share prefixes of every length.
-PROMPT_IDS = st.lists(st.integers(0, 1), max_size=40).map(as_token_ids)
-EARLIER = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(as_token_ids)
+PROMPT_IDS = st.lists(st.integers(-1, 0), max_size=40).map(as_token_ids)
+EARLIER = st.lists(st.integers(-1, 0), min_size=1, max_size=40).map(as_token_ids)
 RECENT = st.lists(EARLIER, max_size=6)
 
 

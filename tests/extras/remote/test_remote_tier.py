@@ -407,12 +407,8 @@ def test_machines_agree_on_the_format(make: MakeMachine, bucket: Path) -> None:
     assert data[16:24] == KEY.digest[:8]
 
 
-def test_what_was_brought_in_parts_tells_how_fast_the_tier_is_if_all_of_it_came_or_too_late() -> None:
+def test_what_was_fetched_tells_how_fast_the_tier_is_if_all_of_it_came_or_too_late() -> None:
     whole = Prefetched(frozenset({b"a"}), 100, 200, 1.0)
     late = Prefetched(frozenset({b"b"}), 0, 300, 9.0, is_whole=False, is_late=True)
     failed = Prefetched(frozenset({b"c"}), 7, 400, 2.0, is_whole=False)
-    both = Prefetched.together([whole, late], 10.0)
-    assert both == Prefetched(frozenset({b"a", b"b"}), 100, 500, 10.0, is_whole=False, is_late=True)
-    assert [one.telling_bytes for one in (whole, late, failed, both)] == [100, 300, 0, 100]
-    assert Prefetched.together([whole, failed], 3.0).telling_bytes == 0
-    assert Prefetched.together([], 1.0).telling_bytes == 0
+    assert [one.telling_bytes for one in (whole, late, failed)] == [100, 300, 0]

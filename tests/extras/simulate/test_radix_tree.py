@@ -64,7 +64,7 @@ def test_a_prompt_larger_than_the_bound_is_known_until_the_next() -> None:
     assert add(radix_tree, 1, 2) == ([2], None)
 
 
-@given(st.lists(st.lists(st.integers(0, 1), max_size=8), max_size=12), st.integers(1, 30))
+@given(st.lists(st.lists(st.integers(-1, 0), max_size=8), max_size=12), st.integers(1, 30))
 def test_places_are_where_prompts_end_and_part(prompts: list[list[int]], max_tokens: int) -> None:
     everything, bounded = RadixTree(), RadixTree(max_tokens)
     for number, tokens in enumerate(prompts):

@@ -196,7 +196,7 @@ def test_prompts_put_together_from_their_hashes_share_what_the_real_ones_do(
     tmp_path_factory: pytest.TempPathFactory, choices: list[list[int]], seed: int
 ) -> None:
     """Pieces of 5 tokens, each one of two: prompts branch, repeat and go on."""
-    pieces = np.random.default_rng(seed).integers(0, 400, (12, 2, 5)).astype(np.int32)
+    pieces = np.random.default_rng(seed).integers(-200, 200, (12, 2, 5)).astype(np.int32)
     prompts = [np.concatenate([pieces[i, c] for i, c in enumerate(chosen)]) for chosen in choices if chosen]
     path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
     recorder = open_recorder(path)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from diskprefix.engine.scheduler import NO_LIMIT
-from diskprefix.model.exact.media import MediaEncoder, MediaRows
+from diskprefix.model.exact.media_encoder import MediaEncoder, MediaRows
 from diskprefix.nouns import CacheOptions, Medium, Prompt
 from diskprefix.tokens import TokenIds
 
@@ -229,6 +229,8 @@ class MediaRowsSource:
         if (job := self._jobs.get(key)) is None:
             job = self._jobs[key] = _Job(medium, options)
             self._loader.submit(self._load, job)
+        if options.save and not job.options.save:
+            job.options = options
         if (media, number) not in job.wanted_by:
             job.wanted_by.append((media, number))
         return False
@@ -277,8 +279,9 @@ class MediaRowsSource:
         """Runs on the loading thread."""
         try:
             with torch.inference_mode():
-                job.rows = self._stored.load(job.medium, job.options)
-                if job.rows is None:
+                rows = self._stored.load(job.medium, job.options)
+                job.rows = None if rows is None else rows.to(self._encoder.nothing.device)
+                if rows is None:
                     job.inputs = job.medium.prepare()
         except Exception as error:  # noqa: BLE001 (the engine raises it)
             job.error = error

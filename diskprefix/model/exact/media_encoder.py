@@ -1,4 +1,4 @@
-"""What a model takes for the pictures of prompts: the rows of its encoder, and positions.
+"""The pictures of prompts as a model takes them: the rows of its encoder, and positions.
 
 The rows are computed once, by the model's own code, and kept. transformers' models take them in each forward, in the
 place of pixels (`mm_encoder_outputs`). A row of a step is then computed as that of a token of text.
@@ -41,7 +41,7 @@ class MediaRows:
     spans: tuple[tuple[int, int], ...] = ()
 
 
-class _Rows(list[torch.Tensor]):
+class _Joined(list[torch.Tensor]):
     """A list of one tensor, for models that take the tensor too."""
 
     def to(self, *args: Any) -> torch.Tensor:
@@ -124,7 +124,7 @@ class MediaEncoder:
         """Returns rows of the output, [levels, count, hidden], as a forward takes them."""
         return {
             "image": SimpleNamespace(
-                pooler_output=_Rows([encoded[0]]), deepstack_features=[[one] for one in encoded[1:]]
+                pooler_output=_Joined([encoded[0]]), deepstack_features=[[one] for one in encoded[1:]]
             )
         }
 

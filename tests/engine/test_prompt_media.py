@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from diskprefix.engine.media import MediaRowsSource, PromptMedia, SlicedCall
+from diskprefix.engine.prompt_media import MediaRowsSource, PromptMedia, SlicedCall
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.nouns import CacheOptions, Medium, Prompt, Scope
 from diskprefix.tokens import as_token_ids, media_ids

@@ -1,0 +1,534 @@
+"""Encoders of pictures, which are in `mmproj` files beside those of models of text.
+
+Such a file has the architecture `clip`. Its projector tells the encoders apart: one table each. What the metadata mean
+is in llama.cpp's `tools/mtmd/clip.cpp`, what tensors are made of in its converter (`conversion/`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from diskprefix.errors import ModelError
+from diskprefix.model.gguf.architecture import Architecture, EncoderArchitecture
+from diskprefix.model.gguf.configuration import is_declared
+from diskprefix.model.gguf.metadata import MOST_LAYERS, Metadata, shown
+from diskprefix.model.gguf.sources import (
+    Array,
+    Sources,
+    TensorSource,
+    changed,
+    joined,
+    minus_one,
+    moved,
+    paired_queries,
+    same,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from diskprefix.model.load.gguf_header import FileTensor
+
+CLIP = "clip"
+"""The architecture of all these files."""
+_PATCHES, _SCALE = "v.patch_embd", "vision.projector.scale_factor"
+_SOFT, _UNUSED = "<image_soft_token>", "<unused0>"
+"""The token that stands for a row of a picture in Gemma 3, and the one that does it here in files that lack the first,
+as most do."""
+_OF_OTHERS = ("video", "audio", "boa", "eoa")
+"""Tokens of media that are not read, which a vocabulary may lack."""
+_SOUND = ("a.", "mm.a.")
+_UP_OR_DOWN = re.compile("ffn_(?:up|down)")
+_CHECKED = (
+    *("has_vision_encoder", "projector_type", "vision.projector_type", "vision.projection_dim"),
+    # Pictures may have their own size, or the tensors of the encoder say it.
+    "vision.image_size",
+)
+"""Keys that are read where the file is found, or that change nothing."""
+
+
+def _nothing(_: Metadata) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureEncoder(EncoderArchitecture):
+    """An encoder with its projector. With a model of text it becomes transformers' model of the type `model_type`.
+
+    `of_text` has the architectures of files of text, with the type of the model of text within. `vision` returns the
+    configuration of the encoder, and `beside` what is beside that and the text; `in_text` what the text has besides
+    without an encoder, of the metadata of its own file. `tokens` are the texts of special tokens: by the names that
+    processors have for them, and that configurations have with `_id`. `processors` are the classes for pictures and for
+    all, `images` and `settings` return what they are made with. `deepstack` returns sources that depend on the file.
+    """
+
+    of_text: Mapping[str, str]
+    vision: Callable[[Metadata], dict[str, Any]]
+    beside: Callable[[Metadata], dict[str, Any]] = _nothing
+    in_text: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = lambda _metadata, _found: {}
+    tokens: Mapping[str, str]
+    processors: tuple[str, str]
+    images: Callable[[Metadata], dict[str, Any]]
+    settings: Callable[[Metadata], dict[str, Any]] = _nothing
+    deepstack: Callable[[Metadata], Sources] = _nothing
+
+    def of_file(self, metadata: Metadata) -> PictureEncoder:
+        """Returns the encoder with the tensors of this file."""
+        return replace(self, sources={**self.sources, **self.deepstack(metadata)})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PictureSettings:
+    """The settings of a processor: the names of its class for pictures and of its own, the settings of each, and the
+    special tokens by the names that it has for them."""
+
+    processors: tuple[str, str]
+    images: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    tokens: Mapping[str, str]
+
+
+def make_composite(
+    encoder: PictureEncoder, metadata: Metadata, text: PreTrainedConfig, of_text: Metadata
+) -> tuple[PreTrainedConfig, PictureSettings]:
+    """Returns the configuration of a model of `text`, from a file with the metadata `of_text`, with an encoder, whose
+    file has these `metadata`; and what its processor is made of. Raises `ModelError` for a key that is missing, or that
+    nothing reads."""
+    from transformers import CONFIG_MAPPING
+
+    kind, named = CONFIG_MAPPING[encoder.model_type], encoder.tokens
+    array = of_text.header.arrays.get("tokenizer.ggml.tokens")
+    numbers = {} if array is None else {token: number for number, token in enumerate(array.read())}
+    special = {name: _UNUSED if token == _SOFT and token not in numbers else token for name, token in named.items()}
+    for name, token in special.items():
+        if token not in numbers and not name.startswith(_OF_OTHERS):
+            raise ModelError(f"the file has no token {token}, which models with pictures have")
+    ids = {f"{name}_id": numbers[token] for name, token in special.items() if token in numbers}
+    try:
+        found = kind(
+            text_config=text,
+            vision_config=encoder.vision(metadata),
+            tie_word_embeddings=text.tie_word_embeddings,
+            **{name: number for name, number in ids.items() if is_declared(kind, name) or name in kind.attribute_map},
+            **encoder.beside(metadata),
+        )
+        settings = PictureSettings(
+            processors=encoder.processors,
+            images=_normalised(metadata) | encoder.images(metadata),
+            settings=encoder.settings(metadata),
+            tokens=special,
+        )
+    except ModelError:
+        raise
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise ModelError(f"the metadata of the mmproj file are not those of {encoder.model_type}: {said}") from error
+    for key in _CHECKED:
+        metadata.of_any_kind(key)
+    metadata.require_read()
+    return found, settings
+
+
+def _normalised(metadata: Metadata) -> dict[str, Any]:
+    found = {name: metadata.of_any_kind(f"vision.{name}") for name in ("image_mean", "image_std")}
+    for name, values in found.items():
+        if not isinstance(values, tuple) or len(values) < 3:
+            raise ModelError(f"the file's clip.vision.{name} is {shown(values)}, which is not three numbers")
+    return {name: list(values[:3]) for name, values in found.items()}
+
+
+def _sizes(metadata: Metadata, activation: str, names: str, expected: float | None = None) -> dict[str, Any]:
+    """Returns the sizes of an encoder. `names` are those of its blocks and heads, and of what it adds to variances, in
+    its configuration. The last one has no name if the class has a fixed value, which is `expected`."""
+    blocks, heads, *others = names.split()
+    epsilon = metadata("vision.attention.layer_norm_epsilon")
+    if expected is not None and abs(epsilon / expected - 1) > 1e-3:
+        raise ModelError(f"the file's clip.vision.attention.layer_norm_epsilon is {epsilon:g}, not {expected:g}")
+    known = {"use_gelu": "gelu_pytorch_tanh", "use_silu": "silu"}
+    used = next((name for key, name in known.items() if metadata.get(key, False)), activation)
+    if used != activation:
+        raise ModelError(f"the mmproj file computes with {used}, and the model with {activation}")
+    if not 0 < (count := metadata("vision.block_count")) <= MOST_LAYERS:
+        raise ModelError(f"the file's clip.vision.block_count is {count}: no encoder has so many")
+    return {
+        "hidden_size": metadata("vision.embedding_length"),
+        # Old files have 0 here, or the matrices by each other's names.
+        "intermediate_size": metadata.get("vision.feed_forward_length", 0)
+        or max(metadata.num_rows(f"v.blk.0.ffn_{part}.weight") for part in ("up", "down")),
+        blocks: count,
+        heads: metadata("vision.attention.head_count"),
+        **dict.fromkeys(others, epsilon),
+        "patch_size": metadata("vision.patch_size"),
+    }
+
+
+# -- SigLIP: Gemma 3, SmolVLM ----------------------------------------------------------------------------------------
+
+
+def _siglip_sources(owner: str) -> Sources:
+    return {
+        "layer_norm1": "ln1",
+        "layer_norm2": "ln2",
+        **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
+        "mlp.fc1": "ffn_up",
+        "mlp.fc2": "ffn_down",
+        f"{owner}.embeddings.patch_embedding": _PATCHES,
+        f"{owner}.embeddings.position_embedding": "v.position_embd",
+        f"{owner}.post_layernorm": "v.post_ln",
+    }
+
+
+def _siglip(metadata: Metadata) -> dict[str, Any]:
+    sizes = _sizes(metadata, "gelu_pytorch_tanh", "num_hidden_layers num_attention_heads layer_norm_eps")
+    return sizes | {"image_size": metadata("vision.image_size")}
+
+
+def _rows_of_square(metadata: Metadata, scale: int) -> int:
+    """Returns the rows that a square picture becomes."""
+    side = metadata("vision.image_size") // metadata("vision.patch_size") // metadata.get(_SCALE, scale)
+    return int(side**2)
+
+
+def _square(metadata: Metadata) -> dict[str, Any]:
+    size = metadata("vision.image_size")
+    return {"size": {"height": size, "width": size}}
+
+
+def _tiles(metadata: Metadata) -> dict[str, Any]:
+    size = metadata("vision.image_size")
+    longest = metadata.get("vision.preproc_image_size", size)
+    return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
+
+
+# -- Qwen ------------------------------------------------------------------------------------------------------------
+
+_QWEN_LAYER: Sources = {
+    "norm1": "ln1",
+    "norm2": "ln2",
+    "attn.qkv": ("attn_qkv", joined("attn_q", "attn_k", "attn_v")),
+    "attn.proj": "attn_out",
+    "mlp.linear_fc1": "ffn_up",
+    "mlp.linear_fc2": "ffn_down",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    # Outside of the layers. The kernel has a matrix for each of two frames, which are one picture here.
+    "model.visual.patch_embed.proj.weight": TensorSource(
+        (f"{_PATCHES}.weight", f"{_PATCHES}.weight.1"), lambda _, *frames: np.stack(frames, axis=2), same
+    ),
+    "model.visual.patch_embed.proj.bias": f"{_PATCHES}.bias",
+    "model.visual.pos_embed": "v.position_embd",
+    **dict.fromkeys(("model.visual.merger.norm", "model.visual.merger.ln_q"), "v.post_ln"),
+    **dict.fromkeys(("model.visual.merger.linear_fc1", "model.visual.merger.mlp.0"), "mm.0"),
+    **dict.fromkeys(("model.visual.merger.linear_fc2", "model.visual.merger.mlp.2"), "mm.2"),
+}
+_QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"} | {
+    f"vision_{end}_token": f"<|vision_{end}|>" for end in ("start", "end")
+}
+
+
+def _deep_layers(metadata: Metadata) -> list[int]:
+    flags = metadata.of_any_kind("vision.is_deepstack_layers")
+    return [layer for layer, is_deep in enumerate(flags if isinstance(flags, tuple) else ()) if is_deep]
+
+
+def _deepstack(metadata: Metadata) -> Sources:
+    """Returns the sources of what some layers add to the first ones of the model of text."""
+    parts = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
+    return {
+        f"model.visual.deepstack_merger_list.{i}.{name}": f"v.deepstack.{layer}.{tensor}"
+        for i, layer in enumerate(_deep_layers(metadata))
+        for name, tensor in parts.items()
+    }
+
+
+def _qwen(metadata: Metadata, activation: str) -> dict[str, Any]:
+    return _sizes(metadata, activation, "depth num_heads", 1e-6) | {
+        "out_hidden_size": metadata("vision.projection_dim"),
+        "spatial_merge_size": metadata.get("vision.spatial_merge_size", 2),
+    }
+
+
+def _qwen_2_5(metadata: Metadata) -> dict[str, Any]:
+    sizes, every = _qwen(metadata, "silu"), metadata("vision.n_wa_pattern")
+    whole = [i for i in range(sizes["depth"]) if (i + 1) % every == 0]
+    # The side of windows is that of llama.cpp, too.
+    return sizes | {"fullatt_block_indexes": whole, "window_size": 112}
+
+
+def _qwen_3(metadata: Metadata) -> dict[str, Any]:
+    return _qwen(metadata, "gelu_pytorch_tanh") | {
+        "num_position_embeddings": metadata.num_rows("v.position_embd.weight"),
+        "deepstack_visual_indexes": _deep_layers(metadata),
+    }
+
+
+def _in_sections(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the positions, of which tokens of pictures have three."""
+    sections = [section for section in metadata.of_any_kind("rope.dimension_sections", ()) if section]
+    if not sections:
+        raise ModelError(f"the file lacks {metadata.architecture}.rope.dimension_sections")
+    more = {"mrope_section": sections, "mrope_interleaved": metadata.architecture != "qwen2vl"}
+    return {"rope_parameters": found["rope_parameters"] | more}
+
+
+def _qwen_images(metadata: Metadata, fewest: int) -> dict[str, Any]:
+    """Returns the settings of pictures of any size, of at least so many tokens."""
+    patch, merge = metadata("vision.patch_size"), metadata.get("vision.spatial_merge_size", 2)
+    of_token = (patch * merge) ** 2
+    size = {
+        "shortest_edge": metadata.get("vision.image_min_pixels", fewest * of_token),
+        "longest_edge": metadata.get("vision.image_max_pixels", 16384 * of_token),
+    }
+    return {"patch_size": patch, "merge_size": merge, "size": size}
+
+
+# -- Mistral 3 -------------------------------------------------------------------------------------------------------
+
+_PIXTRAL: Sources = {
+    "attention_norm": "ln1",
+    "ffn_norm": "ln2",
+    "attention.q_proj": moved("attn_q", paired_queries),
+    "attention.k_proj": moved("attn_k", paired_queries),
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_out",
+    **{f"feed_forward.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "model.vision_tower.patch_conv": _PATCHES,
+    "model.vision_tower.ln_pre": "v.pre_ln",
+    "model.multi_modal_projector.norm": "mm.input_norm",
+    "model.multi_modal_projector.patch_merger.merging_layer": "mm.patch_merger",
+    "model.multi_modal_projector.linear_1": "mm.1",
+    "model.multi_modal_projector.linear_2": "mm.2",
+}
+
+
+def _pixtral(metadata: Metadata) -> dict[str, Any]:
+    return _sizes(metadata, "silu", "num_hidden_layers num_attention_heads", 1e-5) | {
+        "model_type": "pixtral",
+        "image_size": metadata("vision.image_size"),
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "axial", "rope_theta": metadata.get("rope.freq_base", 10000.0)},
+    }
+
+
+def _lines(metadata: Metadata) -> dict[str, Any]:
+    return {"size": {"longest_edge": metadata("vision.image_size")}, "patch_size": metadata("vision.patch_size")}
+
+
+# -- Gemma 4 ---------------------------------------------------------------------------------------------------------
+
+_CAUSAL_WIDTHS = (1536, 2560)
+"""Of E2B and E4B, in which no token of a picture sees later ones."""
+_LINEAR = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {
+    "self_attn.o_proj": "attn_out",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+_BOUNDS = [f"{side}_{end}" for side in ("input", "output") for end in ("min", "max")]
+
+
+def _pixels_last(config: Any, patches: Array) -> Array:
+    """Returns [out, rows × columns × colours] of [out, colours, rows, columns]."""
+    side = config.patch_size
+    by_colour = patches.reshape(len(patches), -1, side, side)
+    return by_colour.transpose(0, 2, 3, 1).reshape(len(patches), -1)
+
+
+_GEMMA_4: Sources = {
+    "input_layernorm": "ln1",
+    "post_attention_layernorm": "attn_post_norm",
+    "pre_feedforward_layernorm": "ln2",
+    "post_feedforward_layernorm": "ffn_post_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    **{f"{name}.linear": tensor for name, tensor in _LINEAR.items()},
+    **{f"{name}.{bound}": f"{tensor}.{bound}" for name, tensor in _LINEAR.items() for bound in _BOUNDS},
+    "model.vision_tower.patch_embedder.position_embedding_table": "v.position_embd.weight",
+    "model.vision_tower.patch_embedder.input_proj": TensorSource((_PATCHES,), _pixels_last, same),
+    "model.vision_tower.std_bias": "v.std_bias",
+    "model.vision_tower.std_scale": "v.std_scale",
+    "model.embed_vision.embedding_projection": "mm.input_projection",
+}
+
+
+def _gemma_4(metadata: Metadata) -> dict[str, Any]:
+    sizes = _sizes(metadata, "gelu_pytorch_tanh", "num_hidden_layers num_attention_heads rms_norm_eps")
+    heads, positions = sizes["num_attention_heads"], metadata.tensors.get("v.position_embd.weight")
+    return sizes | {
+        "num_key_value_heads": heads,
+        "head_dim": metadata.num_rows("v.blk.0.attn_q.weight") // heads,
+        "position_embedding_size": 0 if positions is None else positions.shape[-2],
+        "pooling_kernel_size": metadata.get(_SCALE, 3),
+        "use_clipped_linears": metadata.has(".input_max"),
+        "standardize": metadata.has("v.std_bias"),
+    }
+
+
+def _with_pictures_of_gemma_4(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "use_bidirectional_attention": None if metadata("embedding_length") in _CAUSAL_WIDTHS else "vision",
+        # The class looks it up for tokens of pictures.
+        "pad_token_id": found["pad_token_id"] or 0,
+    }
+
+
+def _gemma_4_images(metadata: Metadata) -> dict[str, Any]:
+    return {"patch_size": metadata("vision.patch_size"), "pooling_kernel_size": metadata.get(_SCALE, 3)}
+
+
+# -- the tables ------------------------------------------------------------------------------------------------------
+
+
+def _layers(owner: str) -> re.Pattern[str]:
+    return re.compile(rf"model\.{owner}\.(\d+)\.(.+)")
+
+
+_QWEN_2_5 = PictureEncoder(
+    model_type="qwen2_5_vl",
+    of_text={"qwen2vl": "qwen2_5_vl_text"},
+    layers=_layers(r"visual\.blocks"),
+    sources=_QWEN_LAYER,
+    vision=_qwen_2_5,
+    in_text=_in_sections,
+    tokens=_QWEN_TOKENS,
+    processors=("Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor"),
+    images=lambda metadata: _qwen_images(metadata, 4),
+)
+_QWEN_3 = replace(
+    _QWEN_2_5,
+    model_type="qwen3_vl",
+    of_text={"qwen3vl": "qwen3_vl_text"},
+    vision=_qwen_3,
+    processors=("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
+    images=lambda metadata: _qwen_images(metadata, 64),
+    deepstack=_deepstack,
+)
+_ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
+    "qwen2.5vl_merger": (_QWEN_2_5,),
+    "qwen3vl_merger": (
+        _QWEN_3,
+        replace(_QWEN_3, model_type="qwen3_vl_moe", of_text={"qwen3vlmoe": "qwen3_vl_moe_text"}),
+    ),
+    "gemma3": (
+        PictureEncoder(
+            model_type="gemma3",
+            of_text={"gemma3": "gemma3_text"},
+            layers=_layers(r"vision_tower\.encoder\.layers"),
+            sources={
+                **_siglip_sources("model.vision_tower"),
+                "model.multi_modal_projector.mm_input_projection_weight": "mm.input_projection",
+                "model.multi_modal_projector.mm_soft_emb_norm": changed("mm.soft_emb_norm", minus_one),
+            },
+            vision=lambda metadata: _siglip(metadata) | {"vision_use_head": False},
+            beside=lambda metadata: {"mm_tokens_per_image": _rows_of_square(metadata, 4)},
+            tokens={
+                "image_token": _SOFT,
+                "boi_token": "<start_of_image>",
+                "eoi_token": "<end_of_image>",
+            },
+            processors=("Gemma3ImageProcessorPil", "Gemma3Processor"),
+            images=_square,
+            settings=lambda metadata: {"image_seq_length": _rows_of_square(metadata, 4)},
+        ),
+    ),
+    "gemma4v": (
+        PictureEncoder(
+            model_type="gemma4",
+            of_text={"gemma4": "gemma4_text"},
+            layers=_layers(r"vision_tower\.encoder\.layers"),
+            sources=_GEMMA_4,
+            vision=_gemma_4,
+            in_text=_with_pictures_of_gemma_4,
+            tokens={
+                "image_token": "<|image|>",
+                "boi_token": "<|image>",
+                "eoi_token": "<image|>",
+                "audio_token": "<|audio|>",
+                "boa_token": "<|audio>",
+                "eoa_token": "<audio|>",
+            },
+            processors=("Gemma4ImageProcessorPil", "Gemma4Processor"),
+            images=_gemma_4_images,
+        ),
+    ),
+    "pixtral": (
+        PictureEncoder(
+            model_type="mistral3",
+            of_text={"llama": "llama", "mistral3": "ministral3"},
+            layers=_layers(r"vision_tower\.transformer\.layers"),
+            sources=_PIXTRAL,
+            # It is a row of the embeddings of text.
+            unused=("v.token_embd.img_break",),
+            vision=_pixtral,
+            beside=lambda metadata: {
+                "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
+                "multimodal_projector_bias": metadata.has("mm.1.bias"),
+            },
+            tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+            processors=("PixtralImageProcessorPil", "PixtralProcessor"),
+            images=_lines,
+            settings=lambda metadata: {
+                "patch_size": metadata("vision.patch_size"),
+                "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
+            },
+        ),
+    ),
+    "idefics3": (
+        PictureEncoder(
+            model_type="idefics3",
+            of_text={"llama": "llama"},
+            text="model.text_model.",
+            layers=_layers(r"vision_model\.encoder\.layers"),
+            sources={
+                **_siglip_sources("model.vision_model"),
+                "model.connector.modality_projection.proj": "mm.model.fc",
+            },
+            vision=_siglip,
+            beside=lambda metadata: {"scale_factor": metadata.get(_SCALE, 2)},
+            tokens={"image_token": "<image>"},
+            processors=("Idefics3ImageProcessorPil", "Idefics3Processor"),
+            images=_tiles,
+            settings=lambda metadata: {"image_seq_len": _rows_of_square(metadata, 2)},
+        ),
+    ),
+}
+"""By the type of their projector, each for other models of text."""
+MAY_HAVE_ENCODER = frozenset(text for found in _ENCODERS.values() for one in found for text in one.of_text)
+HAVE_ENCODER = MAY_HAVE_ENCODER - {"llama", "mistral3", "gemma3"}
+"""Architectures of files of text some of whose models, or all, have an encoder of pictures."""
+
+
+def tensors_of_pictures(width: int, tensors: Sequence[FileTensor]) -> list[FileTensor]:
+    """Returns the tensors without those of sound. In old files, the two matrices of a feed-forward part in an encoder
+    of this width have each other's names."""
+    found = [tensor for tensor in tensors if not tensor.name.startswith(_SOUND)]
+    rows = {tensor.name: tensor.shape[0] for tensor in found}
+    if rows.get("v.blk.0.ffn_up.weight") != width or rows.get("v.blk.0.ffn_down.weight") == width:
+        return found
+    other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+    return [replace(one, name=_UP_OR_DOWN.sub(lambda part: other[part[0]], one.name)) for one in found]
+
+
+def projector_type(metadata: Metadata) -> str:
+    """Returns the type of a file's projector of pictures, empty if it has none."""
+    if metadata.architecture != CLIP or not metadata.get("has_vision_encoder", True):
+        return ""
+    return str(metadata.of_any_kind("projector_type") or metadata.of_any_kind("vision.projector_type", ""))
+
+
+def encoder_for(text: str, projector: str) -> PictureEncoder | None:
+    """Returns the encoder with this projector for files of text of an architecture, None if there is no table."""
+    return next((one for one in _ENCODERS.get(projector, ()) if text in one.of_text), None)
+
+
+def with_encoder(architecture: Architecture, text: str, encoder: PictureEncoder) -> Architecture:
+    """Returns the architecture of a file of text whose model has an encoder."""
+    return replace(
+        architecture,
+        model_type=encoder.of_text[text],
+        config=lambda metadata, found: architecture.config(metadata, found) | encoder.in_text(metadata, found),
+        encoder=encoder,
+        unused=(*architecture.unused, *encoder.unused),
+    )

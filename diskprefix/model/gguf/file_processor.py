@@ -1,0 +1,37 @@
+"""The processor of pictures that the metadata of a `mmproj` file describe."""
+
+from __future__ import annotations
+
+import sys
+from copy import deepcopy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, ProcessorMixin
+
+    from diskprefix.model.gguf.encoders import PictureSettings
+
+
+def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    """Returns transformers' processor, with a copy of the model's tokenizer. Raises what its parts raise."""
+    import transformers
+    from transformers.models.pixtral import image_processing_pil_pixtral
+
+    # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
+    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+    image_class, named = (getattr(transformers, name) for name in pictures.processors)
+    wanted: Any = getattr(import_module(named.__module__), named.__name__)
+
+    def check(self: Any, name: str, part: Any) -> Any:
+        # Videos need torchvision, and sounds another encoder.
+        return None if part is None else wanted.check_argument_for_proper_class(self, name, part)
+
+    # Processors change the settings of theirs, which is not safe where another thread uses it.
+    own = deepcopy(tokenizer)
+    own._set_model_specific_special_tokens(dict(pictures.tokens))
+    parts = {"tokenizer": own, "image_processor": image_class(**pictures.images)}
+    parts |= dict.fromkeys(wanted.get_attributes() - parts.keys())
+    lenient: Any = type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
+    found: ProcessorMixin = lenient(**parts, **pictures.settings)
+    return found

@@ -1,0 +1,90 @@
+"""The file with the encoder of pictures that stands beside a `.gguf` model: `mmproj` in its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf_file import QUANT, read_tensors
+from diskprefix.printable import first_line
+from diskprefix.progress import Report
+
+if TYPE_CHECKING:
+    from diskprefix.model.gguf.encoders import PictureEncoder
+    from diskprefix.model.gguf.metadata import Metadata
+
+_UNNAMED = ("", "model")
+_FORMS = ("", "BF16", "F16", "Q8_0", "F32")
+"""Those of the encoder's weights, best first, behind one that is not named."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Projector:
+    """An encoder, its file, and what that says."""
+
+    path: Path
+    encoder: PictureEncoder
+    metadata: Metadata
+
+
+def preferred_projectors(names: Iterable[str], model: str) -> list[str]:
+    """Returns the files with an encoder among these names, best first: those that are named like the model, then those
+    that are named like none, and of these the one in BF16."""
+    found = [name for name in names if name.lower().endswith(".gguf") and "mmproj" in name.rpartition("/")[2].lower()]
+    own = _base(model)
+
+    def rank(name: str) -> tuple[bool, bool, int, str]:
+        form, base = QUANT.search(Path(name).stem), _base(name)
+        asked = form[1].upper() if form else ""
+        return base != own, base not in _UNNAMED, _FORMS.index(asked) if asked in _FORMS else len(_FORMS), name
+
+    return sorted(found, key=rank)
+
+
+def _base(name: str) -> str:
+    """Returns a file's name without its form, and without what makes it that of an encoder."""
+    stem = QUANT.sub("", Path(name).name.removesuffix(".gguf"))
+    return stem.lower().replace("mmproj", "").strip("-_.")
+
+
+def projector_beside(gguf: Path, text: Metadata, report: Report = lambda _line: None) -> Projector | None:
+    """Returns the encoder of a model of text in the same folder: of those that fit it, the first of
+    `preferred_projectors`. Others before it are reported. Raises `ModelError` for one that is damaged."""
+    from diskprefix.model.gguf.encoders import HAVE_ENCODER, MAY_HAVE_ENCODER
+
+    if text.architecture not in MAY_HAVE_ENCODER:
+        return None
+    names = preferred_projectors((one.name for one in gguf.parent.iterdir()), gguf.name)
+    for name in names:
+        try:
+            found = _read(gguf.parent / name, text)
+        except OSError as error:
+            raise ModelError(f"cannot read {gguf.parent / name}: {first_line(error)}") from error
+        if isinstance(found, Projector):
+            report(f"pictures are encoded by {name}")
+            return found
+        report(f"{name} is not used: {found}")
+    if not names and text.architecture in HAVE_ENCODER:
+        report(f"{gguf.name} is served for text only: there is no mmproj file beside it")
+    return None
+
+
+def _read(path: Path, text: Metadata) -> Projector | str:
+    """Returns the encoder in a file, or why it is not one of the model. Raises `ModelError` if it is damaged, and
+    `OSError`."""
+    from diskprefix.model.gguf.encoders import encoder_for, projector_type, tensors_of_pictures
+    from diskprefix.model.gguf.metadata import Metadata, shown
+
+    header, tensors = read_tensors([path])
+    plain = Metadata(header, tensors)
+    kind, width = projector_type(plain), plain.get("vision.projection_dim")
+    encoder = encoder_for(text.architecture, kind)
+    if encoder is None:
+        return f"it has the projector {shown(kind)}, which is not read for {text.architecture}"
+    if width != text("embedding_length"):
+        return f"it is of a model of width {shown(width)}, and this one has {text('embedding_length')}"
+    metadata = Metadata(header, tensors_of_pictures(plain("vision.embedding_length"), tensors))
+    return Projector(path=path, encoder=encoder.of_file(metadata), metadata=metadata)

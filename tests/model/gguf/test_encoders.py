@@ -1,0 +1,467 @@
+"""A `.gguf` model with its `mmproj` file has the numbers of the model of which llama.cpp's converter makes the two."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.fit import needs_of_gguf
+from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.load.projector import preferred_projectors
+from diskprefix.native.library import operators
+from diskprefix.settings import Settings
+from tests.model import tiny
+from tests.model.load.test_gguf_models import BASE, EPSILON, RMS, rope
+from tests.server.media_models import image_bytes
+
+pytestmark = pytest.mark.usefixtures("cache")
+Values = dict[str, Any]
+HEADS, KV_HEADS = 4, 2
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+QWEN = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+SIGLIP = VISION | {"image_size": 28, "patch_size": 7, "layer_norm_eps": 3e-6}
+CLIP: Values = {
+    "vision.embedding_length": 32,
+    "vision.feed_forward_length": 48,
+    "vision.block_count": 2,
+    "vision.attention.head_count": 2,
+    "vision.attention.layer_norm_epsilon": 1e-6,
+    "vision.projection_dim": 64,
+    "vision.image_size": 28,
+    "vision.image_mean": [0.5, 0.4, 0.3],
+    "vision.image_std": [0.5, 0.25, 0.5],
+}
+OF_SIGLIP = CLIP | {"vision.patch_size": 7, "vision.attention.layer_norm_epsilon": 3e-6, "use_gelu": True}
+QWEN_TOKENS = {
+    f"{name}_token_id": f"<|{text}|>"
+    for name, text in {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }.items()
+}
+SECTIONS = {"rope.freq_base": 250000.0, "rope.dimension_sections": [2, 3, 3, 0]}
+HEAD = {"attention.key_length": 16, "attention.value_length": 16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A model of the type `kind` with these parts of its configuration, and what its two files say. `hub` turns names
+    of parameters into those that the `gguf` library knows, as the converter does."""
+
+    kind: str
+    text: Values
+    vision: Values
+    beside: Values = field(default_factory=dict)
+    tokens: dict[str, str]
+    architecture: str
+    of_text: Values
+    projector: str
+    of_vision: Values
+    hub: tuple[tuple[str, str], ...] = ()
+
+
+FAMILIES = {
+    "Qwen3-VL": Family(
+        kind="qwen3_vl",
+        text={"head_dim": 16, "rope_parameters": rope(mrope_section=[2, 3, 3], mrope_interleaved=True)},
+        vision=QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [1], "spatial_merge_size": 2},
+        tokens=QWEN_TOKENS,
+        architecture="qwen3vl",
+        of_text=HEAD | SECTIONS | {"n_deepstack_layers": 1},
+        projector="qwen3vl_merger",
+        of_vision=CLIP
+        | {"vision.patch_size": 4, "use_gelu": True, "vision.spatial_merge_size": 2}
+        | {"vision.is_deepstack_layers": [False, True]},
+        hub=(
+            (r"model\.visual", "visual"),
+            (r"visual\.merger\.norm", "visual.merger.ln_q"),
+            (r"visual\.merger\.linear_fc1", "visual.merger.mlp.0"),
+            (r"visual\.merger\.linear_fc2", "visual.merger.mlp.2"),
+            (r"visual\.deepstack_merger_list\.0", "model.visual.deepstack_merger_list.1"),
+        ),
+    ),
+    "Qwen2.5-VL": Family(
+        kind="qwen2_5_vl",
+        text={"rope_parameters": rope(mrope_section=[2, 3, 3])},
+        vision=QWEN | {"fullatt_block_indexes": [1], "window_size": 112},
+        tokens=QWEN_TOKENS,
+        architecture="qwen2vl",
+        of_text=SECTIONS,
+        projector="qwen2.5vl_merger",
+        of_vision=CLIP | {"vision.patch_size": 4, "use_silu": True, "vision.n_wa_pattern": 2},
+        hub=((r"model\.visual", "visual"),),
+    ),
+    "Gemma 3": Family(
+        kind="gemma3",
+        text={"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "tie_word_embeddings": True}
+        | {"rope_parameters": {"sliding_attention": rope(10000.0), "full_attention": rope()}},
+        vision=SIGLIP | {"vision_use_head": False},
+        beside={"mm_tokens_per_image": 4},
+        tokens={"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
+        | {"image_token_index": "<image_soft_token>", "_unused": "<unused0>"},
+        architecture="gemma3",
+        of_text=HEAD | {"attention.sliding_window": 16, "rope.freq_base": 250000.0},
+        projector="gemma3",
+        of_vision=OF_SIGLIP | {"vision.projector.scale_factor": 2},
+        hub=(
+            (r"model\.(vision_tower)", r"\1.vision_model"),
+            (r"model\.(multi_modal_projector)", r"\1"),
+            ("projection_weight", "projection.weight"),
+        ),
+    ),
+    "Gemma 4": Family(
+        kind="gemma4",
+        text={"head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0}
+        | {
+            "rope_parameters": {
+                "sliding_attention": rope(10000.0),
+                "full_attention": rope() | {"rope_type": "proportional"},
+            }
+        }
+        | {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 0},
+        vision=VISION
+        | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 128}
+        | {"use_clipped_linears": True, "standardize": True},
+        tokens={"boi_token_id": "<|image>", "eoi_token_id": "<image|>", "image_token_id": "<|image|>"}
+        | {"boa_token_id": "<|audio>", "eoa_token_index": "<audio|>", "audio_token_id": "<|audio|>"},
+        architecture="gemma4",
+        of_text={"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 16}
+        | {"attention.key_length_swa": 16, "attention.value_length_swa": 16, "rope.freq_base": 250000.0}
+        | {"rope.freq_base_swa": 10000.0, "rope.dimension_count": 32, "rope.dimension_count_swa": 16}
+        | {"attention.sliding_window_pattern": [True, False], "attention.shared_kv_layers": 0},
+        projector="gemma4v",
+        of_vision=CLIP | {"vision.patch_size": 4, "has_audio_encoder": False},
+        hub=(
+            (r"model\.vision_tower\.encoder", "vision_model.model"),
+            (r"\.linear\.weight", ".weight"),
+            ("position_embedding_table", "position_embedding_table.weight"),
+        ),
+    ),
+    "Mistral 3": Family(
+        kind="mistral3",
+        text={"model_type": "ministral3", "head_dim": 16, "sliding_window": None}
+        | {"rope_parameters": rope(llama_4_scaling_beta=0.0, original_max_position_embeddings=4096)},
+        vision=VISION
+        | {"model_type": "pixtral", "image_size": 56, "patch_size": 7, "head_dim": 16, "hidden_act": "silu"}
+        | {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
+        beside={"spatial_merge_size": 2},
+        tokens={"image_token_index": "[IMG]", "_break": "[IMG_BREAK]", "_end": "[IMG_END]"},
+        architecture="mistral3",
+        of_text=HEAD | {"rope.dimension_count": 16, "rope.freq_base": 250000.0},
+        projector="pixtral",
+        of_vision=CLIP
+        | {"vision.patch_size": 7, "vision.image_size": 56, "vision.attention.layer_norm_epsilon": 1e-5}
+        | {"use_silu": True, "vision.spatial_merge_size": 2},
+        hub=((r"model\.(vision_tower|multi_modal_projector)", r"\1"),),
+    ),
+    "SmolVLM": Family(
+        kind="idefics3",
+        text={"model_type": "llama", "rope_parameters": rope()},
+        vision=SIGLIP,
+        beside={"scale_factor": 2},
+        tokens={"image_token_id": "<image>", "_fake": "<fake_token_around_image>", "_end": "<end_of_utterance>"},
+        architecture="llama",
+        of_text={"rope.dimension_count": 16, "rope.freq_base": 250000.0},
+        projector="idefics3",
+        of_vision=OF_SIGLIP | {"vision.projector.scale_factor": 2, "vision.preproc_image_size": 56},
+    ),
+}
+
+
+def made(family: Family) -> Any:
+    """A random model in float32, of numbers that bfloat16 has."""
+    tokens = [*tiny.tokens(), *family.tokens.values()]
+    ids = {name: tokens.index(token) for name, token in family.tokens.items() if name[0] != "_"}
+    text = BASE | EPSILON | {"vocab_size": len(tokens)} | family.text
+    tied = text.get("tie_word_embeddings", False)
+    config = CONFIG_MAPPING[family.kind](
+        text_config=text, vision_config=family.vision, tie_word_embeddings=tied, **ids, **family.beside
+    )
+    torch.manual_seed(0)
+    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("_min", "_max")):
+            tensor.fill_(-2.5 if name.endswith("_min") else 2.25)
+        elif tensor.ndim < 2:
+            tensor += 0.2 * torch.randn_like(tensor)
+        else:
+            tensor.normal_(0, 1 if "embed" in name else 1.2 * tensor.shape[-1] ** -0.5)
+        tensor.copy_(tensor.bfloat16())
+    model.tie_weights()
+    return model
+
+
+def stored_name(kind: Any, num_layers: int, name: str) -> str:
+    stem, _, end = name.rpartition(".")
+    names = gguf.get_tensor_name_map(kind, num_layers)
+    # Some have no ending.
+    return names.get_name(name) or f"{names.get_name(stem)}.{end}"
+
+
+def paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotary pairs side by side."""
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+
+
+def text_tensors(family: Family, model: Any) -> dict[str, torch.Tensor]:
+    found, config = {}, model.config.text_config
+    kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    for name, tensor in model.state_dict().items():
+        is_text = name.startswith(("model.language_model.", "model.text_model.", "lm_head"))
+        if not is_text or (name == "lm_head.weight" and model.config.tie_word_embeddings):
+            continue
+        heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2], 0)
+        if family.architecture in ("llama", "mistral3") and heads:
+            tensor = paired(tensor, heads)
+        if family.architecture == "gemma3" and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        plain = re.sub(r"^model\.(language|text)_model\.", "model.", name)
+        plain = re.sub("layer_scalar$", "layer_scalar.weight", plain)
+        found[stored_name(kind, config.num_hidden_layers, plain)] = tensor
+    return found
+
+
+def encoder_tensors(family: Family, model: Any) -> dict[str, torch.Tensor]:
+    found = dict[str, torch.Tensor]()
+    for name, tensor in model.state_dict().items():
+        if name.startswith(("model.language_model.", "model.text_model.", "lm_head")):
+            continue
+        if name == "model.visual.patch_embed.proj.weight":
+            found |= {"v.patch_embd.weight": tensor[:, :, 0], "v.patch_embd.weight.1": tensor[:, :, 1]}
+            continue
+        for pattern, other in family.hub:
+            name = re.sub(pattern, other, name)
+        if family.projector == "pixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = paired(tensor, 2)
+        if "patch_embedder.input_proj" in name:
+            tensor = tensor.reshape(len(tensor), 4, 4, 3).permute(0, 3, 1, 2)
+        parts = {name: tensor}
+        if family.projector == "qwen2.5vl_merger" and ".qkv." in name:
+            parts = {name.replace("qkv", part): rows for part, rows in zip("qkv", tensor.chunk(3), strict=True)}
+        for part, rows in parts.items():
+            rows = rows + 1 if "soft_emb_norm" in part else rows.reshape(rows.shape or (1,))
+            found[stored_name(gguf.MODEL_ARCH.MMPROJ, 8, part)] = rows
+    return found
+
+
+def write(path: Path, architecture: str, values: Values, tensors: dict[str, torch.Tensor], kind: str = "F32") -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        if key == "tokens":
+            tiny.add_tokenizer(writer, more=value)
+            writer.add_pad_token_id(2)
+        elif value is not None:
+            tiny.add_value(writer, f"{architecture}.{key}", value)
+    for name, tensor in tensors.items():
+        form = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 and tensor.shape[-1] % 32 == 0 else "F32"]
+        writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(tensor.numpy()), form), raw_dtype=form)
+    tiny.finish(writer)
+    return path
+
+
+def write_encoder(path: Path, family: Family, tensors: dict[str, torch.Tensor], kind: str = "F32", **more: Any) -> Path:
+    values = {"has_vision_encoder": True, "projector_type": family.projector} | family.of_vision
+    return write(path, "clip", values | {key.replace("__", "."): value for key, value in more.items()}, tensors, kind)
+
+
+def write_model(
+    folder: Path, family: Family, model: Any, *, encoder: str = "mmproj-F32.gguf", kind: str = "F32"
+) -> Path:
+    """Writes the two files. Returns that of the text, in the type `kind`."""
+    config = model.config.text_config
+    common = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "tokens": [*family.tokens.values()],
+    }
+    write_encoder(folder / encoder, family, encoder_tensors(family, model))
+    return write(
+        folder / "tiny.gguf", family.architecture, common | RMS | family.of_text, text_tensors(family, model), kind
+    )
+
+
+def loaded(file: Path, lines: list[str] | None = None, **settings: Any) -> LoadedModel:
+    return load_model(Settings(model=str(file), **settings), ([] if lines is None else lines).append)
+
+
+@torch.inference_mode()
+def logits_of(model: Any, found: LoadedModel) -> torch.Tensor:
+    """The logits of a text with a picture, as the processor of `found` prepares it."""
+    assert found.media is not None
+    of_pictures = vars(found.media)["_processor"].image_processor
+    # Gemma 4 scales each picture to so many tokens.
+    of_pictures.max_soft_tokens = 70
+    picture = found.media.read_image(image_bytes(size=(48, 40)), detail="auto", param="messages")
+    ids = found.tokenizer(f"hello {picture.text} hello", return_tensors="pt")["input_ids"]
+    assert int((ids == found.media.token_ids["image"]).sum()) == picture.num_tokens > 1
+    inputs = {
+        name: one for name, one in picture.prepare().items() if name not in ("num_soft_tokens_per_image", "num_crops")
+    }
+    marked = {"mm_token_type_ids": (ids == found.media.token_ids["image"]).long()}
+    if model.config.model_type == "gemma3":
+        marked = {"token_type_ids": marked["mm_token_type_ids"]}
+    if model.config.model_type in ("idefics3", "mistral3"):
+        marked = {}
+    logits: torch.Tensor = model(input_ids=ids, **inputs, **marked).logits
+    return logits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_of_two_files_has_the_parameters_and_logits_of_the_model(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model, lines = made(family), list[str]()
+    found = loaded(write_model(tmp_path, family, model), lines, dtype="float32")
+    assert "pictures are encoded by mmproj-F32.gguf" in lines
+    expected, state = model.state_dict(), found.model.state_dict()
+    assert state.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
+    assert torch.equal(logits_of(found.model, found), logits_of(model, found))
+    assert vars(found.media)["_processor"].image_processor.image_mean == pytest.approx([0.5, 0.4, 0.3])
+
+
+@pytest.fixture(scope="module")
+def smol() -> tuple[Family, Any]:
+    return FAMILIES["SmolVLM"], made(FAMILIES["SmolVLM"])
+
+
+Smol = tuple[Family, Any]
+
+
+def test_the_text_keeps_its_quants_beside_an_encoder_in_bfloat16_and_both_count(smol: Smol, tmp_path: Path) -> None:
+    file = write_model(tmp_path, *smol, kind="Q8_0")
+    encoder = write_encoder(tmp_path / "mmproj-Q8_0.gguf", smol[0], encoder_tensors(*smol), "Q8_0")
+    (tmp_path / "mmproj-F32.gguf").unlink()
+    found = loaded(file)
+    state = found.model.state_dict()
+    assert {state[name].dtype for name in state} <= {torch.bfloat16, torch.uint8}
+    kept = {type(one).__name__ for one in found.model.model.text_model.modules() if "Quant" in type(one).__name__}
+    assert kept == ({"QuantisedLinear"} if operators() else set())
+    assert not [one for one in found.model.model.vision_model.modules() if "Quant" in type(one).__name__]
+    taken = {id(one): one.nbytes for one in (*found.model.parameters(), *found.model.buffers())}
+    assert needs_of_gguf(file, "auto").weights_bytes == pytest.approx(sum(taken.values()), rel=0.02)
+    with_encoder = needs_of_gguf(file, "auto").weights_bytes
+    encoder.unlink()
+    assert with_encoder - needs_of_gguf(file, "auto").weights_bytes == 2 * sum(
+        tensor.numel() for tensor in encoder_tensors(*smol).values()
+    )
+
+
+def test_a_model_without_its_encoder_is_one_of_text_and_another_encoder_makes_another_model(
+    smol: Smol, tmp_path: Path
+) -> None:
+    file = write_model(tmp_path, *smol)
+    digest = loaded(file).weights_digest
+    tensors = encoder_tensors(*smol)
+    write_encoder(tmp_path / "mmproj-F32.gguf", smol[0], tensors | {"v.post_ln.bias": tensors["v.post_ln.bias"] + 1})
+    other = loaded(file)
+    (tmp_path / "mmproj-F32.gguf").unlink()
+    text = loaded(file)
+    assert len({digest, other.weights_digest, text.weights_digest}) == 3
+    assert (text.media, type(text.model).__name__) == (None, "LlamaForCausalLM")
+
+
+def test_of_several_encoders_the_one_named_like_the_model_is_taken_then_the_best_form() -> None:
+    names = ["mmproj-F16.gguf", "mmproj-F32.gguf", "Other-mmproj-BF16.gguf", "X-VL-2B-Q8_0.gguf", "mmproj-BF16.gguf"]
+    expected = ["mmproj-BF16.gguf", "mmproj-F16.gguf", "mmproj-F32.gguf", "Other-mmproj-BF16.gguf"]
+    assert preferred_projectors(names, "X-VL-2B-Q4_K_M.gguf") == expected
+    own = ["mmproj-X-VL-2B-Q8_0.gguf", "mmproj-X-VL-2B-F32.gguf"]
+    assert preferred_projectors([*own[::-1], *names], "X-VL-2B-Q4_K_M.gguf")[:3] == [*own, "mmproj-BF16.gguf"]
+
+
+def test_files_of_old_converters_have_the_matrices_of_a_feed_forward_part_by_each_others_names(
+    smol: Smol, tmp_path: Path
+) -> None:
+    file, tensors = write_model(tmp_path, *smol), encoder_tensors(*smol)
+    other = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
+    swapped = {re.sub("ffn_(up|down)", lambda part: other[part[0]], name): one for name, one in tensors.items()}
+    write_encoder(tmp_path / "mmproj-F32.gguf", smol[0], swapped, vision__feed_forward_length=0)
+    state, expected = loaded(file, dtype="float32").model.state_dict(), smol[1].state_dict()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"vision__projection_dim": 65}, "it is of a model of width 65, and this one has 64"),
+        ({"projector_type": "mlp"}, "it has the projector 'mlp', which is not read for llama"),
+        ({"has_vision_encoder": False}, "it has the projector '', which is not read for llama"),
+    ],
+)
+def test_an_encoder_of_another_model_is_left_out_with_the_reason(
+    values: Values, reason: str, smol: Smol, tmp_path: Path
+) -> None:
+    file, lines = write_model(tmp_path, *smol), list[str]()
+    write_encoder(tmp_path / "mmproj-F32.gguf", smol[0], encoder_tensors(*smol), **values)
+    assert loaded(file, lines).media is None
+    assert f"mmproj-F32.gguf is not used: {reason}" in lines
+
+
+Change = Callable[[dict[str, torch.Tensor]], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "values", "words"),
+    [
+        (lambda tensors: tensors.pop("v.blk.1.ln2.weight"), {}, r"lacks the tensor v\.blk\.1\.ln2\.weight"),
+        (lambda tensors: tensors.update({"v.extra": torch.ones(4)}), {}, r"nothing in the model takes .*v\.extra"),
+        (
+            lambda tensors: tensors.update({"mm.model.fc.weight": torch.ones(64, 96)}),
+            {},
+            r"takes \(64, 128\) .* \(64, 96\)",
+        ),
+        (lambda _: None, {"vision__swiglu_clamp": 7.0}, r"clip\.vision\.swiglu_clamp is 7, and nothing here reads it"),
+        (lambda _: None, {"use_gelu": False, "use_silu": True}, "computes with silu, and the model with gelu"),
+        (lambda _: None, {"vision__block_count": 9999}, r"vision\.block_count is 9999: no encoder has so many"),
+        (lambda _: None, {"vision__patch_size": 0}, "the metadata of the mmproj file are not those of idefics3"),
+        (lambda _: None, {"vision__image_mean": 1.0}, r"image_mean is 1, which is not three numbers"),
+        (lambda _: None, {"vision__attention.head_count": None}, r"lacks clip\.vision\.attention\.head_count"),
+    ],
+)
+def test_an_encoder_that_is_not_read_whole_is_refused(
+    change: Change, values: Values, words: str, smol: Smol, tmp_path: Path
+) -> None:
+    file, tensors = write_model(tmp_path, *smol), encoder_tensors(*smol)
+    change(tensors)
+    write_encoder(tmp_path / "mmproj-F32.gguf", smol[0], tensors, **values)
+    with pytest.raises(ModelError, match=words):
+        loaded(file)
+
+
+def test_an_encoder_that_is_cut_short_and_a_vocabulary_without_its_token_are_refused(
+    smol: Smol, tmp_path: Path
+) -> None:
+    file = write_model(tmp_path, *smol)
+    encoder = tmp_path / "mmproj-F32.gguf"
+    for num_bytes in (-100, 1000, 4):
+        encoder.write_bytes(encoder.read_bytes()[:num_bytes])
+        with pytest.raises(ModelError, match=r"mmproj-F32\.gguf"):
+            loaded(file)
+        with pytest.raises(ModelError, match=r"mmproj-F32\.gguf"):
+            needs_of_gguf(file, "auto")
+    family, model = FAMILIES["Gemma 3"], made(FAMILIES["Gemma 3"])
+    file = write_model(tmp_path, family, model)
+    file.write_bytes(file.read_bytes().replace(b"<image_soft_token>", b"<image_hard_token>"))
+    found = loaded(file)
+    assert found.tokenizer.convert_ids_to_tokens(found.model.config.image_token_id) == "<unused0>"
+    logits_of(found.model, found)
+    file = write_model(tmp_path, *smol)
+    file.write_bytes(file.read_bytes().replace(b"<image>", b"<imago>"))
+    with pytest.raises(ModelError, match="the file has no token <image>, which models with pictures have"):
+        loaded(file)
