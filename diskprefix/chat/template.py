@@ -39,6 +39,7 @@ _TEXT = "diskprefix"
 _SYSTEM: JsonObject = {"role": "system", "content": _TEXT}
 _TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
 _LATE_SYSTEM = TemplateInput([_TURNS[0], _SYSTEM, *_TURNS[1:]], None, {})
+_SECOND_SYSTEM = TemplateInput([_SYSTEM | {"content": "x"}, _SYSTEM, *_TURNS], None, {})
 _ANSWER = "A reply."
 
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
@@ -139,6 +140,11 @@ class ChatTemplate:
     def writes_late_system(self) -> bool:
         """True if the template writes a system message behind others."""
         return _TEXT in self.try_render(_LATE_SYSTEM, "reply")
+
+    @cached_property
+    def writes_second_system(self) -> bool:
+        """True if the template writes a system message behind another one."""
+        return _TEXT in self.try_render(_SECOND_SYSTEM, "reply")
 
     def writes_in_result(self, mark: str) -> bool:
         """Returns whether the template writes the `mark` of an image in the result of a call."""
