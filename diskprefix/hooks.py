@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
-    from diskprefix.model.load.media import MediaProcessor
+    from diskprefix.model.load.picture_processor import PictureProcessor
     from diskprefix.nouns import CacheOptions, CacheReport, Prompt
     from diskprefix.server.process.front_line import FrontLine
     from diskprefix.settings import Settings
@@ -45,7 +45,7 @@ _NAMES = (
     "remote",
     "front",
     "compression",
-    "media",
+    "pictures",
     "infill",
     "embedding",
 )
@@ -88,7 +88,7 @@ class Recorder(Protocol):
     ) -> None:
         """Records a finished request. `when`: its arrival, in seconds since 1970. `reply`: the
         tokens that the model computed after the prompt. `remembered`: the prompt was computed to its end and has no
-        media."""
+        pictures."""
 
     def close(self) -> None:
         """Writes what is pending and ends."""
@@ -177,19 +177,19 @@ def open_compression(settings: Settings, max_positions: int, served: int) -> Com
     return compress
 
 
-def open_media(
+def open_pictures(
     folder: Path, config: Any, problem: str | None, make_processor: Callable[[], Any] | None = None
-) -> MediaProcessor:
-    """Returns what prepares images and sounds for the multimodal model in a folder: that of another distribution, or
+) -> PictureProcessor:
+    """Returns what prepares images for the multimodal model in a folder: that of another distribution, or
     else the package's own, which takes any model.
 
     `config` is its configuration of transformers. With a `problem`, the model takes text only. `make_processor` returns
     transformers' processor of a `.gguf` model, beside which there are no files of one. Raises `SettingsError`.
     """
-    own, *others = _all("open_media")
+    own, *others = _all("open_pictures")
     found = (open_(folder, config, problem, make_processor) for open_ in others)
-    media: MediaProcessor | None = _only(one for one in found if one is not None)
-    return own(folder, config, problem, make_processor) if media is None else media
+    processor: PictureProcessor | None = _only(one for one in found if one is not None)
+    return own(folder, config, problem, make_processor) if processor is None else processor
 
 
 def open_front(settings: Settings) -> RunFront | None:

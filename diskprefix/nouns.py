@@ -56,11 +56,10 @@ Reason: TypeAlias = Literal[
     "write_budget",
 ]
 """The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
-MediaKind: TypeAlias = Literal["image", "audio"]
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "damaged", "faster_to_compute"]
 MissReason: TypeAlias = Literal[
-    Refused, "new", "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"
+    Refused, "new", "not_stored", "diverged", "too_short", "off", "image", "unsupported", "error"
 ]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
 CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]
@@ -236,18 +235,17 @@ class SourceText:
 
 
 @dataclass(frozen=True, eq=False)
-class Medium:
-    """A picture or a sound of a prompt.
+class Picture:
+    """A picture of a prompt.
 
     `name` is a digest (16 bytes) of its content, and of what the processor makes of it. `text` stands for it in the
     prompt; its placeholders are `num_tokens` tokens, each a row of the encoder's output. `shape` has what positions
-    need, by the name of the model's argument: tensors on the CPU such as `image_grid_thw`. `size` says how large it is,
-    for people: "1920x1080" or "12.5 s"; `num_bytes` is that of its file. `prepare` decodes it and returns the encoder's
-    input, tensors on the CPU by the name of the argument; it takes long, and raises `InvalidRequest` with `param`, the
-    path of its content in the body.
+    need, by the name of the model's argument: tensors on the CPU such as `image_grid_thw`. `size` is that of the image
+    in the file, for people: "1920x1080"; `num_bytes` is that of the file. `prepare` decodes it and returns the
+    encoder's input, tensors on the CPU by the name of the argument; it takes long, and raises `InvalidRequest` with
+    `param`, the path of its content in the body.
     """
 
-    kind: MediaKind
     name: bytes
     text: str
     num_tokens: int
@@ -264,16 +262,16 @@ class Prompt:
 
     `boundaries` are the safe cut positions in ascending order, each one past a marker that the template wrote. They are
     empty for text without markers. `system_end` is the boundary after the system message and the tools, 0 if there is
-    none. `text` is the preview for people. `media` are its pictures and sounds, in the order of their tokens, whose ids
-    are `tokens.media_ids`. `marks` are the client's marks in ascending order. `source` is None if its
-    lines are not needed. `replayed` counts the messages that are replaced by the tokens that were sampled for them.
+    none. `text` is the preview for people. `pictures` are in the order of their tokens, whose ids are
+    `tokens.picture_ids`. `marks` are the client's marks in ascending order. `source` is None if its lines are not
+    needed. `replayed` counts the messages that are replaced by the tokens that were sampled for them.
     """
 
     token_ids: TokenIds
     boundaries: tuple[int, ...] = ()
     system_end: int = 0
     text: str = ""
-    media: tuple[Medium, ...] = ()
+    pictures: tuple[Picture, ...] = ()
     marks: tuple[Mark, ...] = ()
     rewriting: Rewriting = field(default_factory=Rewriting)
     source: SourceText | None = None

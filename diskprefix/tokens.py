@@ -1,10 +1,10 @@
 """Token ids, the chained names of blocks, and checksums. The only module that imports xxhash.
 
-A prompt is a one-dimensional int32 array. The tokens of a picture or a sound have ids that are made of its name
-(`media_ids`). A prompt is cut into blocks of `block_size` tokens, counted from position 0. The
-name of a block is a 128-bit hash of its parent's name and its own token ids, so it names the whole prefix up to its
-end. The parent of the first block is the root, which names the model's numbers. The hash is seeded with a secret of the
-store, so others cannot compute names. Correctness does not depend on names, because token ids are stored and compared.
+A prompt is a one-dimensional int32 array. The tokens of a picture have ids that are made of its name (`picture_ids`). A
+prompt is cut into blocks of `block_size` tokens, counted from position 0. The name of a block is a 128-bit hash of its
+parent's name and its own token ids, so it names the whole prefix up to its end. The parent of the first block is the
+root, which names the model's numbers. The hash is seeded with a secret of the store, so others cannot compute names.
+Correctness does not depend on names, because token ids are stored and compared.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> 
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 
-def media_ids(name: bytes, num_tokens: int) -> TokenIds:
-    """Returns the token ids of a picture or a sound, made of its name: so its name is in those of its blocks. They are
-    negative, as no token of a vocabulary is. One id tells media apart with 31 bits, four of them with 124."""
+def picture_ids(name: bytes, num_tokens: int) -> TokenIds:
+    """Returns the token ids of a picture, made of its name: so its name is in those of its blocks. They are
+    negative, as no token of a vocabulary is. One id tells pictures apart with 31 bits, four of them with 124."""
     import numpy as np
 
     words = np.frombuffer(hashlib.shake_128(name).digest(ID_BYTES * num_tokens), "<i4")

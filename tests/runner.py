@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,21 +13,26 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
+from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.invariant import uninstall
-from diskprefix.model.exact.runner import forward
+from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact, rehearse
-from diskprefix.nouns import CacheOptions, CacheReport, Prompt
+from diskprefix.model.exact.vision_encoder import VisionEncoder
+from diskprefix.nouns import CacheOptions, CacheReport, Picture, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.made_settings import made_settings
 from tests.waiting import wait_for
 
+Pictures: TypeAlias = dict[int, Picture]
+"""Those that prompts may have, by the id of the first token of each."""
 VOCAB = 400
 BLOCK = 16
 SIZES: dict[str, Any] = {
@@ -121,6 +126,9 @@ class Runner:
             self.layout, self.grid_reason = make_exact(model, described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.on_prompts = on_prompts
+        self.pictures: Pictures = {}
+        self.in_prompt: PromptPictures | None = None
+        """Those of the last prompt."""
         self.open()
 
     def identity(self, salt: str) -> str:
@@ -176,13 +184,15 @@ class Runner:
     ) -> Answer:
         """`run_prompt` with the options that most tests need."""
         options = CacheOptions(scope=parse_scope(scope, param="scope"))
-        return self.run_prompt(Prompt(token_ids, boundaries), options, reply=reply)
+        pictures = tuple(self.pictures[token] for token in token_ids.tolist() if token in self.pictures)
+        return self.run_prompt(Prompt(token_ids, boundaries, pictures=pictures), options, reply=reply)
 
     def run_prompt(self, prompt: Prompt, options: CacheOptions, *, reply: int = 0, have: int = 0) -> Answer:
         """The calls that the engine makes, in its order. `reply`: greedy tokens to generate; the last of them is not
         run through the model. `have`: tokens of the prompt that the last sequence holds."""
         token_ids = prompt.token_ids
         with torch.inference_mode():
+            self.in_prompt = self._pictures_of(prompt, options)
             cached = self.cache.begin(prompt, options)
             sequence = self.sequence if have else self.new_sequence(len(token_ids))
             sequence.truncate(have)
@@ -202,6 +212,7 @@ class Runner:
                     block_size=self.settings.block_size,
                     after_step=cached.after_step,
                     stops=self._stops(cached),
+                    pictures=self.in_prompt,
                 )
             cached.publish(sequence, logits, 0.0)
             greedy = self._decode(logits, reply)
@@ -243,6 +254,26 @@ class Runner:
     def _decode(self, logits: torch.Tensor, count: int) -> list[int]:
         tokens = [int(logits.argmax())] if count else []
         while len(tokens) < count:
-            logits = forward(self.model, self.sequence, torch.tensor([tokens[-1:]], device=self.model.device))[-1]
-            tokens.append(int(logits.argmax()))
+            tokens.append(int(self.logits_behind(tokens[-1]).argmax()))
         return tokens
+
+    def logits_behind(self, token: int) -> torch.Tensor:
+        """Runs a token of the reply to the last prompt. Returns the logits behind it, shape [vocab]."""
+        start = self.sequence.num_tokens
+        pictures = None if self.in_prompt is None else self.in_prompt.rows(start, start + 1)
+        return run(self.model, [Rows(self.sequence, torch.tensor([[token]]), pictures=pictures)])[0][-1]
+
+    def _pictures_of(self, prompt: Prompt, options: CacheOptions) -> PromptPictures | None:
+        """As the engine does it: the encoder's rows are computed once, and kept."""
+        if not prompt.pictures:
+            return None
+        encoder = VisionEncoder(self.model, self.model.config.image_token_id)
+        stored = EncodedPictures(self.cache, encoder.levels, encoder.hidden, encoder.dtype)
+        pictures = PromptPictures.of(prompt, encoder)
+        for number, picture in enumerate(prompt.pictures):
+            rows = stored.load(picture, options)
+            if rows is None:
+                rows = encoder.encode(picture, picture.prepare())
+                stored.save(picture, rows, options)
+            pictures.encoded[number] = rows
+        return pictures

@@ -70,18 +70,18 @@ def test_two_extras_that_answer_for_one_setting_are_an_error(monkeypatch: pytest
         hooks.open_tier(Settings())
 
 
-def test_media_are_prepared_by_another_distribution_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_are_prepared_by_another_distribution_where_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(ModuleType):
-        def open_media(self, _folder: Path, _config: Any, problem: str | None, _processor: Any) -> Any:
+        def open_pictures(self, _folder: Path, _config: Any, problem: str | None, _processor: Any) -> Any:
             return None if problem else self
 
     own, other = hooks.extras(), Other("other")
     monkeypatch.setattr(hooks, "extras", lambda: (*own, other))
-    assert hooks.open_media(Path(), None, None) is other
-    assert hooks.open_media(Path(), None, "text only").problem == "text only"
+    assert hooks.open_pictures(Path(), None, None) is other
+    assert hooks.open_pictures(Path(), None, "text only").problem == "text only"
     monkeypatch.setattr(hooks, "extras", lambda: (*own, other, Other("third")))
     with pytest.raises(SettingsError, match="two extras"):
-        hooks.open_media(Path(), None, None)
+        hooks.open_pictures(Path(), None, None)
 
 
 def test_an_extra_that_cannot_be_loaded_is_left_out(

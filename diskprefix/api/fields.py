@@ -37,7 +37,7 @@ from diskprefix.tenant_ids import group_of
 from diskprefix.units import parse_duration
 
 if TYPE_CHECKING:
-    from diskprefix.model.load.media import Detail
+    from diskprefix.model.load.picture_processor import Detail
 
 REFUSED = "refused"
 """The type of errors whose message says all, and must not be completed with the value at fault."""

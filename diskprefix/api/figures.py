@@ -19,8 +19,8 @@ def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
     timings: dict[str, Any] = {name: round(value, 2) for name, value in own.items()}
     if not done.timings.drafted_tokens:
         del timings["drafted_tokens"], timings["accepted_tokens"]
-    if not done.timings.media_tokens:
-        for name in ("encode_ms", "media_tokens", "media_encoded", "media_restored"):
+    if not done.timings.image_tokens:
+        for name in ("encode_ms", "image_tokens", "images_encoded", "images_restored"):
             del timings[name]
     if clamped_to is not None:
         timings["max_tokens_clamped"] = clamped_to

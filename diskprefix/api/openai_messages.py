@@ -23,7 +23,6 @@ from diskprefix.api.fields import (
     require_fields,
 )
 from diskprefix.chat.messages import (
-    AudioPart,
     CacheMark,
     ContentPart,
     ImagePart,
@@ -66,35 +65,18 @@ class ImagePartBody(Markable):
         return ImagePart(self.image_url.url, path, f"{path}.image_url.url", detail_of(self.image_url.detail))
 
 
-class InputAudio(Unmarkable):
-    """A sound that is sent inside the request."""
-
-    data: str = Field(description="A WAV file with PCM samples, in base64.")
-    format: Literal["wav"] = Field(description="`wav`; convert other sounds.")
-
-
-class AudioPartBody(Markable):
-    """A sound, for models that take audio."""
-
-    type: Literal["input_audio"] = Field(description="`input_audio`.")
-    input_audio: InputAudio
-
-    def neutral(self, path: str) -> ContentPart:
-        return AudioPart(self.input_audio.data, path, f"{path}.input_audio.data")
-
-
 class OtherPartBody(Body):
     """A content part of a kind that no model here takes. It is read so that the error can name its type."""
 
     type: Literal["text", "image_url", "input_audio", "video_url", "file"]
 
     def neutral(self, path: str) -> ContentPart:
-        return OtherPart(self.type, path)
+        return OtherPart(self.type.removeprefix("input_"), path)
 
 
 PartBody: TypeAlias = Annotated[
-    TextPartBody | ImagePartBody | AudioPartBody | OtherPartBody,
-    OneOf("a content part whose type is text, image_url or input_audio", OtherPartBody),
+    TextPartBody | ImagePartBody | OtherPartBody,
+    OneOf("a content part whose type is text or image_url", OtherPartBody),
 ]
 Content: TypeAlias = Annotated[
     str | Annotated[list[PartBody], Field(max_length=MAX_PARTS)], OneOf("a string or a list of content parts")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, Literal, TypeAlias, cast
@@ -16,6 +16,7 @@ from diskprefix.api.asked import Asked, TextFormat, ToolChoice, note_left_out, o
 from diskprefix.api.dialect import Head, Json, json_text
 from diskprefix.api.fields import (
     AS_SENT,
+    MAX_NAME_CHARS,
     MAX_TOOLS,
     Body,
     CacheControl,
@@ -38,6 +39,7 @@ from diskprefix.api.responses_items import (
     Said,
     SpokenItem,
     TriggerItem,
+    full_name,
     messages_of,
     stored_form,
 )
@@ -66,8 +68,18 @@ class HostedTool(Body):
     type: str = Field(min_length=1)
 
 
+class Namespace(Body):
+    """Functions that belong together: Codex sends those of an MCP server so. The model knows each by both names."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+    tools: Annotated[
+        list[Annotated[FunctionTool | HostedTool, OneOf("an object", HostedTool)]], Field(max_length=MAX_TOOLS)
+    ]
+
+
 ToolAsSent: TypeAlias = Annotated[
-    Annotated[FunctionTool | HostedTool, OneOf("an object", HostedTool)],
+    Annotated[FunctionTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
     AS_SENT,
 ]
 
@@ -80,9 +92,12 @@ class OfferedFunctions:
         self.marks: list[tuple[int, CacheMark]] = []
         self.paths: list[str] = []
         """The path of the schema of each function's arguments."""
-        self.strict = frozenset(tool["name"] for tool in sent if tool["type"] == "function" and tool.get("strict"))
+        self.namespaces: dict[str, str] = {}
+        """The namespaces of functions that have one, by the names that the model knows."""
+        named = [*self._named(sent)]
+        self.strict = frozenset(tool["name"] for _, tool in named if tool["type"] == "function" and tool.get("strict"))
         skipped = set()
-        for index, tool in enumerate(sent):
+        for path, tool in named:
             if tool["type"] != "function":
                 skipped.add(shown(tool["type"]))
                 continue
@@ -90,8 +105,20 @@ class OfferedFunctions:
                 mark = CacheControl.model_validate(tool["cache_control"]).mark
                 self.marks.append((len(self.functions), mark))
             self.functions.append({"type": "function", "function": _function(tool)})
-            self.paths.append(f"tools.{index}.parameters")
+            self.paths.append(f"{path}.parameters")
         note_left_out(skipped, "OpenAI's servers")
+
+    def _named(self, sent: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
+        """Returns the tools, those of namespaces by the names that the model knows, with their paths."""
+        for index, tool in enumerate(sent):
+            if tool["type"] != "namespace":
+                yield f"tools.{index}", tool
+                continue
+            for place, one in enumerate(tool["tools"]):
+                if one["type"] == "function":
+                    one = one | {"name": full_name(one["name"], tool["name"])}
+                    self.namespaces[one["name"]] = tool["name"]
+                yield f"tools.{index}.tools.{place}", one
 
 
 def _function(tool: JsonObject) -> JsonObject:
@@ -204,7 +231,7 @@ class ResponseRequest(RequestBody, Unmarkable):
         default=None, description="Most tokens of the reply. Absent, or more than fit: as many as fit."
     )
     tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Functions. Tools of other types are skipped."
+        default=None, description="Functions, and namespaces of them. Tools of other types are skipped."
     )
     tool_choice: ToolChoiceField | None = Field(
         default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
@@ -385,7 +412,14 @@ class Responses:
         if self._store is not None and self._input is not None:
             keep = partial(self._store.put, input_json=self._input, prompt=head.prompt)
         summary = body.summary is not None
-        return ResponseWriter(head, self._echo, reasoning_is_summary=summary, keep=keep, compacts=self.compacts)
+        return ResponseWriter(
+            head,
+            self._echo,
+            reasoning_is_summary=summary,
+            keep=keep,
+            compacts=self.compacts,
+            namespaces=body.offered.namespaces,
+        )
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:
         """Returns the items of the conversation. Raises `InvalidRequest` for what is not stored."""

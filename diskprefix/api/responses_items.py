@@ -15,7 +15,6 @@ from pydantic import Field, TypeAdapter
 
 from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, AskedDetail, Body, Markable, OneOf, detail_of
-from diskprefix.api.openai_messages import AudioPartBody
 from diskprefix.chat.messages import (
     ContentPart,
     ImagePart,
@@ -77,7 +76,7 @@ class OtherContent(Body):
 
 
 PartBody: TypeAlias = Annotated[
-    TextContent | Refusal | ImageContent | AudioPartBody | OtherContent,
+    TextContent | Refusal | ImageContent | OtherContent,
     OneOf("a content part with a type such as input_text", OtherContent),
 ]
 Content: TypeAlias = Annotated[
@@ -99,6 +98,11 @@ class MessageItem(Markable):
         return Message(role=self.role, content=_parts(self.content, f"{path}.content"), mark=self.mark, path=path)
 
 
+def full_name(name: str, namespace: str | None) -> str:
+    """Returns the name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 class CallItem(Body):
     """A call of a function by the assistant."""
 
@@ -106,10 +110,12 @@ class CallItem(Body):
     id: str | None = None
     call_id: str = Field(min_length=1, description="The output of the function refers to it.")
     name: str = Field(min_length=1, description="Name of the function.")
+    namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
     arguments: str = Field(description="Its arguments as JSON text.")
 
     def neutral(self, path: str) -> Message:
-        return Message(role="assistant", tool_calls=(ToolCall(self.call_id, self.name, self.arguments),), path=path)
+        call = ToolCall(self.call_id, full_name(self.name, self.namespace), self.arguments)
+        return Message(role="assistant", tool_calls=(call,), path=path)
 
 
 class OutputItem(Body):
@@ -285,7 +291,7 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
     for item, path in items:
         message = item.neutral(path)
         if isinstance(item, CallItem | ComputerCallItem):
-            names[item.call_id] = item.name
+            names[item.call_id] = message.tool_calls[0].name
         elif isinstance(item, OutputItem | ScreenshotItem):
             message = replace(message, name=names.get(item.call_id))
         if runs and _continues(runs[-1][-1], message):

@@ -73,8 +73,16 @@ class OutputItems:
     """Makes items and events from deltas. The events lack `sequence_number`. `done` are the items that are closed.
     With `compacts`, the text of the reply becomes one item of type `compaction`."""
 
-    def __init__(self, response_id: str, *, reasoning_is_summary: bool, compacts: bool = False) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        *,
+        reasoning_is_summary: bool,
+        compacts: bool = False,
+        namespaces: Mapping[str, str] | None = None,
+    ) -> None:
         self._response_id = response_id
+        self._namespaces = namespaces or {}
         self._summary: list[str] | None = [] if compacts else None
         self._reasoning = _SUMMARY if reasoning_is_summary else _REASONING
         self.done: list[Json] = []
@@ -99,6 +107,8 @@ class OutputItems:
                 events += [*begun, self._piece(delta.text)]
             elif isinstance(delta, CallBegin):
                 call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+                if namespace := self._namespaces.get(delta.name):
+                    call |= {"name": delta.name.removeprefix(f"{namespace}__"), "namespace": namespace}
                 events += self._begin("function_call", call)
             else:
                 events.append(self._piece(delta.arguments))
@@ -205,11 +215,14 @@ class ResponseWriter:
         reasoning_is_summary: bool,
         keep: Callable[[Json], None] | None,
         compacts: bool = False,
+        namespaces: Mapping[str, str] | None = None,
     ) -> None:
         self._head = head
         self._echo = echo
         self._keep = keep
-        self._items = OutputItems(head.id, reasoning_is_summary=reasoning_is_summary, compacts=compacts)
+        self._items = OutputItems(
+            head.id, reasoning_is_summary=reasoning_is_summary, compacts=compacts, namespaces=namespaces
+        )
         self._num_events = 0
         self._end = EndEvent(0, "stop")
 

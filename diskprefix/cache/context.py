@@ -90,7 +90,7 @@ class RequestContext:
 
     def why_missed(self, restored: Restored, selection: Selection, broken: Break | None) -> MissReason:
         """Returns the reason why no more was restored. `not_stored` if the next block was seen before, which could
-        have been restored if it were stored. `media` if the prompt leaves an earlier one before that, and each has
+        have been restored if it were stored. `image` if the prompt leaves an earlier one before that, and each has
         another picture there. `diverged` if it leaves one within the system message, or if it is `broken`. Every prompt
         of a template shares a few tokens: one that leaves another so early has diverged from it if they are the same
         again behind that."""
@@ -106,11 +106,11 @@ class RequestContext:
         is_like = selection.common >= LEAST_TOKENS or any(
             same_behind(prompt.token_ids, earlier.prompt.token_ids) >= LEAST_TOKENS for earlier in self._sighting.recent
         )
-        if self._leaves_at_medium(selection.common):
-            return "media"
+        if self._leaves_at_picture(selection.common):
+            return "image"
         return "diverged" if broken is not None or (leaves_early and is_like) else "new"
 
-    def _leaves_at_medium(self, common: int) -> bool:
+    def _leaves_at_picture(self, common: int) -> bool:
         """Returns whether the prompt leaves an earlier one behind `common` tokens, each with a token of a picture."""
         earlier = (one.prompt.token_ids for one in self._sighting.recent if one.common == common)
         return any(

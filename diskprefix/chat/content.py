@@ -1,4 +1,4 @@
-"""Reads the images and sounds of a conversation, and puts them into its prompt. Errors name the content part."""
+"""Reads the images of a conversation, and puts them into its prompt. Errors name the content part."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import numpy as np
 import numpy.typing as npt
 
 from diskprefix.chat.draft import PromptDraft
-from diskprefix.chat.messages import AudioPart, ImagePart, Message, OtherPart, TextPart, joined
+from diskprefix.chat.messages import ImagePart, Message, OtherPart, TextPart, joined
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import Medium
+from diskprefix.nouns import Picture
 from diskprefix.printable import shown
-from diskprefix.tokens import TokenIds, media_ids
+from diskprefix.tokens import TokenIds, picture_ids
 
 if TYPE_CHECKING:
     from diskprefix.chat.template import ChatTemplate
-    from diskprefix.model.load.media import MediaProcessor
+    from diskprefix.model.load.picture_processor import PictureProcessor
 
 UNSUPPORTED = "unsupported_content"
-_MOST_PARTS = 64
-"""The most images and sounds in one request."""
-_WORDS = {"image": "images", "audio": "audio", "video_url": "videos", "file": "files"}
+_MOST_IMAGES = 256
+"""The most images in one request."""
+_WORDS = {"video_url": "videos", "file": "files"}
 _SHOWN_CHARS = 40
 
 
-def place_media(template: ChatTemplate, processor: MediaProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Gives the images and sounds in results of calls to the user, behind those, unless the template writes them."""
-    messages, marks = draft.conversation.messages, {} if processor is None else processor.marks
-    in_results = any(message.media for message in messages if message.role == "tool")
-    if not in_results or all(template.writes_in_result(kind, mark) for kind, mark in marks.items()):
+def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
+    """Gives the images in results of calls to the user, behind those, unless the template writes them."""
+    messages = draft.conversation.messages
+    in_results = any(message.pictures for message in messages if message.role == "tool")
+    if processor is None or not in_results or template.writes_in_result(processor.mark):
         return draft
     runs: list[list[Message]] = []
     """Each run becomes one message."""
@@ -42,7 +42,9 @@ def place_media(template: ChatTemplate, processor: MediaProcessor | None, draft:
         listed = list(group)
         if are_results:
             runs += [[replace(one, content=one.texts)] for one in listed]
-            moved = [replace(one, role="user", content=one.media, tool_call_id=None) for one in listed if one.media]
+            moved = [
+                replace(one, role="user", content=one.pictures, tool_call_id=None) for one in listed if one.pictures
+            ]
             runs += [moved] if moved else []
         else:
             # Many templates want user and assistant to alternate.
@@ -52,32 +54,29 @@ def place_media(template: ChatTemplate, processor: MediaProcessor | None, draft:
     return replace(draft, conversation=replace(draft.conversation, messages=[joined(run) for run in runs]))
 
 
-def read_media(processor: MediaProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Reads the images and sounds of the conversation. `processor` is None for a model that takes text only. Raises
+def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
+    """Reads the images of the conversation. `processor` is None for a model that takes text only. Raises
     `InvalidRequest` for a part that the model does not take or that cannot be read."""
-    if not draft.conversation.has_media:
+    if not draft.conversation.has_pictures:
         return draft
-    media: list[Medium] = []
+    pictures: list[Picture] = []
     for part in (part for message in draft.conversation.messages for part in message.content):
         if isinstance(part, TextPart):
             _refuse_placeholders(part, processor)
             continue
-        if len(media) == _MOST_PARTS:
-            raise InvalidRequest.at(part.path, f"a request may hold at most {_MOST_PARTS} images and sounds")
-        taking = _require_taken(part, processor)
-        beside = [medium for medium in media if (medium.kind == "image") == isinstance(part, ImagePart)]
-        if isinstance(part, ImagePart):
-            content = _data_uri(part.uri, part.uri_path)
-            media.append(taking.read_image(content, detail=part.detail, param=part.uri_path, beside=beside))
-        elif isinstance(part, AudioPart):
-            content = _from_base64(part.data, part.data_path)
-            media.append(taking.read_audio(content, param=part.data_path, beside=beside))
-    return replace(draft, media=media)
+        if len(pictures) == _MOST_IMAGES:
+            raise InvalidRequest.at(part.path, f"a request may hold at most {_MOST_IMAGES} images")
+        if isinstance(part, OtherPart) or processor is None or processor.problem is not None:
+            raise _refusal(part, processor)
+        content = _data_uri(part.uri, part.uri_path)
+        pictures.append(processor.read_image(content, detail=part.detail, param=part.uri_path, beside=pictures))
+    return replace(draft, pictures=pictures)
 
 
 class Expanded(NamedTuple):
-    """A part of a rendered text with the texts of its media in the place of their marks. `begins` and `ends` have the
-    place of each character in the rendered text (all of a mark for a medium's); they are empty if they are the same."""
+    """A part of a rendered text with the texts of its pictures in the place of their marks. `begins` and `ends` have
+    the place of each character in the rendered text (all of a mark for a picture's); they are empty if they are the
+    same."""
 
     text: str
     begins: npt.NDArray[np.int32] = np.zeros(0, np.int32)
@@ -92,27 +91,25 @@ class Expanded(NamedTuple):
         return np.stack([begins, np.maximum(begins, ends)], axis=1) * (offsets[:, 1:] > 0)
 
 
-class MediaPlaces:
-    """The places of a prompt's media: marks in the rendered text, placeholders among its tokens. Raises
-    `InvalidRequest` if they are not as many as the media."""
+class PicturePlaces:
+    """The places of a prompt's pictures: marks in the rendered text, placeholders among its tokens. Raises
+    `InvalidRequest` if they are not as many as the pictures."""
 
-    def __init__(self, processor: MediaProcessor | None, draft: PromptDraft) -> None:
+    def __init__(self, processor: PictureProcessor | None, draft: PromptDraft) -> None:
         self._param = draft.conversation.path
-        self._left, self._placed = list(draft.media), list[Medium]()
-        kinds = {medium.kind for medium in draft.media}
-        self._marks = {processor.marks[kind]: kind for kind in kinds} if processor is not None else {}
-        self._token_ids = processor.token_ids if processor is not None else {}
-        self._pattern = re.compile(f"({'|'.join(map(re.escape, self._marks))})")
+        self._left, self._placed = list(draft.pictures), list[Picture]()
+        self._mark = processor.mark if processor is not None and draft.pictures else None
+        self._token_id = None if processor is None else processor.token_id
 
     def expanded(self, text: str) -> Expanded:
-        """Returns the next part of the rendered text with its media."""
-        if not self._marks:
+        """Returns the next part of the rendered text with its pictures."""
+        if self._mark is None:
             return Expanded(text)
         written, places, end = list[str](), list[npt.NDArray[np.int32]](), 0
-        for piece in self._pattern.split(text):
+        for piece in re.split(f"({re.escape(self._mark)})", text):
             begin, end = end, end + len(piece)
-            if piece in self._marks:
-                written.append(self._next(piece).text)
+            if piece == self._mark:
+                written.append(self._next().text)
                 places.append(np.tile(np.array([[begin], [end]], np.int32), len(written[-1])))
             else:
                 written.append(piece)
@@ -120,55 +117,49 @@ class MediaPlaces:
         begins, ends = np.concatenate(places, axis=1)
         return Expanded("".join(written), np.append(begins, np.int32(end)), ends)
 
-    def _next(self, mark: str) -> Medium:
-        medium = next((medium for medium in self._left if medium.kind == self._marks[mark]), None)
-        if medium is None:
-            problem = "stands for an image or a sound here; no thought, call or tool may contain it beside them"
-            raise InvalidRequest.at(self._param, f"{mark} {problem}", UNSUPPORTED)
-        self._left.remove(medium)
-        self._placed.append(medium)
-        return medium
+    def _next(self) -> Picture:
+        if not self._left:
+            problem = "stands for an image here; no thought, call or tool may contain it beside them"
+            raise InvalidRequest.at(self._param, f"{self._mark} {problem}", UNSUPPORTED)
+        self._placed.append(self._left.pop(0))
+        return self._placed[-1]
 
-    def name(self, token_ids: TokenIds, written_ids: TokenIds) -> tuple[Medium, ...]:
-        """Puts the ids of the media in the place of their placeholders, when the whole text is expanded. Those in
-        `written_ids` become -1, except the last of each, so no boundary is inside a medium. Returns the media in the
-        order of their tokens."""
+    def name(self, token_ids: TokenIds, written_ids: TokenIds) -> tuple[Picture, ...]:
+        """Puts the ids of the pictures in the place of their placeholders, when the whole text is expanded. Those in
+        `written_ids` become -1, except the last of each, so no boundary is inside a picture. Returns the pictures in
+        the order of their tokens."""
         if self._left:
-            problem = "the chat template leaves images and sounds out; use another one with --chat-template"
+            problem = "the chat template leaves images out; use another one with --chat-template"
             raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
-        for kind in self._marks.values():
-            media = [medium for medium in self._placed if medium.kind == kind]
-            places = np.flatnonzero(written_ids == self._token_ids[kind])
-            ends = np.cumsum([medium.num_tokens for medium in media])
+        if self._placed:
+            places = np.flatnonzero(written_ids == self._token_id)
+            ends = np.cumsum([picture.num_tokens for picture in self._placed])
             if len(places) != ends[-1]:
-                problem = f"the prompt has {len(places)} tokens for its {_WORDS[kind]}, which take {ends[-1]}"
+                problem = f"the prompt has {len(places)} tokens for its images, which take {ends[-1]}"
                 raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
-            token_ids[places] = np.concatenate([media_ids(medium.name, medium.num_tokens) for medium in media])
+            token_ids[places] = np.concatenate([picture_ids(one.name, one.num_tokens) for one in self._placed])
             written_ids[np.delete(places, ends - 1)] = -1
         return tuple(self._placed)
 
 
-def _require_taken(part: ImagePart | AudioPart | OtherPart, processor: MediaProcessor | None) -> MediaProcessor:
-    """Returns `processor`. Raises `InvalidRequest` if the model does not take this kind of content."""
-    kinds = processor.kinds if processor is not None else frozenset()
-    wanted = "image" if isinstance(part, ImagePart) else "audio" if isinstance(part, AudioPart) else part.kind
-    if processor is not None and wanted in kinds:
-        return processor
-    taken = " and ".join(["text", *(word for kind, word in (("image", "images"), ("audio", "audio")) if kind in kinds)])
-    word = _WORDS.get(wanted, wanted)
-    reason = "this model takes text only" if taken == "text" else f"this model takes {taken}, no {word}"
-    if processor is not None and processor.problem is not None:
+def _refusal(part: ImagePart | OtherPart, processor: PictureProcessor | None) -> InvalidRequest:
+    """Returns the error for content of a kind that the model does not take."""
+    got = "image" if isinstance(part, ImagePart) else part.kind
+    if processor is None:
+        reason = "this model takes text only"
+    elif processor.problem is not None:
         reason = f"this model is served for text only ({processor.problem})"
-    elif isinstance(part, OtherPart) and "image" in kinds:
-        reason += "; send its pages or frames as images"
-    raise InvalidRequest.at(part.path, f"{reason} (got {wanted})", UNSUPPORTED)
+    else:
+        reason = f"this model takes text and images, no {_WORDS.get(got, got)}"
+        reason += "" if got == "audio" else "; send its pages or frames as images"
+    return InvalidRequest.at(part.path, f"{reason} (got {got})", UNSUPPORTED)
 
 
-def _refuse_placeholders(part: TextPart, processor: MediaProcessor | None) -> None:
-    """Raises `InvalidRequest` for a placeholder in a text: the processor would take it for an image or a sound."""
+def _refuse_placeholders(part: TextPart, processor: PictureProcessor | None) -> None:
+    """Raises `InvalidRequest` for a placeholder in a text: the processor would take it for an image."""
     for placeholder in sorted(processor.placeholders) if processor is not None else ():
         if placeholder in part.text:
-            problem = "stands for an image or a sound here, so a request with images or sounds must not contain it"
+            problem = "stands for an image here, so a request with images must not contain it"
             raise InvalidRequest.at(part.path, f"{placeholder} {problem}", UNSUPPORTED)
 
 
@@ -181,11 +172,7 @@ def _data_uri(uri: str, param: str) -> bytes:
     header, comma, data = rest.partition(",")
     if not comma or not header.lower().replace(" ", "").endswith(";base64"):
         raise InvalidRequest.at(param, "must be a data: URI in base64 (data:image/png;base64,…)")
-    return _from_base64(data, param)
-
-
-def _from_base64(text: str, param: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequest.at(param, f"is not valid base64: {error}") from error

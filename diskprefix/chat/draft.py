@@ -12,7 +12,7 @@ import numpy.typing as npt
 from diskprefix.chat.messages import Conversation, Ending
 from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
 from diskprefix.chat.template_input import TemplateInput
-from diskprefix.nouns import Medium, Prompt
+from diskprefix.nouns import Picture, Prompt
 from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
@@ -49,9 +49,9 @@ class PromptDraft:
     """Remembered replies by the index of their message, ascending."""
     conversation_hash: ConversationHash | None = None
 
-    # read_media
-    media: Sequence[Medium] = ()
-    """The pictures and sounds, in the order of the conversation."""
+    # read_pictures
+    pictures: Sequence[Picture] = ()
+    """The pictures, in the order of the conversation."""
 
     # render
     rendering: Rendering = field(default_factory=lambda: Rendering(TemplateInput([], None, {}), ""))
@@ -64,7 +64,7 @@ class PromptDraft:
     offsets: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     """As in `Encoding`. A sampled token has the characters of its whole span."""
     written_ids: TokenIds = field(default_factory=lambda: as_token_ids([]))
-    """The prompt's token ids, -1 for sampled ones: the template did not write those. So have the tokens of a medium,
+    """The prompt's token ids, -1 for sampled ones: the template did not write those. So have the tokens of a picture,
     except the last."""
 
     # bound

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diskprefix.chat.content import MediaPlaces
+from diskprefix.chat.content import PicturePlaces
 from diskprefix.chat.draft import PromptDraft, ReplySpan
 from diskprefix.chat.known_parts import Encoding, OwnedParts
 from diskprefix.chat.template import ChatTemplate, render
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
-    from diskprefix.model.load.media import MediaProcessor
+    from diskprefix.model.load.picture_processor import PictureProcessor
 
 PART_CHARS = 4096
 """The least length of a part, except the last. A shorter one is encoded as fast as it is found."""
@@ -60,14 +60,14 @@ def encode(encoder: Encoder, template: ChatTemplate, draft: PromptDraft) -> Prom
 
 def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
     text, param = draft.rendering.text, draft.conversation.path
-    media = MediaPlaces(encoder.media, draft)
+    pictures = PicturePlaces(encoder.processor, draft)
     end_of_text = ReplySpan(len(text), len(text), ())
     parts: list[tuple[int, Encoding]] = []
     written_ids: list[TokenIds] = []
     begin = 0
     for span in (*draft.spans, end_of_text):
         adds_special = not begin and encoder.adds_bos(text)
-        expanded = media.expanded(text[begin : span.begin])
+        expanded = pictures.expanded(text[begin : span.begin])
         part = encoder.encode(expanded.text, adds_special=adds_special, param=param, known=draft.known)
         parts += [(begin, part._replace(offsets=expanded.rendered(part.offsets))), (span.begin, _sampled(span))]
         written_ids += [part.token_ids, np.full(len(span.token_ids), -1, np.int32)]
@@ -75,9 +75,9 @@ def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
     token_ids, offsets = joined(parts)
     encoder.check_positions(len(token_ids), param)
     written = np.concatenate(written_ids)
-    placed = media.name(token_ids, written)
+    placed = pictures.name(token_ids, written)
     draft = replace(draft, offsets=offsets, written_ids=written)
-    return draft.with_prompt(token_ids=token_ids, media=placed, replayed=len(draft.spans))
+    return draft.with_prompt(token_ids=token_ids, pictures=placed, replayed=len(draft.spans))
 
 
 def _sampled(span: ReplySpan) -> Encoding:
@@ -144,7 +144,7 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
 
 class Encoder:
     """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `positions_limit` says in an error
-    why no more than `max_positions` are served. With `media` each prompt begins with a BOS, as the processors of
+    why no more than `max_positions` are served. With a `processor` each prompt begins with a BOS, as the processors of
     multimodal models write it."""
 
     def __init__(
@@ -154,10 +154,10 @@ class Encoder:
         vocab_size: int,
         max_positions: int,
         positions_limit: str = "the positions of this model",
-        media: MediaProcessor | None = None,
+        processor: PictureProcessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self.media = media
+        self.processor = processor
         self._vocab_size = vocab_size
         self._max_positions, self._positions_limit = max_positions, positions_limit
         # Switches off padding and truncation, which the tokenizer's files may ask for.
@@ -205,7 +205,7 @@ class Encoder:
     def adds_bos(self, text: str) -> bool:
         """Returns whether the tokenizer must add a BOS that the template did not write."""
         bos = self._tokenizer.bos_token
-        return self.media is not None and not (bos and text.startswith(bos))
+        return self.processor is not None and not (bos and text.startswith(bos))
 
     def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
         return encoded(self._tokenizer, texts)

@@ -1,4 +1,4 @@
-"""Gives system messages behind others to the user, for templates that do not write them."""
+"""Gives late system messages to the user, and joins leading ones, for templates that do not write them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from diskprefix.chat.template import ChatTemplate
 
 
 def place(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Gives system messages behind others to the user, unless the template writes those."""
-    if not has_late_system(draft.conversation.messages) or template.writes_late_system:
-        return draft
-    return replace(draft, conversation=late_system_as_user(draft.conversation))
+    """Joins the system messages before others, and gives those behind others to the user, unless the template writes
+    them as they are."""
+    conversation, leading = draft.conversation, draft.conversation.num_leading
+    if leading > 1 and not template.writes_second_system:
+        first = joined(conversation.messages[:leading])
+        conversation = replace(conversation, messages=[first, *conversation.messages[leading:]])
+    if has_late_system(conversation.messages) and not template.writes_late_system:
+        conversation = late_system_as_user(conversation)
+    return replace(draft, conversation=conversation)
 
 
 def has_late_system(messages: Sequence[Message]) -> bool:

@@ -37,7 +37,7 @@ Render: TypeAlias = Callable[[TemplateInput], str]
 @dataclass(frozen=True)
 class MarkTarget:
     """The object that is marked: tool or message `index`, or the message's content up to `end`: as many characters of
-    its text, or as many parts if it has images or sounds."""
+    its text, or as many parts if it has images."""
 
     kind: Literal["tools", "messages"]
     index: int
@@ -74,7 +74,7 @@ def _targets_in(message: Message, index: int) -> list[MarkTarget]:
     for j, part in enumerate(message.content):
         if isinstance(part, TextPart):
             end += len(PART_SEPARATOR) + len(part.text)
-            end_of_part = j + 1 if message.media else end
+            end_of_part = j + 1 if message.pictures else end
             # The last part ends with its message, unless tool calls follow.
             marks.append((end_of_part if j < last or message.tool_calls else None, part.mark))
     marks.append((None, message.mark))

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
-    from diskprefix.model.load.media import Detail
+    from diskprefix.model.load.picture_processor import Detail
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]
@@ -43,15 +43,6 @@ class ImagePart:
 
 
 @dataclass(frozen=True)
-class AudioPart:
-    """A sound. `data` should be a WAV file in base64; `data_path` is its path."""
-
-    data: str
-    path: str
-    data_path: str
-
-
-@dataclass(frozen=True)
 class OtherPart:
     """A content part of a kind that no model here takes. `kind` is the client's word for it."""
 
@@ -59,7 +50,7 @@ class OtherPart:
     path: str
 
 
-ContentPart: TypeAlias = TextPart | ImagePart | AudioPart | OtherPart
+ContentPart: TypeAlias = TextPart | ImagePart | OtherPart
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ class Message:
         return [part for part in self.content if isinstance(part, TextPart)]
 
     @property
-    def media(self) -> list[ImagePart | AudioPart | OtherPart]:
+    def pictures(self) -> list[ImagePart | OtherPart]:
         return [part for part in self.content if not isinstance(part, TextPart)]
 
 
@@ -131,8 +122,8 @@ class Conversation:
     path: str = "messages"
 
     @property
-    def has_media(self) -> bool:
-        return any(message.media for message in self.messages)
+    def has_pictures(self) -> bool:
+        return any(message.pictures for message in self.messages)
 
     @property
     def num_leading(self) -> int:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
-from diskprefix.chat.content import place_media, read_media
+from diskprefix.chat.content import place_pictures, read_pictures
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
@@ -24,14 +24,14 @@ from diskprefix.chat.replay import Origin, RecordStore, Replayed
 from diskprefix.chat.splice import recall, splice
 from diskprefix.chat.template import ChatTemplate, render
 from diskprefix.chat.template_input import PART_SEPARATOR, MessageForm, TemplateInput, require_few_arguments
-from diskprefix.nouns import Medium, Prompt, SourceText
+from diskprefix.nouns import Picture, Prompt, SourceText
 from diskprefix.printable import printable_only
 from diskprefix.tokens import as_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from diskprefix.model.load.media import MediaProcessor
+    from diskprefix.model.load.picture_processor import PictureProcessor
 
 _END_TOKENS = 32
 """Enough to see whether the template opened a thought, and whether it closed it."""
@@ -42,7 +42,7 @@ _SCANNED_CHARS = 10_000
 class PromptRenderer:
     """Renders and tokenises the prompts of one model. May be called from several threads.
 
-    `media` is the processor of a multimodal model. `compress` shortens conversations that have too many tokens.
+    `processor` is that of a multimodal model. `compress` shortens conversations that have too many tokens.
     `end_ids` are the tokens with which the model ends a reply.
     """
 
@@ -53,7 +53,7 @@ class PromptRenderer:
         vocab_size: int,
         max_positions: int,
         positions_limit: str = "the positions of this model",
-        media: MediaProcessor | None = None,
+        processor: PictureProcessor | None = None,
         normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
         compress: Compress | None = None,
         end_ids: Collection[int] = (),
@@ -61,20 +61,20 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._normalisers = normalisers
         self._compress = compress
-        self._media = media
+        self._processor = processor
         self._encoder = Encoder(
             tokenizer,
             vocab_size=vocab_size,
             max_positions=max_positions,
             positions_limit=positions_limit,
-            media=media,
+            processor=processor,
         )
         self.known_parts = KnownParts()
         """The encoded texts of earlier prompts."""
         self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
         self.vocab_size = vocab_size
         self._template = ChatTemplate(tokenizer, self.end_ids)
-        if media is not None and self._template.exists:
+        if processor is not None and self._template.exists:
             self._template.form = MessageForm(parts_only=self._template.loses_plain_text())
         self.output_format: OutputFormat = PlainText()
         """The format of reasoning and tool calls. `warm_up` finds it out."""
@@ -109,18 +109,18 @@ class PromptRenderer:
         return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))
 
     def text_of(self, conversation: Conversation) -> str:
-        """Returns the text that the template writes, without images and sounds. Raises `InvalidRequest` as `replay`."""
+        """Returns the text that the template writes, without images. Raises `InvalidRequest` as `replay`."""
         require_few_arguments(conversation)
         steps: list[DraftStep] = [*self._rewriting_steps(), partial(render, self._template)]
-        if self._compress is not None and not conversation.has_media:
+        if self._compress is not None and not conversation.has_pictures:
             steps = [*self._rewriting_steps(), *self._writing_steps()]
         return run_steps(steps, PromptDraft(conversation=conversation)).rendering.text
 
     def _steps(self) -> list[DraftStep]:
         return [
             *self._rewriting_steps(),
-            partial(place_media, self._template, self._media),
-            partial(read_media, self._media),
+            partial(place_pictures, self._template, self._processor),
+            partial(read_pictures, self._processor),
             *self._writing_steps(),
             partial(bound, self._template),
             partial(mark, self._template),
@@ -180,7 +180,7 @@ class PromptRenderer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def end_of(self, prompt: Prompt) -> str:
-        """Returns the last characters of a prompt, with its special tokens, without images and sounds."""
+        """Returns the last characters of a prompt, with its special tokens, without images."""
         last = prompt.token_ids[-_END_TOKENS:]
         return str(self._tokenizer.decode(last[last >= 0].tolist(), skip_special_tokens=False))
 
@@ -188,22 +188,24 @@ class PromptRenderer:
 def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:
     """Sets what people read of the prompt: a preview and, if `keeps_source`, its text."""
     source = SourceText.of(draft.rendering.text, draft.offsets) if keeps_source else None
-    return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input.messages, draft.media), source=source)
+    return draft.with_prompt(
+        text=preview_of_chat(draft.rendering.template_input.messages, draft.pictures), source=source
+    )
 
 
-def preview_of_chat(messages: Sequence[JsonObject], media: Sequence[Medium]) -> str:
+def preview_of_chat(messages: Sequence[JsonObject], pictures: Sequence[Picture]) -> str:
     """Returns the beginnings of the first message and of the newest message of the user, to be shown to people."""
-    left = iter(media)
+    left = iter(pictures)
     texts = [_shown(message["content"], left) for message in messages]
     newest = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
     return _preview(texts[0], texts[newest] if newest else "")
 
 
-def _shown(content: str | Sequence[JsonObject], media: Iterator[Medium]) -> str:
-    """Returns a message's text, with the sizes of the next of the `media` in their places."""
+def _shown(content: str | Sequence[JsonObject], pictures: Iterator[Picture]) -> str:
+    """Returns a message's text, with the sizes of the next of the `pictures` in their places."""
     if isinstance(content, str):
         return content
-    shown = (f"[{medium.kind} {medium.size}]" for medium in media)
+    shown = (f"[image {picture.size}]" for picture in pictures)
     return PART_SEPARATOR.join(part["text"] if part["type"] == "text" else next(shown) for part in content)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from diskprefix.chat.messages import Message, TextPart, ToolCall
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
-from diskprefix.nouns import Medium, Prompt
+from diskprefix.nouns import Picture, Prompt
 
 _ID_BYTES = 32
 
@@ -83,11 +83,11 @@ class ConversationHash:
         other._hash = self._hash.copy()
         return other
 
-    def add_message(self, message: Message, media: Iterable[Medium] = ()) -> None:
-        """Adds a message with the images and sounds in it."""
+    def add_message(self, message: Message, pictures: Iterable[Picture] = ()) -> None:
+        """Adds a message with the images in it."""
         text = PART_SEPARATOR.join(part.text for part in message.texts)
         calls = [[call.name, _canonical_arguments(call.arguments)] for call in message.tool_calls]
-        self._add(message.role, text.strip(), calls, *(medium.name.hex() for medium in media))
+        self._add(message.role, text.strip(), calls, *(picture.name.hex() for picture in pictures))
 
     def add_reply(self, turn: Turn) -> None:
         content, _, calls = turn.canonical()
@@ -101,8 +101,8 @@ class ConversationHash:
         without = self._hash.hexdigest()
         return [with_calls.hexdigest(), without] if any(call_ids) else [without]
 
-    def _add(self, role: str, text: str, calls: list[list[str]], *media: str) -> None:
-        self._hash.update(json.dumps([role, text, calls, *media]).encode() + b"\n")
+    def _add(self, role: str, text: str, calls: list[list[str]], *pictures: str) -> None:
+        self._hash.update(json.dumps([role, text, calls, *pictures]).encode() + b"\n")
 
 
 class TextPlace(NamedTuple):
@@ -147,13 +147,13 @@ class SampledTurn:
 
 
 def find_turns(
-    messages: Sequence[Message], turns: RecordStore, media: Sequence[Medium] = ()
+    messages: Sequence[Message], turns: RecordStore, pictures: Sequence[Picture] = ()
 ) -> tuple[dict[int, SampledTurn], ConversationHash]:
     """Returns the recorded replies by the index of their message, ascending, and the hash of the conversation."""
-    found, left = {}, iter(media)
+    found, left = {}, iter(pictures)
     conversation = ConversationHash()
     for index, message in enumerate(messages):
-        conversation.add_message(message, islice(left, len(message.media)))
+        conversation.add_message(message, islice(left, len(message.pictures)))
         if message.role == "assistant":
             ids = conversation.ids([call.id for call in message.tool_calls])
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)

@@ -26,7 +26,7 @@ def recall(draft: PromptDraft) -> PromptDraft:
     """Finds the remembered replies of the conversation."""
     if draft.replies is None:
         return draft
-    remembered, conversation_hash = find_turns(draft.conversation.messages, draft.replies, draft.media)
+    remembered, conversation_hash = find_turns(draft.conversation.messages, draft.replies, draft.pictures)
     return replace(draft, remembered=remembered, conversation_hash=conversation_hash)
 
 

@@ -24,7 +24,6 @@ from diskprefix.chat.template_input import (
     variables_for_template,
 )
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import MediaKind
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ _TEXT = "diskprefix"
 _SYSTEM: JsonObject = {"role": "system", "content": _TEXT}
 _TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
 _LATE_SYSTEM = TemplateInput([_TURNS[0], _SYSTEM, *_TURNS[1:]], None, {})
+_SECOND_SYSTEM = TemplateInput([_SYSTEM | {"content": "x"}, _SYSTEM, *_TURNS], None, {})
 _ANSWER = "A reply."
 
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
@@ -92,8 +92,8 @@ class ChatTemplate:
             )
         return str(self._tokenizer.get_chat_template(tools=tools))
 
-    def input_of(self, conversation: Conversation, with_media: bool) -> TemplateInput:
-        """Returns the template's input, with or without images and sounds. Raises `InvalidRequest` for a variable that
+    def input_of(self, conversation: Conversation, with_pictures: bool) -> TemplateInput:
+        """Returns the template's input, with or without images. Raises `InvalidRequest` for a variable that
         the daemon sets."""
         tools = conversation.tools
         template = self.source_for(tools, conversation.path)
@@ -104,7 +104,7 @@ class ChatTemplate:
             problem = "is set by the daemon and cannot be changed"
             raise InvalidRequest.at(f"chat_template_kwargs.{name}", problem)
         developer_is_known = "developer" in template
-        messages = [message_for_template(one, developer_is_known, with_media) for one in conversation.messages]
+        messages = [message_for_template(one, developer_is_known, with_pictures) for one in conversation.messages]
         return TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
 
     def render(self, template_input: TemplateInput, ending: Ending) -> str:
@@ -141,9 +141,14 @@ class ChatTemplate:
         """True if the template writes a system message behind others."""
         return _TEXT in self.try_render(_LATE_SYSTEM, "reply")
 
-    def writes_in_result(self, kind: MediaKind, mark: str) -> bool:
-        """Returns whether the template writes the `mark` of an image or a sound in the result of a call."""
-        result = _RESULT | {"content": [{"type": kind}]}
+    @cached_property
+    def writes_second_system(self) -> bool:
+        """True if the template writes a system message behind another one."""
+        return _TEXT in self.try_render(_SECOND_SYSTEM, "reply")
+
+    def writes_in_result(self, mark: str) -> bool:
+        """Returns whether the template writes the `mark` of an image in the result of a call."""
+        result = _RESULT | {"content": [{"type": "image"}]}
         return mark in self.try_render(TemplateInput([_USER, _CALL, result], None, {}), "none")
 
     def loses_plain_text(self) -> bool:
@@ -188,7 +193,7 @@ class ChatTemplate:
 
 def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Renders the conversation in the words of its remembered replies, which gives "" if the template refuses them."""
-    template_input = template.input_of(draft.said, bool(draft.media))
+    template_input = template.input_of(draft.said, bool(draft.pictures))
     write = template.try_render if draft.remembered else template.render
     return replace(draft, rendering=Rendering(template_input, write(template_input, draft.ending)), spans=())
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, TextPart, ToolCall
+from diskprefix.chat.messages import ContentPart, Conversation, JsonObject, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import count_values
 
@@ -38,12 +38,12 @@ class TemplateInput(NamedTuple):
         return list(takewhile(lambda message: message["role"] in ("system", "developer"), self.messages))
 
 
-def message_for_template(message: Message, developer_is_known: bool, with_media: bool) -> JsonObject:
+def message_for_template(message: Message, developer_is_known: bool, with_pictures: bool) -> JsonObject:
     """Returns `message` as templates expect it. The role `developer` becomes `system` unless the template knows it.
-    With images and sounds, the content is a list of parts, otherwise a text."""
+    With images, the content is a list of parts, otherwise a text."""
     role = "system" if message.role == "developer" and not developer_is_known else message.role
     text = PART_SEPARATOR.join(part.text for part in message.texts)
-    has_parts = with_media and message.media
+    has_parts = with_pictures and message.pictures
     rendered: JsonObject = {"role": role, "content": [*map(_part, message.content)] if has_parts else text}
     if message.tool_calls:
         rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
@@ -52,9 +52,7 @@ def message_for_template(message: Message, developer_is_known: bool, with_media:
 
 
 def _part(part: ContentPart) -> JsonObject:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    return {"type": "image" if isinstance(part, ImagePart) else "audio"}
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
 def variables_for_template(conversation: Conversation) -> JsonObject:

@@ -158,15 +158,15 @@ class ActiveRequests:
 
     def _make_running(self, ticket: Ticket) -> RunningRequest:
         request, served = ticket.request, self._served
-        media = served.media_of(request.prompt)
+        pictures = served.pictures_of(request.prompt)
         running = RunningRequest(
             ticket,
             self._cache.begin(request.prompt, request.cache),
             self._pages,
             served.figures,
             served.reply_limit(request),
-            torch.from_numpy(request.prompt.token_ids).long().unsqueeze(0) if media is None else media.token_ids,
-            media,
+            torch.from_numpy(request.prompt.token_ids).long().unsqueeze(0) if pictures is None else pictures.token_ids,
+            pictures,
         )
         first = None if request.constraint is None else served.constraints.begin_reply(request.constraint)
         constraints = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
@@ -185,7 +185,7 @@ class ActiveRequests:
             prompt_tokens=prompt_tokens,
             packs=served.packs,
             grid=prompt_tokens if layout.unsupported else self._cache.settings.block_size,
-            spans=() if running.media is None else running.media.spans,
+            spans=() if running.pictures is None else running.pictures.spans,
             sampler=Sampler(request.sampling, running.known_ids, served.model.device, index, constraint),
             text=served.text_stream(request),
             guesser=served.guesser(request),
@@ -277,8 +277,8 @@ class ActiveRequests:
     def end_request(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
         """Ends a request, whatever goes wrong in it. `last` returns its last event."""
         running.is_over = True
-        if running.media is not None:
-            running.media.is_over = True
+        if running.pictures is not None:
+            running.pictures.is_over = True
         self.requests.remove(running)
         try:
             report = running.cached.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from diskprefix.engine.device import raise_if_lost, synchronize
+from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.running_request import Computed, Reply
 from diskprefix.engine.sampler import draw
 from diskprefix.engine.scheduler import Chunk
@@ -98,9 +99,9 @@ def _state_of(chunk: Chunk[Reply]) -> KVSequence:
 def _rows(chunk: Chunk[Reply]) -> runner.Rows:
     reply = chunk.sequence
     assert reply.state is not None
-    media = reply.running.media
-    of_media = None if media is None else media.rows(chunk.start, chunk.end)
-    return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted, of_media)
+    pictures = reply.running.pictures
+    of_pictures = None if pictures is None else pictures.rows(chunk.start, chunk.end)
+    return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted, of_pictures)
 
 
 def prefill(
@@ -112,21 +113,26 @@ def prefill(
     block_size: int,
     after_step: Callable[[KVSequence], None],
     stops: Sequence[int] = (),
+    pictures: PromptPictures | None = None,
 ) -> torch.Tensor:
     """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
 
     Steps have `block_size` tokens counted from position 0, as in a cold run: other steps could change the last bits.
     `start` and `stops`, where steps end too, are grid points unless the model is exact at every token.
-    `after_step` is called after each step.
+    `after_step` is called after each step. `pictures` has the rows of all pictures, if the prompt has some.
     """
     is_exact = sequence.layout.exact_at == "token"
     assert is_exact or not any(at % block_size for at in (start, *stops)), "state enters and leaves at grid points only"
     assert start < len(token_ids), "at least one token must be computed"
-    ids = torch.from_numpy(token_ids).to(model.device, torch.long).unsqueeze(0)
+    ids = torch.from_numpy(token_ids).long().unsqueeze(0) if pictures is None else pictures.token_ids
     first = floor_to_grid(start, block_size) + block_size
     ends = {*range(first, len(token_ids), block_size), *stops, len(token_ids)}
+    for begin, stop in () if pictures is None else pictures.spans:
+        ends -= {*range(begin + 1, stop)}
     for end in sorted(at for at in ends if start < at <= len(token_ids)):
-        logits = runner.forward(model, sequence, ids[:, sequence.num_tokens : end])[-1]
+        of_pictures = None if pictures is None else pictures.rows(sequence.num_tokens, end)
+        step = runner.Rows(sequence, ids[:, sequence.num_tokens : end], pictures=of_pictures)
+        logits = runner.run(model, [step])[0][-1]
         after_step(sequence)
     # The time that it takes is measured.
     synchronize(logits.device)

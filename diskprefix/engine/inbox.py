@@ -19,7 +19,7 @@ log = logging.getLogger("diskprefix")
 
 _IDLE_S = 10.0
 """Seconds without a request."""
-MAX_QUEUED_MEDIA_BYTES = 1 << 30
+MAX_QUEUED_PICTURE_BYTES = 1 << 30
 """The limit for the files of pictures of all requests that run or wait."""
 _RETRY_AFTER_S = 10
 
@@ -46,8 +46,8 @@ class Ticket:
             elapsed_s=time.perf_counter() - self.arrived_at,
         )
 
-    def forget_media(self) -> None:
-        self.request = replace(self.request, prompt=replace(self.request.prompt, media=()))
+    def forget_pictures(self) -> None:
+        self.request = replace(self.request, prompt=replace(self.request.prompt, pictures=()))
 
 
 Serve: TypeAlias = "Callable[[Inbox], None]"
@@ -94,12 +94,12 @@ class Inbox:
         self._thread.start()
 
     def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
-        """Adds a request. Raises `QueueFull` if those before hold too much of media, `NotReady` while stopping."""
+        """Adds a request. Raises `QueueFull` if the pictures before are too large, `NotReady` while stopping."""
         ticket = Ticket(request, emit)
         with self._changed:
             self._require_open()
             self._still_waiting()
-            self._check_media(request)
+            self._check_pictures(request)
             self._waiting.append(ticket)
             self._notify()
         return ticket
@@ -126,7 +126,7 @@ class Inbox:
         """Records that the engine is done with a request."""
         with self._changed:
             self._running.remove(ticket)
-            ticket.forget_media()
+            ticket.forget_pictures()
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -199,11 +199,11 @@ class Inbox:
         if self._stopping:
             raise self._refusal()
 
-    def _check_media(self, request: GenerateRequest) -> None:
+    def _check_pictures(self, request: GenerateRequest) -> None:
         tickets = [*self._waiting, *self._running]
-        held = sum(_media_bytes(ticket.request) for ticket in tickets)
-        num_bytes = _media_bytes(request)
-        if num_bytes and held + num_bytes > MAX_QUEUED_MEDIA_BYTES:
+        held = sum(_picture_bytes(ticket.request) for ticket in tickets)
+        num_bytes = _picture_bytes(request)
+        if num_bytes and held + num_bytes > MAX_QUEUED_PICTURE_BYTES:
             raise QueueFull(
                 f"the images of waiting requests take {held >> 20} MiB already; try again later",
                 retry_after_s=_RETRY_AFTER_S,
@@ -223,8 +223,8 @@ class Inbox:
         return NotReady("the daemon is stopping")
 
 
-def _media_bytes(request: GenerateRequest) -> int:
-    return sum(medium.num_bytes for medium in request.prompt.media)
+def _picture_bytes(request: GenerateRequest) -> int:
+    return sum(picture.num_bytes for picture in request.prompt.pictures)
 
 
 def error_event(error: Exception, request: GenerateRequest) -> ErrorEvent:

@@ -10,7 +10,7 @@ import torch
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
-from diskprefix.engine.prompt_media import MediaRowsSource
+from diskprefix.engine.prompt_pictures import PictureRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
@@ -41,10 +41,10 @@ class Loop:
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._prefetchers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-prefetch")
         """Each thread waits for the shared tier for one request."""
-        self._rows: MediaRowsSource | None = None
+        self._rows: PictureRowsSource | None = None
         """What gets the rows of pictures."""
         if served.encoder is not None and served.encoded is not None:
-            self._rows = MediaRowsSource(served.encoder, served.encoded, inbox.wake)
+            self._rows = PictureRowsSource(served.encoder, served.encoded, inbox.wake)
         self._is_ending = False
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
@@ -184,13 +184,13 @@ class Loop:
 
     def _schedule(self, reply: Reply) -> None:
         """Has the next steps compute a reply, as far as the rows of its pictures are there. Gets the next ones."""
-        media = reply.running.media
-        if media is not None and self._rows is not None and reply.num_computed < reply.prompt_tokens:
+        pictures = reply.running.pictures
+        if pictures is not None and self._rows is not None and reply.num_computed < reply.prompt_tokens:
             options = reply.running.request.cache
-            while (number := media.missing(reply.num_computed)) is not None:
-                if not self._rows.want(media, number, options):
+            while (number := pictures.missing(reply.num_computed)) is not None:
+                if not self._rows.want(pictures, number, options):
                     break
-            reply.limit = media.limit(reply.num_computed)
+            reply.limit = pictures.limit(reply.num_computed)
             if not reply.packs:
                 reply.limit = floor_to_grid(reply.limit, reply.grid)
             if reply.limit <= reply.num_computed:
@@ -200,8 +200,8 @@ class Loop:
 
     def _take_rows(self) -> None:
         """Goes on with the prompts whose pictures have got their rows."""
-        for media, error in () if self._rows is None else self._rows.take():
-            for running in [one for one in self._active.requests if one.media is media]:
+        for pictures, error in () if self._rows is None else self._rows.take():
+            for running in [one for one in self._active.requests if one.pictures is pictures]:
                 with self._active.failing(running):
                     if error is not None:
                         raise error

@@ -147,8 +147,8 @@ class Usage:
 class Timings:
     """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
     the prompt if there is none. `drafted_tokens` were guessed and computed; `accepted_tokens` of them are in the reply
-    (`engine.speculation`). `media_tokens` of the prompt are those of pictures and sounds, of which `media_encoded` were
-    encoded, in `encode_ms`, and `media_restored` were read from the store; the rest needed neither."""
+    (`engine.speculation`). `image_tokens` of the prompt are those of pictures, of which `images_encoded` were
+    encoded, in `encode_ms`, and `images_restored` were read from the store; the rest needed neither."""
 
     queue_ms: float
     lookup_ms: float
@@ -160,9 +160,9 @@ class Timings:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     encode_ms: float = 0.0
-    media_tokens: int = 0
-    media_encoded: int = 0
-    media_restored: int = 0
+    image_tokens: int = 0
+    images_encoded: int = 0
+    images_restored: int = 0
 
     @property
     def others_ms(self) -> float:

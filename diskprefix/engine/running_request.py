@@ -19,7 +19,7 @@ from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gauges import Activity, ActivityState, EngineFigures
 from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Ticket
-from diskprefix.engine.prompt_media import PromptMedia
+from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.request import (
     DoneEvent,
     FinishEvent,
@@ -168,8 +168,8 @@ class Reply(Sequence):
         logits = logits.clone()
         if isinstance(state, KVSequence):
             running.pages.keep_logits(state, logits)
-        if running.media is not None and running.request.sampling.n == 1:
-            running.media.encoded = [None] * len(running.media.media)
+        if running.pictures is not None and running.request.sampling.n == 1:
+            running.pictures.encoded = [None] * len(running.pictures.pictures)
         if running.unforked:
             # Now, because the next step changes states in place.
             running.source, running.logits = running.forked(state), logits
@@ -324,7 +324,7 @@ class RunningRequest:
     """The most tokens of a reply."""
     prompt_ids: torch.Tensor
     """The prompt, int64 of shape [1, prompt_tokens], in main memory."""
-    media: PromptMedia | None = None
+    pictures: PromptPictures | None = None
     """Its pictures."""
     started: float = field(default_factory=time.perf_counter)
     replies: list[Reply] = field(default_factory=list)
@@ -358,7 +358,7 @@ class RunningRequest:
     @property
     def known_ids(self) -> TokenIds:
         """The prompt with the placeholder in the place of pictures' ids, as the model's vocabulary has it."""
-        return self.request.prompt.token_ids if self.media is None else as_token_ids(self.prompt_ids[0].numpy())
+        return self.request.prompt.token_ids if self.pictures is None else as_token_ids(self.prompt_ids[0].numpy())
 
     @property
     def pooling(self) -> Literal["last", "mean"] | None:
@@ -439,6 +439,6 @@ class RunningRequest:
             decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
             drafted_tokens=self.num_drafted,
             accepted_tokens=self.num_accepted,
-            **({} if self.media is None else self.media.timings()),
+            **({} if self.pictures is None else self.pictures.timings()),
         )
         return DoneEvent(usage, report, timings)

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.encoded import EncodedMedia
+from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
 from diskprefix.engine.drafting import ModelDrafter
 from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.guesser import DraftRate, Guesser
-from diskprefix.engine.prompt_media import PromptMedia
+from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
@@ -31,7 +31,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import KeptBlock, PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.media_encoder import MediaEncoder
+from diskprefix.model.exact.vision_encoder import VisionEncoder
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import kv_bytes, use_gpu
 from diskprefix.nouns import CacheReport, Prompt
@@ -71,7 +71,7 @@ class ServedModel:
         errors of torch when memory runs out."""
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: Any = loaded.tokenizer
-        self.media = loaded.media
+        self.processor = loaded.processor
         """The processor of images; None for a model of text only."""
         self.encoder, self.encoded = self._make_encoder(cache)
         """The encoder of images and its stored output; None for a model that takes none."""
@@ -221,7 +221,7 @@ class ServedModel:
 
     def guesser(self, request: GenerateRequest) -> Guesser | None:
         """Returns the guesser of one reply to a request; None if no tokens are guessed."""
-        if self.speculation is None or request.prompt.media:
+        if self.speculation is None or request.prompt.pictures:
             return None
         num_tokens = len(request.prompt.token_ids)
         return Guesser(
@@ -231,13 +231,13 @@ class ServedModel:
             draft_rate=None if self.drafter is None else DraftRate(self.drafter.rate),
         )
 
-    def media_of(self, prompt: Prompt) -> PromptMedia | None:
+    def pictures_of(self, prompt: Prompt) -> PromptPictures | None:
         """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes none."""
-        if not prompt.media:
+        if not prompt.pictures:
             return None
         if self.encoder is None:
             raise InvalidRequest("this model takes text only", code="unsupported_content")
-        return PromptMedia.of(prompt, self.encoder)
+        return PromptPictures.of(prompt, self.encoder)
 
     def release_draft(self, reply: Reply, *, keep: bool) -> None:
         """Releases the draft model's memory of a reply. `keep`: the next turn may begin there."""
@@ -294,16 +294,16 @@ class ServedModel:
             remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
         )
 
-    def _make_encoder(self, cache: PrefixCache) -> tuple[MediaEncoder | None, EncodedMedia | None]:
-        media = self.media
-        if media is None or media.problem is not None:
+    def _make_encoder(self, cache: PrefixCache) -> tuple[VisionEncoder | None, EncodedPictures | None]:
+        processor = self.processor
+        if processor is None or processor.problem is not None:
             return None, None
-        if (problem := MediaEncoder.problem(self.model, cache.layout)) is not None:
+        if (problem := VisionEncoder.problem(self.model, cache.layout)) is not None:
             log.warning("this model is served for text only: %s", problem)
-            media.problem, media.kinds = problem, frozenset()
+            processor.problem = problem
             return None, None
-        encoder = MediaEncoder(self.model, media.token_ids["image"])
-        return encoder, EncodedMedia(cache, encoder.levels, encoder.hidden, encoder.dtype)
+        encoder = VisionEncoder(self.model, processor.token_id)
+        return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
 
     def _make_speculation(self) -> Speculation | None:
         if self.cache.settings.draft_model is None:

@@ -87,6 +87,20 @@ def attention(
     return out
 
 
+def attention_to_all(
+    operators: Operators, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Returns [heads, rows, dim] for `query`, `key` and `value` of this shape: each row sees all. As in encoders of
+    pictures, where it takes a third of the time of torch's. Raises `MemoryError`."""
+    heads, rows, dim = query.shape
+    # Tiles are read whole.
+    keys, values = (contiguous(torch.nn.functional.pad(one, (0, 0, 0, -rows % _TILE))) for one in (key, value))
+    # These names keep the memory until the operator returns.
+    spans = array("q", [0, rows])
+    run = run_of(0, rows, ONE_PAGE, keys, values, spans=spans)
+    return attention(operators, query, [run], kv_heads=heads, value_dim=dim, scale=scale).transpose(0, 1)
+
+
 NO_SPANS = array("q")
 
 

@@ -226,16 +226,16 @@ async def render(question: Question) -> Rendered:
             return renderer.replay(wanted, stored_turns(serving, cache), known)
         return Replayed(renderer.completion(wanted, known))
 
-    has_media = isinstance(wanted, Conversation) and wanted.has_media
-    replayed = await arrival.daemon.threads.run("media" if has_media else "rendering", make_prompt)
+    has_pictures = isinstance(wanted, Conversation) and wanted.has_pictures
+    replayed = await arrival.daemon.threads.run("images" if has_pictures else "rendering", make_prompt)
     return Rendered(arrival, question.asked, replayed)
 
 
 async def submit(parts: Sequence[Rendered]) -> Submitted:
     """Gives the request to the engine: that of the first prompt, and those of others when the one before has ended.
 
-    Raises `QueueFull` if too much media waits, `NotReady`, `InvalidRequest` for a constraint that cannot be compiled,
-    and `ClientDisconnect`.
+    Raises `QueueFull` if the waiting pictures are too large, `NotReady`, `InvalidRequest` for a constraint that cannot
+    be compiled, and `ClientDisconnect`.
     """
     rendered = parts[0]
     arrival, prompt, sampling = rendered.arrival, rendered.replayed.prompt, rendered.asked.sampling

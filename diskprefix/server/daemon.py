@@ -205,7 +205,7 @@ class Daemon:
             vocab_size=engine.model.config.get_text_config(decoder=True).vocab_size,
             max_positions=engine.max_positions,
             positions_limit=engine.positions_limit,
-            media=engine.media,
+            processor=engine.processor,
             normalisers=normalisers,
             compress=compress,
             end_ids=engine.end_ids,

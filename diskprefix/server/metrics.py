@@ -244,11 +244,11 @@ class ServerMetrics:
             "Guessed tokens that were computed for completed requests (--draft-model), and what became of them.",
             ["result"],
         )
-        self._media_encoded = counter("diskprefix_media_encoded", "Pictures and sounds that were encoded.")
-        self._media_restored = counter(
-            "diskprefix_media_restored", "Pictures and sounds whose encoder's output was read from the store."
+        self._images_encoded = counter("diskprefix_images_encoded", "Pictures that were encoded.")
+        self._images_restored = counter(
+            "diskprefix_images_restored", "Pictures whose encoder's output was read from the store."
         )
-        self._encode_seconds = counter("diskprefix_media_encode_seconds", "Seconds that encoding them took.")
+        self._encode_seconds = counter("diskprefix_image_encode_seconds", "Seconds that encoding them took.")
         self._first_token = histogram(
             "diskprefix_time_to_first_token_seconds",
             "Time from the arrival of a request in the queue to its first token: hit if at least half of the prompt "
@@ -305,8 +305,8 @@ class ServerMetrics:
         self._reply_tokens.inc(usage.completion_tokens)
         self._draft_tokens.labels("accepted").inc(timings.accepted_tokens)
         self._draft_tokens.labels("rejected").inc(timings.drafted_tokens - timings.accepted_tokens)
-        self._media_encoded.inc(timings.media_encoded)
-        self._media_restored.inc(timings.media_restored)
+        self._images_encoded.inc(timings.images_encoded)
+        self._images_restored.inc(timings.images_restored)
         self._encode_seconds.inc(timings.encode_ms / 1e3)
 
     async def render(self, serving: Serving | None) -> bytes:

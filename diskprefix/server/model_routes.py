@@ -51,15 +51,14 @@ def _is_anthropic(request: Request) -> bool:
 
 def card(serving: Serving) -> dict[str, Any]:
     """Returns the served model. Several fields say the same: clients of other servers know it by other names."""
-    positions, media = serving.engine.max_positions, sorted(serving.engine.media.kinds) if serving.engine.media else []
+    positions, processor = serving.engine.max_positions, serving.engine.processor
     template = str(serving.engine.tokenizer.chat_template or "")
     offered = {
         "completion": True,
         "chat": bool(template),
         "tool_use": "tools" in template,
         "reasoning": serving.renderer.output_format.thought is not None,
-        "vision": "image" in media,
-        "audio": "audio" in media,
+        "vision": processor is not None and processor.problem is None,
     }
     capabilities = [name for name, is_offered in offered.items() if is_offered]
     of_tools = ["tools", "tool_choice", "parallel_tool_calls"] if offered["tool_use"] else []
@@ -80,7 +79,7 @@ def card(serving: Serving) -> dict[str, Any]:
             "n_ctx": positions,
             "n_vocab": serving.renderer.vocab_size,
         },
-        "architecture": {"input_modalities": ["text", *reversed(media)], "output_modalities": ["text"]},
+        "architecture": {"input_modalities": ["text", *["image"] * offered["vision"]], "output_modalities": ["text"]},
         "capabilities": capabilities,
         "supported_parameters": [*_PARAMETERS, *of_tools, *of_thoughts],
     }
@@ -182,5 +181,5 @@ async def detokenize(request: Request) -> Response:
 
 @token_router.post("/apply-template", summary="Conversation to prompt", **described(ChatRequest, "`prompt`: the text."))
 async def apply_template(request: Request) -> Response:
-    """The prompt of a conversation as a text, without images and sounds. Nothing is computed."""
+    """The prompt of a conversation as a text, without images. Nothing is computed."""
     return await _answer(request, ChatRequest, lambda renderer, body: {"prompt": renderer.text_of(body.conversation)})

@@ -15,11 +15,11 @@ from diskprefix.server.limits import Turns
 
 T = TypeVar("T")
 
-Kind: TypeAlias = Literal["parsing", "rendering", "large", "media", "compiling", "stopping"]
+Kind: TypeAlias = Literal["parsing", "rendering", "large", "images", "compiling", "stopping"]
 
-_NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "large": 1, "media": 1, "compiling": 16, "stopping": 2}
-"""Images and sounds take seconds and hundreds of megabytes each. A thread that compiles waits for a process."""
-_BEHIND: tuple[Kind, ...] = ("large", "media")
+_NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "large": 1, "images": 1, "compiling": 16, "stopping": 2}
+"""Images take seconds and hundreds of megabytes each. A thread that compiles waits for a process."""
+_BEHIND: tuple[Kind, ...] = ("large", "images")
 """These threads let the engine go first: its own wait for each other many times in a step, and where another has the
 processor of one of them, all wait for that."""
 _NICE = 10

@@ -49,8 +49,8 @@ class NoteKind(IntEnum):
     LOGITS = 3
     """The next-token logits at the end of a prompt whose tail a reply replaced. They save no more than a moment, and
     are removed first."""
-    MEDIUM = 5
-    """What a picture or a sound was, for people: kind, size and digest. Its encoder's output is under the same root."""
+    PICTURE = 5
+    """What a picture was, for people: size and digest. Its encoder's output is under the same root."""
 
 
 ENCODED_TEXT = 4

@@ -203,11 +203,11 @@ class _Planner:
         )
         entries = chosen | self._entries.intersection(nodes)
         texts = list(self._texts(entries)) if self._filter.entries else []
-        media = list(self._media_of(texts))
-        nodes += [name for path, _ in media for name in reversed(path)]
+        pictures = list(self._encoded_of(texts))
+        nodes += [name for path, _ in pictures for name in reversed(path)]
         prompts = [text.key for text in texts if text.key] if self._filter.entries else list(self._old_prompts())
-        of_media = [text for _, text in media]
-        notes = list(self._notes_of([*texts, *of_media]) if self._filter.entries else self._old_notes())
+        of_pictures = [text for _, text in pictures]
+        notes = list(self._notes_of([*texts, *of_pictures]) if self._filter.entries else self._old_notes())
         roots = {self._nodes[name].root for name in nodes} | {key[:HASH_BYTES] for key in (*prompts, *notes)}
         if not self._filter.entries and self._filter.older_than_s is None:
             roots |= set(filter(self._is_wanted_root, self._records))
@@ -304,12 +304,12 @@ class _Planner:
                 if any(_is_of(seen.token_ids, text, num_kept) for text in deleted):
                     yield GoneText(root, size, seen.token_ids, num_kept, seen.key)
 
-    def _media_of(self, texts: Sequence[GoneText]) -> Iterator[tuple[list[bytes], GoneText]]:
-        """Yields the nodes, parents first, and the token ids of what an encoder made of pictures and sounds in deleted
+    def _encoded_of(self, texts: Sequence[GoneText]) -> Iterator[tuple[list[bytes], GoneText]]:
+        """Yields the nodes, parents first, and the token ids of what an encoder made of pictures in deleted
         texts. It is encoded again if another prompt needs it."""
         owners = {root: (record.model, record.tenant) for root, record in self._records.items()}
         for root, record in self._records.items():
-            own = [text for text in texts if record.is_media and owners.get(text.root) == owners[root]]
+            own = [text for text in texts if record.has_pictures and owners.get(text.root) == owners[root]]
             deleted = [text.token_ids[text.num_kept :].tobytes() for text in own]
             for first in self._tree.children.get(root, ()) if deleted else ():
                 path = [first]

@@ -20,8 +20,8 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, beginning_hashes, block_hash
 FORMAT, NAMES = "format", "names"
 """Keys of the database `meta`."""
 MODEL_MARK = b"model "
-ENCODED_MEDIA = "media "
-"""The beginning of the identity of a root that holds what an encoder made of pictures and sounds."""
+ENCODED_PICTURES = "pictures "
+"""The beginning of the identity of a root that holds what an encoder made of pictures."""
 FORMAT_VERSION = 9
 MAX_PREFILL_S = 1e6
 """Computing no node takes longer, in seconds."""
@@ -140,9 +140,9 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str = ""
 
     @property
-    def is_media(self) -> bool:
+    def has_pictures(self) -> bool:
         """Returns whether the nodes hold the outputs of an encoder, not the state of prompts."""
-        return self.identity.startswith(ENCODED_MEDIA)
+        return self.identity.startswith(ENCODED_PICTURES)
 
 
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):

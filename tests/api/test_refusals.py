@@ -36,7 +36,6 @@ NO_MARK = "is not allowed here; mark a message, a content part or a tool"
 PARTS = [
     {"type": "text", "text": "see:"} | MARKED,
     {"type": "image_url", "image_url": {"url": "data:"}} | MARKED,
-    {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}},
 ]
 CHAT: dict[str, Any] = {
     "messages": [
@@ -106,9 +105,6 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("messages.1.content.1.image_url", "", GONE, "data:"),
         ("messages.1.content.1.image_url.url", "", GONE, 5),
         ("messages.1.content.1.image_url.cache_control", NO_MARK, MARK),
-        ("messages.1.content.2.input_audio.format", "", GONE),
-        ("messages.1.content.2.input_audio.data", "", GONE),
-        ("messages.1.content.2.input_audio.cache_control", NO_MARK, MARK),
         ("messages.2.tool_calls.0.function.arguments", "", 5),
         ("messages.2.tool_calls.0.function.cache_control", NO_MARK, MARK),
         ("messages.2.tool_calls.1.cache_control", NO_MARK, MARK),

@@ -31,7 +31,6 @@ from diskprefix.api.responses import ResponseRequest
 from diskprefix.api.responses_items import ReferenceItem, messages_of, stored_form
 from diskprefix.api.responses_writer import ResponseWriter
 from diskprefix.chat.messages import (
-    AudioPart,
     CacheMark,
     ImagePart,
     Message,
@@ -96,7 +95,7 @@ def test_parts_keep_their_paths_and_marks() -> None:
     assert message.content == (
         TextPart("a", f"{path}.0.text", CacheMark(3600.0)),
         ImagePart("data:x", f"{path}.1", f"{path}.1.image_url", "low"),
-        AudioPart("d", f"{path}.2", f"{path}.2.input_audio.data"),
+        OtherPart("audio", f"{path}.2"),
         OtherPart("file", f"{path}.3"),
         TextPart("no", f"{path}.4.refusal"),
     )
@@ -201,7 +200,7 @@ def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> 
 
 def test_tools_that_others_would_run_are_left_out_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
     asked._told.clear()
-    of_openai = [{"type": "namespace", "name": "n", "tools": [READ]}, READ, *[{"type": "web_search"}] * 2]
+    of_openai = [READ, *[{"type": "web_search"}] * 2, {"type": "namespace", "name": "n", "tools": [{"type": "code"}]}]
     of_anthropic = [{"name": "read", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
     other = CountTokensRequest.model_validate({"messages": [USER], "tools": of_anthropic})
     with caplog.at_level(logging.INFO, logger="diskprefix"):
@@ -209,9 +208,21 @@ def test_tools_that_others_would_run_are_left_out_with_one_note(caplog: pytest.L
             assert len(body(tools=of_openai).offered.functions) == len(other.conversation.tools or ()) == 1
     said = "[server] tools of these types are left out,"
     assert [record.getMessage() for record in caplog.records] == [
-        f"{said} OpenAI's servers run them: namespace, web_search",
+        f"{said} OpenAI's servers run them: code, web_search",
         f"{said} Anthropic's servers run them: web_search_20250305",
     ]
+
+
+def test_functions_of_a_namespace_are_offered_and_called_by_both_names() -> None:
+    tools = [{"type": "namespace", "name": "mcp__files", "tools": [READ]}, READ]
+    offered = body(tools=tools).offered
+    assert [tool["function"]["name"] for tool in offered.functions] == ["mcp__files__read", "read"]
+    assert offered.paths == ["tools.0.tools.0.parameters", "tools.1.parameters"]
+    parts: list[list[ReplyDelta]] = [[CallBegin(0, "c1", "mcp__files__read")], [CallBegin(1, "c2", "read")]]
+    calls = whole(events_of(parts), tools=tools)["output"]
+    assert [(call["name"], call.get("namespace")) for call in calls] == [("read", "mcp__files"), ("read", None)]
+    [called] = messages(*calls)
+    assert [call.name for call in called.tool_calls] == ["mcp__files__read", "read"]
 
 
 LOGPROBS = "message.output_text.logprobs"
@@ -239,7 +250,8 @@ SDK_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 def writer(**fields: Any) -> ResponseWriter:
     request = body(**fields)
     echo = {name: json.loads(bytes(value)) for name, value in request.echo.items()}
-    return ResponseWriter(HEAD, echo, reasoning_is_summary=request.summary is not None, keep=None)
+    summary, namespaces = request.summary is not None, request.offered.namespaces
+    return ResponseWriter(HEAD, echo, reasoning_is_summary=summary, keep=None, namespaces=namespaces)
 
 
 def events_of(parts: Iterable[Sequence[ReplyDelta]], reason: Any = "stop", tokens: int = 0) -> list[ReplyEvent]:

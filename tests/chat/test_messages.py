@@ -91,6 +91,17 @@ def test_a_prompt_has_every_system_message(tmp_path: Path, template: str, roles:
     assert [word for word in "Sabcde" if f"\n{word}" in text] == list("Sabcde")
 
 
+@pytest.mark.parametrize(("template", "most"), [(WRITES, 2), (DROPS, 1), (REFUSES, 1)])
+def test_system_messages_that_follow_each_other_are_one_where_the_template_writes_one(
+    tmp_path: Path, template: str, most: int
+) -> None:
+    text = renderer_of(tokenizer_with(tmp_path, template)).text_of(
+        conversation(("developer", "S"), ("developer", "T"), ("user", "a"))
+    )
+    assert text.count("<|im_start|>system") == most
+    assert [word for word in "STa" if f"\n{word}" in text] == list("STa")
+
+
 # The forms in which chat templates take messages. Which real template needs which is in `output/test_choose_format.py`.
 
 

@@ -18,7 +18,7 @@ from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord
 from diskprefix.tenant_ids import matches
-from diskprefix.tokens import as_token_ids, media_ids, root_hash
+from diskprefix.tokens import as_token_ids, picture_ids, root_hash
 from tests.cli.conftest import Ended, Run
 from tests.extras.watch.browse.saved_chats import ALICE, LAYOUT, SavedChats, chat
 from tests.faults.damage import damaged
@@ -128,7 +128,7 @@ def test_checkpoints_are_shown_where_there_are_any(inspect: Inspect, folder: Pat
     ]  # fmt: skip
     totals = inspect(hybrid, "--json").json
     del totals["entries"]
-    assert totals == {"blocks": 5, "checkpoints": 2, "checkpoint_bytes": 2 * one, "media": 0, "media_bytes": 0}
+    assert totals == {"blocks": 5, "checkpoints": 2, "checkpoint_bytes": 2 * one, "images": 0, "image_bytes": 0}
     shown = inspect(hybrid).stdout
     assert " checkpoints " in shown.splitlines()[0]
     assert "2 saved prompts, 5 blocks, 2 checkpoints (62.6 KiB), " in shown
@@ -230,26 +230,26 @@ def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(inspect: Inspect, ma
 
 def test_pictures_are_counted_and_named(inspect: Inspect, made: SavedChats, tmp_path: Path) -> None:
     store, words = made.store, made.renderer.tokenize(TIDE, add_special_tokens=False)
-    ids, root = media_ids(bytes(16), BLOCK + 4), root_hash("media of tiny")
+    ids, root = picture_ids(bytes(16), BLOCK + 4), root_hash("pictures of tiny")
     of_text = made.save(chat(BIRDS))
-    record = msgspec.structs.replace(of_text.root_record, identity="media of tiny")
+    record = msgspec.structs.replace(of_text.root_record, identity="pictures of tiny")
     pictured = publication(store, as_token_ids([*words, *ids, *words]), root=of_text.root, layout=LAYOUT)
     store.publish(replace(pictured, root_record=of_text.root_record))
     rows = publication(store, ids, root=root, layout=LAYOUT, end_kind=Kind.BLOCK)
     store.publish(replace(rows, root_record=record, last_node=None, entry=None, prompt=None))
     notes = Notes(store, lambda: None)
-    notes.put(root, record, NoteKind.MEDIUM, "", f"image 1920x1080 {'00' * 16}".encode(), 1e6)
+    notes.put(root, record, NoteKind.PICTURE, "", f"1920x1080 {'00' * 16}".encode(), 1e6)
     store.write_from(notes.writing)
     store.close()
     assert pictured.last_node is not None
     shown = inspect(tmp_path / "kv", pictured.last_node.hex(), "--json").json
     assert shown["text"] == f"{TIDE}[image]{TIDE}"
-    known = {"what": "image 1920x1080", "digest": "00" * 16}
-    assert shown["media"] == [{"position": len(words), "num_tokens": BLOCK + 4, **known}]
-    assert "image 1920x1080, digest 0000" in inspect(tmp_path / "kv", pictured.last_node.hex()).stdout
+    known = {"size": "1920x1080", "digest": "00" * 16}
+    assert shown["images"] == [{"position": len(words), "num_tokens": BLOCK + 4, **known}]
+    assert ": 1920x1080, digest 0000" in inspect(tmp_path / "kv", pictured.last_node.hex()).stdout
     assert "2 saved prompts" in (lines := inspect(tmp_path / "kv").stdout)
-    assert "images and sounds, encoded: 1 (" in lines
-    assert "images and sounds, encoded: 1, 2 blocks in" in inspect(tmp_path / "kv", "--stats").stdout
+    assert "images, encoded: 1 (" in lines
+    assert "images, encoded: 1, 2 blocks in" in inspect(tmp_path / "kv", "--stats").stdout
     assert len(inspect(tmp_path / "kv", "--tree", "--json").json["trees"]) == 1
 
 

@@ -17,16 +17,16 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull
-from diskprefix.nouns import Medium, Prompt
+from diskprefix.nouns import Picture, Prompt
 from tests.engine import driving
 from tests.engine.driving import Cancelled, Client, after_steps, load, serve_one_at_a_time, tokens, wait_until_idle
 
 BLOCK = 16
 
 
-def request(name: str, media_bytes: int = 0) -> GenerateRequest:
-    picture = Medium("image", b"name", "", 0, {}, "1x1", media_bytes, "messages", dict)
-    return replace(driving.request(tokens(1), name=name), prompt=Prompt(tokens(1), media=(picture,)))
+def request(name: str, image_bytes: int = 0) -> GenerateRequest:
+    picture = Picture(b"name", "", 0, {}, "1x1", image_bytes, "messages", dict)
+    return replace(driving.request(tokens(1), name=name), prompt=Prompt(tokens(1), pictures=(picture,)))
 
 
 class Steps:
@@ -87,17 +87,17 @@ def started(steps: Steps, on_fatal: Callable[[DeviceLost], None] = lambda _error
 
 
 def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.engine.inbox.MAX_QUEUED_MEDIA_BYTES", 100)
+    monkeypatch.setattr("diskprefix.engine.inbox.MAX_QUEUED_PICTURE_BYTES", 100)
     inbox = started(steps)
-    inbox.submit(request("running", media_bytes=60), Events())
+    inbox.submit(request("running", image_bytes=60), Events())
     steps.wait_until(lambda: bool(steps.started))
-    waiting = inbox.submit(request("waiting", media_bytes=40), Events())
+    waiting = inbox.submit(request("waiting", image_bytes=40), Events())
     inbox.submit(request("text"), Events())
     with pytest.raises(QueueFull, match="the images of waiting requests take") as refused:
-        inbox.submit(request("more", media_bytes=1), Events())
+        inbox.submit(request("more", image_bytes=1), Events())
     assert refused.value.retry_after_s >= 1
     waiting.cancel()
-    inbox.submit(request("in its place", media_bytes=40), Events())
+    inbox.submit(request("in its place", image_bytes=40), Events())
     steps.go.set()
     steps.wait_until(lambda: steps.ended == ["running", "text", "in its place"])
     inbox.stop(30)
@@ -106,14 +106,14 @@ def test_what_waiting_requests_hold_of_images_is_limited(steps: Steps, monkeypat
 def test_the_images_of_a_request_that_is_over_are_let_go_of(steps: Steps) -> None:
     """Its ticket lives on until its client has read all of the answer."""
     inbox = started(steps)
-    tickets = [inbox.submit(request(name, media_bytes=60), Events()) for name in "ab"]
+    tickets = [inbox.submit(request(name, image_bytes=60), Events()) for name in "ab"]
     tickets[1].cancel()
     steps.go.set()
     steps.wait_until(lambda: steps.ended == ["a"])
     inbox.submit(request("c"), Events())
     steps.wait_until(lambda: steps.ended == ["a", "c"])
     inbox.stop(30)
-    assert not tickets[0].request.prompt.media
+    assert not tickets[0].request.prompt.pictures
 
 
 def test_cancelling_stops_a_running_request_and_the_next_one_runs(steps: Steps) -> None:

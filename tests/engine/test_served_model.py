@@ -161,7 +161,7 @@ def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_l
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fit = SimpleNamespace(kv_limit=1 << 30)
-    parts = {"model": tiny.llama(), "tokenizer": tiny.tokenizer(), "media": None, "origin": None}
+    parts = {"model": tiny.llama(), "tokenizer": tiny.tokenizer(), "processor": None, "origin": None}
     loaded: Any = SimpleNamespace(**parts, name="tiny", fit=fit)
     layout = rehearse(loaded.model)
     reserved: list[int] = []

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from diskprefix.cache import saving
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
@@ -58,6 +59,8 @@ FEW = (*EACH_KIND, CANNOT)
 """Run in both dtypes, and in bfloat16 with longer prompts; `tools/bench exactness` runs all so, and longer still."""
 OTHERS = tuple(name for name in ARCHITECTURES if name not in FEW)[:: 8 if examples(1) == 1 else 1]
 """An eighth of the others, all of them with DISKPREFIX_TEST_EXAMPLES=2; `tools/bench exactness` runs all."""
+WITH_PICTURES = tuple(f"{name} with pictures" for name in ("qwen3_vl", "gemma4", "lfm2_vl"))
+"""Positions with three axes, pictures that see themselves, and states."""
 SHORT, LONGER = Lengths.scaled(85, block=16), Lengths.scaled(165, block=16)
 """Longer than any window, and with checkpoints at several positions."""
 
@@ -78,7 +81,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row
     others = jobs_of(OTHERS, ("bfloat16",), folder, 2)
     short = others + jobs_of(FEW, ("float32",), folder, 2)
     longer = [replace(job, lengths=LONGER) for job in jobs_of(FEW, ("bfloat16",), folder, 8)]
-    jobs = longer + [replace(job, lengths=SHORT) for job in short]
+    pictured = jobs_of(WITH_PICTURES, ("bfloat16",), folder, 2)
+    jobs = longer + pictured + [replace(job, lengths=SHORT) for job in short]
     return {(row.architecture, row.dtype): row for row in run_jobs(jobs, folder, 2, lambda _line: None)}
 
 
@@ -99,7 +103,7 @@ def test_the_verified_table_says_what_a_run_finds(found: dict[tuple[str, str], R
 
 @pytest.mark.slow
 def test_each_architecture_is_restored_bit_for_bit(found: dict[tuple[str, str], Row]) -> None:
-    assert {name for name, _ in found} == {*FEW, *OTHERS}
+    assert {name for name, _ in found} == {*FEW, *OTHERS, *WITH_PICTURES}
     assert all(len(row.cases) == 5 and sum(row.restored.values()) for row in found.values() if row.bitwise)
     wrong = {name: row.reason for (name, _), row in found.items() if not row.is_as_it_should_be}
     assert wrong == {}
@@ -142,7 +146,8 @@ def one_thread() -> Iterator[None]:
 
 def in_this_process(name: str, folder: Path, *, at_grid: bool = True, dtype: str = "bfloat16") -> Row:
     """As the suite does it, without the restart: so that what it guards against can be broken on purpose."""
-    job = Job(name=name, dtype=dtype, folder=str(folder), reply=4, at_grid=at_grid)
+    (job,) = jobs_of((name,), (dtype,), folder, 4)
+    job = replace(job, folder=str(folder), at_grid=at_grid)
     saved, saving = worker.answered("save", job)
     assert saving is not None, saved.error
     saving.close()
@@ -200,6 +205,7 @@ def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         block_size: int,
         after_step: Callable[[KVSequence], None],
         stops: Sequence[int] = (),
+        **_pictures: object,
     ) -> torch.Tensor:
         ids = torch.from_numpy(token_ids).long()[None]
         step = 5 if start else block_size
@@ -279,14 +285,14 @@ def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has the states of one step before its place."""
-    read_states, compute = KVSequence.read_states, runner.forward
+    read_states, compute = KVSequence.read_states, runner.run
     before: list[memoryview] = []
 
-    def forward(model: Any, sequence: KVSequence, *args: Any) -> torch.Tensor:
-        before[:] = [read_states(sequence)]
-        return compute(model, sequence, *args)
+    def run(model: Any, step: Sequence[Any]) -> list[torch.Tensor]:
+        before[:] = [read_states(step[0].state)]
+        return compute(model, step)
 
-    monkeypatch.setattr(runner, "forward", forward)
+    monkeypatch.setattr(runner, "run", run)
     monkeypatch.setattr(
         KVSequence, "read_states", lambda _, room_bytes=0, **_k: np.pad(before[0], (0, room_bytes)).data
     )
@@ -355,6 +361,20 @@ def test_what_protections_are_for_changes_no_answer(
     harmless(monkeypatch)
     row = in_this_process(name, tmp_path, dtype="float32")
     assert row.bitwise, row.reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_rows_of_another_picture_turn_the_suite_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load = EncodedPictures.load
+
+    def loaded(*given: Any) -> torch.Tensor | None:
+        rows = load(*given)
+        return None if rows is None else rows.flip(1)
+
+    monkeypatch.setattr(EncodedPictures, "load", loaded)
+    row = in_this_process("qwen3_vl with pictures", tmp_path, at_grid=False)
+    assert [case.case for case in row.cases if case.reason] == ["shorter"]
 
 
 def test_a_failure_in_either_process_is_the_reason(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.cache.matching import Matcher
+from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests import forked
-from tests.exactness import restart_worker
+from tests.exactness import pictures, restart_worker, worker
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
+from tests.exactness.jobs import Job
 from tests.model.load import test_gguf_models as gguf_models
-from tests.runner import Runner, random_prompt, tiny_settings
+from tests.runner import Runner, random_prompt, same, tiny_settings
 
 Request = dict[str, Any]
 BLOCK = 32
@@ -69,6 +73,47 @@ def test_conversations_that_part_anywhere_are_the_cold_runs_bit_for_bit(
         stored += [prompt, np.concatenate([prompt, as_token_ids(warm.greedy)])]
     assert num_inside > 5
     runner.close()
+
+
+def different_inside(name: str, folder: Path) -> list[int]:
+    """The places within pictures of a prompt at which a restore ends that gives other bits."""
+    job = Job(name=f"{name} with pictures", dtype="bfloat16", folder=str(folder), lengths=pictures.LENGTHS)
+    model, make, shown = worker.load(job)
+    runner, prompt, found = worker.make_runner(job, model, shown), make(1, job.lengths.prompt), []
+    cold, _ = (runner.run(prompt, scope, reply=4) for scope in ("off", "full"))
+    runner.flush()
+    restorable = Matcher.restorable
+    places = np.flatnonzero((prompt[1:] < 0) & (prompt[:-1] < 0)) + 1
+    for at in places[:: max(1, len(places) // 8)].tolist():
+
+        def up_to(self: Any, end: int = at) -> tuple[list[Any], int]:
+            return [node for node in restorable(self)[0] if node.position < end], end
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Matcher, "restorable", up_to)
+            warm = runner.run(prompt, worker.UNSAVED, reply=4)
+        assert warm.report.restored == at
+        found += [] if same(cold, warm) else [at]
+    runner.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "qwen3_vl"])
+def test_a_restore_that_ends_inside_a_picture_is_the_cold_run(name: str, tmp_path: Path) -> None:
+    """Also where the picture is longer than a window."""
+    assert different_inside(name, tmp_path) == []
+
+
+@pytest.mark.slow
+def test_it_is_found_that_the_rest_of_a_picture_is_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = PromptPictures.rows
+
+    def without_what_began_before(self: PromptPictures, start: int, end: int) -> Any:
+        found = rows(self, start, end)
+        return replace(found, spans=tuple(span for span in found.spans if span[0] >= start))
+
+    monkeypatch.setattr(PromptPictures, "rows", without_what_began_before)
+    assert different_inside("gemma4", tmp_path)
 
 
 def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: str, **changes: Any) -> Any:

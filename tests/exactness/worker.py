@@ -24,13 +24,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.kv.layout import LayerSpec, Layout
-from diskprefix.model.exact.runner import forward
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
 from tests.exactness.jobs import Answer, Answers, Case, Job, Kind, MakeTokens, cases_of, read_jobs
-from tests.runner import Runner, tiny_settings
+from tests.exactness.pictures import PICTURED, load_pictured
+from tests.runner import Pictures, Runner, tiny_settings
 
 LIMIT_S = 1800
 """A fork that takes longer hangs, and is killed."""
@@ -56,8 +56,10 @@ def kind_of(layout: Layout) -> Kind:
     return "cut" if layout.is_sliceable else "checkpoint"
 
 
-def load(job: Job) -> tuple[PreTrainedModel, MakeTokens]:
-    """The model, and what makes prompts for it: text for a real one, else any tokens."""
+def load(job: Job) -> tuple[PreTrainedModel, MakeTokens, Pictures]:
+    """The model, what makes prompts for it, text for a real one, else any tokens, and the pictures in these."""
+    if job.name in PICTURED:
+        return load_pictured(job)
     dtype = getattr(torch, job.dtype)
     if job.model is None:
         model = tiny_model(job.name, dtype)
@@ -65,9 +67,9 @@ def load(job: Job) -> tuple[PreTrainedModel, MakeTokens]:
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).eval()
     else:
         loaded = load_model(Settings(model=job.model, device=job.device, dtype=job.dtype), print)
-        return loaded.model, _text(loaded.tokenizer)
+        return loaded.model, _text(loaded.tokenizer), {}
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count))
+    return model, lambda seed, count: as_token_ids(np.random.default_rng(seed).integers(3, vocab_size, count)), {}
 
 
 def _text(tokenizer: Any) -> MakeTokens:
@@ -80,7 +82,7 @@ def _text(tokenizer: Any) -> MakeTokens:
     return make
 
 
-def make_runner(job: Job, model: PreTrainedModel) -> Runner:
+def make_runner(job: Job, model: PreTrainedModel, pictures: Pictures) -> Runner:
     lengths = job.lengths
     settings = tiny_settings(
         job.store,
@@ -89,12 +91,14 @@ def make_runner(job: Job, model: PreTrainedModel) -> Runner:
         kv_cache_interval=lengths.interval,
         kv_cache_budget=4 << 30,
     )
-    return Runner(model, settings, f"{job.name} {job.dtype}", exact_at="grid" if job.at_grid else None)
+    runner = Runner(model, settings, f"{job.name} {job.dtype}", exact_at="grid" if job.at_grid else None)
+    runner.pictures = pictures
+    return runner
 
 
-def save(job: Job, model: PreTrainedModel, make: MakeTokens) -> tuple[Answers, Runner | None]:
+def save(job: Job, model: PreTrainedModel, make: MakeTokens, pictures: Pictures) -> tuple[Answers, Runner | None]:
     """The cold answers; the first prompt is saved. The runner has written everything, and holds its store open."""
-    runner = make_runner(job, model)
+    runner = make_runner(job, model, pictures)
     described = _described(model, runner)
     if runner.layout.unsupported:
         runner.close()
@@ -105,8 +109,8 @@ def save(job: Job, model: PreTrainedModel, make: MakeTokens) -> tuple[Answers, R
     return described, runner
 
 
-def restore(job: Job, model: PreTrainedModel, make: MakeTokens) -> tuple[Answers, Runner]:
-    runner = make_runner(job, model)
+def restore(job: Job, model: PreTrainedModel, make: MakeTokens, pictures: Pictures) -> tuple[Answers, Runner]:
+    runner = make_runner(job, model, pictures)
     described = _described(model, runner)
     cases = cases_of(job.lengths, make)
     # What the memory holds of another sequence must not show.
@@ -123,7 +127,7 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
         runner.sequence.reserve(len(case.token_ids) + job.reply)
         for _ in range(job.reply):
             greedy.append(int(logits.argmax()))
-            logits = forward(runner.model, runner.sequence, torch.tensor([greedy[-1:]], device=runner.model.device))[-1]
+            logits = runner.logits_behind(greedy[-1])
             trail.update(logits.float().cpu().numpy().tobytes())
     report = answer.report
     return Answer(answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source)

@@ -26,6 +26,7 @@ from diskprefix.kv.step import Run, Step, computing
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern, pattern_of
 from diskprefix.native import library
+from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import Operators
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
@@ -248,6 +249,18 @@ def test_tokens_of_a_picture_see_each_other_with_the_same_bits_in_every_step(nam
 
 
 @pytest.mark.usefixtures("operators")
+@pytest.mark.parametrize(("heads", "rows", "dim"), [(4, 37, 16), (2, 300, 72), (3, 1024, 80)])
+def test_each_row_of_an_encoder_sees_all(heads: int, rows: int, dim: int) -> None:
+    compiled = library.operators()
+    assert compiled is not None
+    torch.manual_seed(rows)
+    query, key, value = (torch.randn(rows, heads, dim, dtype=torch.bfloat16).transpose(0, 1) for _ in range(3))
+    found = attention_to_all(compiled, query, key, value, dim**-0.5)
+    query, key, value = query.double(), key.double(), value.double()
+    expected = torch.softmax(query @ key.transpose(1, 2) * dim**-0.5, dim=-1) @ value
+    assert torch.allclose(found.double(), expected, atol=0.02)
+
+
 @pytest.mark.parametrize("page_tokens", [256, 48])
 def test_pictures_of_one_sequence_change_no_bit_of_another(page_tokens: int) -> None:
     one, other = (Layer.of(WHOLE["wide window"], seed=seed) for seed in (1, 2))

@@ -144,7 +144,7 @@ class ScriptedEngine:
             base_model=None,
         )
         self.tokenizer: Any = None
-        self.media: Any = None
+        self.processor: Any = None
         self.origin = Path()
         self.max_positions = self.model_positions = POSITIONS
         self.positions_limit = "the positions of this model"

@@ -270,9 +270,9 @@ def test_the_context_length_of_a_model_has_the_names_that_clients_look_for(chat_
         ({"tokenizer": SimpleNamespace(chat_template=None)}, {"completion"}, ["text"]),
         ({"tokenizer": SimpleNamespace(chat_template="{{ messages }}")}, {"completion", "chat"}, ["text"]),
         (
-            {"media": SimpleNamespace(kinds={"image", "audio"})},
-            {"completion", "chat", "tool_use", "vision", "audio"},
-            ["text", "image", "audio"],
+            {"processor": SimpleNamespace(problem=None)},
+            {"completion", "chat", "tool_use", "vision"},
+            ["text", "image"],
         ),
     ],
 )

@@ -183,7 +183,7 @@ def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn
                 asyncio.create_task(threads.compile("caller", nobody_left, partial(work, name)))
                 for name in ("first", "second")
             ]
-            tasks += [asyncio.create_task(threads.run("media", work, name)) for name in ("running", "waiting")]
+            tasks += [asyncio.create_task(threads.run("images", work, name)) for name in ("running", "waiting")]
             while len(began) < 2:
                 await asyncio.sleep(0)
             for task in tasks:
@@ -194,7 +194,7 @@ def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn
             assert sorted(began) == ["first", "running"]
             go_on.set()
             await third
-            assert await threads.run("media", lambda: 2) == 2
+            assert await threads.run("images", lambda: 2) == 2
 
     asyncio.run(leave())
     assert sorted(began) == ["first", "running", "third"]

@@ -226,9 +226,9 @@ def test_counts_of_the_cache_are_told_under_the_names_of_their_metrics() -> None
     assert [scraped[f"diskprefix_{name}_total", ()] for name in names] == [17.5, 11, 10]
 
 
-def test_the_cost_of_media_is_told_and_counted_and_a_prompt_of_text_says_nothing_of_it() -> None:
+def test_the_cost_of_images_is_told_and_counted_and_a_prompt_of_text_says_nothing_of_it() -> None:
     plain = done()
-    costs: dict[str, Any] = {"encode_ms": 1500.0, "media_tokens": 900, "media_encoded": 2, "media_restored": 3}
+    costs: dict[str, Any] = {"encode_ms": 1500.0, "image_tokens": 900, "images_encoded": 2, "images_restored": 3}
     seen = replace(plain, timings=replace(plain.timings, ttft_ms=2000.0, **costs))
     told = figures_reply(seen, None)["timings"]
     assert told.items() >= costs.items()
@@ -238,8 +238,8 @@ def test_the_cost_of_media_is_told_and_counted_and_a_prompt_of_text_says_nothing
     for event in (seen, seen, plain):
         scraped.metrics.count_generation(event)
     found = scraped.scrape()
-    names = ("encoded", "restored", "encode_seconds")
-    assert [found[f"diskprefix_media_{name}_total", ()] for name in names] == [4, 6, 3.0]
+    names = ("images_encoded", "images_restored", "image_encode_seconds")
+    assert [found[f"diskprefix_{name}_total", ()] for name in names] == [4, 6, 3.0]
 
 
 def test_guessed_tokens_are_told_and_counted_and_a_reply_without_guesses_says_nothing_of_them() -> None:

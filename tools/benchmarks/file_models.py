@@ -266,6 +266,8 @@ CASES: dict[str, Case] = {
         "rope_parameters": rope(10000.0, rope_type="longrope", partial_rotary_factor=0.75,
         original_max_position_embeddings=1024) | LONG}, is_exact=False),
     "qwen2": Case("qwen2", TIED),
+    "qwen2vl": Case("qwen2_5_vl", {"rope_parameters": rope(mrope_section=[8, 12, 12])},
+        vision=_VISION_SIZES | {"out_hidden_size": HIDDEN}),
     "qwen2moe": Case("qwen2_moe", EXPERTS | SHARED | {"norm_topk_prob": False}),
     "qwen3": Case("qwen3", WIDE | TIED),
     "qwen3/yarn": Case("qwen3", WIDE | {"rope_parameters": yarn()}),

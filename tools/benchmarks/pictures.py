@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import click
 from PIL import Image, ImageDraw
 
-from tests.server.media_models import image_part, text_part, write_qwen3_vl
+from tests.server.picture_models import image_part, text_part, write_qwen3_vl
 from tools.benchmarks.engines import Engine, HttpEngine
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring.answers import Answer, LiveServerError
@@ -80,7 +80,7 @@ def _conversation(server: HttpEngine, store: Path, round_: int, turns: int, cold
         reply = _restarted(server, messages)
         yield Figure("restored_s", reply.ttft_s, turn)
         yield Figure("encode_s", reply.timings["encode_ms"] / 1e3, turn)
-        yield Figure("encoded", reply.timings["media_encoded"], turn)
+        yield Figure("encoded", reply.timings["images_encoded"], turn)
         yield Figure("prompt", reply.prompt_tokens, turn)
         yield Figure("twice", max(0, end - reply.restored), turn)
         asked[turn], end = ([*messages], reply), reply.prompt_tokens
@@ -93,7 +93,7 @@ def _conversation(server: HttpEngine, store: Path, round_: int, turns: int, cold
     for case, sent in cases.items():
         asked[case] = sent, (reply := _restarted(server, sent))
         yield Figure(f"{case}_s", reply.ttft_s)
-        yield Figure(f"{case}_encoded", reply.timings["media_encoded"])
+        yield Figure(f"{case}_encoded", reply.timings["images_encoded"])
     checked: list[int | str] = [*cold, *cases]
     for which in checked:
         sent, warm = asked[which]
@@ -129,7 +129,7 @@ def _beside(server: HttpEngine, round_: int) -> Iterator[Figure]:
     first = _ask(server, [_asked("What is it?", screenshot(f"{round_}-first"))])
     names = [f"{round_}-beside-{one}" for one in range(_PICTURES)]
     beside = {
-        "texts": [_asked(prompt_text(int(first.timings["media_tokens"]), name)) for name in names],
+        "texts": [_asked(prompt_text(int(first.timings["image_tokens"]), name)) for name in names],
         "pictures": [_asked("What is it?", screenshot(name)) for name in names],
     }
     for case, others in beside.items():

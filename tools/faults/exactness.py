@@ -31,6 +31,7 @@ from diskprefix.printable import first_line
 from tests.exactness.architectures import ARCHITECTURES
 from tests.exactness.forms import SeveralRow, several_rows
 from tests.exactness.jobs import Job, Lengths
+from tests.exactness.pictures import LENGTHS, PICTURED
 from tests.exactness.rows import DTYPES, Row, Tell, run_jobs
 from tools.measuring.live_server import step
 from tools.measuring.report import new_table
@@ -50,11 +51,12 @@ _TOGETHER = 6
 
 
 def tiny_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, reply: int) -> list[Job]:
-    return [
+    jobs = [
         Job(name=name, dtype=dtype, folder=str(folder / f"{name}-{dtype}"), reply=reply)
         for name in names
         for dtype in dtypes
     ]
+    return [replace(job, lengths=LENGTHS) if job.name in PICTURED else job for job in jobs]
 
 
 def real_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, console: Console) -> list[Job]:
@@ -117,7 +119,7 @@ def verified_table(rows: list[Row]) -> dict[str, Any]:
     for row in rows:
         by_name.setdefault(row.architecture, []).append(row)
     return installed_versions() | {
-        "architectures": {name: _verified(found) for name, found in sorted(by_name.items()) if name not in REAL},
+        "architectures": {name: _verified(found) for name, found in sorted(by_name.items()) if name in ARCHITECTURES},
         "real_models": {name: _verified(found) for name, found in sorted(by_name.items()) if name in REAL},
     }
 
@@ -190,12 +192,13 @@ def summary(rows: list[Row]) -> list[str]:
 
 def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]:
     """Returns the names of tiny and of real models that were asked for. Raises `click.UsageError` for others."""
+    tiny = [*ARCHITECTURES, *PICTURED]
     if only is None:
-        return list(ARCHITECTURES), list(REAL) if real else []
+        return tiny, list(REAL) if real else []
     names = list(dict.fromkeys(name.strip() for name in only.split(",") if name.strip()))
-    if unknown := [name for name in names if name not in ARCHITECTURES and name not in REAL]:
+    if unknown := [name for name in names if name not in tiny and name not in REAL]:
         raise click.UsageError(f"no such architecture: {', '.join(unknown)}; real models are {', '.join(REAL)}")
-    return [name for name in names if name in ARCHITECTURES], [name for name in names if name in REAL]
+    return [name for name in names if name in tiny], [name for name in names if name in REAL]
 
 
 @click.command()
@@ -243,7 +246,8 @@ def main(
     if form == "several":
         if real_names or write_table is not None:
             raise click.UsageError("--form several is for tiny models, and writes no table")
-        _compare_several(tiny, dtypes, jobs, reply, console, as_json=as_json)
+        several = [name for name in tiny if name in ARCHITECTURES]
+        _compare_several(several, dtypes, jobs, reply, console, as_json=as_json)
     with tempfile.TemporaryDirectory(prefix="diskprefix-exactness-") as workspace:
         folder = Path(workspace)
         long = real_jobs(real_names, dtypes, folder, console)

@@ -61,7 +61,7 @@ class Spending:
         cost = max(0, end - stored) * self.bytes_per_token + self.state_bytes
         return self._fits(cost, _MISSED if is_asked else _GOES_ON)
 
-    def allows_medium(self, num_bytes: int, *, is_asked: bool) -> bool:
+    def allows_picture(self, num_bytes: int, *, is_asked: bool) -> bool:
         """Returns whether the output of an encoder fits, which takes longer to compute than a prompt of as many
         bytes."""
         return self._fits(num_bytes, _MISSED if is_asked else _SYSTEM)

@@ -39,8 +39,8 @@ class _Round:
 
 def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: PromptDraft) -> PromptDraft:
     """Runs the steps `write`. If they make more than `limit` tokens, runs them again without aged exchanges. A
-    conversation with images or sounds stays as it is."""
-    if draft.media:
+    conversation with images stays as it is."""
+    if draft.pictures:
         return run_steps(write, draft)
     written = None
     with suppress(ContextTooLong):

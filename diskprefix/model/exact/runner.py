@@ -22,7 +22,7 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.invariant import as_it_was
-from diskprefix.model.exact.media_encoder import MediaRows, media_arguments
+from diskprefix.model.exact.vision_encoder import PictureRows, picture_arguments
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ State: TypeAlias = KVSequence | TransformersState
 
 @dataclass(frozen=True)
 class Rows:
-    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits. `media`
-    has what the model takes for those of pictures, and their positions, if the sequence has some."""
+    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits.
+    `pictures` has what the model takes for those of pictures, and their positions, if the sequence has some."""
 
     state: State
     token_ids: torch.Tensor
     num_logits: int = 1
-    media: MediaRows | None = None
+    pictures: PictureRows | None = None
 
 
 def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
@@ -54,7 +54,7 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
             return [first.forward(model, step[0].token_ids)[None]]
     sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
     runs = tuple(
-        sequence.begin_step(rows.token_ids.shape[1], () if rows.media is None else rows.media.spans)
+        sequence.begin_step(rows.token_ids.shape[1], () if rows.pictures is None else rows.pictures.spans)
         for sequence, rows in zip(sequences, step, strict=True)
     )
     logits = _forward(model, step, sequences, runs)
@@ -89,8 +89,8 @@ def _forward(
     if "position_ids" in layout.options:
         # Not every model counts positions from its cache.
         call["position_ids"] = positions(runs).to(device)
-    if any(one.media is not None for one in rows):
-        call |= media_arguments(input_ids, runs, [one.media for one in rows])
+    if any(one.pictures is not None for one in rows):
+        call |= picture_arguments(input_ids, runs, [one.pictures for one in rows])
     if keeps:
         call["logits_to_keep"] = rows[0].num_logits if alone else kept
     with computing(step):

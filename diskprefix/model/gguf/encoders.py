@@ -41,7 +41,7 @@ _SOFT, _UNUSED = "<image_soft_token>", "<unused0>"
 """The token that stands for a row of a picture in Gemma 3, and the one that does it here in files that lack the first,
 as most do."""
 _OF_OTHERS = ("video", "audio", "boa", "eoa")
-"""Tokens of media that are not read, which a vocabulary may lack."""
+"""Tokens of pictures that are not read, which a vocabulary may lack."""
 _SOUND = ("a.", "mm.a.")
 _UP_OR_DOWN = re.compile("ffn_(?:up|down)")
 _CHECKED = (
@@ -58,7 +58,7 @@ def _nothing(_: Metadata) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class PictureEncoder(EncoderArchitecture):
-    """An encoder with its projector. With a model of text it becomes transformers' model of the type `model_type`.
+    """An encoder with its `projector`. With a model of text it becomes transformers' model of the type `model_type`.
 
     `of_text` has the architectures of files of text, with the type of the model of text within. `vision` returns the
     configuration of the encoder, and `beside` what is beside that and the text; `in_text` what the text has besides
@@ -67,6 +67,7 @@ class PictureEncoder(EncoderArchitecture):
     all, `images` and `settings` return what they are made with. `deepstack` returns sources that depend on the file.
     """
 
+    projector: str
     of_text: Mapping[str, str]
     vision: Callable[[Metadata], dict[str, Any]]
     beside: Callable[[Metadata], dict[str, Any]] = _nothing
@@ -271,8 +272,8 @@ def _in_sections(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
     sections = [section for section in metadata.of_any_kind("rope.dimension_sections", ()) if section]
     if not sections:
         raise ModelError(f"the file lacks {metadata.architecture}.rope.dimension_sections")
-    more = {"mrope_section": sections, "mrope_interleaved": metadata.architecture != "qwen2vl"}
-    return {"rope_parameters": found["rope_parameters"] | more}
+    interleaved = {} if metadata.architecture == "qwen2vl" else {"mrope_interleaved": True}
+    return {"rope_parameters": found["rope_parameters"] | {"mrope_section": sections} | interleaved}
 
 
 def _qwen_images(metadata: Metadata, fewest: int) -> dict[str, Any]:
@@ -386,6 +387,7 @@ def _layers(owner: str) -> re.Pattern[str]:
 
 
 _QWEN_2_5 = PictureEncoder(
+    projector="qwen2.5vl_merger",
     model_type="qwen2_5_vl",
     of_text={"qwen2vl": "qwen2_5_vl_text"},
     layers=_layers(r"visual\.blocks"),
@@ -398,6 +400,7 @@ _QWEN_2_5 = PictureEncoder(
 )
 _QWEN_3 = replace(
     _QWEN_2_5,
+    projector="qwen3vl_merger",
     model_type="qwen3_vl",
     of_text={"qwen3vl": "qwen3_vl_text"},
     vision=_qwen_3,
@@ -405,99 +408,88 @@ _QWEN_3 = replace(
     images=lambda metadata: _qwen_images(metadata, 64),
     deepstack=_deepstack,
 )
-_ENCODERS: Mapping[str, Sequence[PictureEncoder]] = {
-    "qwen2.5vl_merger": (_QWEN_2_5,),
-    "qwen3vl_merger": (
-        _QWEN_3,
-        replace(_QWEN_3, model_type="qwen3_vl_moe", of_text={"qwen3vlmoe": "qwen3_vl_moe_text"}),
+_ENCODERS: Sequence[PictureEncoder] = (
+    _QWEN_2_5,
+    _QWEN_3,
+    replace(_QWEN_3, model_type="qwen3_vl_moe", of_text={"qwen3vlmoe": "qwen3_vl_moe_text"}),
+    PictureEncoder(
+        projector="gemma3",
+        model_type="gemma3",
+        of_text={"gemma3": "gemma3_text"},
+        layers=_layers(r"vision_tower\.encoder\.layers"),
+        sources={
+            **_siglip_sources("model.vision_tower"),
+            "model.multi_modal_projector.mm_input_projection_weight": "mm.input_projection",
+            "model.multi_modal_projector.mm_soft_emb_norm": changed("mm.soft_emb_norm", minus_one),
+        },
+        vision=lambda metadata: _siglip(metadata) | {"vision_use_head": False},
+        beside=lambda metadata: {"mm_tokens_per_image": _rows_of_square(metadata, 4)},
+        tokens={"image_token": _SOFT, "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        processors=("Gemma3ImageProcessorPil", "Gemma3Processor"),
+        images=_square,
+        settings=lambda metadata: {"image_seq_length": _rows_of_square(metadata, 4)},
     ),
-    "gemma3": (
-        PictureEncoder(
-            model_type="gemma3",
-            of_text={"gemma3": "gemma3_text"},
-            layers=_layers(r"vision_tower\.encoder\.layers"),
-            sources={
-                **_siglip_sources("model.vision_tower"),
-                "model.multi_modal_projector.mm_input_projection_weight": "mm.input_projection",
-                "model.multi_modal_projector.mm_soft_emb_norm": changed("mm.soft_emb_norm", minus_one),
-            },
-            vision=lambda metadata: _siglip(metadata) | {"vision_use_head": False},
-            beside=lambda metadata: {"mm_tokens_per_image": _rows_of_square(metadata, 4)},
-            tokens={
-                "image_token": _SOFT,
-                "boi_token": "<start_of_image>",
-                "eoi_token": "<end_of_image>",
-            },
-            processors=("Gemma3ImageProcessorPil", "Gemma3Processor"),
-            images=_square,
-            settings=lambda metadata: {"image_seq_length": _rows_of_square(metadata, 4)},
-        ),
+    PictureEncoder(
+        projector="gemma4v",
+        model_type="gemma4",
+        of_text={"gemma4": "gemma4_text"},
+        layers=_layers(r"vision_tower\.encoder\.layers"),
+        sources=_GEMMA_4,
+        vision=_gemma_4,
+        in_text=_with_pictures_of_gemma_4,
+        tokens={
+            "image_token": "<|image|>",
+            "boi_token": "<|image>",
+            "eoi_token": "<image|>",
+            "audio_token": "<|audio|>",
+            "boa_token": "<|audio>",
+            "eoa_token": "<audio|>",
+        },
+        processors=("Gemma4ImageProcessorPil", "Gemma4Processor"),
+        images=_gemma_4_images,
     ),
-    "gemma4v": (
-        PictureEncoder(
-            model_type="gemma4",
-            of_text={"gemma4": "gemma4_text"},
-            layers=_layers(r"vision_tower\.encoder\.layers"),
-            sources=_GEMMA_4,
-            vision=_gemma_4,
-            in_text=_with_pictures_of_gemma_4,
-            tokens={
-                "image_token": "<|image|>",
-                "boi_token": "<|image>",
-                "eoi_token": "<image|>",
-                "audio_token": "<|audio|>",
-                "boa_token": "<|audio>",
-                "eoa_token": "<audio|>",
-            },
-            processors=("Gemma4ImageProcessorPil", "Gemma4Processor"),
-            images=_gemma_4_images,
-        ),
+    PictureEncoder(
+        projector="pixtral",
+        model_type="mistral3",
+        of_text={"llama": "llama", "mistral3": "ministral3"},
+        layers=_layers(r"vision_tower\.transformer\.layers"),
+        sources=_PIXTRAL,
+        # It is a row of the embeddings of text.
+        unused=("v.token_embd.img_break",),
+        vision=_pixtral,
+        beside=lambda metadata: {
+            "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
+            "multimodal_projector_bias": metadata.has("mm.1.bias"),
+        },
+        tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+        processors=("PixtralImageProcessorPil", "PixtralProcessor"),
+        images=_lines,
+        settings=lambda metadata: {
+            "patch_size": metadata("vision.patch_size"),
+            "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
+        },
     ),
-    "pixtral": (
-        PictureEncoder(
-            model_type="mistral3",
-            of_text={"llama": "llama", "mistral3": "ministral3"},
-            layers=_layers(r"vision_tower\.transformer\.layers"),
-            sources=_PIXTRAL,
-            # It is a row of the embeddings of text.
-            unused=("v.token_embd.img_break",),
-            vision=_pixtral,
-            beside=lambda metadata: {
-                "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
-                "multimodal_projector_bias": metadata.has("mm.1.bias"),
-            },
-            tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
-            processors=("PixtralImageProcessorPil", "PixtralProcessor"),
-            images=_lines,
-            settings=lambda metadata: {
-                "patch_size": metadata("vision.patch_size"),
-                "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
-            },
-        ),
+    PictureEncoder(
+        projector="idefics3",
+        model_type="idefics3",
+        of_text={"llama": "llama"},
+        text="model.text_model.",
+        layers=_layers(r"vision_model\.encoder\.layers"),
+        sources={
+            **_siglip_sources("model.vision_model"),
+            "model.connector.modality_projection.proj": "mm.model.fc",
+        },
+        vision=_siglip,
+        beside=lambda metadata: {"scale_factor": metadata.get(_SCALE, 2)},
+        tokens={"image_token": "<image>"},
+        processors=("Idefics3ImageProcessorPil", "Idefics3Processor"),
+        images=_tiles,
+        settings=lambda metadata: {"image_seq_len": _rows_of_square(metadata, 2)},
     ),
-    "idefics3": (
-        PictureEncoder(
-            model_type="idefics3",
-            of_text={"llama": "llama"},
-            text="model.text_model.",
-            layers=_layers(r"vision_model\.encoder\.layers"),
-            sources={
-                **_siglip_sources("model.vision_model"),
-                "model.connector.modality_projection.proj": "mm.model.fc",
-            },
-            vision=_siglip,
-            beside=lambda metadata: {"scale_factor": metadata.get(_SCALE, 2)},
-            tokens={"image_token": "<image>"},
-            processors=("Idefics3ImageProcessorPil", "Idefics3Processor"),
-            images=_tiles,
-            settings=lambda metadata: {"image_seq_len": _rows_of_square(metadata, 2)},
-        ),
-    ),
-}
-"""By the type of their projector, each for other models of text."""
-MAY_HAVE_ENCODER = frozenset(text for found in _ENCODERS.values() for one in found for text in one.of_text)
+)
+MAY_HAVE_ENCODER = frozenset(text for one in _ENCODERS for text in one.of_text)
 HAVE_ENCODER = MAY_HAVE_ENCODER - {"llama", "mistral3", "gemma3"}
-"""Architectures of files of text some of whose models, or all, have an encoder of pictures."""
+"""Architectures of files of text of which some models, or all, have an encoder of pictures."""
 
 
 def tensors_of_pictures(width: int, tensors: Sequence[FileTensor]) -> list[FileTensor]:
@@ -520,7 +512,7 @@ def projector_type(metadata: Metadata) -> str:
 
 def encoder_for(text: str, projector: str) -> PictureEncoder | None:
     """Returns the encoder with this projector for files of text of an architecture, None if there is no table."""
-    return next((one for one in _ENCODERS.get(projector, ()) if text in one.of_text), None)
+    return next((one for one in _ENCODERS if one.projector == projector and text in one.of_text), None)
 
 
 def with_encoder(architecture: Architecture, text: str, encoder: PictureEncoder) -> Architecture:

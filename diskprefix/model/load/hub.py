@@ -116,7 +116,7 @@ def repository_files(repo: str) -> tuple[str, dict[str, int]]:
 
 def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
     """Returns the `.gguf` files of each quant, all parts of it in their order. A file whose name does not end in a
-    quant, or is not the only one of that quant, goes by its own name. Projectors of media (`mmproj`) are no models."""
+    quant, or is not the only one of that quant, goes by its own name. Encoders of pictures (`mmproj`) are no models."""
     models = first_parts(name for name in names if is_gguf_model(name))
     matches = {first: QUANT.search(model_stem(Path(first))) for first in models}
     quants = {first: match[1].upper() for first, match in matches.items() if match}

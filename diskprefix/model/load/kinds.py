@@ -18,7 +18,7 @@ _EMBEDDING, LATER_TOKENS = "an embedding model", "a model whose tokens see later
 @dataclass(frozen=True)
 class ModelKind:
     """A kind of model that is served. `loader` is its auto class in transformers. `has_own_generate`: the model's class
-    replaces `generate`, so its use of media is unknown."""
+    replaces `generate`, so its use of pictures is unknown."""
 
     loader: Any
     is_multimodal: bool

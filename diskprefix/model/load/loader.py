@@ -33,9 +33,9 @@ from diskprefix.model.load.fit import (
 from diskprefix.model.load.gguf_file import file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
-from diskprefix.model.load.media import MediaProcessor
 from diskprefix.model.load.memory import available_bytes, available_ram_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named
+from diskprefix.model.load.picture_processor import PictureProcessor
 from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
 from diskprefix.native.library import choose, operators
@@ -63,13 +63,13 @@ _DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 class LoadedModel:
     """A decoder model in evaluation mode on its device.
 
-    `media` is None for a model of text alone. `name` is the name for clients. `timings` holds seconds by step: `source`
-    (with download), `imports`, `quantising`, `digest`, `tokenizer` (with the processor), `weights`.
+    `processor` is None for a model of text alone. `name` is the name for clients. `timings` holds seconds by step:
+    `source` (with download), `imports`, `quantising`, `digest`, `tokenizer` (with the processor), `weights`.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
-    media: MediaProcessor | None
+    processor: PictureProcessor | None
     name: str
     origin: Path
     """The folder or the `.gguf` file that the user has."""
@@ -193,7 +193,7 @@ def load_model(
             digest = source.digest()
         with clock("tokenizer"):
             tokenizer = read_tokenizer(source.path, template)
-            media = _load_media(source, tokenizer) if source.kind.is_multimodal else None
+            processor = _load_processor(source, tokenizer) if source.kind.is_multimodal else None
         with clock("weights"), _load_failures(source.path):
             if parameters is not None and begun is not None:
                 from diskprefix.model.quants.quantised import take_matrices
@@ -206,7 +206,7 @@ def load_model(
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        media=media,
+        processor=processor,
         name=settings.served_model_name or source.name,
         origin=source.path,
         weights_digest=digest,
@@ -371,18 +371,18 @@ def _pick_dtype(name: str, config: PreTrainedConfig | None, weights: str) -> tor
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _load_media(source: _ModelSource, tokenizer: PreTrainedTokenizerFast) -> MediaProcessor | None:
+def _load_processor(source: _ModelSource, tokenizer: PreTrainedTokenizerFast) -> PictureProcessor | None:
     kind, pictures = source.kind, None if source.gguf is None else source.gguf.pictures
     problem = "it generates in a way of its own, which diskprefix does not follow" if kind.has_own_generate else None
-    processor = None
+    make = None
     if pictures is not None:
         from diskprefix.model.gguf.file_processor import make_processor
 
-        processor = partial(make_processor, pictures, tokenizer)
-    media = hooks.open_media(source.path, source.config, problem, processor)
-    if media is not None and media.problem is not None:
-        log.warning("this model is served for text only: %s", media.problem)
-    return media
+        make = partial(make_processor, pictures, tokenizer)
+    processor = hooks.open_pictures(source.path, source.config, problem, make)
+    if processor is not None and processor.problem is not None:
+        log.warning("this model is served for text only: %s", processor.problem)
+    return processor
 
 
 def _finish(model: PreTrainedModel, source: _ModelSource) -> None:

@@ -28,6 +28,7 @@ from diskprefix.native.packing import pack, pack_file
 
 _PIECE_BYTES = 1 << 24
 """What is read of a file at a time."""
+_FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _TASK_BYTES = 1 << 26
 """What a thread packs before it waits for Python's lock again, which an import may hold for milliseconds."""
 
@@ -157,8 +158,14 @@ class FileMatrix:
         found = torch.empty(self.num_rows, self.shape[-1], dtype=torch.bfloat16)
         for first, last, parts in self.pieces():
             for part in parts:
-                weights = gguf.dequantize(part.content, part.tensor.type)[part.order]
-                found[first:last][part.places] = torch.from_numpy(weights).to(torch.bfloat16)
+                if (dtype := _FLOATING.get(part.tensor.kind)) is not None:
+                    weights = torch.from_numpy(part.content).view(dtype)
+                else:
+                    weights = torch.from_numpy(gguf.dequantize(part.content, part.tensor.type))
+                if self.order is None:
+                    found[first + part.places[0] : first + part.places[-1] + 1] = weights
+                else:
+                    found[first:last][part.places] = weights.to(torch.bfloat16)[part.order]
         return found.view(self.shape)
 
 

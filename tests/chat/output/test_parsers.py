@@ -53,8 +53,8 @@ def loaded(arguments: str) -> Any:
 
 # The formats in which models write calls whose files are read, by the architectures of their files.
 OF_FILES = {
-    "hermes": "qwen2 qwen3 qwen3moe qwen3next qwen3vl qwen3vlmoe granitehybrid exaone4 ernie4_5 ernie4_5-moe smollm3 "
-    "falcon-h1 llama",
+    "hermes": "qwen2 qwen2vl qwen3 qwen3moe qwen3next qwen3vl qwen3vlmoe granitehybrid exaone4 ernie4_5 ernie4_5-moe "
+    "smollm3 falcon-h1 llama",
     "qwen3-coder": "qwen35 qwen35moe qwen3moe qwen3next nemotron_h_moe mimo2",
     "llama-3": "llama llama4",
     "mistral": "llama mistral3 mistral4",

@@ -29,7 +29,7 @@ from tests.exactness.architectures import tiny_model
 from tests.extras.library import session_worker
 from tests.extras.library.session_worker import LENGTH, SEED
 from tests.runner import BLOCK, random_prompt, tiny_llama, tiny_settings
-from tests.server import media_models
+from tests.server import picture_models
 
 KINDS = ["llama", "gemma3", "qwen3_next", "falcon_h1", "mamba2"]
 """Dense, sliding, hybrid, both in one layer, and state-space."""
@@ -700,7 +700,7 @@ def test_the_folder_is_the_daemons(model: PreTrainedModel, tmp_path: Path, monke
         assert session.settings.kv_cache_dir == tmp_path / "kv"
 
 
-@pytest.mark.parametrize("write", [media_models.write_qwen2_5_vl, media_models.write_gemma3])
+@pytest.mark.parametrize("write", [picture_models.write_qwen2_5_vl, picture_models.write_gemma3])
 def test_text_of_a_multimodal_model_is_restored(write: Callable[[Path], Path], tmp_path: Path) -> None:
     """transformers' `generate` gives such models an input more, which is empty without images."""
     model = AutoModelForMultimodalLM.from_pretrained(write(tmp_path / "model")).eval()

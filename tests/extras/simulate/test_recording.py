@@ -27,7 +27,7 @@ from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
-from diskprefix.tokens import as_token_ids, common_prefix_length, media_ids
+from diskprefix.tokens import as_token_ids, common_prefix_length, picture_ids
 from tests.runner import BLOCK, random_prompt
 from tests.waiting import wait_for
 
@@ -184,7 +184,7 @@ def test_a_prompt_whose_line_is_missing_parts_from_nothing(record: Record) -> No
 def test_a_prompt_with_another_picture_parts_from_the_earlier_one_there(record: Record) -> None:
     before, behind = random_prompt(8, 21).tolist(), random_prompt(9, 30).tolist()
     first, same, other = record(
-        *([*before, *media_ids(name, 40).tolist(), *behind] for name in (b"one", b"one", b"other"))
+        *([*before, *picture_ids(name, 40).tolist(), *behind] for name in (b"one", b"one", b"other"))
     )
     assert first.hashes == same.hashes
     assert (other.parted_at, other.parted_from) == (21, first.hashes[-1])

@@ -188,5 +188,5 @@ def loaded(kv_limit: int) -> Any:
     )
     fit = SimpleNamespace(kv_limit=kv_limit, context=4096)
     return SimpleNamespace(
-        model=model, tokenizer=_TOKENIZER, media=None, name="hash", origin=Path("hash"), fit=fit, timings={}
+        model=model, tokenizer=_TOKENIZER, processor=None, name="hash", origin=Path("hash"), fit=fit, timings={}
     )

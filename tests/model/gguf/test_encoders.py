@@ -22,7 +22,7 @@ from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.model.load.test_gguf_models import BASE, EPSILON, RMS, rope
-from tests.server.media_models import image_bytes
+from tests.server.picture_models import image_bytes
 
 pytestmark = pytest.mark.usefixtures("cache")
 Values = dict[str, Any]
@@ -304,17 +304,17 @@ def loaded(file: Path, lines: list[str] | None = None, **settings: Any) -> Loade
 @torch.inference_mode()
 def logits_of(model: Any, found: LoadedModel) -> torch.Tensor:
     """The logits of a text with a picture, as the processor of `found` prepares it."""
-    assert found.media is not None
-    of_pictures = vars(found.media)["_processor"].image_processor
+    assert found.processor is not None
+    of_pictures = vars(found.processor)["_processor"].image_processor
     # Gemma 4 scales each picture to so many tokens.
     of_pictures.max_soft_tokens = 70
-    picture = found.media.read_image(image_bytes(size=(48, 40)), detail="auto", param="messages")
+    picture = found.processor.read_image(image_bytes(size=(48, 40)), detail="auto", param="messages")
     ids = found.tokenizer(f"hello {picture.text} hello", return_tensors="pt")["input_ids"]
-    assert int((ids == found.media.token_ids["image"]).sum()) == picture.num_tokens > 1
+    assert int((ids == found.processor.token_id).sum()) == picture.num_tokens > 1
     inputs = {
         name: one for name, one in picture.prepare().items() if name not in ("num_soft_tokens_per_image", "num_crops")
     }
-    marked = {"mm_token_type_ids": (ids == found.media.token_ids["image"]).long()}
+    marked = {"mm_token_type_ids": (ids == found.processor.token_id).long()}
     if model.config.model_type == "gemma3":
         marked = {"token_type_ids": marked["mm_token_type_ids"]}
     if model.config.model_type in ("idefics3", "mistral3"):
@@ -333,7 +333,7 @@ def test_a_model_of_two_files_has_the_parameters_and_logits_of_the_model(name: s
     assert state.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
     assert torch.equal(logits_of(found.model, found), logits_of(model, found))
-    assert vars(found.media)["_processor"].image_processor.image_mean == pytest.approx([0.5, 0.4, 0.3])
+    assert vars(found.processor)["_processor"].image_processor.image_mean == pytest.approx([0.5, 0.4, 0.3])
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +374,7 @@ def test_a_model_without_its_encoder_is_one_of_text_and_another_encoder_makes_an
     (tmp_path / "mmproj-F32.gguf").unlink()
     text = loaded(file)
     assert len({digest, other.weights_digest, text.weights_digest}) == 3
-    assert (text.media, type(text.model).__name__) == (None, "LlamaForCausalLM")
+    assert (text.processor, type(text.model).__name__) == (None, "LlamaForCausalLM")
 
 
 def test_of_several_encoders_the_one_named_like_the_model_is_taken_then_the_best_form() -> None:
@@ -409,7 +409,7 @@ def test_an_encoder_of_another_model_is_left_out_with_the_reason(
 ) -> None:
     file, lines = write_model(tmp_path, *smol), list[str]()
     write_encoder(tmp_path / "mmproj-F32.gguf", smol[0], encoder_tensors(*smol), **values)
-    assert loaded(file, lines).media is None
+    assert loaded(file, lines).processor is None
     assert f"mmproj-F32.gguf is not used: {reason}" in lines
 
 

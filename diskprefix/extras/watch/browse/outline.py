@@ -46,7 +46,7 @@ class FoldedTree:
     `listed_bytes`: the size of its saved prompts, uncompressed and each stored alone. `raw_bytes`: the size of its
     nodes, uncompressed and each stored once. `stored_bytes`: their size in the file. So sharing saves
     `listed_bytes - raw_bytes`, and compression saves `raw_bytes - stored_bytes`. `checkpoint_bytes` are the part of
-    `stored_bytes` that checkpoints take. `media`: it holds what an encoder made of so many pictures and sounds, and no
+    `stored_bytes` that checkpoints take. `images`: it holds what an encoder made of so many pictures, and no
     prompts; then `nodes` are left out.
     """
 
@@ -60,7 +60,7 @@ class FoldedTree:
     raw_bytes: int = 0
     stored_bytes: int = 0
     checkpoint_bytes: int = 0
-    media: int = 0
+    images: int = 0
     nodes: list[Trunk] = field(default_factory=list)
 
 
@@ -99,8 +99,8 @@ def outline(
             tree = FoldedTree(root=root.hex(), model=record.model, tenant=record.tenant)
             tree.nodes = _Folder(snapshot, prefixes, frozenset(map(bytes.fromhex, known)), tree).below(root)
             ended = [id_ for trunk in tree.nodes for id_ in trunk.entries]
-            if record.is_media:
-                tree.media, tree.nodes = sum(trunk.parent is None for trunk in tree.nodes), []
+            if record.has_pictures:
+                tree.images, tree.nodes = sum(trunk.parent is None for trunk in tree.nodes), []
             tree.num_entries, tree.listed_bytes = len(ended), sum(known[id_].raw_bytes for id_ in ended)
             trees.append(tree)
     return Outline(trees=sorted(trees, key=lambda one: (-one.stored_bytes, one.root)), entries=known)

@@ -20,7 +20,7 @@ from diskprefix.store.savings import savings_of
 from diskprefix.store.schema import NodeRecord, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
-from diskprefix.tokens import TokenIds, media_ids
+from diskprefix.tokens import TokenIds, picture_ids
 from diskprefix.units import ago, format_size
 
 _LABEL = 12
@@ -55,8 +55,8 @@ def entry_details(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryI
 
     * `reason`, the policy's reason for the boundary, and `text`, None if its tokenizer is not there any more,
     * `hit_times` of the last hits that are remembered, in seconds since the epoch, oldest first,
-    * `media`, the pictures and sounds, each with its `position`, its `num_tokens` and, while its encoder's output is
-      stored, `what` it was and its `digest`,
+    * `images`, each with its `position`, its `num_tokens` and, while its encoder's output is stored, its `size` and its
+      `digest`,
     * `blocks`, its blocks, tails and checkpoints in order, each with the number of `entries` that share it,
     * `shared_with`, the other saved prompts with common blocks, that which shares most tokens first.
 
@@ -75,7 +75,7 @@ def entry_details(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryI
         "shared_with": _shared_with(path, others),
         "blocks": [_block(snapshot, step, node, 1 + users[step]) for step, node in path.items()],
         "text": _decoded(root.tokenizer if root else "", token_ids),
-        "media": list(_media(snapshot, root, token_ids)) if root else [],
+        "images": list(_pictures(snapshot, root, token_ids)) if root else [],
     }
 
 
@@ -123,21 +123,21 @@ def _decoded(folder: str, token_ids: TokenIds) -> str | None:
 
 
 def _runs(token_ids: TokenIds) -> Iterator[tuple[int, TokenIds]]:
-    """Returns the runs of tokens of text and of media, with their positions."""
+    """Returns the runs of tokens of text and of pictures, with their positions."""
     cuts = (np.flatnonzero(np.diff(token_ids < 0)) + 1).tolist()
     return zip([0, *cuts], np.split(token_ids, cuts), strict=True)
 
 
-def _media(snapshot: Snapshot, root: RootRecord, token_ids: TokenIds) -> Iterator[dict[str, Any]]:
+def _pictures(snapshot: Snapshot, root: RootRecord, token_ids: TokenIds) -> Iterator[dict[str, Any]]:
     whose = root.model, root.tenant
-    roots = {name for name, one in snapshot.roots() if one.is_media and (one.model, one.tenant) == whose}
+    roots = {name for name, one in snapshot.roots() if one.has_pictures and (one.model, one.tenant) == whose}
     known: dict[int, dict[str, str]] = {}
     for note in snapshot.notes():
-        if note.root in roots and note.kind == NoteKind.MEDIUM:
+        if note.root in roots and note.kind == NoteKind.PICTURE:
             with suppress(StoreCorrupt):
                 content = decode_note(note.key, snapshot.record("notes", note.key) or b"")[1]
-                what, _, digest = content.decode().rpartition(" ")
-                known[int(media_ids(bytes.fromhex(digest), 1)[0])] = {"what": what, "digest": digest}
+                size, _, digest = content.decode().rpartition(" ")
+                known[int(picture_ids(bytes.fromhex(digest), 1)[0])] = {"size": size, "digest": digest}
     for position, ids in _runs(token_ids):
         if ids[0] < 0:
             yield {"position": position, "num_tokens": len(ids)} | known.get(int(ids[0]), {})
@@ -153,9 +153,9 @@ def _lines(info: EntryInfo, details: Mapping[str, Any]) -> Iterator[tuple[str, s
     yield "shared", format_size(info.shared_bytes)
     yield "checkpoints", _checkpoints_text(info)
     yield "blocks", f"{len(blocks)}, {sum(one['entries'] > 1 for one in blocks)} of them in other prompts too"
-    for one in details["media"]:
-        what = f"{one['what']}, digest {one['digest']}" if "what" in one else "an image or a sound"
-        yield "media", f"{one['num_tokens']:,} tokens at {one['position']:,}: {what}"
+    for one in details["images"]:
+        known = f": {one['size']}, digest {one['digest']}" if "size" in one else ""
+        yield "image", f"{one['num_tokens']:,} tokens at {one['position']:,}{known}"
     yield "hits", f"{info.hits:,}"
     yield "created", ago(info.created_at)
     yield "last used", ago(info.last_used_at)

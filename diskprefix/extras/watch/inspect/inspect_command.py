@@ -114,9 +114,9 @@ def _show_entries(
     snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[bytes], folder: Path, *, as_json: bool
 ) -> None:
     trees = outline(snapshot, entries, roots).trees
-    names = ("blocks", "checkpoints", "checkpoint_bytes", "media")
+    names = ("blocks", "checkpoints", "checkpoint_bytes", "images")
     counts = {name: sum(getattr(tree, name) for tree in trees) for name in names}
-    counts["media_bytes"] = sum(tree.stored_bytes for tree in trees if tree.media)
+    counts["image_bytes"] = sum(tree.stored_bytes for tree in trees if tree.images)
     if as_json:
         print_json({"entries": [asdict(info) for info in entries]} | counts)
         return
@@ -127,8 +127,8 @@ def _show_entries(
     if counts["checkpoints"]:
         size = format_size(counts["checkpoint_bytes"])
         totals.append(f"{counted(counts['checkpoints'], 'checkpoint')} ({size})")
-    if counts["media"]:
-        totals.append(f"images and sounds, encoded: {counts['media']:,} ({format_size(counts['media_bytes'])})")
+    if counts["images"]:
+        totals.append(f"images, encoded: {counts['images']:,} ({format_size(counts['image_bytes'])})")
     click.echo(f"{', '.join(totals)}, {format_size(snapshot.used_bytes())}{whose} in {folder}")
 
 

@@ -64,7 +64,7 @@ def figures(found: Outline, savings: Mapping[bytes, Savings], now: float) -> lis
     for tree in found.trees:
         used = savings.get(bytes.fromhex(tree.root))
         total, today = (used.total, used.today(now)) if used else (Tally(), Tally())
-        names = ("root", "model", "tenant", "blocks", "checkpoints", "media")
+        names = ("root", "model", "tenant", "blocks", "checkpoints", "images")
         sizes = ("listed_bytes", "raw_bytes", "stored_bytes", "checkpoint_bytes")
         row = {name: getattr(tree, name) for name in (*names, *sizes)} | {
             "entries": tree.num_entries,
@@ -82,9 +82,9 @@ def figures(found: Outline, savings: Mapping[bytes, Savings], now: float) -> lis
 def _lines(row: dict[str, Any]) -> Iterator[str]:
     whose = f", tenant {short_tenant(row['tenant'])}" if row["tenant"] else ""
     yield f"{printable_only(row['model'])}{whose}"
-    if row["media"]:
+    if row["images"]:
         blocks = counted(row["blocks"], "block")
-        yield f"  images and sounds, encoded: {row['media']:,}, {blocks} in {format_size(row['stored_bytes'])}"
+        yield f"  images, encoded: {row['images']:,}, {blocks} in {format_size(row['stored_bytes'])}"
         return
     sharing, compression = (format_size(row[name]) for name in ("shared_bytes", "compressed_bytes"))
     prompts, blocks = counted(row["entries"], "prompt"), counted(row["blocks"], "block")

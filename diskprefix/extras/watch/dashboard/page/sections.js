@@ -167,10 +167,10 @@ function endedRow(one, now) {
   const cache = one.prefix_cache, restored = cache.restored;
   const why = restored ? `${percent(restored, one.prompt_tokens)} from ${cache.source}` : words(cache.miss_reason);
   const label = `${count(restored)} of ${plural(one.prompt_tokens, "prompt token")} restored`;
-  const { media_tokens, media_encoded, encode_ms } = one.timings;
-  const encoded = media_encoded ? `, ${count(media_encoded)} encoded in ${seconds(encode_ms / 1000)}` : "";
-  const media = media_tokens ? [make("div", { class: "under" }, `${count(media_tokens)} of pictures or sounds${encoded}`)] : [];
-  return make("tr", {}, when, cell("prompt", {}, plural(one.prompt_tokens, "token"), ...media),
+  const { image_tokens, images_encoded, encode_ms } = one.timings;
+  const encoded = images_encoded ? `, ${count(images_encoded)} encoded in ${seconds(encode_ms / 1000)}` : "";
+  const images = image_tokens ? [make("div", { class: "under" }, `${count(image_tokens)} of images${encoded}`)] : [];
+  return make("tr", {}, when, cell("prompt", {}, plural(one.prompt_tokens, "token"), ...images),
     cell("restored", {}, make("div", { class: "beside" }, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why))),
     cell("kept", {}, `${count(cache.boundary)} `, make("span", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
     cell("first token", {}, seconds(one.timings.ttft_ms / 1000)),

@@ -5,13 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-import struct
-import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
 
@@ -38,7 +34,7 @@ TEXT_OR_PARTS = """\
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {% if message.content is string %}{{ message.content }}{% else %}
 {%- for part in message.content %}
-{%- if part.type == 'image' %}IMAGE{% elif part.type == 'audio' %}AUDIO{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -146,33 +142,6 @@ def write_gemma3(folder: Path) -> Path:
     images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
     processor = Gemma3Processor(images, tokenizer, image_seq_length=4)
     return _save(folder, model, processor)
-
-
-def write_qwen2_audio(folder: Path) -> Path:
-    """Qwen2-Audio: takes sounds, and no images."""
-    import torch
-    from transformers import (
-        Qwen2AudioConfig,
-        Qwen2AudioEncoderConfig,
-        Qwen2AudioForConditionalGeneration,
-        Qwen2AudioProcessor,
-        Qwen2Config,
-        WhisperFeatureExtractor,
-    )
-
-    special = {"audio_token": "<|AUDIO|>", "audio_bos_token": "<|audio_bos|>", "audio_eos_token": "<|audio_eos|>"}
-    template = TEXT_OR_PARTS.replace("AUDIO", "<|audio_bos|><|AUDIO|><|audio_eos|>")
-    tokenizer = _tokenizer(folder, template, **special)
-    config = Qwen2AudioConfig(
-        audio_config=Qwen2AudioEncoderConfig(
-            d_model=32, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64, num_mel_bins=16
-        ),
-        text_config=Qwen2Config(**_TEXT),
-        audio_token_index=tokenizer.audio_token_id,
-    )
-    torch.manual_seed(4)
-    processor = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16), tokenizer)
-    return _save(folder, Qwen2AudioForConditionalGeneration(config), processor)
 
 
 def write_qwen3_vl(folder: Path) -> Path:
@@ -380,42 +349,11 @@ def image_bytes(
     return file.getvalue()
 
 
-def wav_bytes(
-    *,
-    seconds: float = 0.5,
-    rate: int = 16000,
-    hertz: float = 440.0,
-    width: int = 2,
-    channels: int = 1,
-    is_extensible: bool = False,
-) -> bytes:
-    """A sine at half of the loudest, as a WAV file; extensible: with the longer header of newer programs."""
-    tone = np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate) / 2
-    steps = np.round(tone * (2 ** (8 * width - 1) - 1)).astype(np.int64) + (128 if width == 1 else 0)
-    frames = np.repeat(steps, channels).astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
-    file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(channels)
-        sound.setsampwidth(width)
-        sound.setframerate(rate)
-        sound.writeframes(frames)
-    content = file.getvalue()
-    if not is_extensible:
-        return content
-    pcm = bytes.fromhex("0100000000001000800000aa00389b71")
-    longer = struct.pack("<IH", 40, 0xFFFE) + content[22:36] + struct.pack("<HHI", 22, 8 * width, 0) + pcm
-    return b"RIFF" + struct.pack("<I", len(content) + 16) + b"WAVEfmt " + longer + content[36:]
-
-
 def image_part(content: bytes, kind: str = "png") -> dict[str, Any]:
     return {
         "type": "image_url",
         "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(content).decode()}"},
     }
-
-
-def audio_part(content: bytes) -> dict[str, Any]:
-    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(content).decode(), "format": "wav"}}
 
 
 def text_part(text: str) -> dict[str, Any]:

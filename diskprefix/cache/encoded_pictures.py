@@ -1,4 +1,4 @@
-"""The encoder's outputs for pictures and sounds, in the store. Each is computed once for all prompts that hold it."""
+"""The encoder's outputs for pictures, in the store. Each is computed once for all prompts that hold it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
-from diskprefix.nouns import CacheOptions, Medium, Tenant
+from diskprefix.nouns import CacheOptions, Picture, Tenant
 from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
-from diskprefix.store.schema import ENCODED_MEDIA, RootRecord
+from diskprefix.store.schema import ENCODED_PICTURES, RootRecord
 from diskprefix.store.store import Chain, Publication
-from diskprefix.tokens import media_ids, root_hash
+from diskprefix.tokens import picture_ids, root_hash
 
 log = logging.getLogger("diskprefix")
 
@@ -27,16 +27,16 @@ _BATCH_BYTES = 16 << 20
 """The bytes that are written in one transaction, at least one block."""
 
 
-class EncodedMedia:
+class EncodedPictures:
     """Loads and saves the encoder's outputs of one model, as blocks of the ids of their tokens.
 
     The blocks of each tenant are under a root of their own, and continue each other as those of a prompt do. So they
     count in the budget, are evicted from their end on, expire, and are purged as all blocks. What goes wrong is logged
-    and counted, never raised: a medium that is not found is encoded again.
+    and counted, never raised: a picture that is not found is encoded again.
     """
 
     def __init__(self, cache: PrefixCache, levels: int, hidden: int, dtype: torch.dtype) -> None:
-        """An output has the shape [levels, tokens of the medium, hidden] and this dtype."""
+        """An output has the shape [levels, tokens of the picture, hidden] and this dtype."""
         self._cache, self._shape, self._dtype = cache, (levels, hidden), dtype
         group = LayoutGroup(levels, hidden, str(dtype).removeprefix("torch."), ("rows",))
         self._text = LayoutText(LAYOUT_VERSION, (group,), (0, "float32")).text()
@@ -44,51 +44,51 @@ class EncodedMedia:
         self._copied: dict[tuple[Tenant, bytes], torch.Tensor] = {}
         """Outputs that are being copied for the writer."""
 
-    def load(self, medium: Medium, options: CacheOptions) -> torch.Tensor | None:
-        """Returns the output for a medium; None if it is not stored whole, or the request's scope is off.
+    def load(self, picture: Picture, options: CacheOptions) -> torch.Tensor | None:
+        """Returns the output for a picture; None if it is not stored whole, or the request's scope is off.
         A damaged block is removed. Waits for the disk. For any thread."""
         if options.scope.kind == "off":
             return None
-        if (copied := self._copied.get((options.tenant, medium.name))) is not None:
+        if (copied := self._copied.get((options.tenant, picture.name))) is not None:
             return copied
         levels, hidden = self._shape
         try:
-            rows = torch.empty((levels, medium.num_tokens, hidden), dtype=self._dtype)
-            _, nodes = self._root_of(medium, options.tenant)
+            rows = torch.empty((levels, picture.num_tokens, hidden), dtype=self._dtype)
+            _, nodes = self._root_of(picture, options.tenant)
             path = _path(nodes)
             with open_views(self._cache.tiers) as views:
                 if not all(self._read(views, nodes, node, rows) for node in path):
                     return None
         except CacheError as error:
             self._cache.count("errors")
-            log.warning("[disk-cache] a medium is encoded again: %s", error)
+            log.warning("[disk-cache] a picture is encoded again: %s", error)
             return None
         self._cache.writer.touch(path[-1].name, self._cache.store.clock(), options.ttl_s)
         return rows
 
-    def save(self, medium: Medium, rows: torch.Tensor, options: CacheOptions, encode_s: float = 0.0) -> None:
+    def save(self, picture: Picture, rows: torch.Tensor, options: CacheOptions, encode_s: float = 0.0) -> None:
         """Has a copy of an output written, unless the request saves nothing, or only the beginning of its prompt.
         `encode_s` is how long computing it took. For the engine's thread; the copy is made on another one."""
         cache, num_bytes = self._cache, rows.nbytes
         spending = cache.spending(options.tenant)
         if not options.save or options.scope.most is not None or cache.store.problem is not None:
             return
-        if spending is not None and not spending.allows_medium(num_bytes, is_asked=options.is_asked):
+        if spending is not None and not spending.allows_picture(num_bytes, is_asked=options.is_asked):
             cache.count("unaffordable")
         elif cache.writer.reserve(num_bytes):
             cache.spend(options.tenant, num_bytes)
-            self._copied[options.tenant, medium.name] = rows
-            cache.run_aside(partial(self._submit, medium, rows, options, encode_s))
+            self._copied[options.tenant, picture.name] = rows
+            cache.run_aside(partial(self._submit, picture, rows, options, encode_s))
         else:
             cache.count("refused")
-            log.warning("[disk-cache] a medium is not saved: the write buffer has no room for it")
+            log.warning("[disk-cache] a picture is not saved: the write buffer has no room for it")
 
-    def _submit(self, medium: Medium, rows: torch.Tensor, options: CacheOptions, encode_s: float) -> None:
+    def _submit(self, picture: Picture, rows: torch.Tensor, options: CacheOptions, encode_s: float) -> None:
         """Submits copies of the rows, whose bytes are reserved, to the writer."""
         cache, left = self._cache, rows.nbytes
         try:
-            (record, nodes), chain = self._root_of(medium, options.tenant), Chain()
-            token_s, token_bytes = encode_s / medium.num_tokens, rows.nbytes // medium.num_tokens
+            (record, nodes), chain = self._root_of(picture, options.tenant), Chain()
+            token_s, token_bytes = encode_s / picture.num_tokens, rows.nbytes // picture.num_tokens
             at_once = max(1, _BATCH_BYTES // (nodes.block_size * token_bytes))
             for some in batches(_path(nodes), at_once):
                 publication = Publication(
@@ -100,19 +100,19 @@ class EncodedMedia:
                 )
                 cache.writer.submit(publication, reserved_bytes=publication.payload_bytes)
                 left -= publication.payload_bytes
-            told = f"{medium.kind} {medium.size} {medium.name.hex()}".encode()
+            told = f"{picture.size} {picture.name.hex()}".encode()
             notes = cache.notes_of(nodes.root, record, options.ttl_s)
-            notes.put(NoteKind.MEDIUM, medium.name.hex(), told, nodes.token_ids)
+            notes.put(NoteKind.PICTURE, picture.name.hex(), told, nodes.token_ids)
         finally:
             cache.writer.release(left)
-            del self._copied[options.tenant, medium.name]
+            del self._copied[options.tenant, picture.name]
 
-    def _root_of(self, medium: Medium, tenant: Tenant) -> tuple[RootRecord, PromptNodes]:
-        """Returns the record of a tenant's root of media, which differs from that of its prompts in the payloads, and
-        the nodes of a medium there."""
+    def _root_of(self, picture: Picture, tenant: Tenant) -> tuple[RootRecord, PromptNodes]:
+        """Returns the record of a tenant's root of pictures, which differs from that of its prompts in the payloads,
+        and the nodes of a picture there."""
         record = self._cache.root_record(tenant)
-        record = replace(record, layout=self._text, identity=f"{ENCODED_MEDIA}{self._text} {record.identity}")
-        ids, root = media_ids(medium.name, medium.num_tokens), root_hash(record.identity)
+        record = replace(record, layout=self._text, identity=f"{ENCODED_PICTURES}{self._text} {record.identity}")
+        ids, root = picture_ids(picture.name, picture.num_tokens), root_hash(record.identity)
         return record, PromptNodes(self._cache.store.secret, root, ids, record.block_size, self._layout)
 
     def _read(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: torch.Tensor) -> bool:
@@ -149,6 +149,6 @@ class EncodedMedia:
 
 
 def _path(nodes: PromptNodes) -> list[Node]:
-    """Returns the blocks of a medium: full ones, and one of the tokens behind them."""
+    """Returns the blocks of a picture: full ones, and one of the tokens behind them."""
     num_tokens = len(nodes.token_ids)
     return [*nodes.blocks, *([nodes.partial_block(num_tokens)] if num_tokens % nodes.block_size else [])]

@@ -1,4 +1,4 @@
-"""Pictures and sounds in a prompt: the tokens of the processor's text, with the names of the media in them."""
+"""Pictures in a prompt: the tokens of the processor's text, with the names of the pictures in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tokenizers import AddedToken
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.known_parts import OwnedParts
 from diskprefix.chat.messages import (
-    AudioPart,
     CacheMark,
     ContentPart,
     Conversation,
@@ -31,16 +30,16 @@ from diskprefix.chat.messages import (
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.compression.compression import fit
-from diskprefix.nouns import MediaKind, Medium, Prompt
-from diskprefix.tokens import media_ids
+from diskprefix.nouns import Picture, Prompt
+from diskprefix.tokens import picture_ids
 from tests.chat.rendering import rendered
 from tests.chat.turns import Model
 from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
 
 PARTS = """{%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content -%}
-{%- if part.type == 'image' %}IMAGE{% elif part.type == 'audio' %}<|audio|>{% else %}{{ part.text }}{% endif %}
+{%- if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}"""
-SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|audio|>", "<start>", "<soft>", "<end>")
+SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<start>", "<soft>", "<end>")
 NEWLINES = [AddedToken("\n" * n, special=False, normalized=False) for n in (2, 3, 4)]
 """As Gemma has them."""
 
@@ -58,38 +57,25 @@ class Processor:
     scale: int = 1
     num_missing: int = 0
     problem: str | None = None
-    kinds: frozenset[MediaKind] = frozenset({"image", "audio"})
     seen: list[tuple[str, str, int]] = field(default_factory=list)
 
     @property
     def placeholders(self) -> frozenset[str]:
-        return frozenset({self.mark, self.placeholder, "<|audio|>"})
+        return frozenset({self.mark, self.placeholder})
 
     @property
     def mark(self) -> str:
         return self.written.removeprefix("<|vision_start|>").removesuffix("<|vision_end|>")
 
     @property
-    def marks(self) -> dict[MediaKind, str]:
-        return {"image": self.mark, "audio": "<|audio|>"}
+    def token_id(self) -> int:
+        return int(self.tokenizer.convert_tokens_to_ids(self.placeholder))
 
-    @property
-    def token_ids(self) -> dict[MediaKind, int]:
-        image, audio = self.tokenizer.convert_tokens_to_ids([self.placeholder, "<|audio|>"])
-        return {"image": image, "audio": audio}
-
-    def read_image(self, content: bytes, *, detail: str, param: str, beside: Sequence[Medium] = ()) -> Medium:
+    def read_image(self, content: bytes, *, detail: str, param: str, beside: Sequence[Picture] = ()) -> Picture:
         self.seen.append((param, detail, len(beside)))
         text = self.before + self.placeholder * (content[0] * self.scale - self.num_missing) + self.after
-        return self._medium("image", content, text, param)
-
-    def read_audio(self, content: bytes, *, param: str, beside: Sequence[Medium] = ()) -> Medium:
-        self.seen.append((param, "", len(beside)))
-        return self._medium("audio", content, "<|audio|>" * content[0], param)
-
-    def _medium(self, kind: MediaKind, content: bytes, text: str, param: str) -> Medium:
         name = hashlib.sha256(content).digest()[:16]
-        return Medium(kind, name, text, content[0] * self.scale, {}, f"{content[0]}x1", len(content), param, dict)
+        return Picture(name, text, content[0] * self.scale, {}, f"{content[0]}x1", len(content), param, dict)
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +99,10 @@ def processor(request: pytest.FixtureRequest, folder: Path) -> Processor:
     return made
 
 
-def renderer_of(processor: Processor, **options: Any) -> PromptRenderer:
+def renderer_of(processor: Processor, /, **options: Any) -> PromptRenderer:
     tokenizer = processor.tokenizer
-    media = options.pop("media", processor)
-    options = {"vocab_size": len(tokenizer), "max_positions": 1 << 17} | options
-    return PromptRenderer(tokenizer, media=media, **options)
+    given: dict[str, Any] = {"processor": processor, "vocab_size": len(tokenizer), "max_positions": 1 << 17} | options
+    return PromptRenderer(tokenizer, **given)
 
 
 @pytest.fixture
@@ -128,10 +113,6 @@ def renderer(processor: Processor) -> PromptRenderer:
 def picture(num_tokens: int, color: bytes = b"red") -> ImagePart:
     content = base64.b64encode(bytes([num_tokens]) + color).decode()
     return ImagePart(f"data:image/png;base64,{content}", "image", "image.url")
-
-
-def sound(num_tokens: int) -> AudioPart:
-    return AudioPart(base64.b64encode(bytes([num_tokens])).decode(), "sound", "sound.data")
 
 
 def said(role: Any, *parts: ContentPart | str, **fields: Any) -> Message:
@@ -145,7 +126,7 @@ def talk(*messages: Message, **fields: Any) -> Conversation:
 
 MIXED = talk(
     said("system", "Be careful."),
-    said("user", "\nWhat is this?\n", picture(5), "\n", picture(3, b"blue"), sound(2), "\n\nAnd this? ", picture(1)),
+    said("user", "\nWhat is this?\n", picture(5), "\n", picture(3, b"blue"), "\n\nAnd this? ", picture(1)),
     said("assistant", "A river."),
     said("tool", "Seen:", picture(4, b"green"), tool_call_id="1"),
 )
@@ -155,28 +136,24 @@ def whole(processor: Processor, prompt: Prompt) -> str:
     """Returns the text that the processor would make of the prompt's."""
     assert prompt.source is not None
     text, begin = [], 0
-    for medium in prompt.media:
-        at = prompt.source.text.index(processor.marks[medium.kind], begin)
-        text += [prompt.source.text[begin:at], medium.text]
-        begin = at + len(processor.marks[medium.kind])
+    for picture in prompt.pictures:
+        at = prompt.source.text.index(processor.mark, begin)
+        text += [prompt.source.text[begin:at], picture.text]
+        begin = at + len(processor.mark)
     return "".join(text) + prompt.source.text[begin:]
 
 
 def rows_of(prompt: Prompt) -> list[int]:
-    return [int(id_) for medium in prompt.media for id_ in media_ids(medium.name, medium.num_tokens)]
+    return [int(id_) for picture in prompt.pictures for id_ in picture_ids(picture.name, picture.num_tokens)]
 
 
-def test_the_tokens_are_those_of_the_processors_text_with_the_names_of_the_media(
+def test_the_tokens_are_those_of_the_processors_text_with_the_names_of_the_pictures(
     processor: Processor, renderer: PromptRenderer
 ) -> None:
     prompt = rendered(renderer, MIXED)
-    assert [f"{medium.kind} {medium.size}" for medium in prompt.media] == [
-        "image 5x1", "image 3x1", "audio 2x1", "image 1x1", "image 4x1",
-    ]  # fmt: skip
+    assert [picture.size for picture in prompt.pictures] == ["5x1", "3x1", "1x1", "4x1"]
     assert prompt.token_ids[prompt.token_ids < 0].tolist() == rows_of(prompt)
-    placeholders = [id_ for m in prompt.media for id_ in [processor.token_ids[m.kind]] * m.num_tokens]
-    token_ids = prompt.token_ids.copy()
-    token_ids[token_ids < 0] = placeholders
+    token_ids = np.where(prompt.token_ids < 0, processor.token_id, prompt.token_ids)
     expected = processor.tokenizer(whole(processor, prompt), return_offsets_mapping=True)
     assert token_ids.tolist() == expected["input_ids"]
     assert processor.seen[-1] == ("image.url", "auto", 3)
@@ -189,7 +166,7 @@ def test_a_token_knows_its_place_in_the_text_of_the_template(processor: Processo
     assert (np.diff(starts) >= 0).all()
     for token_id, start in zip(prompt.token_ids.tolist(), starts.tolist(), strict=True):
         shown = processor.tokenizer.decode([max(token_id, 0)])
-        is_inside = any(text.startswith(mark, start) for mark in processor.marks.values())
+        is_inside = text.startswith(processor.mark, start)
         # Line breaks may be one token with those of the picture's text.
         assert is_inside if token_id < 0 else is_inside or shown.isspace() or text.startswith(shown, start)
 
@@ -234,11 +211,11 @@ def test_a_reply_about_a_picture_stands_in_the_next_prompt_as_it_was_sampled(
     question = said("user", picture(5), "What is it?")
     model.asked(talk(question))
     sampled = model.reply("A  river, or a lake. ")
-    placeholder = processor.token_ids["image"]
+    placeholder = processor.token_id
     answer, following = said("assistant", sampled.content.strip()), said("user", "And this?", picture(5, b"blue"))
     prompt = model.asked(talk(question, answer, following))
     assert prompt.replayed == 1
-    assert len(prompt.media) == 2
+    assert len(prompt.pictures) == 2
     changed = said("user", picture(5, b"blue"), "What is it?")
     assert model.asked(talk(changed, answer, following)).replayed == 0
     # A placeholder that the model sampled is a token as any other.
@@ -274,7 +251,7 @@ def test_a_picture_in_a_result_that_the_template_does_not_write_is_given_to_the_
         assert prompt.source is not None
         assert prompt.source.text.count(written) == 2
         assert prompt.source.text.rpartition(written)[2].startswith(behind)
-        assert [medium.size for medium in prompt.media] == ["1x1", "2x1"] * 2
+        assert [picture.size for picture in prompt.pictures] == ["1x1", "2x1"] * 2
         assert len(prompt.marks) == (4 if template == usual else 6)
 
 
@@ -287,12 +264,13 @@ def test_what_does_not_agree_is_refused_with_its_reason(processor: Processor) ->
     mark = processor.mark
     assert "messages: " + mark in problem(said("assistant", tool_calls=[ToolCall("1", "f", {"x": mark})]))
     assert f"user.text: {mark} stands for" in problem(said("user", f"an {mark}"))
-    assert "image: this model takes text only" in problem(media=None)
+    assert "image: this model takes text only" in problem(processor=None)
     assert "no videos" in problem(said("user", OtherPart("video_url", "video")))
+    assert problem(said("user", OtherPart("audio", "x"))) == "x: this model takes text and images, no audio (got audio)"
     processor.num_missing = 1
     assert "the prompt has 4 tokens for its images, which take 5" in problem()
     processor.tokenizer.chat_template = CHAT_TEMPLATE.replace("{{ message.content }}", "")
-    assert "leaves images and sounds out" in problem()
+    assert "leaves images out" in problem()
 
 
 def test_a_part_that_is_marked_ends_before_the_next(processor: Processor, renderer: PromptRenderer) -> None:
@@ -309,7 +287,7 @@ def test_a_part_that_is_marked_ends_before_the_next(processor: Processor, render
 
 def test_people_read_how_large_a_picture_is(processor: Processor, renderer: PromptRenderer) -> None:
     prompt = rendered(renderer, MIXED)
-    assert prompt.text == "Be careful. … What is this? [image 5x1] [image 3x1] [audio 2x1] And this? [image 1x1]"
+    assert prompt.text == "Be careful. … What is this? [image 5x1] [image 3x1] And this? [image 1x1]"
     assert renderer.end_of(replace(prompt, token_ids=prompt.token_ids[prompt.token_ids < 0])) == ""
     assert processor.mark not in renderer.text_of(MIXED)
 

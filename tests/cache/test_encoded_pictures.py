@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache.encoded import EncodedMedia
+from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
-from diskprefix.nouns import CacheOptions, Medium, Prompt, Scope, Tenant
+from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope, Tenant
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.purge import PurgeFilter
 from diskprefix.store.verify import verify_index, verify_payloads
-from diskprefix.tokens import media_ids
+from diskprefix.tokens import picture_ids
 from tests.cache.opening import AUTO, FULL, OFF, Opened, is_sound
 from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, same
 from tests.store.building import damage
@@ -26,28 +26,28 @@ LEVELS, HIDDEN = 3, 512
 ALICE = replace(AUTO, tenant=Tenant().with_salt("alice"))
 
 
-def medium(name: int = 1, num_tokens: int = 2 * BLOCK + 5) -> Medium:
-    return Medium("image", bytes([name] * 16), "<image>", num_tokens, {}, "640x480", 1000, "messages[0]", dict)
+def picture(name: int = 1, num_tokens: int = 2 * BLOCK + 5) -> Picture:
+    return Picture(bytes([name] * 16), "<image>", num_tokens, {}, "640x480", 1000, "messages[0]", dict)
 
 
-def rows_of(one: Medium) -> torch.Tensor:
+def rows_of(one: Picture) -> torch.Tensor:
     torch.manual_seed(one.name[0])
     return torch.randn(LEVELS, one.num_tokens, HIDDEN).to(torch.bfloat16)
 
 
-def media(runner: Runner) -> EncodedMedia:
-    return EncodedMedia(runner.cache, LEVELS, HIDDEN, torch.bfloat16)
+def pictures(runner: Runner) -> EncodedPictures:
+    return EncodedPictures(runner.cache, LEVELS, HIDDEN, torch.bfloat16)
 
 
-def save(runner: Runner, one: Medium, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
-    media(runner).save(one, rows_of(one), options, encode_s=2.0)
+def save(runner: Runner, one: Picture, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
+    pictures(runner).save(one, rows_of(one), options, encode_s=2.0)
     runner.cache.settle()
     if is_flushed:
         runner.flush()
 
 
-def finds(runner: Runner, one: Medium, options: CacheOptions = AUTO) -> bool:
-    found = media(runner).load(one, options)
+def finds(runner: Runner, one: Picture, options: CacheOptions = AUTO) -> bool:
+    found = pictures(runner).load(one, options)
     assert found is None or torch.equal(found, rows_of(one))
     return found is not None
 
@@ -61,7 +61,7 @@ def runner(opened: Opened) -> Iterator[Runner]:
 
 @pytest.mark.parametrize("num_tokens", [1, BLOCK, 2 * BLOCK, 2 * BLOCK + 5])
 def test_an_output_is_found_in_memory_on_the_disk_and_after_a_restart(runner: Runner, num_tokens: int) -> None:
-    one = medium(num_tokens=num_tokens)
+    one = picture(num_tokens=num_tokens)
     assert not finds(runner, one)
     save(runner, one, is_flushed=False)
     assert finds(runner, one)
@@ -69,7 +69,7 @@ def test_an_output_is_found_in_memory_on_the_disk_and_after_a_restart(runner: Ru
     assert finds(runner, one)
     runner.reopen()
     assert finds(runner, one)
-    assert not finds(runner, medium(2, num_tokens))
+    assert not finds(runner, picture(2, num_tokens))
     assert runner.cache.writer.pending_bytes == 0
     store = runner.cache.store
     payloads = verify_payloads(store, dict(verify_index(store).stored_bytes), lambda _: None)
@@ -79,27 +79,27 @@ def test_an_output_is_found_in_memory_on_the_disk_and_after_a_restart(runner: Ru
 
 
 def test_another_form_of_the_output_is_another_root(runner: Runner) -> None:
-    save(runner, medium())
-    assert EncodedMedia(runner.cache, LEVELS, HIDDEN, torch.float16).load(medium(), AUTO) is None
-    assert EncodedMedia(runner.cache, 1, HIDDEN, torch.bfloat16).load(medium(), AUTO) is None
+    save(runner, picture())
+    assert EncodedPictures(runner.cache, LEVELS, HIDDEN, torch.float16).load(picture(), AUTO) is None
+    assert EncodedPictures(runner.cache, 1, HIDDEN, torch.bfloat16).load(picture(), AUTO) is None
 
 
 def test_other_tenants_never_find_it_and_a_purge_of_one_leaves_the_others(runner: Runner) -> None:
-    save(runner, medium(), ALICE)
-    assert finds(runner, medium(), ALICE)
-    assert not finds(runner, medium())
-    save(runner, medium())
+    save(runner, picture(), ALICE)
+    assert finds(runner, picture(), ALICE)
+    assert not finds(runner, picture())
+    save(runner, picture())
     assert runner.cache.purge(PurgeFilter(salt=str(ALICE.tenant))).blocks == 3
-    assert finds(runner, medium())
-    assert not finds(runner, medium(), ALICE)
+    assert finds(runner, picture())
+    assert not finds(runner, picture(), ALICE)
 
 
 @pytest.mark.parametrize("chosen", [PurgeFilter(), PurgeFilter(model="tiny")], ids=["all", "model"])
 def test_a_purge_removes_it_with_its_root(runner: Runner, chosen: PurgeFilter) -> None:
-    save(runner, medium())
+    save(runner, picture())
     purged = runner.cache.purge(chosen)
     assert (purged.blocks, purged.roots) == (3, 1)
-    assert not finds(runner, medium())
+    assert not finds(runner, picture())
 
 
 def test_the_budget_holds_and_the_least_recently_used_goes_first(
@@ -109,10 +109,10 @@ def test_the_budget_holds_and_the_least_recently_used_goes_first(
     store, now, names = runner.cache.store, runner.cache.store.clock(), range(1, 50)
     for name in names:
         monkeypatch.setattr(store, "clock", partial(float, now + 10 * name))
-        save(runner, medium(name, 8 * BLOCK))
-        assert finds(runner, medium(1, 8 * BLOCK))
+        save(runner, picture(name, 8 * BLOCK))
+        assert finds(runner, picture(1, 8 * BLOCK))
     assert runner.cache.writer.evicted
-    left = [name for name in names if finds(runner, medium(name, 8 * BLOCK))]
+    left = [name for name in names if finds(runner, picture(name, 8 * BLOCK))]
     assert left == [1, *names[1 - len(left) :]]
     assert is_sound(runner)
 
@@ -121,37 +121,37 @@ def test_it_is_kept_as_long_as_the_request_asks_after_its_last_use(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, now = runner.cache.store, runner.cache.store.clock()
-    save(runner, medium(), replace(AUTO, ttl_s=100.0))
+    save(runner, picture(), replace(AUTO, ttl_s=100.0))
     with store.snapshot() as snapshot:
         assert {usage["ttl_s"] for usage in snapshot.usages().records} == {100}
     for later, is_left in ((90, True), (180, True), (400, False)):
         monkeypatch.setattr(store, "clock", partial(float, now + later))
         store.evictor.expire(0.0)
-        assert finds(runner, medium(), replace(AUTO, ttl_s=100.0)) == is_left
+        assert finds(runner, picture(), replace(AUTO, ttl_s=100.0)) == is_left
         runner.flush()
         store.write_from(runner.cache.writer._using)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_damaged_block_goes_and_the_output_is_saved_again(runner: Runner, number: int) -> None:
-    save(runner, medium())
+    save(runner, picture())
     with runner.cache.store.snapshot() as snapshot:
         of_places = {snapshot.node(name).position: name for name in snapshot.keys("nodes")}  # type: ignore[union-attr]
     damage(runner.cache.store, of_places[number * BLOCK])
-    assert not finds(runner, medium())
+    assert not finds(runner, picture())
     runner.wait_for(lambda: runner.cache.store.counts()["blocks"] == number)
-    save(runner, medium())
-    assert finds(runner, medium())
+    save(runner, picture())
+    assert finds(runner, picture())
 
 
 def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
-    rows = rows_of(medium())
+    rows = rows_of(picture())
     rows[1, 20] = torch.nan
-    media(runner).save(medium(), rows, AUTO)
+    pictures(runner).save(picture(), rows, AUTO)
     runner.cache.settle()
-    assert media(runner).load(medium(), AUTO) is None
+    assert pictures(runner).load(picture(), AUTO) is None
     runner.flush()
-    assert media(runner).load(medium(), AUTO) is None
+    assert pictures(runner).load(picture(), AUTO) is None
 
 
 @pytest.mark.parametrize(
@@ -160,23 +160,23 @@ def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
     ids=["off", "only restores", "limit"],
 )
 def test_a_request_that_does_not_save_all_it_computes_saves_none(runner: Runner, options: CacheOptions) -> None:
-    save(runner, medium(), options)
-    assert not finds(runner, medium())
-    save(runner, medium())
-    assert finds(runner, medium(), options) == (options is not OFF)
+    save(runner, picture(), options)
+    assert not finds(runner, picture())
+    save(runner, picture())
+    assert finds(runner, picture(), options) == (options is not OFF)
 
 
 def test_the_write_budget_and_the_buffer_limit_it(opened: Opened) -> None:
     runner = opened("grid")
     budget = runner.cache.store.meter
-    budget.budget_bytes = 4 * rows_of(medium()).nbytes
+    budget.budget_bytes = 4 * rows_of(picture()).nbytes
     for name in range(1, 9):
-        save(runner, medium(name))
-    assert 0 < sum(finds(runner, medium(name)) for name in range(1, 9)) <= 3
+        save(runner, picture(name))
+    assert 0 < sum(finds(runner, picture(name)) for name in range(1, 9)) <= 3
     assert runner.cache.counters["unaffordable"] >= 5
     budget.budget_bytes, runner.cache.writer._buffer_bytes = 0, 10
-    save(runner, medium(20))
-    assert not finds(runner, medium(20))
+    save(runner, picture(20))
+    assert not finds(runner, picture(20))
     assert runner.cache.counters["refused"] == 1
 
 
@@ -187,23 +187,23 @@ def test_a_failing_store_is_a_miss(runner: Runner, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(runner.cache.store, "snapshot", failing)
-        assert media(runner).load(medium(), AUTO) is None
+        assert pictures(runner).load(picture(), AUTO) is None
     with monkeypatch.context() as patch:
         patch.setattr(runner.cache.store, "publish", failing)
-        save(runner, medium())
-    assert not finds(runner, medium())
+        save(runner, picture())
+    assert not finds(runner, picture())
     assert runner.cache.counters["errors"] == 1
-    save(runner, medium())
-    assert finds(runner, medium())
+    save(runner, picture())
+    assert finds(runner, picture())
 
 
 def test_a_store_that_cannot_be_written_still_gives_what_it_has(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(runner, medium())
+    save(runner, picture())
     monkeypatch.setattr(runner.cache.store, "_problem", "the file system is read-only")
-    save(runner, medium(2))
-    assert (finds(runner, medium()), finds(runner, medium(2))) == (True, False)
+    save(runner, picture(2))
+    assert (finds(runner, picture()), finds(runner, picture(2))) == (True, False)
 
 
 def pictured(runner: Runner, pictures: str, num_tokens: int = 300) -> Answer:
@@ -211,7 +211,7 @@ def pictured(runner: Runner, pictures: str, num_tokens: int = 300) -> Answer:
     runner.model.get_input_embeddings().register_forward_pre_hook(lambda _, args: (args[0] % VOCAB,))
     parts = [random_prompt(0, 100)]
     for picture in pictures:
-        parts += [media_ids(picture.encode(), num_tokens), random_prompt(ord(picture) % 2, 50)]
+        parts += [picture_ids(picture.encode(), num_tokens), random_prompt(ord(picture) % 2, 50)]
     return runner.run_prompt(Prompt(np.concatenate(parts)), FULL)
 
 
@@ -225,26 +225,26 @@ def test_a_prompt_with_pictures_is_restored_like_text_up_to_another_picture(open
     assert same(longer, pictured(cold, "abc"))
     # The second picture has another neighbour of the same text behind it.
     other = pictured(runner, "adc")
-    assert (other.report.restored, other.report.miss_reason) == (450 - 450 % BLOCK if name == "grid" else 450, "media")
+    assert (other.report.restored, other.report.miss_reason) == (450 - 450 % BLOCK if name == "grid" else 450, "image")
     assert pictured(runner, "abcd").report.miss_reason is None
 
 
 def test_deleting_a_saved_prompt_removes_its_pictures_but_not_those_of_others(runner: Runner) -> None:
     pictured(runner, "ab")
     pictured(runner, "ac")
-    media_of = {name: replace(medium(num_tokens=300), name=name.encode()) for name in "abcd"}
-    for one in media_of.values():
+    pictures_of = {name: replace(picture(num_tokens=300), name=name.encode()) for name in "abcd"}
+    for one in pictures_of.values():
         save(runner, one, FULL)
     with runner.cache.store.snapshot() as snapshot:
         entry = next(name for name, _ in snapshot.entries())
-    assert {note.kind for note in noted(runner)} == {NoteKind.MEDIUM}
+    assert {note.kind for note in noted(runner)} == {NoteKind.PICTURE}
     purged = runner.cache.purge(PurgeFilter(entries=frozenset({entry})))
     assert (purged.entries, purged.left_blocks) == (1, 0)
-    left = [name for name, one in media_of.items() if finds(runner, one)]
+    left = [name for name, one in pictures_of.items() if finds(runner, one)]
     assert left in (["a", "b", "d"], ["a", "c", "d"])
     assert len(noted(runner)) == 3
 
 
 def noted(runner: Runner) -> list[StoredNote]:
     with runner.cache.store.snapshot() as snapshot:
-        return [note for note in snapshot.notes() if note.kind == NoteKind.MEDIUM]
+        return [note for note in snapshot.notes() if note.kind == NoteKind.PICTURE]

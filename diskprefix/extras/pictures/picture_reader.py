@@ -1,10 +1,9 @@
-"""Pictures and sounds for a multimodal model: read from bytes under limits, and prepared by the model's own processor.
+"""Pictures for a multimodal model: read from bytes under limits, and prepared by the model's own processor.
 Nothing here opens a path or a URL. Without Pillow, or without the processor's files, a model still takes text."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import io
 import json
 import math
@@ -19,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.media.sound import Wav
-from diskprefix.model.load.media import Detail
-from diskprefix.nouns import MediaKind, Medium
+from diskprefix.model.load.picture_processor import Detail
+from diskprefix.nouns import Picture
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -31,12 +29,8 @@ MAX_PIXELS = 64 * 1024**2
 """Limit for a picture: 256 MiB decoded. A file of a few kilobytes can claim any size. One frame is decoded."""
 MAX_REQUEST_PIXELS = 8 * MAX_PIXELS
 """Limit for all pictures of a request: 250 screenshots of 1920x1080."""
-MIN_AUDIO_S = 0.1
-"""Least length of a sound. The encoders of some models fail for shorter ones."""
-MAX_AUDIO_S = 600
-"""Limit for all sounds of a request."""
 MAX_PREPARED_BYTES = 512 * 1024**2
-"""Limit for the tensors that the processor makes of a medium. One pixel can become 10 MB."""
+"""Limit for the tensors that the processor makes of a picture. One pixel can become 10 MB."""
 MAX_ASPECT_RATIO = 200
 """Limit for the longer side of a picture divided by the shorter one, as most processors have it. One processor scales a
 strip of 1x6000 pixels to gigabytes."""
@@ -56,43 +50,32 @@ _KNOWN_SIZES = 256
 
 
 class _Form(NamedTuple):
-    """The form in which the processor puts every medium of a size into a prompt."""
+    """The form in which the processor puts every picture of a size into a prompt."""
 
     text: str
     num_tokens: int
     shape: Mapping[str, Any]
 
 
-class MediaReader:
-    """A `MediaProcessor` over the processor that a multimodal model comes with."""
+class PictureReader:
+    """A `PictureProcessor` over the processor that a multimodal model comes with."""
 
     def __init__(self, processor: Any, config: Any = None, problem: str | None = None) -> None:
         self._processor = processor
-        self._audio: Any = getattr(processor, "_audio_processor", None)
         self._busy = threading.Lock()
-        self._forms: dict[tuple[MediaKind, Any], _Form] = {}
+        self._forms: dict[tuple[int, int], _Form] = {}
+        mark, token_id = getattr(processor, "image_token", None), getattr(config, "image_token_id", None)
+        has_parts = getattr(processor, "image_processor", None) and getattr(config, "vision_config", True)
+        if problem is None and (not has_parts or mark is None or token_id is None):
+            problem = "its processor has no placeholder for an image"
         self.problem = problem
-        marks: dict[MediaKind, str] = {}
-        token_ids: dict[MediaKind, int] = {}
-        parts: dict[MediaKind, tuple[Any, str]] = {
-            "image": (getattr(processor, "image_processor", None), "vision_config"),
-            "audio": (self._audio, "audio_config"),
-        }
-        for kind, (part, encoder) in parts.items():
-            mark, token_id = getattr(processor, f"{kind}_token", None), getattr(config, f"{kind}_token_id", None)
-            # A processor may take sounds, and the model that it came with may not.
-            is_taken = part is not None and getattr(config, encoder, True) is not None
-            if is_taken and mark is not None and token_id is not None:
-                marks[kind], token_ids[kind] = mark, token_id
-        self.marks: Mapping[MediaKind, str] = marks
-        self.token_ids: Mapping[MediaKind, int] = token_ids
-        self.kinds = frozenset(marks)
+        self.mark: str = mark or ""
+        self.token_id = -1 if token_id is None else int(token_id)
         self.placeholders = _placeholders(processor)
-        self._longest_s = _longest_s(processor, self._audio)
         self._settings = _settings(processor)
 
     @classmethod
-    def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> MediaReader:
+    def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> PictureReader:
         """Returns the processor in a model's folder, or the one that `make` returns. If it cannot be used, `problem`
         says why. Raises only what torch raises when memory runs out."""
         from transformers.utils import is_vision_available
@@ -100,20 +83,18 @@ class MediaReader:
         from diskprefix.kv.layout import is_out_of_memory
 
         try:
-            media = cls(_load_processor(folder, config) if make is None else make(), config)
-            if "audio" in media.kinds and not all(map(find_spec, ("soundfile", "soxr"))):
-                return cls(None, problem="soundfile or soxr is not installed: pip install 'diskprefix[media]'")
-            for kind in media.kinds:
-                media._form(kind, (64, 64) if kind == "image" else int(media._audio.sampling_rate), "a blank")
+            reader = cls(_load_processor(folder, config) if make is None else make(), config)
+            if reader.problem is None:
+                reader._form((64, 64), "a blank")
         except Exception as error:  # processors are of any age and author; the model works without
             if is_out_of_memory(error):
                 raise
             if not is_vision_available():
-                return cls(None, problem="Pillow is not installed: pip install 'diskprefix[media]'")
+                return cls(None, problem="Pillow is not installed: pip install 'diskprefix[pictures]'")
             return cls(None, problem=f"its processor cannot be used: {first_line(error)}")
-        return media if media.kinds else cls(None, problem="its processor has no placeholder for an image or a sound")
+        return reader
 
-    def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Medium] = ()) -> Medium:
+    def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = ()) -> Picture:
         """Returns the first frame of a file, turned upright. Only its header is read. Raises `InvalidRequest` if
         `content` is no picture, has sides that differ too much, or has too many pixels, also with those `beside` it."""
         from PIL import Image, UnidentifiedImageError
@@ -123,6 +104,8 @@ class MediaReader:
                 # Not `image.getexif()`: that of a PNG file decodes it.
                 turn = _TURNS.get(Image.Image.getexif(image).get(0x0112, 1))
                 found, kind = image.size, image.format
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise _too_many_pixels("the image has", MAX_PIXELS, param) from error
         except MemoryError:
             raise
         except Exception as error:  # hostile files lead to all sorts of errors
@@ -130,89 +113,56 @@ class MediaReader:
             if not isinstance(error, UnidentifiedImageError):  # its message holds the address of an object
                 problem = f"{problem}: {first_line(error)}"
             raise InvalidRequest(problem, param=param) from error
-        others = sum(math.prod(map(int, other.size.split("x"))) for other in beside)
-        if (num_pixels := math.prod(found)) > MAX_PIXELS or num_pixels + others > MAX_REQUEST_PIXELS:
-            most = f"{MAX_PIXELS >> 20} megapixels, and those of a request {MAX_REQUEST_PIXELS >> 20}"
-            raise InvalidRequest(f"{param}: an image may have at most {most}; send smaller ones", param=param)
+        if math.prod(found) > MAX_PIXELS:
+            raise _too_many_pixels("the image has", MAX_PIXELS, param)
+        if math.prod(found) + sum(math.prod(map(int, one.size.split("x"))) for one in beside) > MAX_REQUEST_PIXELS:
+            raise _too_many_pixels("the images of the request have", MAX_REQUEST_PIXELS, param)
         if max(found) > MAX_ASPECT_RATIO * min(found):
             message = f"{param}: the image has {found[0]}x{found[1]} pixels; one side may be at most "
             raise InvalidRequest(f"{message}{MAX_ASPECT_RATIO} times as long as the other", param=param)
         width, height = reversed(found) if turn is not None and turn in (2, 4, 5, 6) else found
         scale = min(1.0, LONGEST_SIDE.get(detail, max(found)) / max(found))
         wanted = (max(1, round(width * scale)), max(1, round(height * scale)))
-        decode = partial(_decoded, content, (kind, turn, found, wanted), param)
-        return self._medium("image", wanted, content, param, f"{width}x{height}", decode)
+        form = self._form(wanted, param)
+        name = hashlib.blake2b(self._settings + json.dumps(wanted).encode() + content, digest_size=16).digest()
+        prepare = partial(self._prepare, content, (kind, turn, found, wanted), param)
+        return Picture(name, *form, f"{width}x{height}", len(content), param, prepare)
 
-    def read_audio(self, content: bytes, *, param: str, beside: Sequence[Medium] = ()) -> Medium:
-        """Returns a WAV file. Only its header is read. Raises `InvalidRequest` if `content` is not a PCM WAV file or is
-        too short or too long, also together with the sounds `beside` it."""
-        try:
-            sound = Wav(content)
-        except ValueError as error:
-            raise InvalidRequest(f"{param}: {error}", param=param) from error
-        seconds, problem = sound.seconds, None
-        others = sum(float(other.size.removesuffix(" s")) for other in beside)
-        if seconds < MIN_AUDIO_S:
-            problem = f"lasts {seconds:.3f} s, and a sound must last at least {MIN_AUDIO_S} s"
-        elif seconds > self._longest_s:
-            problem = f"lasts {seconds:.1f} s, and this model takes {self._longest_s:g} s of a sound; send it in parts"
-        elif seconds + others > MAX_AUDIO_S:
-            problem = f"the request holds more than {MAX_AUDIO_S} s of sound"
-        if problem is not None:
-            raise InvalidRequest(f"{param}: {problem}", param=param)
-        rate = int(self._audio.sampling_rate)
-        decode = partial(sound.resampled, rate)
-        return self._medium("audio", sound.num_samples(rate), content, param, f"{seconds:.1f} s", decode)
-
-    def _medium(
-        self, kind: MediaKind, size: Any, content: bytes, param: str, shown: str, decode: Callable[[], Any]
-    ) -> Medium:
-        """Returns a medium of which the processor gets what `decode` returns, of this size."""
-        name = hashlib.blake2b(self._settings + json.dumps([kind, size]).encode(), digest_size=16)
-        name.update(content)
-        prepare = partial(self._prepare, kind, decode, param)
-        return Medium(kind, name.digest(), *self._form(kind, size, param), shown, len(content), param, prepare)
-
-    def _form(self, kind: MediaKind, size: Any, param: str) -> _Form:
-        """Returns what the processor makes of an empty medium of this size: only pixels and samples differ."""
-        import numpy as np
+    def _form(self, size: tuple[int, int], param: str) -> _Form:
+        """Returns what the processor makes of an empty picture of this size: only the pixels differ."""
         from PIL import Image
 
-        if (form := self._forms.get((kind, size))) is not None:
+        if (form := self._forms.get(size)) is not None:
             return form
-        blank = Image.new("RGB", size) if kind == "image" else np.zeros(size, np.float32)
-        made = self._process(kind, blank, param)
+        made = self._process(Image.new("RGB", size), param)
         if (num_bytes := sum(getattr(value, "nbytes", 0) for value in made.values())) > MAX_PREPARED_BYTES:
             problem = f"prepared for the model, it takes {num_bytes >> 20} MiB of at most {MAX_PREPARED_BYTES >> 20}"
             raise InvalidRequest(f"{param}: {problem}; send a smaller one", param=param)
         text = made["text_replacement_offsets"][0][0]["replacement"]
-        num_tokens = int((made["input_ids"] == self.token_ids[kind]).sum())
+        num_tokens = int((made["input_ids"] == self.token_id).sum())
         form = _Form(text, num_tokens, {name: made[name] for name in _OF_POSITIONS if name in made})
         if len(self._forms) >= _KNOWN_SIZES:
             self._forms.clear()
-        self._forms[kind, size] = form
+        self._forms[size] = form
         return form
 
-    def _process(self, kind: MediaKind, medium: Any, param: str) -> dict[str, Any]:
-        """Returns what the processor makes of a text with nothing but a medium. Raises `InvalidRequest`."""
+    def _process(self, image: Any, param: str) -> dict[str, Any]:
+        """Returns what the processor makes of a text with nothing but a picture. Raises `InvalidRequest`."""
         from diskprefix.kv.layout import is_out_of_memory
 
-        options: dict[str, Any] = {"images": [[medium]]}
-        if kind == "audio":
-            options = {"audio": [medium], "sampling_rate": self._audio.sampling_rate}
-        options |= {"return_tensors": "pt", "return_text_replacement_offsets": True}
+        options: dict[str, Any] = {"return_tensors": "pt", "return_text_replacement_offsets": True}
         try:
             # Its tokenizer is not safe to call from several threads.
             with self._busy:
-                return dict(self._processor(text=self.marks[kind], **options))
+                return dict(self._processor(text=self.mark, images=[[image]], **options))
         except Exception as error:  # as many ways to fail as there are processors
             if is_out_of_memory(error):
                 raise
             problem = f"{param}: the model's processor refuses it: {first_line(error)}"
             raise InvalidRequest(problem, param=param, code="unsupported_content") from error
 
-    def _prepare(self, kind: MediaKind, decode: Callable[[], Any], param: str) -> dict[str, Any]:
-        made = self._process(kind, decode(), param)
+    def _prepare(self, content: bytes, asked: tuple[Any, ...], param: str) -> dict[str, Any]:
+        made = self._process(_decoded(content, asked, param), param)
         return {name: tensor for name, tensor in made.items() if name not in _OF_TEXT}
 
 
@@ -254,22 +204,6 @@ def _placeholders(processor: Any) -> frozenset[str]:
     texts = {str(value) for value in named.values() if not isinstance(value, list)}
     # Some processors list a line break, or other plain text, as a token.
     return frozenset(text for text in texts - plain if any(not (c.isalnum() or c.isspace()) for c in text))
-
-
-def _longest_s(processor: Any, extractor: Any) -> float:
-    """Returns how many seconds of a sound the feature extractor keeps. It drops the rest without an error."""
-    if extractor is None or not callable(extractor):
-        return float("inf")
-    parameters = inspect.signature(extractor).parameters
-    options = {name: parameters[name].default for name in ("truncation", "max_length") if name in parameters}
-    kwargs = getattr(processor, "valid_processor_kwargs", None)
-    # Older and newer versions of transformers keep a processor's own options in different places.
-    options |= getattr(kwargs, "_defaults", {}).get("audio_kwargs", {})
-    options |= getattr(processor, "audio_kwargs", {})
-    num_samples = options.get("max_length") or getattr(extractor, "n_samples", None)
-    if options.get("truncation") is not True or not isinstance(num_samples, int):
-        return float("inf")
-    return num_samples / int(extractor.sampling_rate)
 
 
 def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
@@ -316,3 +250,7 @@ def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
     settings, _ = wanted.get_processor_dict(folder, local_files_only=True)
     lenient: Any = type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
     return lenient.from_args_and_dict(parts, settings)
+
+
+def _too_many_pixels(what: str, most: int, param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param}: {what} more than {most >> 20} megapixels; send smaller ones", param=param)

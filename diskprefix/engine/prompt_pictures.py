@@ -21,28 +21,28 @@ import numpy as np
 import torch
 
 from diskprefix.engine.scheduler import NO_LIMIT
-from diskprefix.model.exact.media_encoder import MediaEncoder, MediaRows
-from diskprefix.nouns import CacheOptions, Medium, Prompt
+from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
+from diskprefix.nouns import CacheOptions, Picture, Prompt
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from diskprefix.cache.encoded import EncodedMedia
+    from diskprefix.cache.encoded_pictures import EncodedPictures
 
 
 @dataclass(eq=False)
-class PromptMedia:
+class PromptPictures:
     """The pictures of a prompt that is computed, and the rows of their tokens as far as they are there.
 
     `token_ids`, int64 [1, tokens], have the placeholder in the place of pictures' ids. `ends` are the numbers of rows
     up to the end of each picture. `spans` are the positions of pictures whose tokens see each other.
     """
 
-    encoder: MediaEncoder
-    media: tuple[Medium, ...]
+    encoder: VisionEncoder
+    pictures: tuple[Picture, ...]
     token_ids: torch.Tensor
-    is_media: torch.Tensor
+    is_picture: torch.Tensor
     places: TokenIds
     """The positions of the rows, ascending."""
     positions: torch.Tensor | None
@@ -55,60 +55,60 @@ class PromptMedia:
     """Its request has ended."""
 
     @classmethod
-    def of(cls, prompt: Prompt, encoder: MediaEncoder) -> PromptMedia:
-        """`prompt` has media."""
+    def of(cls, prompt: Prompt, encoder: VisionEncoder) -> PromptPictures:
+        """`prompt` has pictures."""
         places = np.flatnonzero(prompt.token_ids < 0).astype(np.int32)
-        assert len(places) == sum(medium.num_tokens for medium in prompt.media), "each row has its token"
-        is_media = torch.from_numpy(prompt.token_ids < 0)
+        assert len(places) == sum(picture.num_tokens for picture in prompt.pictures), "each row has its token"
+        is_picture = torch.from_numpy(prompt.token_ids < 0)
         token_ids = torch.from_numpy(np.where(prompt.token_ids < 0, encoder.token_id, prompt.token_ids)).long()[None]
         return cls(
             encoder=encoder,
-            media=prompt.media,
+            pictures=prompt.pictures,
             token_ids=token_ids,
-            is_media=is_media,
+            is_picture=is_picture,
             places=places,
-            positions=encoder.positions(token_ids, is_media, prompt.media),
+            positions=encoder.positions(token_ids, is_picture, prompt.pictures),
             spans=tuple(_runs(places)) if encoder.sees_whole else (),
-            encoded=[None] * len(prompt.media),
+            encoded=[None] * len(prompt.pictures),
         )
 
     def __post_init__(self) -> None:
-        self.ends = [*accumulate(medium.num_tokens for medium in self.media)]
+        self.ends = [*accumulate(picture.num_tokens for picture in self.pictures)]
         self.next_position = 0 if self.positions is None else int(self.positions.max()) + 1
 
     def missing(self, start: int) -> int | None:
         """Returns the first picture with tokens at or behind a position whose rows are not there."""
         row = int(np.searchsorted(self.places, start))
         first = bisect_right(self.ends, row)
-        return next((number for number in range(first, len(self.media)) if self.encoded[number] is None), None)
+        return next((number for number in range(first, len(self.pictures)) if self.encoded[number] is None), None)
 
     def limit(self, start: int) -> int:
         """Returns up to where a prompt can be computed from a position on."""
         if (number := self.missing(start)) is None:
             return NO_LIMIT
-        at = max(start, int(self.places[self.ends[number] - self.media[number].num_tokens]))
+        at = max(start, int(self.places[self.ends[number] - self.pictures[number].num_tokens]))
         return next((max(start, begin) for begin, end in self.spans if begin < at < end), at)
 
-    def rows(self, start: int, end: int) -> MediaRows:
+    def rows(self, start: int, end: int) -> PictureRows:
         """Returns what the rows between two positions take. Behind the prompt, positions count on."""
         first, last = (int(np.searchsorted(self.places, at)) for at in (start, end))
         parts = [self.encoder.nothing]
-        for number in range(bisect_right(self.ends, first), len(self.media)):
-            begin = self.ends[number] - self.media[number].num_tokens
+        for number in range(bisect_right(self.ends, first), len(self.pictures)):
+            begin = self.ends[number] - self.pictures[number].num_tokens
             if begin >= last:
                 break
             encoded = self.encoded[number]
             assert encoded is not None, "a step ends before what is missing"
             parts.append(encoded[:, max(0, first - begin) : last - begin])
-        is_media = torch.zeros(end - start, dtype=torch.bool)
-        is_media[: max(0, len(self.is_media) - start)] = self.is_media[start:end]
+        is_picture = torch.zeros(end - start, dtype=torch.bool)
+        is_picture[: max(0, len(self.is_picture) - start)] = self.is_picture[start:end]
         spans = tuple((begin, stop) for begin, stop in self.spans if begin < end and stop > start)
-        return MediaRows(self.encoder, is_media, torch.cat(parts, dim=1), self._positions(start, end), spans)
+        return PictureRows(self.encoder, is_picture, torch.cat(parts, dim=1), self._positions(start, end), spans)
 
     def _positions(self, start: int, end: int) -> torch.Tensor | None:
         if self.positions is None:
             return None
-        first, last = (max(0, at - len(self.is_media)) for at in (start, end))
+        first, last = (max(0, at - len(self.is_picture)) for at in (start, end))
         behind = self.next_position + torch.arange(first, last)
         return torch.cat([self.positions[:, start:end], behind.expand(len(self.positions), -1)], dim=1)
 
@@ -116,9 +116,9 @@ class PromptMedia:
         """Returns what they took, as fields of `Timings`."""
         return {
             "encode_ms": self.encode_s * 1e3,
-            "media_tokens": len(self.places),
-            "media_encoded": self.num_encoded,
-            "media_restored": self.num_restored,
+            "image_tokens": len(self.places),
+            "images_encoded": self.num_encoded,
+            "images_restored": self.num_restored,
         }
 
 
@@ -189,9 +189,9 @@ _Key: TypeAlias = "tuple[tuple[str, ...], bytes]"
 class _Job:
     """A picture whose rows are wanted, by prompts with the number that it has there."""
 
-    medium: Medium
+    picture: Picture
     options: CacheOptions
-    wanted_by: list[tuple[PromptMedia, int]] = field(default_factory=list)
+    wanted_by: list[tuple[PromptPictures, int]] = field(default_factory=list)
     inputs: dict[str, Any] | None = None
     rows: torch.Tensor | None = None
     error: Exception | None = None
@@ -201,13 +201,13 @@ class _Job:
 
     @property
     def is_over(self) -> bool:
-        return all(media.is_over for media, _ in self.wanted_by)
+        return all(pictures.is_over for pictures, _ in self.wanted_by)
 
 
-class MediaRowsSource:
+class PictureRowsSource:
     """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do."""
 
-    def __init__(self, encoder: MediaEncoder, stored: EncodedMedia, wake: Callable[[], None]) -> None:
+    def __init__(self, encoder: VisionEncoder, stored: EncodedPictures, wake: Callable[[], None]) -> None:
         self._encoder, self._stored, self._wake = encoder, stored, wake
         self._jobs: dict[_Key, _Job] = {}
         self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
@@ -215,27 +215,27 @@ class MediaRowsSource:
         self._loaded: deque[_Job] = deque()
         """Filled by the thread that loads."""
         self._encoding: deque[_Job] = deque()
-        self._ended: list[tuple[PromptMedia, Exception | None]] = []
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="media-load")
+        self._ended: list[tuple[PromptPictures, Exception | None]] = []
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="picture-load")
 
-    def want(self, media: PromptMedia, number: int, options: CacheOptions) -> bool:
+    def want(self, pictures: PromptPictures, number: int, options: CacheOptions) -> bool:
         """Gets the rows of a prompt's picture, if some other prompt has them. If not, begins to get them, unless that
         has begun, and returns False."""
-        medium = media.media[number]
-        key = options.tenant.ids, medium.name
+        picture = pictures.pictures[number]
+        key = options.tenant.ids, picture.name
         if (rows := self._recent.get(key)) is not None:
-            media.encoded[number] = rows
+            pictures.encoded[number] = rows
             return True
         if (job := self._jobs.get(key)) is None:
-            job = self._jobs[key] = _Job(medium, options)
+            job = self._jobs[key] = _Job(picture, options)
             self._loader.submit(self._load, job)
         if options.save and not job.options.save:
             job.options = options
-        if (media, number) not in job.wanted_by:
-            job.wanted_by.append((media, number))
+        if (pictures, number) not in job.wanted_by:
+            job.wanted_by.append((pictures, number))
         return False
 
-    def take(self) -> list[tuple[PromptMedia, Exception | None]]:
+    def take(self) -> list[tuple[PromptPictures, Exception | None]]:
         """Returns the prompts that got rows since the last call, or will get none because of an error."""
         while self._loaded:
             job = self._loaded.popleft()
@@ -256,7 +256,7 @@ class MediaRowsSource:
         job, started = self._encoding[0], time.perf_counter()
         if job.call is None:
             inputs, job.inputs = job.inputs or {}, None
-            job.call = SlicedCall(lambda: self._encoder.encode(job.medium, inputs), self._encoder.slices())
+            job.call = SlicedCall(lambda: self._encoder.encode(job.picture, inputs), self._encoder.slices())
         job.call.run_slice()
         job.encode_s += time.perf_counter() - started
         if job.call.is_over:
@@ -265,7 +265,7 @@ class MediaRowsSource:
             # It holds the rows, and knows the job.
             job.call, job.is_encoded = None, job.rows is not None
             if job.rows is not None:
-                self._stored.save(job.medium, job.rows, job.options, job.encode_s)
+                self._stored.save(job.picture, job.rows, job.options, job.encode_s)
             self._end(job)
         return True
 
@@ -279,25 +279,25 @@ class MediaRowsSource:
         """Runs on the loading thread."""
         try:
             with torch.inference_mode():
-                rows = self._stored.load(job.medium, job.options)
+                rows = self._stored.load(job.picture, job.options)
                 job.rows = None if rows is None else rows.to(self._encoder.nothing.device)
                 if rows is None:
-                    job.inputs = job.medium.prepare()
+                    job.inputs = job.picture.prepare()
         except Exception as error:  # noqa: BLE001 (the engine raises it)
             job.error = error
         self._loaded.append(job)
         self._wake()
 
     def _end(self, job: _Job) -> None:
-        key = job.options.tenant.ids, job.medium.name
+        key = job.options.tenant.ids, job.picture.name
         self._jobs.pop(key, None)
         if job.rows is not None:
             self._recent[key] = job.rows
-        for place, (media, number) in enumerate(job.wanted_by):
-            media.encoded[number] = job.rows
+        for place, (pictures, number) in enumerate(job.wanted_by):
+            pictures.encoded[number] = job.rows
             # It counts as the work of the first one.
             is_first = place == 0
-            media.encode_s += job.encode_s * is_first
-            media.num_encoded += is_first and job.is_encoded
-            media.num_restored += not job.is_encoded and job.rows is not None
-            self._ended.append((media, job.error))
+            pictures.encode_s += job.encode_s * is_first
+            pictures.num_encoded += is_first and job.is_encoded
+            pictures.num_restored += not job.is_encoded and job.rows is not None
+            self._ended.append((pictures, job.error))

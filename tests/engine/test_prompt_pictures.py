@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from diskprefix.engine.prompt_media import MediaRowsSource, PromptMedia, SlicedCall
+from diskprefix.engine.prompt_pictures import PictureRowsSource, PromptPictures, SlicedCall
 from diskprefix.engine.scheduler import NO_LIMIT
-from diskprefix.nouns import CacheOptions, Medium, Prompt, Scope
-from diskprefix.tokens import as_token_ids, media_ids
+from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope
+from diskprefix.tokens import as_token_ids, picture_ids
 from tests.examples import examples
 
 FULL = CacheOptions(scope=Scope("full"))
@@ -37,36 +37,36 @@ class Encoder:
     def slices(self) -> list[nn.Module]:
         return list(self.layers)
 
-    def positions(self, token_ids: torch.Tensor, is_media: torch.Tensor, _media: Any) -> torch.Tensor:
+    def positions(self, token_ids: torch.Tensor, is_picture: torch.Tensor, _pictures: Any) -> torch.Tensor:
         """Tokens of pictures do not count on the second axis."""
-        return torch.stack([torch.arange(token_ids.shape[1]), (~is_media).cumsum(0)])
+        return torch.stack([torch.arange(token_ids.shape[1]), (~is_picture).cumsum(0)])
 
-    def encode(self, medium: Medium, inputs: dict[str, Any]) -> torch.Tensor:
-        self.encoded.append(medium.name)
-        rows: torch.Tensor = rows_of(medium) + inputs["add"]
+    def encode(self, picture: Picture, inputs: dict[str, Any]) -> torch.Tensor:
+        self.encoded.append(picture.name)
+        rows: torch.Tensor = rows_of(picture) + inputs["add"]
         for layer in self.layers:
             rows = layer(rows)
         return rows
 
 
-def rows_of(medium: Medium) -> torch.Tensor:
-    return torch.arange(2 * medium.num_tokens * 3).view(2, -1, 3) + 1000.0 * medium.name[0]
+def rows_of(picture: Picture) -> torch.Tensor:
+    return torch.arange(2 * picture.num_tokens * 3).view(2, -1, 3) + 1000.0 * picture.name[0]
 
 
-def picture(number: int, num_tokens: int, prepare: Callable[[], dict[str, Any]] = lambda: {"add": 0}) -> Medium:
-    return Medium("image", bytes([number]) * 16, "", num_tokens, {}, "1x1", 1, f"messages.{number}", prepare)
+def picture(number: int, num_tokens: int, prepare: Callable[[], dict[str, Any]] = lambda: {"add": 0}) -> Picture:
+    return Picture(bytes([number]) * 16, "", num_tokens, {}, "1x1", 1, f"messages.{number}", prepare)
 
 
-def prompt_of(*parts: int | Medium) -> Prompt:
+def prompt_of(*parts: int | Picture) -> Prompt:
     """A prompt of pictures, and of texts of so many tokens."""
-    ids = [np.full(part, 5) if isinstance(part, int) else media_ids(part.name, part.num_tokens) for part in parts]
-    media = tuple(part for part in parts if isinstance(part, Medium))
-    return Prompt(as_token_ids(np.concatenate(ids)), media=media)
+    ids = [np.full(part, 5) if isinstance(part, int) else picture_ids(part.name, part.num_tokens) for part in parts]
+    pictures = tuple(part for part in parts if isinstance(part, Picture))
+    return Prompt(as_token_ids(np.concatenate(ids)), pictures=pictures)
 
 
-def media_in(*parts: int | Medium, encoder: Any = None) -> PromptMedia:
+def pictures_in(*parts: int | Picture, encoder: Any = None) -> PromptPictures:
     made: Any = encoder or Encoder()
-    return PromptMedia.of(prompt_of(*parts), made)
+    return PromptPictures.of(prompt_of(*parts), made)
 
 
 @given(sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=4), data=st.data())
@@ -75,42 +75,42 @@ def test_the_rows_of_steps_are_those_of_the_whole_prompt_however_it_is_cut(
     sizes: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     pictures = [picture(number, count) for number, (_, count) in enumerate(sizes)]
-    media = media_in(*(part for (text, _), one in zip(sizes, pictures, strict=True) for part in (text, one)), 2)
-    media.encoded = [rows_of(one) for one in pictures]
-    length = media.token_ids.shape[1]
-    assert int((media.token_ids == PLACEHOLDER).sum()) == sum(count for _, count in sizes)
+    prompt = pictures_in(*(part for (text, _), one in zip(sizes, pictures, strict=True) for part in (text, one)), 2)
+    prompt.encoded = [rows_of(one) for one in pictures]
+    length = prompt.token_ids.shape[1]
+    assert int((prompt.token_ids == PLACEHOLDER).sum()) == sum(count for _, count in sizes)
     cuts = sorted(data.draw(st.sets(st.integers(1, length + 3), max_size=4)))
-    steps = [media.rows(start, end) for start, end in zip([0, *cuts], [*cuts, length + 5], strict=True)]
+    steps = [prompt.rows(start, end) for start, end in zip([0, *cuts], [*cuts, length + 5], strict=True)]
     assert torch.equal(torch.cat([step.encoded for step in steps], dim=1), torch.cat([*map(rows_of, pictures)], dim=1))
-    is_media = torch.cat([step.is_media for step in steps])
-    assert torch.equal(is_media[:length], media.is_media)
-    assert not is_media[length:].any()
+    is_picture = torch.cat([step.is_picture for step in steps])
+    assert torch.equal(is_picture[:length], prompt.is_picture)
+    assert not is_picture[length:].any()
     positions = torch.cat([step.positions for step in steps if step.positions is not None], dim=1)
-    assert media.positions is not None
-    assert torch.equal(positions[:, :length], media.positions)
+    assert prompt.positions is not None
+    assert torch.equal(positions[:, :length], prompt.positions)
     assert positions[:, length:].tolist() == [list(range(length, length + 5))] * 2
 
 
 def test_a_prompt_is_computed_up_to_the_first_picture_whose_rows_are_missing() -> None:
-    media = media_in(3, picture(0, 4), 2, picture(1, 4), 5)
-    assert [(media.missing(at), media.limit(at)) for at in (0, 3, 5)] == [(0, 3), (0, 3), (0, 5)]
-    assert [(media.missing(at), media.limit(at)) for at in (7, 12, 13)] == [(1, 9), (1, 12), (None, NO_LIMIT)]
-    media.encoded[0] = rows_of(media.media[0])
-    assert (media.missing(0), media.limit(0)) == (1, 9)
+    prompt = pictures_in(3, picture(0, 4), 2, picture(1, 4), 5)
+    assert [(prompt.missing(at), prompt.limit(at)) for at in (0, 3, 5)] == [(0, 3), (0, 3), (0, 5)]
+    assert [(prompt.missing(at), prompt.limit(at)) for at in (7, 12, 13)] == [(1, 9), (1, 12), (None, NO_LIMIT)]
+    prompt.encoded[0] = rows_of(prompt.pictures[0])
+    assert (prompt.missing(0), prompt.limit(0)) == (1, 9)
 
 
 def test_pictures_that_see_themselves_and_touch_are_computed_together() -> None:
     class Seeing(Encoder):
         sees_whole = True
 
-    media = media_in(3, picture(0, 4), picture(1, 4), 5, picture(2, 2), encoder=Seeing())
-    assert media.spans == ((3, 11), (16, 18))
-    assert [media.limit(at) for at in (0, 5)] == [3, 5]
-    media.encoded[0] = rows_of(media.media[0])
-    assert [media.limit(at) for at in (0, 5)] == [3, 5]
-    media.encoded[1] = rows_of(media.media[1])
-    assert media.limit(0) == 16
-    assert media.rows(0, 12).spans == ((3, 11),)
+    prompt = pictures_in(3, picture(0, 4), picture(1, 4), 5, picture(2, 2), encoder=Seeing())
+    assert prompt.spans == ((3, 11), (16, 18))
+    assert [prompt.limit(at) for at in (0, 5)] == [3, 5]
+    prompt.encoded[0] = rows_of(prompt.pictures[0])
+    assert [prompt.limit(at) for at in (0, 5)] == [3, 5]
+    prompt.encoded[1] = rows_of(prompt.pictures[1])
+    assert prompt.limit(0) == 16
+    assert prompt.rows(0, 12).spans == ((3, 11),)
 
 
 def test_a_call_is_run_in_slices_and_ends_with_its_result_or_its_error_or_where_it_is_closed() -> None:
@@ -150,26 +150,26 @@ class Stored:
         self.rows: dict[bytes, torch.Tensor] = {}
         self.saved: list[bytes] = []
 
-    def load(self, medium: Medium, _: CacheOptions) -> torch.Tensor | None:
-        return self.rows.get(medium.name)
+    def load(self, picture: Picture, _: CacheOptions) -> torch.Tensor | None:
+        return self.rows.get(picture.name)
 
-    def save(self, medium: Medium, rows: torch.Tensor, *_: Any) -> None:
-        self.rows[medium.name] = rows.clone()
-        self.saved.append(medium.name)
+    def save(self, picture: Picture, rows: torch.Tensor, *_: Any) -> None:
+        self.rows[picture.name] = rows.clone()
+        self.saved.append(picture.name)
 
 
 @pytest.fixture
 def parts() -> SimpleNamespace:
     woken, encoder, stored = threading.Event(), Encoder(), Stored()
-    source = MediaRowsSource(encoder, stored, woken.set)  # type: ignore[arg-type]
+    source = PictureRowsSource(encoder, stored, woken.set)  # type: ignore[arg-type]
     return SimpleNamespace(source=source, encoder=encoder, stored=stored, woken=woken)
 
 
-def drain(parts: SimpleNamespace) -> list[tuple[PromptMedia, Exception | None]]:
+def drain(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None]]:
     """Does what the engine does until a picture has come."""
     assert parts.woken.wait(10)
     parts.woken.clear()
-    found: list[tuple[PromptMedia, Exception | None]] = parts.source.take()
+    found: list[tuple[PromptPictures, Exception | None]] = parts.source.take()
     while parts.source.run_slice():
         pass
     return [*found, *parts.source.take()]
@@ -180,10 +180,10 @@ def test_a_picture_that_several_prompts_want_is_encoded_once_and_then_comes_from
 ) -> None:
     def is_shared() -> bool:
         """In a function of its own: assertions keep what they compare."""
-        of = [media_in(*before, picture(1, 3), encoder=parts.encoder) for before in ((1,), (), (5,))]
-        wanted = [parts.source.want(media, 0, FULL) for media in (*of[:2], of[0])]
+        of = [pictures_in(*before, picture(1, 3), encoder=parts.encoder) for before in ((1,), (), (5,))]
+        wanted = [parts.source.want(pictures, 0, FULL) for pictures in (*of[:2], of[0])]
         came = drain(parts)
-        told = [one.timings()["media_encoded"] for one in of[:2]]
+        told = [one.timings()["images_encoded"] for one in of[:2]]
         is_there = parts.source.want(of[2], 0, FULL)
         is_one = of[0].encoded[0] is of[1].encoded[0] is of[2].encoded[0] is not None
         return (wanted, told, is_there, is_one) == ([False] * 3, [1, 0], True, True) and came == [
@@ -192,10 +192,10 @@ def test_a_picture_that_several_prompts_want_is_encoded_once_and_then_comes_from
         ]
 
     assert is_shared()
-    later = media_in(2, picture(1, 3), encoder=parts.encoder)
+    later = pictures_in(2, picture(1, 3), encoder=parts.encoder)
     assert not parts.source.want(later, 0, FULL)
     assert drain(parts) == [(later, None)]
-    assert later.timings()["media_restored"] == 1
+    assert later.timings()["images_restored"] == 1
     assert parts.encoder.encoded == parts.stored.saved == [picture(1, 3).name]
 
 
@@ -203,17 +203,19 @@ def test_what_goes_wrong_with_a_picture_reaches_all_prompts_that_want_it(parts: 
     def fail() -> dict[str, Any]:
         raise ValueError("cannot be decoded")
 
-    wanting = [media_in(picture(2, 3, prepare), encoder=parts.encoder) for prepare in (fail, fail)]
-    for media in wanting:
-        parts.source.want(media, 0, FULL)
-    assert [(media, str(error)) for media, error in drain(parts)] == [(one, "cannot be decoded") for one in wanting]
-    again = media_in(picture(2, 3), encoder=parts.encoder)
+    wanting = [pictures_in(picture(2, 3, prepare), encoder=parts.encoder) for prepare in (fail, fail)]
+    for pictures in wanting:
+        parts.source.want(pictures, 0, FULL)
+    assert [(pictures, str(error)) for pictures, error in drain(parts)] == [
+        (one, "cannot be decoded") for one in wanting
+    ]
+    again = pictures_in(picture(2, 3), encoder=parts.encoder)
     parts.source.want(again, 0, FULL)
     assert drain(parts) == [(again, None)]
 
 
 def test_a_picture_of_a_request_that_has_ended_is_not_begun_but_goes_on_to_its_end(parts: SimpleNamespace) -> None:
-    gone, begun = (media_in(picture(number, 3), encoder=parts.encoder) for number in (3, 4))
+    gone, begun = (pictures_in(picture(number, 3), encoder=parts.encoder) for number in (3, 4))
     parts.source.want(gone, 0, FULL)
     assert parts.woken.wait(10)
     gone.is_over = True
@@ -227,4 +229,4 @@ def test_a_picture_of_a_request_that_has_ended_is_not_begun_but_goes_on_to_its_e
     begun.is_over = True
     while parts.source.run_slice():
         pass
-    assert parts.stored.saved == [begun.media[0].name]
+    assert parts.stored.saved == [begun.pictures[0].name]

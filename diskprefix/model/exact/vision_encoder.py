@@ -14,28 +14,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import Run
 from diskprefix.model.exact.patterns import sees_pictures_whole
-from diskprefix.nouns import Medium
+from diskprefix.native.attention_operator import attention_to_all
+from diskprefix.native.library import operators
+from diskprefix.nouns import Picture
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FEATURES = {"image": "get_image_features", "audio": "get_audio_features"}
-
 
 @dataclass(frozen=True, eq=False)
-class MediaRows:
-    """What rows of a step that belong to a prompt with media take beside token ids. `is_media`, bool [num_rows], says
-    which of them are of media, `encoded` has the encoder's rows for these, [levels, count, hidden]. `positions` are
-    int64 [axes, num_rows], None for a model that counts tokens. For `spans` see `Run`."""
+class PictureRows:
+    """The input beside token ids for rows of a step that belong to a prompt with pictures. `is_picture`, bool
+    [num_rows], says which of them are of pictures, `encoded` has the encoder's rows for these, [levels, count, hidden].
+    `positions` are int64 [axes, num_rows], None for a model that counts tokens. For `spans` see `Run`."""
 
-    encoder: MediaEncoder
-    is_media: torch.Tensor
+    encoder: VisionEncoder
+    is_picture: torch.Tensor
     encoded: torch.Tensor
     positions: torch.Tensor | None = None
     spans: tuple[tuple[int, int], ...] = ()
@@ -48,7 +49,24 @@ class _Joined(list[torch.Tensor]):
         return self[0].to(*args)
 
 
-class MediaEncoder:
+_CHANGING = ("dropout_p", "is_causal", "enable_gqa")
+
+
+class _EachSeesAll(TorchFunctionMode):
+    """Computes attention without a mask in bfloat16 by the compiled operator: torch's takes most of the time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, compiled = kwargs or {}, operators()
+        if func is nn.functional.scaled_dot_product_attention and len(args) == 3 and compiled is not None:
+            is_plain = kwargs.get("attn_mask") is None and not any(kwargs.get(name) for name in _CHANGING)
+            form = (args[0].shape, torch.bfloat16, "cpu")
+            if is_plain and len(form[0]) == 4 and all((x.shape, x.dtype, x.device.type) == form for x in args):
+                scale = kwargs.get("scale") or form[0][-1] ** -0.5
+                return torch.stack([attention_to_all(compiled, q, k, v, scale) for q, k, v in zip(*args, strict=True)])
+        return func(*args, **kwargs)
+
+
+class VisionEncoder:
     """The encoder of a model, and how its output comes into prompts. `token_id` stands for a row of that. The output
     for a picture has the shape [levels, num_tokens, hidden]: behind the first level are those which the model adds
     after its first layers (Qwen3-VL). `dtype` is the model's."""
@@ -79,24 +97,27 @@ class MediaEncoder:
             return "its tokens see later ones of the same picture, or of others"
         return None
 
-    def encode(self, medium: Medium, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Returns the encoder's output for what `Medium.prepare` has returned. Raises `InvalidRequest` if the model's
+    def encode(self, picture: Picture, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Returns the encoder's output for what `Picture.prepare` has returned. Raises `InvalidRequest` if the model's
         code fails over it, and what torch raises when memory runs out."""
         encode = self._model.get_image_features
         accepted = inspect.signature(encode).parameters
         placed = {name: self._placed(value) for name, value in inputs.items() if name in accepted}
         try:
-            output = encode(**placed, return_dict=True)
+            with _EachSeesAll():
+                output = encode(**placed, return_dict=True)
             levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
             rows = torch.stack([_joined(level).reshape(-1, self.hidden) for level in levels]).to(self.dtype)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            problem = f"{medium.param}: the model's own code fails over it: {first_line(error)}"
-            raise InvalidRequest(problem, param=medium.param, code="unsupported_content") from error
-        if rows.shape != (self.levels, medium.num_tokens, self.hidden):
-            problem = f"{medium.param}: the model's encoder returns {tuple(rows.shape)} for {medium.num_tokens} tokens"
-            raise InvalidRequest(problem, param=medium.param, code="unsupported_content")
+            problem = f"{picture.param}: the model's own code fails over it: {first_line(error)}"
+            raise InvalidRequest(problem, param=picture.param, code="unsupported_content") from error
+        if rows.shape != (self.levels, picture.num_tokens, self.hidden):
+            problem = (
+                f"{picture.param}: the model's encoder returns {tuple(rows.shape)} for {picture.num_tokens} tokens"
+            )
+            raise InvalidRequest(problem, param=picture.param, code="unsupported_content")
         return rows
 
     def slices(self) -> Iterator[nn.Module]:
@@ -108,15 +129,15 @@ class MediaEncoder:
                     yield from (layer, *layer.children())
 
     def positions(
-        self, token_ids: torch.Tensor, is_media: torch.Tensor, media: Sequence[Medium]
+        self, token_ids: torch.Tensor, is_picture: torch.Tensor, pictures: Sequence[Picture]
     ) -> torch.Tensor | None:
         """Returns the positions of a prompt's tokens, int64 [axes, tokens], None for a model that counts tokens.
-        `token_ids` are int64 [1, tokens], `is_media` bool [tokens]."""
+        `token_ids` are int64 [1, tokens], `is_picture` bool [tokens]."""
         if not self._counts_axes:
             return None
-        names = dict.fromkeys(name for medium in media for name in medium.shape)
-        shapes = {name: torch.cat([medium.shape[name] for medium in media]) for name in names}
-        found, _ = self._model.base_model.get_rope_index(token_ids, mm_token_type_ids=is_media.int()[None], **shapes)
+        names = dict.fromkeys(name for picture in pictures for name in picture.shape)
+        shapes = {name: torch.cat([picture.shape[name] for picture in pictures]) for name in names}
+        found, _ = self._model.base_model.get_rope_index(token_ids, mm_token_type_ids=is_picture.int()[None], **shapes)
         positions: torch.Tensor = found[:, 0]
         return positions
 
@@ -140,32 +161,34 @@ class MediaEncoder:
         return value.to(self._model.device, self.dtype if value.is_floating_point() else None)
 
 
-def media_arguments(input_ids: torch.Tensor, runs: Sequence[Run], media: Sequence[MediaRows | None]) -> dict[str, Any]:
-    """Returns the arguments of a forward for the rows of a step, some of which are of prompts with media. `input_ids`
-    are int64 [1, rows]."""
-    encoder = next(one.encoder for one in media if one is not None)
-    is_media = torch.cat(
+def picture_arguments(
+    input_ids: torch.Tensor, runs: Sequence[Run], pictures: Sequence[PictureRows | None]
+) -> dict[str, Any]:
+    """Returns the arguments of a forward for the rows of a step, some of which are of prompts with pictures.
+    `input_ids` are int64 [1, rows]."""
+    encoder = next(one.encoder for one in pictures if one is not None)
+    is_picture = torch.cat(
         [
-            torch.zeros(run.num_rows, dtype=torch.bool) if one is None else one.is_media
-            for run, one in zip(runs, media, strict=True)
+            torch.zeros(run.num_rows, dtype=torch.bool) if one is None else one.is_picture
+            for run, one in zip(runs, pictures, strict=True)
         ]
     )
     found: dict[str, Any] = {}
-    if is_media.any():
+    if is_picture.any():
         is_placeholder = (input_ids[0] == encoder.token_id).cpu()
         encoded = encoder.of_text(int(is_placeholder.sum()))
-        encoded[:, is_media[is_placeholder]] = torch.cat([one.encoded for one in media if one is not None], dim=1).to(
-            encoded.device
-        )
+        encoded[:, is_picture[is_placeholder]] = torch.cat(
+            [one.encoded for one in pictures if one is not None], dim=1
+        ).to(encoded.device)
         found["mm_encoder_outputs"] = encoder.output(encoded)
-    axes = next((len(one.positions) for one in media if one is not None and one.positions is not None), None)
+    axes = next((len(one.positions) for one in pictures if one is not None and one.positions is not None), None)
     if axes is not None:
         found["position_ids"] = torch.cat(
             [
                 torch.arange(run.start, run.end).expand(axes, -1)
                 if one is None or one.positions is None
                 else one.positions
-                for run, one in zip(runs, media, strict=True)
+                for run, one in zip(runs, pictures, strict=True)
             ],
             dim=1,
         )[:, None].to(input_ids.device)

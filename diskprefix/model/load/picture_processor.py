@@ -1,0 +1,28 @@
+"""The reader of pictures of requests, for a multimodal model: an extra has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
+
+from diskprefix.nouns import Picture
+
+Detail: TypeAlias = Literal["auto", "low", "high"]
+"""How closely the model shall look at a picture, as OpenAI's clients say it."""
+
+
+class PictureProcessor(Protocol):
+    """Reads the pictures of one model. Safe to call from several threads.
+
+    `problem` says why the model takes none; None if it does. A text must not contain `placeholders`. The chat template
+    writes `mark` for a picture, and `token_id` is the token that stands for a row of the encoder's output.
+    """
+
+    problem: str | None
+    placeholders: frozenset[str]
+    mark: str
+    token_id: int
+
+    def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = ()) -> Picture:
+        """Returns a picture, of which only the header is read. `param` is the path of its content. Raises
+        `InvalidRequest` if it is none, or too large with the pictures `beside`."""
