@@ -32,6 +32,8 @@ from diskprefix.chat.output.format import ContentDelta, OutputFormat
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
 MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
+    "chat/content.py": [(r"(<\|image_pad\|>)", ("split",))],
+    "model/gguf/encoders.py": [(r"model\.visual\.blocks\.(\d+)\.(.+)", ("fullmatch",))],
     "chat/normaliser_rules.py": [
         (f"(?m){pattern.pattern}", uses)
         for one in NORMALISERS

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.model.exact import runner as runner_
+from diskprefix.kv.step import Run
 from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.schema import Kind, decode_node, node_name
@@ -115,13 +114,13 @@ def test_the_prefill_goes_on_to_the_grid_and_then_in_whole_steps(
     stored = random_prompt(1, 2 * BLOCK + 5)
     ask(runner, stored)
     steps: list[tuple[int, int]] = []
-    forward = runner_.forward
+    end_step = KVSequence.end_step
 
-    def noted(model: Any, sequence: KVSequence, ids: torch.Tensor) -> torch.Tensor:
-        steps.append((sequence.num_tokens, sequence.num_tokens + ids.shape[1]))
-        return forward(model, sequence, ids)
+    def noted(sequence: KVSequence, run: Run) -> None:
+        steps.append((run.start, run.end))
+        end_step(sequence, run)
 
-    monkeypatch.setattr(runner_, "forward", noted)
+    monkeypatch.setattr(KVSequence, "end_step", noted)
     read(runner, leaving(stored, BLOCK + 3, 2 * BLOCK))
     assert steps == [(BLOCK + 3, 2 * BLOCK), (2 * BLOCK, 3 * BLOCK), (3 * BLOCK, 3 * BLOCK + 3)]
 

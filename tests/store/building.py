@@ -58,7 +58,7 @@ def open_store(path: Path, *, budget_bytes: int = 32 << 20, clock: Clock | None 
 
 
 def prompt(seed: int, num_tokens: int) -> TokenIds:
-    return np.random.default_rng(seed).integers(-500, 500, num_tokens).astype(np.int32)
+    return np.random.default_rng(seed).integers(0, 1000, num_tokens).astype(np.int32)
 
 
 def layout_of(block_bytes: int, state_bytes: int = 0) -> str:

@@ -51,7 +51,7 @@ _Source: TypeAlias = str | TensorSource | tuple[str | TensorSource, ...]
 _BLOCK = re.compile(r"^blk\.\d+\.")
 _OF_ENCODERS = ("v.", "mm.")
 """The beginning of names of tensors of encoders."""
-_LAYER = re.compile(r"\w+\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"^\w+\.layers\.(\d+)\.(.+)")
 _ENDING = re.compile(r"(.+)(\.weight|\.bias|_bias)")
 
 
