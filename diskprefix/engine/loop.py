@@ -12,7 +12,7 @@ from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.prompt_pictures import PictureRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
-from diskprefix.engine.scheduler import Chunk, Scheduler
+from diskprefix.engine.scheduler import NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.tokens import floor_to_grid
@@ -184,7 +184,7 @@ class Loop:
 
     def _schedule(self, reply: Reply) -> None:
         """Has the next steps compute a reply, as far as the rows of its pictures are there. Gets the next ones."""
-        pictures = reply.running.pictures
+        pictures, reply.limit = reply.running.pictures, NO_LIMIT
         if pictures is not None and self._rows is not None and reply.num_computed < reply.prompt_tokens:
             options = reply.running.request.cache
             while (number := pictures.missing(reply.num_computed)) is not None:
