@@ -103,7 +103,8 @@ class PictureReader:
             with Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS) as image:
                 # Not `image.getexif()`: that of a PNG file decodes it.
                 turn = _TURNS.get(Image.Image.getexif(image).get(0x0112, 1))
-                found, kind = image.size, image.format
+                # A photograph with further ones in its file has a format of its own, which cannot be asked for.
+                found, kind = image.size, "JPEG" if image.format == "MPO" else image.format
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise _too_many_pixels("the image has", MAX_PIXELS, param) from error
         except MemoryError:

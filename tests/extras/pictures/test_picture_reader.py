@@ -192,8 +192,8 @@ def test_sixteen_bits_of_grey_keep_their_shades(reader: PictureReader) -> None:
     assert np.array_equal(pixels(reader, saved(Image.fromarray(ramp)))[:, 0, 0], np.arange(256))
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_the_first_frame_of_an_animation_is_taken(reader: PictureReader, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "MPO"])
+def test_the_first_frame_of_an_animation_or_of_a_photograph_is_taken(reader: PictureReader, kind: str) -> None:
     frames = [Image.new("RGB", (40, 30), (shade, 0, 0)) for shade in (250, 0, 120)]
     first, *others = frames
     image = pixels(reader, saved(first, kind, save_all=True, append_images=others))
