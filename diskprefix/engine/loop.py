@@ -59,6 +59,8 @@ class Loop:
                     has_encoded = self._rows is not None and self._rows.run_slice()
                     step = self._next_step()
                     is_idle = not (step and self._compute(step)) and not has_encoded
+                    # The encoder goes on for clients that have gone, but not when all is over.
+                    is_idle |= self._inbox.is_over
                     if is_idle and not self._inbox.wait(self._served.expires_in_s()):
                         return
         finally:
