@@ -44,7 +44,7 @@ class Loop:
         self._rows: PictureRowsSource | None = None
         """What gets the rows of pictures."""
         if served.encoder is not None and served.encoded is not None:
-            self._rows = PictureRowsSource(served.encoder, served.encoded, inbox.wake)
+            self._rows = PictureRowsSource(served.encoder, served.encoded, inbox.wake, inbox.heartbeat.beat)
         self._is_ending = False
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake

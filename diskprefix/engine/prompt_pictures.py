@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
+from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.nouns import CacheOptions, Picture, Prompt
@@ -204,10 +205,13 @@ class _Job:
 
 
 class PictureRowsSource:
-    """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do."""
+    """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do, and `beat`
+    before each slice of the encoder, with the tokens of the picture."""
 
-    def __init__(self, encoder: VisionEncoder, stored: EncodedPictures, wake: Callable[[], None]) -> None:
-        self._encoder, self._stored, self._wake = encoder, stored, wake
+    def __init__(
+        self, encoder: VisionEncoder, stored: EncodedPictures, wake: Callable[[], None], beat: Callable[[int], None]
+    ) -> None:
+        self._encoder, self._stored, self._wake, self._beat = encoder, stored, wake, beat
         self._jobs: dict[_Key, _Job] = {}
         self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
         """Rows that some prompt still has."""
@@ -251,7 +255,7 @@ class PictureRowsSource:
 
     def run_slice(self) -> bool:
         """Runs a slice of the encoder. Returns False if nothing is to be encoded. What has begun goes on to its end,
-        even if its prompts are over: their clients may send them again."""
+        even if its prompts are over: their clients may send them again. Raises `DeviceLost`."""
         for job in [one for one in self._encoding if one.call is None and one.is_over]:
             # Its pixels take much memory.
             self._encoding.remove(job)
@@ -262,11 +266,15 @@ class PictureRowsSource:
         if job.call is None:
             inputs, job.inputs = job.inputs or {}, None
             job.call = SlicedCall(lambda: self._encoder.encode(job.picture, inputs), self._encoder.slices())
+        self._beat(job.picture.num_tokens)
         job.call.run_slice()
         job.encode_s += time.perf_counter() - started
         if job.call.is_over:
             self._encoding.popleft()
             job.rows, job.error = job.call.result, job.call.error
+            if job.error is not None:
+                # That of the encoder names the picture.
+                raise_if_lost(job.error.__cause__ or job.error)
             # It holds the rows, and knows the job.
             job.call, job.is_encoded = None, job.rows is not None
             if job.rows is not None:

@@ -18,6 +18,7 @@ from torch import nn
 
 from diskprefix.engine.prompt_pictures import PictureRowsSource, PromptPictures, SlicedCall
 from diskprefix.engine.scheduler import NO_LIMIT
+from diskprefix.errors import DeviceLost, InvalidRequest
 from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope
 from diskprefix.tokens import as_token_ids, picture_ids
 from tests.examples import examples
@@ -162,9 +163,9 @@ class Stored:
 
 @pytest.fixture
 def parts() -> SimpleNamespace:
-    woken, encoder, stored = threading.Event(), Encoder(), Stored()
-    source = PictureRowsSource(encoder, stored, woken.set)  # type: ignore[arg-type]
-    return SimpleNamespace(source=source, encoder=encoder, stored=stored, woken=woken)
+    woken, encoder, stored, beats = threading.Event(), Encoder(), Stored(), list[int]()
+    source = PictureRowsSource(encoder, stored, woken.set, beats.append)  # type: ignore[arg-type]
+    return SimpleNamespace(source=source, encoder=encoder, stored=stored, woken=woken, beats=beats)
 
 
 def drain(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None]]:
@@ -232,6 +233,24 @@ def test_a_picture_of_a_request_that_has_ended_is_not_begun_but_goes_on_to_its_e
     while parts.source.run_slice():
         pass
     assert parts.stored.saved == [begun.pictures[0].name]
+    assert parts.beats == [3, 3, 3]
+
+
+def test_a_device_that_fails_in_an_encoder_is_lost(parts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def encode(*_: Any) -> None:
+        try:
+            fail()
+        except RuntimeError as error:
+            raise InvalidRequest("the model's own code fails over it") from error
+
+    monkeypatch.setattr("diskprefix.engine.device.probe_devices", fail)
+    parts.encoder.encode = encode
+    parts.source.want(pictures_in(picture(11, 3), encoder=parts.encoder), 0, FULL)
+    with pytest.raises(DeviceLost):
+        drain(parts)
 
 
 def test_pixels_of_requests_that_have_ended_are_not_kept_nor_made(parts: SimpleNamespace) -> None:
