@@ -186,12 +186,13 @@ def _decoded(content: bytes, asked: tuple[Any, ...], param: str) -> Any:
 
 
 def _settings(processor: Any) -> bytes:
-    """Returns a digest of what decides, beside its bytes and the size asked for, what a file becomes."""
+    """Returns a digest of what decides, beside its bytes and the size asked for, what a file becomes: settings,
+    versions, and the program that decodes it."""
     if not hasattr(processor, "to_dict"):
         return b""
     backend = type(getattr(processor, "image_processor", None)).__name__
     versions = [getattr(sys.modules.get(name), "__version__", "") for name in ("PIL", "transformers", "torchvision")]
-    text = json.dumps([processor.to_dict(), backend, versions], sort_keys=True, default=str)
+    text = json.dumps([processor.to_dict(), backend, versions, _WORKER.read_text()], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode()).digest()
 
 
