@@ -214,7 +214,8 @@ class Scheduler(Generic[S]):
                 continue
             has_end = chunk.end == sequence.num_known
             step.append(chunk)
-            room -= chunk.num_rows
+            # A picture that is computed whole may take more.
+            room = max(0, room - chunk.num_rows)
         # Guesses take the rows that are left.
         for number, sequence in enumerate(decoding):
             num_drafted = min(len(sequence.draft), room)
