@@ -27,6 +27,11 @@ _BATCH_BYTES = 16 << 20
 """The bytes that are written in one transaction, at least one block."""
 
 
+def are_saved(options: CacheOptions) -> bool:
+    """Returns whether outputs are saved for a request: not if it saves nothing, or only the beginning of its prompt."""
+    return options.save and options.scope.most is None
+
+
 class EncodedPictures:
     """Loads and saves the encoder's outputs of one model, as blocks of the ids of their tokens.
 
@@ -67,11 +72,11 @@ class EncodedPictures:
         return rows
 
     def save(self, picture: Picture, rows: torch.Tensor, options: CacheOptions, encode_s: float = 0.0) -> None:
-        """Has a copy of an output written, unless the request saves nothing, or only the beginning of its prompt.
+        """Has a copy of an output written, if those of the request `are_saved`.
         `encode_s` is how long computing it took. For the engine's thread; the copy is made on another one."""
         cache, num_bytes = self._cache, rows.nbytes
         spending = cache.spending(options.tenant)
-        if not options.save or options.scope.most is not None or cache.store.problem is not None:
+        if not are_saved(options) or cache.store.problem is not None:
             return
         if spending is not None and not spending.allows_picture(num_bytes, is_asked=options.is_asked):
             cache.count("unaffordable")

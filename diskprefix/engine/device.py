@@ -31,7 +31,7 @@ def is_device_lost(error: BaseException) -> bool:
     return False
 
 
-def raise_if_lost(error: Exception) -> None:
+def raise_if_lost(error: BaseException) -> None:
     """Raises `DeviceLost` if the accelerator can compute nothing more."""
     if is_device_lost(error):
         log.error("[engine] the accelerator failed", exc_info=error)

@@ -83,6 +83,11 @@ class Inbox:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def is_over(self) -> bool:
+        """True if it is stopped and nothing runs any more."""
+        return self._stopping and not self._running
+
     def activities(self) -> list[Activity]:
         """Returns the activity of each request, in order of arrival. For any thread."""
         # Waiting requests first. A request that begins meanwhile is found twice, never missed.
@@ -140,18 +145,18 @@ class Inbox:
 
         After a while without a request, the system gets back the memory that many requests at once have left free."""
 
-        def is_over() -> bool:
-            return self._has_news or (self._stopping and not self._running)
+        def has_changed() -> bool:
+            return self._has_news or self.is_over
 
         with self._changed:
             self.heartbeat.rest()
             first_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
-            is_idle = not self._changed.wait_for(is_over, first_s) and not self._running
+            is_idle = not self._changed.wait_for(has_changed, first_s) and not self._running
         if is_idle and first_s == _IDLE_S:
             # A request that comes meanwhile does not wait for it.
             threading.Thread(target=trim_heap, name="trim-heap", daemon=True).start()
         with self._changed:
-            self._changed.wait_for(is_over, None if timeout_s is None else timeout_s - first_s)
+            self._changed.wait_for(has_changed, None if timeout_s is None else timeout_s - first_s)
             return self._has_news or bool(self._running) or not self._stopping
 
     def stop(self, timeout_s: float) -> bool:

@@ -44,7 +44,7 @@ class Loop:
         self._rows: PictureRowsSource | None = None
         """What gets the rows of pictures."""
         if served.encoder is not None and served.encoded is not None:
-            self._rows = PictureRowsSource(served.encoder, served.encoded, inbox.wake)
+            self._rows = PictureRowsSource(served.encoder, served.encoded, inbox.wake, inbox.heartbeat.beat)
         self._is_ending = False
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
@@ -59,6 +59,8 @@ class Loop:
                     has_encoded = self._rows is not None and self._rows.run_slice()
                     step = self._next_step()
                     is_idle = not (step and self._compute(step)) and not has_encoded
+                    # The encoder goes on for clients that have gone, but not when all is over.
+                    is_idle |= self._inbox.is_over
                     if is_idle and not self._inbox.wait(self._served.expires_in_s()):
                         return
         finally:

@@ -20,6 +20,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
+from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
+from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
 from diskprefix.nouns import CacheOptions, Picture, Prompt
@@ -27,8 +29,6 @@ from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from diskprefix.cache.encoded_pictures import EncodedPictures
 
 
 @dataclass(eq=False)
@@ -205,10 +205,13 @@ class _Job:
 
 
 class PictureRowsSource:
-    """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do."""
+    """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do, and `beat`
+    before each slice of the encoder, with the tokens of the picture."""
 
-    def __init__(self, encoder: VisionEncoder, stored: EncodedPictures, wake: Callable[[], None]) -> None:
-        self._encoder, self._stored, self._wake = encoder, stored, wake
+    def __init__(
+        self, encoder: VisionEncoder, stored: EncodedPictures, wake: Callable[[], None], beat: Callable[[int], None]
+    ) -> None:
+        self._encoder, self._stored, self._wake, self._beat = encoder, stored, wake, beat
         self._jobs: dict[_Key, _Job] = {}
         self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
         """Rows that some prompt still has."""
@@ -226,42 +229,52 @@ class PictureRowsSource:
         if (rows := self._recent.get(key)) is not None:
             pictures.encoded[number] = rows
             return True
-        if (job := self._jobs.get(key)) is None:
-            job = self._jobs[key] = _Job(picture, options)
-            self._loader.submit(self._load, job)
-        if options.save and not job.options.save:
+        is_new = key not in self._jobs
+        job = self._jobs.setdefault(key, _Job(picture, options))
+        if are_saved(options) and not are_saved(job.options):
             job.options = options
         if (pictures, number) not in job.wanted_by:
             job.wanted_by.append((pictures, number))
+        if is_new:
+            self._loader.submit(self._load, job)
         return False
 
     def take(self) -> list[tuple[PromptPictures, Exception | None]]:
         """Returns the prompts that got rows since the last call, or will get none because of an error."""
         while self._loaded:
             job = self._loaded.popleft()
-            if job.rows is None and job.error is None:
+            if job.rows is not None or job.error is not None or job.is_over:
+                self._end(job)
+            elif job.inputs is not None:
                 self._encoding.append(job)
             else:
-                self._end(job)
+                # Nobody wanted it when its turn came.
+                self._loader.submit(self._load, job)
         ended, self._ended = self._ended, []
         return ended
 
     def run_slice(self) -> bool:
         """Runs a slice of the encoder. Returns False if nothing is to be encoded. What has begun goes on to its end,
-        even if its prompts are over: their clients may send them again."""
-        while self._encoding and self._encoding[0].call is None and self._encoding[0].is_over:
-            self._end(self._encoding.popleft())
+        even if its prompts are over: their clients may send them again. Raises `DeviceLost`."""
+        for job in [one for one in self._encoding if one.call is None and one.is_over]:
+            # Its pixels take much memory.
+            self._encoding.remove(job)
+            self._end(job)
         if not self._encoding:
             return False
         job, started = self._encoding[0], time.perf_counter()
         if job.call is None:
             inputs, job.inputs = job.inputs or {}, None
             job.call = SlicedCall(lambda: self._encoder.encode(job.picture, inputs), self._encoder.slices())
+        self._beat(job.picture.num_tokens)
         job.call.run_slice()
         job.encode_s += time.perf_counter() - started
         if job.call.is_over:
             self._encoding.popleft()
             job.rows, job.error = job.call.result, job.call.error
+            if job.error is not None:
+                # That of the encoder names the picture.
+                raise_if_lost(job.error.__cause__ or job.error)
             # It holds the rows, and knows the job.
             job.call, job.is_encoded = None, job.rows is not None
             if job.rows is not None:
@@ -276,12 +289,12 @@ class PictureRowsSource:
         self._loader.shutdown(cancel_futures=True)
 
     def _load(self, job: _Job) -> None:
-        """Runs on the loading thread."""
+        """Runs on the loading thread. Does nothing for prompts that are over."""
         try:
             with torch.inference_mode():
-                rows = self._stored.load(job.picture, job.options)
+                rows = None if job.is_over else self._stored.load(job.picture, job.options)
                 job.rows = None if rows is None else rows.to(self._encoder.nothing.device)
-                if rows is None:
+                if rows is None and not job.is_over:
                     job.inputs = job.picture.prepare()
         except Exception as error:  # noqa: BLE001 (the engine raises it)
             job.error = error

@@ -59,7 +59,7 @@ class Sequence:
     stops: tuple[int, ...] = ()
     """Positions, ascending, at which a step of this sequence ends: states are copied there."""
     limit: int = NO_LIMIT
-    """The position at which something is missing without which no step goes on."""
+    """No step goes beyond this position, because the rows of a picture there are missing."""
     spans: tuple[tuple[int, int], ...] = ()
     """Positions, each [begin, end), within which no step ends."""
     draft: list[int] = field(default_factory=list)
@@ -214,7 +214,8 @@ class Scheduler(Generic[S]):
                 continue
             has_end = chunk.end == sequence.num_known
             step.append(chunk)
-            room -= chunk.num_rows
+            # A picture that is computed whole may take more.
+            room = max(0, room - chunk.num_rows)
         # Guesses take the rows that are left.
         for number, sequence in enumerate(decoding):
             num_drafted = min(len(sequence.draft), room)

@@ -63,7 +63,7 @@ def wants_page(headers: Headers) -> bool:
 
 
 def _likes(accept: str) -> dict[str, float]:
-    """Returns the pictures types of an `Accept` header with their weights. A malformed weight counts as 0."""
+    """Returns the media types of an `Accept` header with their weights. A malformed weight counts as 0."""
     likes: dict[str, float] = {}
     for part in accept.lower().split(","):
         media_type, *parameters = (piece.strip() for piece in part.split(";"))

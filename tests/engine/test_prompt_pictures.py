@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 
 from diskprefix.engine.prompt_pictures import PictureRowsSource, PromptPictures, SlicedCall
 from diskprefix.engine.scheduler import NO_LIMIT
+from diskprefix.errors import DeviceLost, InvalidRequest
 from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope
 from diskprefix.tokens import as_token_ids, picture_ids
 from tests.examples import examples
@@ -160,9 +163,9 @@ class Stored:
 
 @pytest.fixture
 def parts() -> SimpleNamespace:
-    woken, encoder, stored = threading.Event(), Encoder(), Stored()
-    source = PictureRowsSource(encoder, stored, woken.set)  # type: ignore[arg-type]
-    return SimpleNamespace(source=source, encoder=encoder, stored=stored, woken=woken)
+    woken, encoder, stored, beats = threading.Event(), Encoder(), Stored(), list[int]()
+    source = PictureRowsSource(encoder, stored, woken.set, beats.append)  # type: ignore[arg-type]
+    return SimpleNamespace(source=source, encoder=encoder, stored=stored, woken=woken, beats=beats)
 
 
 def drain(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None]]:
@@ -230,3 +233,68 @@ def test_a_picture_of_a_request_that_has_ended_is_not_begun_but_goes_on_to_its_e
     while parts.source.run_slice():
         pass
     assert parts.stored.saved == [begun.pictures[0].name]
+    assert parts.beats == [3, 3, 3]
+
+
+def test_a_device_that_fails_in_an_encoder_is_lost(parts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def encode(*_: Any) -> None:
+        try:
+            fail()
+        except RuntimeError as error:
+            raise InvalidRequest("the model's own code fails over it") from error
+
+    monkeypatch.setattr("diskprefix.engine.device.probe_devices", fail)
+    parts.encoder.encode = encode
+    parts.source.want(pictures_in(picture(11, 3), encoder=parts.encoder), 0, FULL)
+    with pytest.raises(DeviceLost):
+        drain(parts)
+
+
+def test_pixels_of_requests_that_have_ended_are_not_kept_nor_made(parts: SimpleNamespace) -> None:
+    prepared, may_go = list[int](), threading.Event()
+
+    def prepare(number: int) -> dict[str, Any]:
+        prepared.append(number)
+        assert may_go.wait(10)
+        return {"add": 0}
+
+    first, second, third = (
+        pictures_in(picture(number, 3, partial(prepare, number)), encoder=parts.encoder) for number in (5, 6, 7)
+    )
+    for one in (first, second, third):
+        parts.source.want(one, 0, FULL)
+    third.is_over = True
+    may_go.set()
+    while len(parts.source._encoding) < 2:
+        assert parts.woken.wait(10)
+        parts.woken.clear()
+        parts.source.take()
+    assert parts.source.run_slice()
+    second.is_over = True
+    assert parts.source.run_slice()
+    assert [job.picture for job in parts.source._encoding] == [*first.pictures]
+    parts.source.close()
+    assert prepared == [5, 6]
+
+
+def test_a_picture_is_prepared_for_who_asks_after_others_have_gone(parts: SimpleNamespace) -> None:
+    gone, asks = (pictures_in(picture(9, 3), encoder=parts.encoder) for _ in range(2))
+    may_load = threading.Event()
+    parts.source._loader.submit(may_load.wait, 10)
+    parts.source.want(gone, 0, FULL)
+    gone.is_over = True
+    may_load.set()
+    parts.source._loader.submit(int).result()
+    parts.source.want(asks, 0, FULL)
+    assert (asks, None) in [one for _ in range(2) for one in drain(parts)]
+
+
+def test_a_picture_is_saved_if_one_of_those_who_want_it_saves(parts: SimpleNamespace) -> None:
+    others = [replace(FULL, scope=Scope("off")), replace(FULL, save=False), replace(FULL, scope=Scope("tokens", 5))]
+    for options in (*others, FULL, *others):
+        parts.source.want(pictures_in(picture(10, 3), encoder=parts.encoder), 0, options)
+    (job,) = parts.source._jobs.values()
+    assert job.options is FULL

@@ -348,3 +348,12 @@ def test_now_and_then_a_step_only_decodes_so_that_this_is_measured() -> None:
         steps.append(rows_of_next(pace))
         pace.record_step(1, steps[-1], 0.02 + steps[-1] * 0.0004)
     assert steps.count(0) == 3
+
+
+def test_beside_a_picture_that_takes_more_rows_than_are_left_a_reply_gets_its_own() -> None:
+    world = World()
+    reply = world.arrive(8, 4)
+    world.step()
+    reply.draft = [1, 2]
+    pictured = world.arrive(400, spans=((10, 266),), num_computed=10)
+    assert world.scheduler.schedule(LEAST_ROWS) == [Chunk(reply, 8, 9), Chunk(pictured, 10, 266)]

@@ -282,6 +282,24 @@ def test_purged_images_are_encoded_again(llava: AppServer) -> None:
     assert pictures_of(again) == (1, 0)
 
 
+def test_a_stop_does_not_wait_until_a_picture_is_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    with real_app(write_llava(tmp_path / "model"), tmp_path / "kv") as server, ThreadPoolExecutor(1) as clients:
+        layer = next(server.engine.encoder.slices())
+
+        def encode(*_: Any) -> None:
+            while True:
+                begun.set()
+                for pause in [*layer._forward_pre_hooks.values()]:
+                    pause(layer, ())
+
+        monkeypatch.setattr(server.engine.encoder, "encode", encode)
+        asked = clients.submit(ask, server, body(IMAGE))
+        assert begun.wait(30)
+        assert not server.daemon.inbox.stop(0.01)
+        assert asked.exception(30) is not None
+
+
 IMAGE = image_part(image_bytes())
 VIDEO: dict[str, Any] = {"type": "video_url", "video_url": {"url": "x"}}
 FILE: dict[str, Any] = {"type": "file", "file": {"file_id": "x"}}

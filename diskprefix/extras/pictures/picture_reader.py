@@ -103,7 +103,8 @@ class PictureReader:
             with Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS) as image:
                 # Not `image.getexif()`: that of a PNG file decodes it.
                 turn = _TURNS.get(Image.Image.getexif(image).get(0x0112, 1))
-                found, kind = image.size, image.format
+                # A photograph with further ones in its file has a format of its own, which cannot be asked for.
+                found, kind = image.size, "JPEG" if image.format == "MPO" else image.format
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise _too_many_pixels("the image has", MAX_PIXELS, param) from error
         except MemoryError:
@@ -185,12 +186,13 @@ def _decoded(content: bytes, asked: tuple[Any, ...], param: str) -> Any:
 
 
 def _settings(processor: Any) -> bytes:
-    """Returns a digest of what decides, beside its bytes and the size asked for, what a file becomes."""
+    """Returns a digest of what decides, beside its bytes and the size asked for, what a file becomes: settings,
+    versions, and the program that decodes it."""
     if not hasattr(processor, "to_dict"):
         return b""
     backend = type(getattr(processor, "image_processor", None)).__name__
     versions = [getattr(sys.modules.get(name), "__version__", "") for name in ("PIL", "transformers", "torchvision")]
-    text = json.dumps([processor.to_dict(), backend, versions], sort_keys=True, default=str)
+    text = json.dumps([processor.to_dict(), backend, versions, _WORKER.read_text()], sort_keys=True, default=str)
     return hashlib.blake2b(text.encode()).digest()
 
 

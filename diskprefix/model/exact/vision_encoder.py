@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +66,10 @@ class _EachSeesAll(TorchFunctionMode):
                 scale = kwargs.get("scale") or form[0][-1] ** -0.5
                 return torch.stack([attention_to_all(compiled, q, k, v, scale) for q, k, v in zip(*args, strict=True)])
         return func(*args, **kwargs)
+
+
+class _Reached(Exception):
+    """The model calls its decoder."""
 
 
 class VisionEncoder:
@@ -150,10 +156,30 @@ class VisionEncoder:
         }
 
     def of_text(self, count: int) -> torch.Tensor:
-        """Returns the rows that have the placeholder in a text, or in a reply, as any other token: its embedding."""
+        """Returns the rows of placeholders in a text, or in a reply, which are tokens as any other."""
         rows = torch.zeros(self.levels, count, self.hidden, dtype=self.dtype, device=self._model.device)
-        rows[0] = self._model.get_input_embeddings()(torch.tensor([self.token_id], device=rows.device))
+        if count:
+            rows[0] = self._in_text
         return rows
+
+    @cached_property
+    def _in_text(self) -> torch.Tensor:
+        """The row of a placeholder beside no picture, as the model's own code embeds it, [hidden]. Some classes, as
+        that of Gemma 4, embed another token there."""
+        found: list[torch.Tensor] = []
+
+        def keep(_module: nn.Module, _args: Any, given: dict[str, Any]) -> None:
+            found.append(given["inputs_embeds"][0, 0])
+            raise _Reached
+
+        token = torch.tensor([[self.token_id]], device=self._model.device)
+        hook = self._model.get_decoder().register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            with suppress(_Reached):
+                self._model(input_ids=token, position_ids=torch.zeros_like(token), use_cache=False)
+        finally:
+            hook.remove()
+        return found[0]
 
     def _placed(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from copy import deepcopy
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +19,9 @@ def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast
     import transformers
     from transformers.models.pixtral import image_processing_pil_pixtral
 
-    # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
-    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+    if find_spec("torchvision") is None:
+        # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
+        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
     image_class, named = (getattr(transformers, name) for name in pictures.processors)
     wanted: Any = getattr(import_module(named.__module__), named.__name__)
 

@@ -114,7 +114,9 @@ def test_a_picture_is_what_the_models_own_processor_makes_of_it(loaded: LoadedMo
     assert len(rows) == picture.num_tokens
 
 
-def test_a_name_is_that_of_the_bytes_of_what_is_asked_and_of_the_processor(reader: PictureReader) -> None:
+def test_a_name_is_that_of_the_bytes_of_what_is_asked_of_the_processor_and_of_the_decoder(
+    reader: PictureReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     content, large = image_bytes(), image_bytes(size=(900, 600))
     assert read(reader, content).name == read(reader, content).name == read(reader, content, "low").name
     settings = SimpleNamespace(to_dict=lambda: {"size": 1})
@@ -123,6 +125,9 @@ def test_a_name_is_that_of_the_bytes_of_what_is_asked_and_of_the_processor(reade
     names = [read(reader, one, detail).name for one in (content, image_bytes((1, 2, 3)), large) for detail in ("low",)]
     assert len({*names, read(reader, large).name}) == 4
     assert all(len(name) == 16 for name in names)
+    (tmp_path / "worker.py").write_text("another one")
+    monkeypatch.setattr(picture_reader, "_WORKER", tmp_path / "worker.py")
+    assert other._settings != PictureReader(settings, CONFIG)._settings
 
 
 @pytest.mark.parametrize(
@@ -192,8 +197,8 @@ def test_sixteen_bits_of_grey_keep_their_shades(reader: PictureReader) -> None:
     assert np.array_equal(pixels(reader, saved(Image.fromarray(ramp)))[:, 0, 0], np.arange(256))
 
 
-@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_the_first_frame_of_an_animation_is_taken(reader: PictureReader, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG", "MPO"])
+def test_the_first_frame_of_an_animation_or_of_a_photograph_is_taken(reader: PictureReader, kind: str) -> None:
     frames = [Image.new("RGB", (40, 30), (shade, 0, 0)) for shade in (250, 0, 120)]
     first, *others = frames
     image = pixels(reader, saved(first, kind, save_all=True, append_images=others))

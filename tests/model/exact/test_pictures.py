@@ -27,7 +27,9 @@ from diskprefix.kv.step import Step, computing
 from diskprefix.model.exact import fused
 from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.exact.patterns import sees_pictures_whole
+from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact
+from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
 from tests.exactness.architectures import ARCHITECTURES, WINDOW
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -123,6 +125,22 @@ def test_it_has_the_same_bits_however_the_prompt_is_cut_between_pictures(
             found, found_logits = computed(one, layout, steps)
             assert found == state
             assert torch.equal(found_logits, logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_placeholder_in_a_text_has_the_same_bits_beside_a_picture_and_alone(name: str) -> None:
+    """Gemma 4 embeds another token for it."""
+    model = made(name, torch.bfloat16, **MODELS[name])
+    layout, _ = make_exact(model)
+    assert layout.packs
+    encoder, pool = VisionEncoder(model, IMAGE), PagePool(layout, model.device, block_size=256)
+    text, pictured = torch.tensor([[20, IMAGE, 21]]), torch.tensor([[30, IMAGE, IMAGE, 31]])
+    encoded = torch.randn(1, 2, encoder.hidden).to(model.dtype)
+    rows = PictureRows(encoder, pictured[0] == IMAGE, encoded, spans=((1, 3),))
+    with torch.inference_mode():
+        (alone,) = run(model, [Rows(KVSequence(pool), text, 3)])
+        beside, _ = run(model, [Rows(KVSequence(pool), text, 3), Rows(KVSequence(pool), pictured, 1, rows)])
+    assert torch.equal(alone, beside)
 
 
 def test_it_is_known_which_layers_see_pictures_whole() -> None:
