@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -105,6 +105,11 @@ class PromptPictures:
         spans = tuple((begin, stop) for begin, stop in self.spans if begin < end and stop > start)
         return PictureRows(self.encoder, is_picture, torch.cat(parts, dim=1), self._positions(start, end), spans)
 
+    def release(self, end: int) -> None:
+        """Lets the rows of pictures go that are before a position."""
+        for number in range(bisect_right(self.ends, int(np.searchsorted(self.places, end)))):
+            self.encoded[number] = None
+
     def _positions(self, start: int, end: int) -> torch.Tensor | None:
         if self.positions is None:
             return None
@@ -182,6 +187,8 @@ class SlicedCall:
             self._has_paused.release()
 
 
+_PREPARED = 2
+"""The most pictures whose pixels are in memory: that which is encoded, and the next one."""
 _Key: TypeAlias = "tuple[tuple[str, ...], bytes]"
 
 
@@ -196,6 +203,9 @@ class _Job:
     rows: torch.Tensor | None = None
     error: Exception | None = None
     call: SlicedCall | None = None
+    is_looked_up: bool = False
+    """It is known whether its rows are stored."""
+    is_preparing: bool = False
     is_encoded: bool = False
     encode_s: float = 0.0
 
@@ -218,8 +228,10 @@ class PictureRowsSource:
         self._loaded: deque[_Job] = deque()
         """Filled by the thread that loads."""
         self._encoding: deque[_Job] = deque()
+        """Those that are not stored. The first ones are prepared."""
         self._ended: list[tuple[PromptPictures, Exception | None]] = []
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="picture-load")
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="picture-prepare")
 
     def want(self, pictures: PromptPictures, number: int, options: CacheOptions) -> bool:
         """Gets the rows of a prompt's picture, if some other prompt has them. If not, begins to get them, unless that
@@ -245,7 +257,7 @@ class PictureRowsSource:
             job = self._loaded.popleft()
             if job.rows is not None or job.error is not None or job.is_over:
                 self._end(job)
-            elif job.inputs is not None:
+            elif job.is_looked_up:
                 self._encoding.append(job)
             else:
                 # Nobody wanted it when its turn came.
@@ -256,11 +268,15 @@ class PictureRowsSource:
     def run_slice(self) -> bool:
         """Runs a slice of the encoder. Returns False if nothing is to be encoded. What has begun goes on to its end,
         even if its prompts are over: their clients may send them again. Raises `DeviceLost`."""
-        for job in [one for one in self._encoding if one.call is None and one.is_over]:
+        for job in [one for one in self._encoding if one.call is None and (one.is_over or one.error is not None)]:
             # Its pixels take much memory.
             self._encoding.remove(job)
             self._end(job)
-        if not self._encoding:
+        for job in [*islice(self._encoding, _PREPARED)]:
+            if not job.is_preparing:
+                job.is_preparing = True
+                self._preparer.submit(self._prepare, job)
+        if not self._encoding or (self._encoding[0].call is None and self._encoding[0].inputs is None):
             return False
         job, started = self._encoding[0], time.perf_counter()
         if job.call is None:
@@ -286,19 +302,29 @@ class PictureRowsSource:
         for job in self._encoding:
             if job.call is not None:
                 job.call.close()
-        self._loader.shutdown(cancel_futures=True)
+        for threads in (self._loader, self._preparer):
+            threads.shutdown(cancel_futures=True)
 
     def _load(self, job: _Job) -> None:
         """Runs on the loading thread. Does nothing for prompts that are over."""
         try:
             with torch.inference_mode():
-                rows = None if job.is_over else self._stored.load(job.picture, job.options)
-                job.rows = None if rows is None else rows.to(self._encoder.nothing.device)
-                if rows is None and not job.is_over:
-                    job.inputs = job.picture.prepare()
+                if not job.is_over:
+                    rows = self._stored.load(job.picture, job.options)
+                    job.rows = None if rows is None else rows.to(self._encoder.nothing.device)
+                    job.is_looked_up = True
         except Exception as error:  # noqa: BLE001 (the engine raises it)
             job.error = error
         self._loaded.append(job)
+        self._wake()
+
+    def _prepare(self, job: _Job) -> None:
+        """Runs on the thread that decodes pictures."""
+        try:
+            job.inputs = None if job.is_over else job.picture.prepare()
+        except Exception as error:  # noqa: BLE001 (the engine raises it)
+            job.error = error
+        job.is_preparing = job.inputs is not None
         self._wake()
 
     def _end(self, job: _Job) -> None:

@@ -151,6 +151,8 @@ class Reply(Sequence):
         if chunk.start < self.prompt_tokens:
             running.prefill_s += seconds
             running.report_progress(chunk.end)
+            if running.pictures is not None and running.request.sampling.n == 1:
+                running.pictures.release(chunk.end)
             if self.index == 0 and isinstance(state, KVSequence) and not running.is_published:
                 running.cached.after_step(state)
         if chunk.end < self.num_known:
@@ -168,8 +170,6 @@ class Reply(Sequence):
         logits = logits.clone()
         if isinstance(state, KVSequence):
             running.pages.keep_logits(state, logits)
-        if running.pictures is not None and running.request.sampling.n == 1:
-            running.pictures.encoded = [None] * len(running.pictures.pictures)
         if running.unforked:
             # Now, because the next step changes states in place.
             running.source, running.logits = running.forked(state), logits

@@ -169,13 +169,16 @@ def parts() -> SimpleNamespace:
 
 
 def drain(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None]]:
-    """Does what the engine does until a picture has come."""
-    assert parts.woken.wait(10)
-    parts.woken.clear()
-    found: list[tuple[PromptPictures, Exception | None]] = parts.source.take()
-    while parts.source.run_slice():
-        pass
-    return [*found, *parts.source.take()]
+    """Does what the engine does until no picture is wanted."""
+    found: list[tuple[PromptPictures, Exception | None]] = []
+    while parts.source._jobs:
+        assert parts.woken.wait(10)
+        parts.woken.clear()
+        found += parts.source.take()
+        while parts.source.run_slice():
+            pass
+        found += parts.source.take()
+    return found
 
 
 def test_a_picture_that_several_prompts_want_is_encoded_once_and_then_comes_from_the_store(
@@ -298,3 +301,32 @@ def test_a_picture_is_saved_if_one_of_those_who_want_it_saves(parts: SimpleNames
         parts.source.want(pictures_in(picture(10, 3), encoder=parts.encoder), 0, options)
     (job,) = parts.source._jobs.values()
     assert job.options is FULL
+
+
+def test_the_pixels_of_two_pictures_at_most_are_in_memory(parts: SimpleNamespace) -> None:
+    prepared = list[int]()
+
+    def prepare(number: int) -> dict[str, Any]:
+        prepared.append(number)
+        return {"add": 0}
+
+    wanting = [
+        pictures_in(picture(number, 2, partial(prepare, number)), encoder=parts.encoder) for number in range(5, 9)
+    ]
+    for pictures in wanting:
+        parts.source.want(pictures, 0, FULL)
+    parts.source._loader.submit(lambda: None).result()
+    parts.source.take()
+    assert not parts.source.run_slice(), "no picture is decoded yet"
+    parts.source._preparer.submit(lambda: None).result()
+    assert prepared == [5, 6]
+    assert [one for one, _ in drain(parts)] == wanting
+    assert prepared == [5, 6, 7, 8]
+
+
+def test_rows_behind_which_a_prompt_is_computed_are_let_go() -> None:
+    pictures = pictures_in(3, picture(0, 4), 2, picture(1, 4), 5)
+    pictures.encoded = [rows_of(one) for one in pictures.pictures]
+    for end, kept in ((6, [True, True]), (7, [False, True]), (12, [False, True]), (13, [False, False])):
+        pictures.release(end)
+        assert [one is not None for one in pictures.encoded] == kept

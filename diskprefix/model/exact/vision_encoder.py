@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import Run
+from diskprefix.model.exact.invariant import is_installed
 from diskprefix.model.exact.patterns import sees_pictures_whole
 from diskprefix.native.attention_operator import attention_to_all
 from diskprefix.native.library import operators
@@ -110,7 +111,8 @@ class VisionEncoder:
         accepted = inspect.signature(encode).parameters
         placed = {name: self._placed(value) for name, value in inputs.items() if name in accepted}
         try:
-            with _EachSeesAll():
+            # The identity of a model that is not exact at every token does not have the operators.
+            with _EachSeesAll() if is_installed(self._model) else nullcontext():
                 output = encode(**placed, return_dict=True)
             levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
             rows = torch.stack([_joined(level).reshape(-1, self.hidden) for level in levels]).to(self.dtype)
