@@ -317,7 +317,7 @@ def test_the_pixels_of_two_pictures_at_most_are_in_memory(parts: SimpleNamespace
         parts.source.want(pictures, 0, FULL)
     parts.source._loader.submit(lambda: None).result()
     parts.source.take()
-    assert not parts.source.run_slice(), "no picture is decoded yet"
+    parts.source.run_slice()
     parts.source._preparer.submit(lambda: None).result()
     assert prepared == [5, 6]
     assert [one for one, _ in drain(parts)] == wanting
