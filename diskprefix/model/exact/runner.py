@@ -75,8 +75,7 @@ def _forward(
     layout, alone, device = sequences[0].layout, len(sequences) == 1, model.device
     step = Step(runs, gathers=not layout.packs) if layout.exact_at == "token" else None
     keeps = "logits_to_keep" in layout.options
-    ends = accumulate(run.num_rows for run in runs)
-    kept = torch.cat([torch.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
+    kept: int | torch.Tensor = rows[0].num_logits
     cache = sequences[0].cache
     if not alone:
         assert step is not None, "only models that are exact at every token pack"
@@ -84,7 +83,10 @@ def _forward(
         layers = [packed(of, step) if isinstance(of[0], TokenLayer | StateLayer) else of[0] for of in of_layers]
         # Its lengths, those of the first sequence, are not used for positions or masks.
         cache = StepCache(layers, lambda: runs[0].start)
-    input_ids = torch.cat([one.token_ids for one in rows], dim=1).to(device)
+        ends = accumulate(run.num_rows for run in runs)
+        kept = torch.cat([torch.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
+    ids = rows[0].token_ids if alone else torch.cat([one.token_ids for one in rows], dim=1)
+    input_ids = ids.to(device)
     call: dict[str, Any] = {layout.cache_argument: cache, "use_cache": True}
     if "position_ids" in layout.options:
         # Not every model counts positions from its cache.
@@ -92,7 +94,7 @@ def _forward(
     if any(one.pictures is not None for one in rows):
         call |= picture_arguments(input_ids, runs, [one.pictures for one in rows])
     if keeps:
-        call["logits_to_keep"] = rows[0].num_logits if alone else kept
+        call["logits_to_keep"] = kept
     with computing(step):
         output = model(input_ids=input_ids, **call)
     logits: torch.Tensor = output.logits[0]
