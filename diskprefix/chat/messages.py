@@ -85,6 +85,7 @@ class Message:
 
     @property
     def pictures(self) -> list[ImagePart | OtherPart]:
+        """The content parts that are no text: images, and what is refused."""
         return [part for part in self.content if not isinstance(part, TextPart)]
 
 

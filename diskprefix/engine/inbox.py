@@ -99,7 +99,8 @@ class Inbox:
         self._thread.start()
 
     def submit(self, request: GenerateRequest, emit: Callable[[Event], None]) -> Ticket:
-        """Adds a request. Raises `QueueFull` if the pictures before are too large, `NotReady` while stopping."""
+        """Adds a request. Raises `QueueFull` if the files of pictures of all requests exceed their limit, and
+        `NotReady` while stopping."""
         ticket = Ticket(request, emit)
         with self._changed:
             self._require_open()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class PromptPictures:
-    """The pictures of a prompt that is computed, and the rows of their tokens as far as they are there.
+    """The pictures of a prompt that is computed, and the rows of their tokens that have arrived.
 
     `token_ids`, int64 [1, tokens], have the placeholder in the place of pictures' ids. `ends` are the numbers of rows
     up to the end of each picture. `spans` are the positions of pictures whose tokens see each other.

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Kind: TypeAlias = Literal["parsing", "rendering", "large", "images", "compiling", "stopping"]
 
 _NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "large": 1, "images": 1, "compiling": 16, "stopping": 2}
-"""Images take seconds and hundreds of megabytes each. A thread that compiles waits for a process."""
+"""The first image of each size takes up to a second. A thread that compiles waits for a process."""
 _BEHIND: tuple[Kind, ...] = ("large", "images")
 """These threads let the engine go first: its own wait for each other many times in a step, and where another has the
 processor of one of them, all wait for that."""

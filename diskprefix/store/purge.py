@@ -313,7 +313,7 @@ class _Planner:
             deleted = [text.token_ids[text.num_kept :].tobytes() for text in own]
             for first in self._tree.children.get(root, ()) if deleted else ():
                 path = [first]
-                while following := self._tree.children.get(path[-1]):
+                while following := self._nodes.keys() & self._tree.children.get(path[-1], ()):
                     path += following
                 ids = np.concatenate([self._nodes[name].token_ids for name in path])
                 # A prompt may be kept up to the middle of a picture.

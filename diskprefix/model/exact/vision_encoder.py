@@ -75,8 +75,8 @@ class _Reached(Exception):
 
 class VisionEncoder:
     """The encoder of a model, and how its output comes into prompts. `token_id` stands for a row of that. The output
-    for a picture has the shape [levels, num_tokens, hidden]: behind the first level are those which the model adds
-    after its first layers (Qwen3-VL). `dtype` is the model's."""
+    for a picture has the shape [levels, num_tokens, hidden]. Levels behind the first one are added after the model's
+    first layers (Qwen3-VL). `dtype` is the model's."""
 
     def __init__(self, model: PreTrainedModel, token_id: int) -> None:
         self._model = model
