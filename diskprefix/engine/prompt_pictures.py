@@ -266,7 +266,7 @@ class PictureRowsSource:
         return ended
 
     def run_slice(self) -> bool:
-        """Runs a slice of the encoder. Returns False if nothing is to be encoded. What has begun goes on to its end,
+        """Runs a slice of the encoder. Returns False if there is nothing to do. What has begun goes on to its end,
         even if its prompts are over: their clients may send them again. Raises `DeviceLost`."""
         for job in [one for one in self._encoding if one.call is None and (one.is_over or one.error is not None)]:
             # Its pixels take much memory.
@@ -277,7 +277,8 @@ class PictureRowsSource:
                 job.is_preparing = True
                 self._preparer.submit(self._prepare, job)
         if not self._encoding or (self._encoding[0].call is None and self._encoding[0].inputs is None):
-            return False
+            # The prompts of what has ended wait for `take`.
+            return bool(self._ended)
         job, started = self._encoding[0], time.perf_counter()
         if job.call is None:
             inputs, job.inputs = job.inputs or {}, None

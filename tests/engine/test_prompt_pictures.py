@@ -176,8 +176,7 @@ def drain(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None
         parts.woken.clear()
         found += parts.source.take()
         while parts.source.run_slice():
-            pass
-        found += parts.source.take()
+            found += parts.source.take()
     return found
 
 
@@ -234,7 +233,7 @@ def test_a_picture_of_a_request_that_has_ended_is_not_begun_but_goes_on_to_its_e
     assert parts.source.run_slice()
     begun.is_over = True
     while parts.source.run_slice():
-        pass
+        parts.source.take()
     assert parts.stored.saved == [begun.pictures[0].name]
     assert parts.beats == [3, 3, 3]
 
