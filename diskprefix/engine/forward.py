@@ -99,8 +99,9 @@ def _state_of(chunk: Chunk[Reply]) -> KVSequence:
 def _rows(chunk: Chunk[Reply]) -> runner.Rows:
     reply = chunk.sequence
     assert reply.state is not None
-    pictures = reply.running.pictures
-    of_pictures = None if pictures is None else pictures.rows(chunk.start, chunk.end)
+    pictures, of_pictures = reply.running.pictures, None
+    if pictures is not None and pictures.are_needed(chunk.start):
+        of_pictures = pictures.rows(chunk.start, chunk.end)
     return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted, of_pictures)
 
 

@@ -10,7 +10,7 @@ import torch
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
-from diskprefix.engine.prompt_pictures import PictureRowsSource
+from diskprefix.engine.picture_rows import PictureRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
 from diskprefix.engine.scheduler import NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel

@@ -1,34 +1,23 @@
-"""The pictures of prompts: their rows are loaded from the store, or encoded, before a step needs them.
+"""The pictures of a prompt that is computed, with the rows of their tokens.
 
-A picture whose tokens are all in memory or restored is not looked at. The encoder runs in slices between steps, on a
-thread that the engine's waits for, so that replies of others go on.
+A picture whose tokens are all in memory or restored is not looked at.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from itertools import accumulate, islice
-from typing import TYPE_CHECKING, Any, TypeAlias
-from weakref import WeakValueDictionary
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
-from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
-from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
-from diskprefix.nouns import CacheOptions, Picture, Prompt
+from diskprefix.nouns import Picture, Prompt
 from diskprefix.tokens import TokenIds
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(eq=False)
@@ -89,6 +78,10 @@ class PromptPictures:
         at = max(start, int(self.places[self.ends[number] - self.pictures[number].num_tokens]))
         return next((max(start, begin) for begin, end in self.spans if begin < at < end), at)
 
+    def are_needed(self, start: int) -> bool:
+        """Returns whether rows from a position on take something beside token ids."""
+        return start < len(self.is_picture) or self.positions is not None
+
     def rows(self, start: int, end: int) -> PictureRows:
         """Returns what the rows between two positions take. Behind the prompt, positions count on."""
         first, last = (int(np.searchsorted(self.places, at)) for at in (start, end))
@@ -131,213 +124,3 @@ def _runs(places: TokenIds) -> Iterable[tuple[int, int]]:
     """Yields the runs of consecutive positions, each [begin, end)."""
     for part in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):
         yield int(part[0]), int(part[-1]) + 1
-
-
-class _Closed(BaseException):
-    """The call is no longer wanted."""
-
-
-class SlicedCall:
-    """A call on a thread of its own, which runs while `run_slice` waits: up to the next one of `modules`."""
-
-    def __init__(self, call: Callable[[], torch.Tensor], modules: Iterable[nn.Module]) -> None:
-        self._call = call
-        self._may_go, self._has_paused = threading.Semaphore(0), threading.Semaphore(0)
-        self._is_closed = self.is_over = False
-        self.result: torch.Tensor | None = None
-        self.error: Exception | None = None
-        self._hooks = [module.register_forward_pre_hook(lambda *_: self._pause()) for module in modules]
-        self._thread = threading.Thread(target=self._run, name="encoder", daemon=True)
-        self._thread.start()
-
-    def run_slice(self) -> None:
-        """Sets `is_over`, and `result` or `error`, when there is nothing left."""
-        self._may_go.release()
-        self._has_paused.acquire()
-
-    def close(self) -> None:
-        """Ends the call where it is."""
-        if not self.is_over:
-            self._is_closed = True
-            self.run_slice()
-
-    def _pause(self) -> None:
-        if threading.current_thread() is self._thread:
-            self._has_paused.release()
-            self._wait()
-
-    def _wait(self) -> None:
-        self._may_go.acquire()
-        if self._is_closed:
-            raise _Closed
-
-    def _run(self) -> None:
-        try:
-            self._wait()
-            with torch.inference_mode():
-                self.result = self._call()
-        except _Closed:
-            pass
-        except Exception as error:  # noqa: BLE001 (the engine raises it)
-            self.error = error
-        finally:
-            for hook in self._hooks:
-                hook.remove()
-            self.is_over = True
-            self._has_paused.release()
-
-
-_PREPARED = 2
-"""The most pictures whose pixels are in memory: that which is encoded, and the next one."""
-_Key: TypeAlias = "tuple[tuple[str, ...], bytes]"
-
-
-@dataclass(eq=False)
-class _Job:
-    """A picture whose rows are wanted, by prompts with the number that it has there."""
-
-    picture: Picture
-    options: CacheOptions
-    wanted_by: list[tuple[PromptPictures, int]] = field(default_factory=list)
-    inputs: dict[str, Any] | None = None
-    rows: torch.Tensor | None = None
-    error: Exception | None = None
-    call: SlicedCall | None = None
-    is_looked_up: bool = False
-    """It is known whether its rows are stored."""
-    is_preparing: bool = False
-    is_encoded: bool = False
-    encode_s: float = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        return all(pictures.is_over for pictures, _ in self.wanted_by)
-
-
-class PictureRowsSource:
-    """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do, and `beat`
-    before each slice of the encoder, with the tokens of the picture."""
-
-    def __init__(
-        self, encoder: VisionEncoder, stored: EncodedPictures, wake: Callable[[], None], beat: Callable[[int], None]
-    ) -> None:
-        self._encoder, self._stored, self._wake, self._beat = encoder, stored, wake, beat
-        self._jobs: dict[_Key, _Job] = {}
-        self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
-        """Rows that some prompt still has."""
-        self._loaded: deque[_Job] = deque()
-        """Filled by the thread that loads."""
-        self._encoding: deque[_Job] = deque()
-        """Those that are not stored. The first ones are prepared."""
-        self._ended: list[tuple[PromptPictures, Exception | None]] = []
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="picture-load")
-        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="picture-prepare")
-
-    def want(self, pictures: PromptPictures, number: int, options: CacheOptions) -> bool:
-        """Gets the rows of a prompt's picture, if some other prompt has them. If not, begins to get them, unless that
-        has begun, and returns False."""
-        picture = pictures.pictures[number]
-        key = options.tenant.ids, picture.name
-        if (rows := self._recent.get(key)) is not None:
-            pictures.encoded[number] = rows
-            return True
-        is_new = key not in self._jobs
-        job = self._jobs.setdefault(key, _Job(picture, options))
-        if are_saved(options) and not are_saved(job.options):
-            job.options = options
-        if (pictures, number) not in job.wanted_by:
-            job.wanted_by.append((pictures, number))
-        if is_new:
-            self._loader.submit(self._load, job)
-        return False
-
-    def take(self) -> list[tuple[PromptPictures, Exception | None]]:
-        """Returns the prompts that got rows since the last call, or will get none because of an error."""
-        while self._loaded:
-            job = self._loaded.popleft()
-            if job.rows is not None or job.error is not None or job.is_over:
-                self._end(job)
-            elif job.is_looked_up:
-                self._encoding.append(job)
-            else:
-                # Nobody wanted it when its turn came.
-                self._loader.submit(self._load, job)
-        ended, self._ended = self._ended, []
-        return ended
-
-    def run_slice(self) -> bool:
-        """Runs a slice of the encoder. Returns False if there is nothing to do. What has begun goes on to its end,
-        even if its prompts are over: their clients may send them again. Raises `DeviceLost`."""
-        for job in [one for one in self._encoding if one.call is None and (one.is_over or one.error is not None)]:
-            # Its pixels take much memory.
-            self._encoding.remove(job)
-            self._end(job)
-        for job in [*islice(self._encoding, _PREPARED)]:
-            if not job.is_preparing:
-                job.is_preparing = True
-                self._preparer.submit(self._prepare, job)
-        if not self._encoding or (self._encoding[0].call is None and self._encoding[0].inputs is None):
-            # The prompts of what has ended wait for `take`.
-            return bool(self._ended)
-        job, started = self._encoding[0], time.perf_counter()
-        if job.call is None:
-            inputs, job.inputs = job.inputs or {}, None
-            job.call = SlicedCall(lambda: self._encoder.encode(job.picture, inputs), self._encoder.slices())
-        self._beat(job.picture.num_tokens)
-        job.call.run_slice()
-        job.encode_s += time.perf_counter() - started
-        if job.call.is_over:
-            self._encoding.popleft()
-            job.rows, job.error = job.call.result, job.call.error
-            if job.error is not None:
-                # That of the encoder names the picture.
-                raise_if_lost(job.error.__cause__ or job.error)
-            # It holds the rows, and knows the job.
-            job.call, job.is_encoded = None, job.rows is not None
-            if job.rows is not None:
-                self._stored.save(job.picture, job.rows, job.options, job.encode_s)
-            self._end(job)
-        return True
-
-    def close(self) -> None:
-        for job in self._encoding:
-            if job.call is not None:
-                job.call.close()
-        for threads in (self._loader, self._preparer):
-            threads.shutdown(cancel_futures=True)
-
-    def _load(self, job: _Job) -> None:
-        """Runs on the loading thread. Does nothing for prompts that are over."""
-        try:
-            with torch.inference_mode():
-                if not job.is_over:
-                    rows = self._stored.load(job.picture, job.options)
-                    job.rows = None if rows is None else rows.to(self._encoder.nothing.device)
-                    job.is_looked_up = True
-        except Exception as error:  # noqa: BLE001 (the engine raises it)
-            job.error = error
-        self._loaded.append(job)
-        self._wake()
-
-    def _prepare(self, job: _Job) -> None:
-        """Runs on the thread that decodes pictures."""
-        try:
-            job.inputs = None if job.is_over else job.picture.prepare()
-        except Exception as error:  # noqa: BLE001 (the engine raises it)
-            job.error = error
-        job.is_preparing = job.inputs is not None
-        self._wake()
-
-    def _end(self, job: _Job) -> None:
-        key = job.options.tenant.ids, job.picture.name
-        self._jobs.pop(key, None)
-        if job.rows is not None:
-            self._recent[key] = job.rows
-        for place, (pictures, number) in enumerate(job.wanted_by):
-            pictures.encoded[number] = job.rows
-            # It counts as the work of the first one.
-            is_first = place == 0
-            pictures.encode_s += job.encode_s * is_first
-            pictures.num_encoded += is_first and job.is_encoded
-            pictures.num_restored += not job.is_encoded and job.rows is not None
-            self._ended.append((pictures, job.error))

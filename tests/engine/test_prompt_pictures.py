@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from diskprefix.engine.prompt_pictures import PictureRowsSource, PromptPictures, SlicedCall
+from diskprefix.engine.picture_rows import PictureRowsSource, SlicedCall
+from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.errors import DeviceLost, InvalidRequest
 from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope
@@ -230,7 +231,9 @@ def test_a_picture_of_a_request_that_has_ended_is_not_begun_but_goes_on_to_its_e
     parts.source.want(begun, 0, FULL)
     assert parts.woken.wait(10)
     parts.source.take()
-    assert parts.source.run_slice()
+    while not parts.source.run_slice():
+        assert parts.woken.wait(10)
+        parts.woken.clear()
     begun.is_over = True
     while parts.source.run_slice():
         parts.source.take()
@@ -269,11 +272,13 @@ def test_pixels_of_requests_that_have_ended_are_not_kept_nor_made(parts: SimpleN
     for one in (first, second, third):
         parts.source.want(one, 0, FULL)
     third.is_over = True
-    may_go.set()
     while len(parts.source._encoding) < 2:
         assert parts.woken.wait(10)
         parts.woken.clear()
         parts.source.take()
+    assert not parts.source.run_slice(), "its pixels are not there yet"
+    may_go.set()
+    parts.source._preparer.submit(lambda: None).result()
     assert parts.source.run_slice()
     second.is_over = True
     assert parts.source.run_slice()

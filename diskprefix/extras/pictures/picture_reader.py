@@ -12,12 +12,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from diskprefix.errors import InvalidRequest
+from diskprefix.model.gguf.file_processor import lenient_class
 from diskprefix.model.load.picture_processor import Detail
 from diskprefix.nouns import Picture
 from diskprefix.printable import first_line
@@ -224,33 +223,20 @@ def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
     """Returns the processor without its part for videos, which often is the only one that needs torchvision."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
-    from transformers.models.pixtral import image_processing_pil_pixtral
 
-    named = PROCESSOR_MAPPING[type(config)]
-    if find_spec("torchvision") is None:
-        # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
-        sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
-    module: Any = import_module(named.__module__)
-    # SmolVLM's writes the number of a video's frames with it.
-    module.num2words = str
-    wanted = getattr(module, named.__name__)
+    lenient = lenient_class(PROCESSOR_MAPPING[type(config)])
     loaders = {
         "tokenizer": AutoTokenizer,
         "image_processor": AutoImageProcessor,
         "feature_extractor": AutoFeatureExtractor,
     }
-
-    def check(self: Any, name: str, part: Any) -> Any:
-        return None if name == "video_processor" else wanted.check_argument_for_proper_class(self, name, part)
-
     parts = [
         loaders[name].from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if name != "video_processor"
         else None
-        for name in wanted.get_attributes()
+        for name in lenient.get_attributes()
     ]
-    settings, _ = wanted.get_processor_dict(folder, local_files_only=True)
-    lenient: Any = type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
+    settings, _ = lenient.get_processor_dict(folder, local_files_only=True)
     return lenient.from_args_and_dict(parts, settings)
 
 

@@ -1,4 +1,4 @@
-"""The processor of pictures that the metadata of a `mmproj` file describe."""
+"""Processors of pictures without their parts for videos and sounds, and the one that a `mmproj` file describes."""
 
 from __future__ import annotations
 
@@ -14,26 +14,35 @@ if TYPE_CHECKING:
     from diskprefix.model.gguf.encoders import PictureSettings
 
 
-def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
-    """Returns transformers' processor, with a copy of the model's tokenizer. Raises what its parts raise."""
-    import transformers
+def lenient_class(named: Any) -> Any:
+    """Returns a class of processors that takes None for parts. Those for videos often need torchvision. `named` is
+    transformers' class, or what stands for it without torchvision."""
     from transformers.models.pixtral import image_processing_pil_pixtral
 
     if find_spec("torchvision") is None:
         # Pixtral's module takes one function from a module that needs torchvision; this one has it, too.
         sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
-    image_class, named = (getattr(transformers, name) for name in pictures.processors)
-    wanted: Any = getattr(import_module(named.__module__), named.__name__)
+    module: Any = import_module(named.__module__)
+    # SmolVLM's writes the number of a video's frames with it.
+    module.num2words = str
+    wanted = getattr(module, named.__name__)
 
     def check(self: Any, name: str, part: Any) -> Any:
-        # Videos need torchvision, and sounds another encoder.
         return None if part is None else wanted.check_argument_for_proper_class(self, name, part)
 
+    return type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
+
+
+def make_processor(pictures: PictureSettings, tokenizer: PreTrainedTokenizerFast) -> ProcessorMixin:
+    """Returns transformers' processor, with a copy of the model's tokenizer. Raises what its parts raise."""
+    import transformers
+
+    image_class, named = (getattr(transformers, name) for name in pictures.processors)
+    lenient = lenient_class(named)
     # Processors change the settings of theirs, which is not safe where another thread uses it.
     own = deepcopy(tokenizer)
     own._set_model_specific_special_tokens(dict(pictures.tokens))
     parts = {"tokenizer": own, "image_processor": image_class(**pictures.images)}
-    parts |= dict.fromkeys(wanted.get_attributes() - parts.keys())
-    lenient: Any = type(wanted.__name__, (wanted,), {"check_argument_for_proper_class": check})
+    parts |= dict.fromkeys(lenient.get_attributes() - parts.keys())
     found: ProcessorMixin = lenient(**parts, **pictures.settings)
     return found
