@@ -147,10 +147,9 @@ class Settings:
     )
     weights: str = _model(
         "auto",
-        "The form of the weights in memory. auto keeps the quants that a model was published with, native unpacks "
-        "them. int8 and int4 quantise those of a folder: faster, with slightly different replies.",
+        "The form of the weights in memory. auto keeps the quants of a .gguf file, native unpacks them.",
         is_common=True,
-        choices=("auto", "native", "int8", "int4"),
+        choices=("auto", "native"),
     )
     kernels: str = _model(
         "auto",

@@ -123,20 +123,6 @@ def operators() -> Operators | None:
     return _loaded(_chosen)[0]
 
 
-def has_rows() -> bool:
-    """Returns whether the operators that were chosen take the codes of quantised weights row by row
-    (`model.quants.quant_form`). Imports no torch."""
-    return _has_rows(_chosen)
-
-
-@lru_cache
-def _has_rows(kernels: str) -> bool:
-    try:
-        return kernels != "torch" and _table(None if kernels == "auto" else kernels)[1].name == b"amx"
-    except Unavailable:
-        return False
-
-
 @lru_cache
 def planes(variant: str | None = None) -> PlanesOperators | None:
     """Returns the best operators on planes that this CPU computes, or those of `variant`; None if there are none. All

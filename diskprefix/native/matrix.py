@@ -37,7 +37,7 @@ class Matrix:
         has_table: bool = False,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """`weights` are bfloat16 of that size, or with fewer bits uint8, packed as `model.quants.forms` describes.
+        """`weights` are bfloat16 of that size, or with fewer bits uint8, packed as `model.quants.quant_form` describes.
         `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a number for each row."""
         require(weights.is_contiguous(), weights)
         self.rows, self.columns = size

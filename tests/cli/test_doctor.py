@@ -308,7 +308,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says how much memory the weights take, and how much is free."""
 
     def set_to(needed: int, free: int) -> None:
-        def needs(folder: Path, _files: object, _weights: str, dtype: str) -> ModelNeeds:
+        def needs(folder: Path, _files: object, dtype: str) -> ModelNeeds:
             num_bytes = needed * (2 if dtype == "float32" else 1)
             return ModelNeeds(name=folder.name, weights={"bfloat16": num_bytes}, state=STATE)
 

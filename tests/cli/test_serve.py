@@ -83,7 +83,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "fingerprint": "portable",
         "served_model_name": "me",
         "chat_template": "/template.jinja",
-        "weights": "int8",
+        "weights": "native",
         "kernels": "torch",
         "standby": "on",
         "memory_limit": "6GiB",

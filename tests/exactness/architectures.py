@@ -301,10 +301,10 @@ def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0, **fields: Any) -
     return model.eval()
 
 
-def quantised_tiny_model(name: str, weights: str, device: str = "cpu") -> PreTrainedModel:
-    """`tiny_model` in bfloat16 with the weights `int8`, `int4` or `fp8`, ready to compute."""
+def quantised_tiny_model(name: str, kind: str, device: str = "cpu") -> PreTrainedModel:
+    """`tiny_model` in bfloat16 with quants of a type of files, ready to compute."""
     model = tiny_model(name, torch.bfloat16)
-    quantise(model, weights)
+    quantise(model, kind)
     model.to(torch.device(device))
     prepare(model)
     return model

@@ -31,7 +31,7 @@ def main(plan_file: str, out_file: str) -> None:
     if mixture and mixture.endswith(".gguf"):
         model = load_model(Settings(model=mixture, weights="auto"), lambda _line: None).model
     else:
-        model = quantised_tiny_model(mixture, "int4") if mixture else tiny_llama(getattr(torch, plan["dtype"]))
+        model = quantised_tiny_model(mixture, "Q4_1") if mixture else tiny_llama(getattr(torch, plan["dtype"]))
     settings = tiny_settings(Path(plan["folder"]), block_size=plan.get("block_size", BLOCK))
     runner = Runner(model, settings, exact_at=plan.get("exact_at", "grid"))
     logits, greedy, restored = [], [], []

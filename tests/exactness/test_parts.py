@@ -45,8 +45,8 @@ def of_a_conversation(rng: random.Random, stored: list[TokenIds]) -> TokenIds:
         pytest.param("gpt_oss", torch.float32, marks=pytest.mark.slow),
         ("deepseek_v3", torch.bfloat16),
         ("qwen3_moe", torch.bfloat16),
-        ("qwen3_moe", "int4"),
-        ("gpt_oss", "int8"),
+        ("qwen3_moe", "Q4_1"),
+        ("gpt_oss", "Q8_0"),
     ],
     ids=str,
 )

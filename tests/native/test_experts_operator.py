@@ -10,17 +10,14 @@ import torch
 from torch.nn import functional
 
 from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
-from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.forms import matrix_of as matrix_in_memory
-from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
+from diskprefix.model.quants.forms import matrix_of
+from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product
 from diskprefix.native.packing import pack
-from tests.model.quantising_in_place import FORMS
-from tests.model.quants.test_forms import quants_of
-from tests.native.test_products import ONE_OF_EACH_FORM, content_of, matrix_with
+from tests.native.test_products import KINDS, ONE_OF_EACH_FORM, content_of, packed
 
 EXPERTS, CHOSEN, WIDTH, INNER = 5, 3, 64, 160
 """Few experts, so that one has many rows and another none."""
@@ -35,19 +32,16 @@ def silu() -> GateCurves:
     return found
 
 
-def quants_with(form: QuantForm) -> dict[str, list[Quants]]:
-    sizes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
-    return {
-        part: [quants_of(form, *size, seed=10 * number + expert) for expert in range(EXPERTS)]
-        for number, (part, size) in enumerate(sizes.items())
-    }
-
-
-def experts_in(form: QuantForm) -> RoutedExperts:
+def experts_in(operators: Operators, kind: str) -> RoutedExperts:
     biases = torch.randn(3, EXPERTS, max(WIDTH, INNER), generator=torch.Generator().manual_seed(3)).mul_(0.1).bfloat16()
+    sizes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
+
+    def matrix(size: tuple[int, int], seed: int, bias: torch.Tensor) -> Matrix:
+        return packed(operators, kind, content_of(kind, *size, seed=seed), bias=bias[: size[0]])
+
     matrices = {
-        part: [matrix_with(one, bias[: len(one.codes)]) for one, bias in zip(quants, of_part, strict=True)]
-        for (part, quants), of_part in zip(quants_with(form).items(), biases, strict=True)
+        part: [matrix(size, 10 * number + expert, bias) for expert, bias in enumerate(biases[number])]
+        for number, (part, size) in enumerate(sizes.items())
     }
     return routed(silu(), matrices)
 
@@ -74,18 +68,17 @@ def step_by_step(
     return one_by_one(compute, rows, chosen, weights)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_experts_are_those_of_their_products(operators: Operators, form: QuantForm) -> None:
-    experts = experts_in(form)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_those_of_their_products(operators: Operators, kind: str) -> None:
+    experts = experts_in(operators, kind)
     for count in (1, 2, 7, MOST):
         rows, chosen, weights = step(count)
         expected = step_by_step(operators, experts, rows, chosen, weights)
         assert torch.equal(experts(operators, rows, chosen, weights), expected)
 
 
-@pytest.mark.parametrize("form", FORMS[:1], ids=str)
-def test_a_row_has_the_same_bits_whoever_shares_its_experts(operators: Operators, form: QuantForm) -> None:
-    experts, (rows, chosen, weights) = experts_in(form), step(MOST)
+def test_a_row_has_the_same_bits_whoever_shares_its_experts(operators: Operators) -> None:
+    experts, (rows, chosen, weights) = experts_in(operators, KINDS[0]), step(MOST)
     whole, rng = experts(operators, rows, chosen, weights), random.Random(1)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
@@ -103,7 +96,7 @@ def test_so_it_is_with_experts_in_every_form_that_files_have(operators: Operator
         out = torch.empty(form.packed_shape(256, 256), dtype=torch.uint8)
         order = torch.randperm(256, generator=torch.Generator().manual_seed(seed)).int()
         pack(operators, kind, content, order, out)
-        return matrix_in_memory(out, form, None)
+        return matrix_of(out, form, None)
 
     parts = {part: [matrix(10 * part + expert) for expert in range(EXPERTS)] for part in range(3)}
     experts = routed(silu(), dict(zip(("gate", "up", "down"), parts.values(), strict=True)))
@@ -118,7 +111,7 @@ def test_so_it_is_with_experts_in_every_form_that_files_have(operators: Operator
 
 def test_experts_are_added_up_in_the_order_of_the_router(operators: Operators) -> None:
     """Sums of a few numbers in bfloat16 seldom show it, so one expert is added and taken away again."""
-    experts, (rows, chosen, _) = experts_in(FORMS[0]), step(MOST)
+    experts, (rows, chosen, _) = experts_in(operators, KINDS[0]), step(MOST)
     chosen[:, 2] = chosen[:, 0]
     weights = torch.tensor([[2.0**20, 1.0, -(2.0**20)]]).expand(MOST, -1)
     order = torch.tensor([0, 2, 1])
@@ -129,7 +122,7 @@ def test_experts_are_added_up_in_the_order_of_the_router(operators: Operators) -
 
 
 def test_two_curves_and_experts_without_up(operators: Operators) -> None:
-    whole = experts_in(FORMS[0])
+    whole = experts_in(operators, KINDS[0])
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     clamped = functional.pad(numbers.clamp(-0.5, 0.5) + 1, (0, 1))
     rows, chosen, weights = step(9)
@@ -162,7 +155,7 @@ def test_experts_in_bfloat16_are_taken_as_they_lie(operators: Operators) -> None
 def test_an_expert_that_there_is_not_is_refused() -> None:
     operators = library.operators()
     assert operators is not None
-    experts, (rows, chosen, weights) = experts_in(FORMS[0]), step(3)
+    experts, (rows, chosen, weights) = experts_in(operators, KINDS[0]), step(3)
     for number in (EXPERTS, -1):
         chosen[1, 1] = number
         with pytest.raises(IndexError, match="not one of the 5"):

@@ -11,64 +11,48 @@ import pytest
 import torch
 from torch.nn import functional
 
-from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.forms import matrix_of as matrix_in_memory
-from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
+from diskprefix.model.quants.forms import matrix_of
+from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.native import library
 from diskprefix.native.blocks import Gated, Norm
 from diskprefix.native.dense import head_products
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, product, rows_of
+from diskprefix.native.matrix import Matrix, fills_blocks, product, rows_of
 from diskprefix.native.packing import _TYPES, pack
-from tests.model.quantising_in_place import FORMS, form_in, weights_of_quants
-from tests.model.quants.test_forms import quants_of
 from tests.native.variants import OF_INTEGERS, of_this_cpu
 
 ROWS, COLUMNS = 48, 352
 """An odd number of strips, and more blocks than are taken at once."""
 MOST = 70
+KINDS = ("Q4_1", "Q8_0")
+"""Of which much is shown; with one of each form it takes long."""
 
 
-def matrix_of(rows: int, columns: int, bits: int) -> Matrix:
-    form = next(form for form in FORMS if form.bits == bits)
-    return matrix_with(quants_of(form, rows, columns))
+def made(operators: Operators, bias: torch.Tensor | None = None) -> Matrix:
+    return packed(operators, "Q4_1", content_of("Q4_1", ROWS, COLUMNS), bias=bias)
 
 
-def matrix_with(quants: Quants, bias: torch.Tensor | None = None) -> Matrix:
-    return matrix_in_memory(quants.packed(), form_in(quants), bias)
-
-
-def product_of(
-    operators: Operators, quants: Quants, bias: torch.Tensor | None = None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    matrix = matrix_with(quants, bias)
+def product_of(operators: Operators, bias: torch.Tensor | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    matrix = made(operators, bias)
     return lambda rows: product(operators, rows, matrix)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_it_computes_with_the_weights_of_the_form(operators: Operators, form: QuantForm) -> None:
-    quants = quants_of(form, ROWS, COLUMNS)
-    found = product_of(operators, quants)(torch.eye(COLUMNS).bfloat16())
-    assert torch.equal(found.t(), weights_of_quants(quants))
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_rows_are_looked_up(operators: Operators, form: QuantForm) -> None:
-    quants = quants_of(form, ROWS, COLUMNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_looked_up(operators: Operators, kind: str) -> None:
+    content = content_of(kind, ROWS, COLUMNS)
     ids = torch.tensor([[47, 0, 17], [17, 8, 7]])
-    assert torch.equal(rows_of(operators, matrix_with(quants), ids), weights_of_quants(quants)[ids])
+    assert torch.equal(rows_of(operators, packed(operators, kind, content), ids), dequantised(kind, content)[ids])
 
 
 @pytest.mark.parametrize("ids", [[0, ROWS], [-1]])
 def test_rows_that_a_matrix_does_not_have_are_refused(operators: Operators, ids: list[int]) -> None:
     with pytest.raises(IndexError, match=f"of {ROWS} rows"):
-        rows_of(operators, matrix_of(ROWS, COLUMNS, 4), torch.tensor(ids))
+        rows_of(operators, made(operators), torch.tensor(ids))
 
 
-@pytest.mark.parametrize("form", FORMS[:1], ids=str)
-def test_a_row_has_the_same_bits_beside_any_others(operators: Operators, form: QuantForm) -> None:
+def test_a_row_has_the_same_bits_beside_any_others(operators: Operators) -> None:
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
-    check_company(product_of(operators, quants_of(form, ROWS, COLUMNS), bias))
+    check_company(product_of(operators, bias))
 
 
 def check_company(product: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -82,7 +66,7 @@ def check_company(product: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def test_rows_of_any_size_are_multiplied(operators: Operators) -> None:
-    product = product_of(operators, quants_of(FORMS[0], ROWS, COLUMNS))
+    product = product_of(operators)
     rows = torch.randn(7, COLUMNS, generator=torch.Generator().manual_seed(9)).bfloat16()
     expected = product(rows)
     for power in (-60, 60):
@@ -104,15 +88,15 @@ def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
 
 
 def test_it_is_as_near_to_the_exact_product_as_bfloat16_can_be(operators: Operators) -> None:
-    quants, bias = quants_of(FORMS[0], ROWS, COLUMNS), torch.arange(float(ROWS)) / 100
+    bias = torch.arange(float(ROWS)) / 100
     rows = torch.randn(33, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
-    exact = rows.double() @ weights_of_quants(quants).double().t() + bias
-    found = product_of(operators, quants, bias)(rows)
+    exact = rows.double() @ dequantised("Q4_1", content_of("Q4_1", ROWS, COLUMNS)).double().t() + bias
+    found = product_of(operators, bias)(rows)
     assert float((found.double() - exact).abs().max()) < float(exact.abs().max()) * 2**-8
 
 
 def test_rows_of_any_shape_are_taken(operators: Operators) -> None:
-    product = product_of(operators, quants_of(FORMS[0], ROWS, COLUMNS))
+    product = product_of(operators)
     rows = torch.randn(2, 3, COLUMNS, generator=torch.Generator().manual_seed(6)).bfloat16()
     turned = rows.transpose(0, 1)
     assert torch.equal(product(turned), product(turned.contiguous()))
@@ -141,9 +125,9 @@ _HALVES = {
 """At which bytes of a block there are float16 numbers, where not at the first one alone."""
 
 
-def content_of(kind: str, rows: int = 16, columns: int = 512) -> np.ndarray[Any, Any]:
+def content_of(kind: str, rows: int = 16, columns: int = 512, seed: int = 0) -> np.ndarray[Any, Any]:
     """Random blocks with random finite scales."""
-    rng = np.random.default_rng(len(kind))
+    rng = np.random.default_rng(len(kind) + 100 * seed)
     weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows, columns // weights, num_bytes), dtype=np.uint8)
     for at in _HALVES.get(kind, (0,)):
@@ -161,18 +145,24 @@ def dequantised(kind: str, content: np.ndarray[Any, Any]) -> torch.Tensor:
         return torch.from_numpy(gguf.dequantize(content, gguf.GGMLQuantizationType[kind])).bfloat16()
 
 
-def packed(operators: Operators, kind: str, content: np.ndarray[Any, Any], order: torch.Tensor | None = None) -> Matrix:
+def packed(
+    operators: Operators,
+    kind: str,
+    content: np.ndarray[Any, Any],
+    order: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> Matrix:
     """Returns the packed matrix, made in two pieces."""
     form, rows = FILE_FORMS[kind], torch.from_numpy(content)
-    assert form is not None
-    out = torch.zeros(form.packed_shape(ROWS, WIDE), dtype=torch.uint8)
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    out = torch.zeros(form.packed_shape(len(content), content.shape[1] // num_bytes * weights), dtype=torch.uint8)
     if order is None:
         pack(operators, kind, rows[:16], None, out[:1])
         pack(operators, kind, rows[16:], None, out[1:])
     else:
         pack(operators, kind, rows, order[:32], out[:2])
         pack(operators, kind, rows, order[32:], out[2:])
-    return matrix_in_memory(out, form, None)
+    return matrix_of(out, form, bias)
 
 
 def weights_in(operators: Operators, matrix: Matrix) -> torch.Tensor:
@@ -196,6 +186,16 @@ def cancelling(rows: torch.Tensor) -> torch.Tensor:
 
 def test_the_types_are_those_with_a_form() -> None:
     assert set(_TYPES) == set(FILE_FORMS)
+
+
+def test_no_two_forms_have_one_text() -> None:
+    assert len({str(form) for form in FILE_FORMS.values()}) == len({*FILE_FORMS.values()})
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (32, 48), (32,), (2, 16, 32)])
+def test_what_does_not_fill_whole_blocks_is_told(shape: tuple[int, ...]) -> None:
+    assert not fills_blocks(torch.zeros(shape))
+    assert fills_blocks(torch.zeros(32, 64))
 
 
 def test_memory_is_hardly_more_than_the_file() -> None:
@@ -353,7 +353,10 @@ def test_a_norm_is_exact_but_for_its_rounding(operators: Operators, dtype: torch
 
 @pytest.mark.parametrize("count", [1, 9, 40])
 def test_gated_products_are_those_of_the_three_matrices(operators: Operators, count: int) -> None:
-    gate, up, down = matrix_of(96, 64, 4), matrix_of(96, 64, 8), matrix_of(64, 96, 4)
+    gate, up, down = (
+        packed(operators, kind, content_of(kind, *size))
+        for kind, size in (("Q4_1", (96, 64)), ("Q8_0", (96, 64)), ("Q4_1", (64, 96)))
+    )
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     curve = functional.pad(functional.silu(numbers), (0, 1))
     rows = torch.randn(count, 64, generator=torch.Generator().manual_seed(3)).bfloat16()

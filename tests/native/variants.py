@@ -30,5 +30,4 @@ def _of_this_cpu() -> tuple[str, ...]:
     if not build.is_current():
         build.build()
         library._loaded.cache_clear()
-        library._has_rows.cache_clear()
     return library.variants()

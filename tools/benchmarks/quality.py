@@ -12,14 +12,13 @@ import torch
 from rich.console import Console
 
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.settings import Settings
 from tools.measuring.live_server import step
 from tools.measuring.options import JSON
 from tools.measuring.report import new_table, print_report
 from tools.models import real
 
-FORMS = ("native", "int8", "int4", "auto")
+FORMS = ("native", "auto")
 _SUFFIXES = {".txt", ".md", ".jsonl", ".json", ".py"}
 
 
@@ -53,12 +52,12 @@ def measured(model: str, weights: str, texts: Sequence[str], tokens: int) -> tup
 
 def compared(name: str, texts: Sequence[str], tokens: int, console: Console) -> dict[str, dict[str, float]]:
     """Returns the figures of each form of a real model."""
-    of_form = {form: real.fetched if form in QUANTISED else real.gguf_file for form in FORMS}
+    file = str(real.gguf_file(name, real.print_report))
     found: dict[str, dict[str, float]] = {}
     expected: list[int] = []
     for form in FORMS:
         with step(console, f"{name}, {form}"):
-            perplexity, likely = measured(str(of_form[form](name, real.print_report)), form, texts, tokens)
+            perplexity, likely = measured(file, form, texts, tokens)
         expected = expected or likely
         agreement = sum(a == b for a, b in zip(likely, expected, strict=True)) / len(expected)
         found[form] = {"perplexity": perplexity, "agreement": agreement}

@@ -397,7 +397,7 @@ def _policies(_folder: Path) -> Iterable[bytes]:
 
 def _models(_folder: Path) -> Iterable[bytes]:
     yield b'[a]\nmodel = "a.gguf"\naliases = ["b"]\npin = true\nidle_unload = "30m"\n[c]\nmodel = "org/c"\n'
-    yield b'[a]\nmodel = "a"\nweights = "int8"\nchat-template = "t.jinja"\n'
+    yield b'[a]\nmodel = "a"\nweights = "native"\nchat-template = "t.jinja"\n'
 
 
 _TOOLS = [

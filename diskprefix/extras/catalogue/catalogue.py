@@ -234,9 +234,8 @@ def needs(settings: Settings) -> ModelNeeds | None:
 
 
 def _needs(path: Path, settings: Settings) -> ModelNeeds:
-    weights, is_compiled = settings.weights, build.LIBRARY.exists() and settings.kernels != "torch"
-    if weights == "auto" and (settings.dtype not in ("auto", "bfloat16") or not is_compiled):
-        weights = "native"
-    if path.is_file():
-        return needs_of_gguf(path, weights, 4 if settings.dtype == "float32" else 2)
-    return needs_of_folder(path, require_weights(path), weights, settings.dtype)
+    if path.is_dir():
+        return needs_of_folder(path, require_weights(path), settings.dtype)
+    is_compiled = build.LIBRARY.exists() and settings.kernels != "torch"
+    can_keep = is_compiled and settings.dtype in ("auto", "bfloat16")
+    return needs_of_gguf(path, settings.weights if can_keep else "native", 4 if settings.dtype == "float32" else 2)

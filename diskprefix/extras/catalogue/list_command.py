@@ -90,7 +90,7 @@ def show(name: str, as_json: bool, **flags: Any) -> None:
 
     \b
     diskprefix show unsloth/Qwen3.5-4B-GGUF:Q8_0
-    diskprefix show ~/models/qwen --weights int4
+    diskprefix show ~/models/qwen-q4.gguf --weights native
     diskprefix show claude-haiku-4-5 --json
 
     \b

@@ -73,9 +73,9 @@ def _say(line: str) -> None:
 
 def _warn(listing: HubListing) -> None:
     """Says before the download if the model does not fit. It may be meant for another time, or machine."""
-    fit = fitted(listing.needs("auto", "auto"), available_ram_bytes())
+    fit = fitted(listing.needs("auto"), available_ram_bytes())
     if not fit.is_enough:
-        _say(f"note: {fit.refusal(listing.other_forms('auto'))}")
+        _say(f"note: {fit.refusal(listing.other_forms())}")
 
 
 @click.command(short_help="Remove models that were fetched from the hub.")

@@ -83,17 +83,10 @@ def _listing_finding(settings: Settings) -> Finding:
     model = settings.model
     listing = None if model is None or model == EMBEDDED.name else listing_of(model)
     if listing is not None:
-        weights = _form(settings)
-        found = _fit_finding(settings, listing.needs(weights, settings.dtype))
+        found = _fit_finding(settings, listing.needs(settings.dtype))
         return replace(found, text=f"{found.text}; it is not on this machine yet")
     what = "the embedded model" if model is None else repr(model)
     return Finding("model", "skipped", f"{what} is not on this machine yet: the first start downloads it")
-
-
-def _form(settings: Settings) -> str:
-    from diskprefix.model.load.loader import pick_weights
-
-    return pick_weights(settings.weights, settings.dtype, settings.device)
 
 
 def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:

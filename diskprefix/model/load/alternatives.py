@@ -1,18 +1,16 @@
-"""The refusal of a model that does not fit, and which other forms of it would."""
+"""The refusal of a model that does not fit, and which other files of it would."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.fit import Fit, ModelNeeds, fitted, needs_of_folder, needs_of_gguf
+from diskprefix.model.load.fit import Fit, ModelNeeds, fitted, needs_of_gguf
 from diskprefix.model.load.hub import listing_of
-from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.settings import Settings
 
 _MOST_OTHERS = 8
@@ -28,24 +26,18 @@ def require_fit(needs: ModelNeeds, free_bytes: int, settings: Settings) -> Fit:
 
 
 def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:
-    """Yields what else may be made of the model that `settings` name, each with how it is asked for: fewer bits, and
-    other files in the folder of a `.gguf` file or in the repository. What cannot be read is left out."""
+    """Yields what else may be made of the model that `settings` name, each with how it is asked for: other files
+    in the folder of a `.gguf` file or in the repository. What cannot be read is left out."""
     is_plain = settings.dtype in ("auto", "bfloat16") and settings.device in ("auto", "cpu")
     if settings.model is None or settings.model == EMBEDDED.name or not is_plain:
         return
     path = Path(os.path.expanduser(settings.model))
     if not os.path.exists(path):
         listing = listing_of(settings.model)
-        yield from () if listing is None else listing.other_forms(settings.weights)
-        return
-    asked: dict[str, Callable[[], ModelNeeds]] = {}
-    if path.is_file():
+        yield from () if listing is None else listing.other_forms()
+    elif path.is_file():
         others = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda other: -other.stat().st_size)
         smaller = [other for other in others if other.stat().st_size < path.stat().st_size]
-        asked = {f"the file {other.name}": partial(needs_of_gguf, other, "auto") for other in smaller[:_MOST_OTHERS]}
-    elif files := sorted(path.glob("*.safetensors")):
-        forms = [form for form in QUANTISED if form != settings.weights]
-        asked = {f"--weights {form}": partial(needs_of_folder, path, files, form, "auto") for form in forms}
-    for how, needs in asked.items():
-        with suppress(ModelError, OSError, ValueError, KeyError):
-            yield how, needs()
+        for other in smaller[:_MOST_OTHERS]:
+            with suppress(ModelError, OSError, ValueError, KeyError):
+                yield f"the file {other.name}", needs_of_gguf(other, "auto")

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import longest_within, num_pages
@@ -21,16 +21,13 @@ from diskprefix.model.load.checkpoint import (
 )
 from diskprefix.model.load.gguf_file import part_paths, read_tensors
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.projector import projector_beside
-from diskprefix.model.load.served_tensors import QUANTISED, of_checkpoint, of_gguf
+from diskprefix.model.load.served_tensors import of_checkpoint, of_gguf
 from diskprefix.printable import first_line
 from diskprefix.units import format_size, whole_size
 
 ROOM_BYTES = 640 * 1024**2
 """Memory for the libraries, and for what is computed in a step: measured."""
-_MAKING_BYTES = 256 * 1024**2
-"""Memory for what is not weights while a form of weights is made, and space on the disk for the tokenizer."""
 _KV_SHARE = 0.5
 """The part of the memory that is free beside the weights that KV may take without `--kv-memory`."""
 _BUFFER_SHARE = 0.5
@@ -83,22 +80,15 @@ class TokenState:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNeeds:
-    """The needs of a model: `weights` has the bytes of its weights in memory by form. `making_bytes` is the memory
-    while that form is made, which is over when it is loaded, and `disk_bytes` what is written; 0 if it is there."""
+    """The needs of a model: `weights` has the bytes of its weights in memory by form."""
 
     name: str
     weights: Mapping[str, int] = field(default_factory=dict)
     state: TokenState
-    making_bytes: int = 0
-    disk_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
         return sum(self.weights.values())
-
-
-Check: TypeAlias = Callable[[ModelNeeds], object]
-"""Raises `ModelError` if a model does not fit."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +108,7 @@ class Fit:
 
     @property
     def needed_bytes(self) -> int:
-        return max(self.needs.weights_bytes + self.kv_bytes + ROOM_BYTES, self.needs.making_bytes)
+        return self.needs.weights_bytes + self.kv_bytes + ROOM_BYTES
 
     def buffer_bytes(self, asked: int) -> int:
         """Returns how much of the `asked` bytes state may take while it waits to be written."""
@@ -133,10 +123,7 @@ class Fit:
     def rows(self) -> list[tuple[str, int]]:
         """Returns the sum as a table: what, and its bytes."""
         found = [(f"weights in {form}", num_bytes) for form, num_bytes in self.needs.weights.items()]
-        found += [(f"KV memory for {self.context:,} tokens", self.kv_bytes), ("room to compute", ROOM_BYTES)]
-        if self.needs.making_bytes > sum(num_bytes for _, num_bytes in found):
-            return [("making the form of the weights, before it is loaded", self.needs.making_bytes)]
-        return found
+        return [*found, (f"KV memory for {self.context:,} tokens", self.kv_bytes), ("room to compute", ROOM_BYTES)]
 
     def lines(self) -> list[str]:
         """Returns the table as text."""
@@ -155,7 +142,7 @@ class Fit:
         """Returns what would fit. For `others` see `refusal`."""
         found, left = list[str](), self.free_bytes - (self.needed_bytes - self.kv_bytes)
         context = self.needs.state.tokens_in(left)
-        if self.needs.making_bytes <= self.free_bytes and 0 < context < self.context:
+        if 0 < context < self.context:
             found.append(f"a context of {context:,} tokens would fit: --kv-memory {whole_size(left)}")
         for how, needs in others:
             if (other := fitted(needs, self.free_bytes)).is_enough:
@@ -170,13 +157,6 @@ def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> 
     state, left = needs.state, free_bytes - needs.weights_bytes - ROOM_BYTES
     limit = max(state.num_bytes(min(_LEAST_CONTEXT, state.positions)), int(left * _KV_SHARE))
     return Fit(needs, free_bytes, limit, min(limit, state.num_bytes(state.positions)))
-
-
-def enough_to_make(needs: ModelNeeds) -> None:
-    """The check that there is memory to make a form of weights. Raises `ModelError`."""
-    found = fitted(needs, available_ram_bytes(), 0)
-    if needs.making_bytes > found.free_bytes:
-        raise ModelError(found.refusal())
 
 
 def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
@@ -205,28 +185,21 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
     )
 
 
-def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:
+def needs_of_folder(folder: Path, files: Sequence[Path], dtype: str) -> ModelNeeds:
     """Returns what a model in a folder needs, with these weight `files`. Raises `ModelError` if a header is damaged."""
-    return needs_of_checkpoint(folder.name, stored_tensors(folder, files), read_config(folder), weights, dtype)
+    return needs_of_checkpoint(folder.name, stored_tensors(folder, files), read_config(folder), dtype)
 
 
-def needs_of_checkpoint(
-    name: str, stored: Sequence[StoredTensor], config: Mapping[str, Any], weights: str, dtype: str
-) -> ModelNeeds:
+def needs_of_checkpoint(name: str, stored: Sequence[StoredTensor], config: Mapping[str, Any], dtype: str) -> ModelNeeds:
     """Returns what a checkpoint needs. `dtype` is that of `--dtype`. Raises `ModelError` for published quants."""
     require_plain_weights(name, config)
-    dtype_bytes = _dtype_bytes(dtype, config, weights)
-    served, working = of_checkpoint(stored, weights, dtype_bytes)
-    needs = ModelNeeds(name=name, weights=served, state=state_of(stored, config, dtype_bytes))
-    if weights not in QUANTISED:
-        return needs
-    return replace(needs, making_bytes=working + _MAKING_BYTES, disk_bytes=needs.weights_bytes + _MAKING_BYTES)
+    dtype_bytes = _dtype_bytes(dtype, config)
+    weights, state = of_checkpoint(stored, dtype_bytes), state_of(stored, config, dtype_bytes)
+    return ModelNeeds(name=name, weights=weights, state=state)
 
 
-def _dtype_bytes(dtype: str, config: Mapping[str, Any], weights: str) -> int:
+def _dtype_bytes(dtype: str, config: Mapping[str, Any]) -> int:
     """Returns the bytes of a number in the type that `--dtype` asks for, or that a configuration names."""
-    if weights in QUANTISED:
-        return 2
     parts = (config, text_config(config))
     named = next((str(part.get(key)) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
     return 4 if (named if dtype == "auto" else dtype) == "float32" else 2

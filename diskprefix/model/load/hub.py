@@ -51,19 +51,16 @@ class HubListing:
     gguf: Mapping[str, int]
     quant: str = ""
 
-    def needs(self, weights: str, dtype: str) -> ModelNeeds:
+    def needs(self, dtype: str) -> ModelNeeds:
         if self.quant:
             weights_bytes = {self.quant: _sizes(self.gguf)[self.quant]}
             if num_bytes := _projector_bytes(self.gguf, self.quant):
                 weights_bytes["mmproj"] = num_bytes
             return ModelNeeds(name=f"{self.repo}:{self.quant}", weights=weights_bytes, state=TokenState(0))
-        return needs_of_checkpoint(self.repo, self.stored, self.config, weights, dtype)
+        return needs_of_checkpoint(self.repo, self.stored, self.config, dtype)
 
-    def other_forms(self, weights: str) -> Iterator[tuple[str, ModelNeeds]]:
-        """Yields fewer bits, and the repository's `.gguf` files, each with how it is asked for."""
-        for form in ("int8", "int4"):
-            if form != weights and not self.quant:
-                yield f"--weights {form}", self.needs(form, "auto")
+    def other_forms(self) -> Iterator[tuple[str, ModelNeeds]]:
+        """Yields the repository's `.gguf` files, each with how it is asked for."""
         state = state_of(self.stored, self.config, 2)
         for quant, size in reversed(_sizes(self.gguf).items()):
             yield f"--model {self.repo}:{quant}", ModelNeeds(name=quant, weights={quant: size}, state=state)

@@ -18,25 +18,16 @@ from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
-from diskprefix.model.load.checkpoint import stored_tensors, weight_files_of
+from diskprefix.model.load.checkpoint import read_config, require_plain_weights, stored_tensors, weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.fit import (
-    ROOM_BYTES,
-    Check,
-    Fit,
-    ModelNeeds,
-    enough_to_make,
-    needs_of_folder,
-    needs_of_gguf,
-)
+from diskprefix.model.load.fit import ROOM_BYTES, Fit, ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf_file import file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.memory import available_bytes, available_ram_bytes, explain_out_of_memory, use_gpu
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named
 from diskprefix.model.load.picture_processor import PictureProcessor
-from diskprefix.model.load.served_tensors import QUANTISED
 from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
 from diskprefix.native.library import choose, operators
 from diskprefix.printable import first_line
@@ -64,7 +55,7 @@ class LoadedModel:
     """A decoder model in evaluation mode on its device.
 
     `processor` is None for a model of text alone. `name` is the name for clients. `timings` holds seconds by step:
-    `source` (with download), `imports`, `quantising`, `digest`, `tokenizer` (with the processor), `weights`.
+    `source` (with download), `imports`, `digest`, `tokenizer` (with the processor), `weights`.
     """
 
     model: PreTrainedModel
@@ -82,7 +73,7 @@ class LoadedModel:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ModelSource:
     """The files of a model, and how they are loaded. `path` is its folder or, with `gguf`, the first part of its
-    `.gguf` file. `files` are those of the weights, in the form `weights`."""
+    `.gguf` file. `files` are those of the weights."""
 
     path: Path
     name: str
@@ -99,10 +90,8 @@ class _ModelSource:
         if self.gguf is not None:
             found = needs_of_gguf(self.path, self.weights, self.dtype.itemsize)
         else:
-            # Also of what is quantised: from packed matrices the state of a token cannot be told.
-            weights = self.weights if self.weights in QUANTISED else "native"
-            found = needs_of_folder(self.path, weight_files_of(self.path), weights, dtype)
-        return replace(found, name=f"{self.path.name} as {dtype} on {self.device}", making_bytes=0, disk_bytes=0)
+            found = needs_of_folder(self.path, self.files, dtype)
+        return replace(found, name=f"{self.path.name} as {dtype} on {self.device}")
 
     def digest(self) -> str:
         return weights_digest(self.files) if self.gguf is None else self.gguf.digest()
@@ -216,35 +205,31 @@ def load_model(
 
 
 def _source(
-    settings: Settings, progress: Report, clock: Clock, flag: str = "--model", check: Check = enough_to_make
+    settings: Settings,
+    progress: Report,
+    clock: Clock,
+    flag: str = "--model",
+    check: Callable[[ModelNeeds], object] = lambda _needs: None,
 ) -> _ModelSource:
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, xpu, mps")
     choose(settings.kernels)
-    weights_of = partial(pick_weights, settings.weights, settings.dtype, settings.device)
-    if settings.weights in QUANTISED:
-        weights_of()
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            check(listing.needs(weights_of(), settings.dtype))
+            check(listing.needs(settings.dtype))
 
         path, name = _find(settings.model, progress, flag=flag, before_fetch=before_fetch)
         is_file = path.is_file()
         files = part_paths(path) if is_file else weight_files_of(path)
-        if is_file and settings.weights in QUANTISED:
-            raise SettingsError(
-                f"--weights: {settings.weights} is made of a folder's weights, and {path.name} is served in the quants "
-                "that it has; take a file with fewer bits"
-            )
     with clock("imports"):
         device = pick_device(settings.device)
         use_gpu(device)
-        if weights_of() == "auto" and not is_file:
+        weights = _pick_weights(settings, device)
+        if weights == "auto" and not is_file:
             name_faster(path, files, progress)
         quiet_transformers()
-        weights = weights_of()
         gguf = None
         with _load_failures(path):
             if is_file:
@@ -253,14 +238,10 @@ def _source(
                 gguf = GgufModel.read(path, progress)
                 config, kind, files = gguf.config, gguf.kind, gguf.parts
             else:
+                require_plain_weights(str(path), read_config(path))
                 config = _read_config(path)
                 kind = require_served_kind(path, config)
-            dtype = _pick_dtype(settings.dtype, None if is_file else config, weights)
-    if gguf is None:
-        with clock("quantising"), _load_failures(path):
-            from diskprefix.model.quants.quantising import weight_files_in
-
-            files = weight_files_in(weights, path, files, config, kind, progress, check)
+            dtype = _pick_dtype(settings.dtype, None if is_file else config)
     return _ModelSource(
         path=path,
         name=name,
@@ -342,30 +323,19 @@ def pick_device(name: str) -> torch.device:
     return torch.device(kind, int(index or 0)) if kind in ("cuda", "xpu") else torch.device(kind)
 
 
-def pick_weights(name: str, dtype: str, device_name: str) -> str:
-    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
-    device, is_compiled = pick_device(device_name), operators() is not None
-    if name == "native":
-        return name
-    if name == "auto":
-        is_kept = device.type == "cpu" and is_compiled
-        return name if is_kept and dtype in ("auto", "bfloat16") else "native"
-    if device.type != "cpu":
-        raise SettingsError(f"--weights: {name} needs a CPU, and the device is {device}; add --device cpu")
-    if dtype not in ("auto", "bfloat16"):
-        raise SettingsError(f"--weights: {name} computes in bfloat16, not in --dtype {dtype}")
-    if not is_compiled:
-        raise SettingsError(f"--weights: {name} needs the compiled operators; add --weights native")
-    return name
+def _pick_weights(settings: Settings, device: torch.device) -> str:
+    """Returns `auto` where the quants of a `.gguf` file are kept, or else `native`."""
+    can_keep = device.type == "cpu" and settings.dtype in ("auto", "bfloat16") and operators() is not None
+    return settings.weights if can_keep else "native"
 
 
-def _pick_dtype(name: str, config: PreTrainedConfig | None, weights: str) -> torch.dtype:
+def _pick_dtype(name: str, config: PreTrainedConfig | None) -> torch.dtype:
     """Returns the type in which a model computes. `config` is None for a `.gguf` file, which names none."""
     import torch
 
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
-    if config is None or weights in QUANTISED:
+    if config is None:
         return torch.bfloat16
     own = config.dtype or config.get_text_config(decoder=True).dtype
     return own if isinstance(own, torch.dtype) else torch.float32
@@ -409,23 +379,18 @@ def _generation_config_in(folder: Path) -> GenerationConfig:
 
 def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrainedModel:
     """Returns the model, of a `.gguf` file without what is packed. transformers puts it together."""
-    from diskprefix.model.load.parameters import Places, Source, load_parameters
-    from diskprefix.model.quants.quantised import describe, read_forms
+    from diskprefix.model.load.parameters import Source, load_parameters
+    from diskprefix.model.quants.quantised import describe
 
     kind, config = source.kind.model_class(source.config)
     sources: Mapping[str, Source]
     if parameters is not None:
-        sources, forms = parameters.others, {name: matrix.form for name, matrix in parameters.matrices.items()}
+        sources = parameters.others
+        if parameters.matrices:
+            describe(config, {name: matrix.form for name, matrix in parameters.matrices.items()})
     else:
-        folder = source.files[0].parent
-        sources = {tensor.name: tensor.read for tensor in stored_tensors(folder, source.files)}
-        forms = read_forms(folder) if source.weights in QUANTISED else {}
-    if forms:
-        describe(config, forms, is_in_gguf=parameters is not None)
-    is_on_cpu = source.device.type == "cpu"
-    take, device = (Places().put, None) if is_on_cpu else (None, source.device)
-    weights = f"the weights in {source.path}"
-    return load_parameters(kind, config, sources, take, weights, dtype=source.dtype, device=device)
+        sources = {tensor.name: tensor.read for tensor in stored_tensors(source.path, source.files)}
+    return load_parameters(kind, config, sources, f"the weights in {source.path}", source.dtype, source.device)
 
 
 def quiet_transformers() -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Source: TypeAlias = Callable[[], torch.Tensor]
 """Reads a tensor of a checkpoint, perhaps later."""
-Take: TypeAlias = "Callable[[PreTrainedModel, str, torch.Tensor], torch.Tensor]"
-"""Takes a model, and a parameter with its name. Returns what the model gets."""
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """Without this variable, threads of transformers read all tensors ahead."""
 _PIECE_BYTES = 1 << 26
@@ -44,16 +42,16 @@ class _TensorOnRequest:
 
 
 @contextmanager
-def _taking_parameters(take: Take) -> Iterator[None]:
+def _taking_parameters(take: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Gives a context in which transformers reads tensors in its own thread, and hands each parameter that it has made
-    of them to `take`, with the model and its name. The model gets what `take` returns.
+    of them to `take`. The model gets what `take` returns.
 
     Of errors while parameters are made, transformers raises only that there were some. Here the last one is raised."""
     set_param, is_sequential = loading.set_param_for_module, os.environ.get(_SEQUENTIAL)
     log_errors, failures = loading.log_conversion_errors, list[Exception]()
 
     def set_taken(model: PreTrainedModel, name: str, tensor: torch.Tensor, *args: Any) -> None:
-        set_param(model, name, take(model, name, tensor), *args)
+        set_param(model, name, take(tensor), *args)
 
     @contextmanager
     def noting(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
@@ -81,13 +79,13 @@ def _taking_parameters(take: Take) -> Iterator[None]:
             os.environ[_SEQUENTIAL] = is_sequential
 
 
-class Places:
+class _Places:
     """Large pages, which are filled from the first to the last."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def put(self, _model: PreTrainedModel, _name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy that begins with a line of the caches. Raises `MemoryError`."""
         room = -(-tensor.nbytes // LINE_BYTES) * LINE_BYTES
         if room > len(self._free):
@@ -100,24 +98,23 @@ def load_parameters(
     kind: type[PreTrainedModel],
     config: PreTrainedConfig,
     sources: Mapping[str, Source],
-    take: Take | None,
     weights: str,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: torch.device | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> PreTrainedModel:
     """Returns the model of a class, made of `sources` by their names in the checkpoint: each is read when its turn
-    comes, and each parameter goes to `take` as soon as it is made. Without a `device` the model is on the CPU.
+    comes, and on a CPU each parameter goes to large pages as soon as it is made.
 
     Raises `ModelError` if `weights` lack tensors of the model, or have some of other shapes, and what a source
     raises."""
-    with without_tracer(), _taking_parameters(take or (lambda _model, _name, tensor: tensor)):
+    is_on_cpu = device.type == "cpu"
+    with without_tracer(), _taking_parameters(_Places().put if is_on_cpu else lambda tensor: tensor):
         model, info = kind.from_pretrained(
             None,
             config=config,
             state_dict={name: _TensorOnRequest(read) for name, read in sources.items()},
             dtype=dtype,
-            device_map=None if device is None else {"": device},
+            device_map=None if is_on_cpu else {"": device},
             local_files_only=True,
             output_loading_info=True,
             # Without this, a mismatch is only logged. It is refused below.

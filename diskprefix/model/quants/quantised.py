@@ -1,19 +1,16 @@
-"""A model whose matrices are quantised, as it is loaded from a folder or a `.gguf` file.
+"""A model whose matrices have the quants of a `.gguf` file.
 
-A file beside the weights of a folder names the form of each matrix. transformers puts `QuantisedLinear` in the
-place of those modules, and `QuantisedExperts` in that of experts, before it loads the tensors, through its own
-interface for quantisers.
+transformers puts `QuantisedLinear` in the place of modules, and `QuantisedExperts` in that of experts, before it loads
+the tensors, through its own interface for quantisers.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +23,8 @@ from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
 from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
-from diskprefix.model.quants.quant_form import FILE_FORMS, QuantForm
-from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices, may_be_quantised
+from diskprefix.model.quants.quant_form import QuantForm
+from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
 from diskprefix.native.matrix import Matrix, product, rows_of
 
 if TYPE_CHECKING:
@@ -38,11 +35,6 @@ log = logging.getLogger("diskprefix")
 METHOD = "diskprefix"
 _SCALE = "scalar_embed_scale"
 """The attribute of embeddings that are multiplied, in transformers."""
-_FORMS = "forms.json"
-"""Beside the weights: the types of quants by the names of the modules, or of parts of experts (`experts.gate`)."""
-_ROUTERS = ("gate", "router", "shared_expert_gate")
-_OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
-"""Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
 
 
 class QuantisedLinear(nn.Module):
@@ -50,13 +42,12 @@ class QuantisedLinear(nn.Module):
 
     packed: torch.Tensor
 
-    def __init__(self, linear: nn.Linear, form: QuantForm, *, is_in_gguf: bool = False) -> None:
-        """`is_in_gguf`: the quants come from a `.gguf` file, by `take_matrices`."""
+    def __init__(self, linear: nn.Linear, form: QuantForm) -> None:
+        """The quants come by `take_matrices`."""
         super().__init__()
         self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
-        shape = (0,) if is_in_gguf else form.packed_shape(self.out_features, self.in_features)
-        packed = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
-        self.register_buffer("packed", packed, persistent=not is_in_gguf)
+        packed = torch.empty(0, dtype=torch.uint8, device=linear.weight.device)
+        self.register_buffer("packed", packed, persistent=False)
         self.bias = linear.bias
         self.matrix: Matrix | None = None
         self._product: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -122,44 +113,11 @@ def in_decoder(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def quantisable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Yields the matrices that may be quantised, with their names, whether they fill blocks or not."""
-    recurrent = tuple(f"{name}." for name, module in model.named_modules() if name and _is_recurrent(module))
-    for name, module in in_decoder(model):
-        if type(module) is nn.Linear and name.split(".")[-1] not in _ROUTERS and not name.startswith(recurrent):
-            yield name, module
-
-
-def quantisable_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the experts of mixtures that may be quantised, with the names of their modules."""
-    return ((name, module) for name, module in in_decoder(model) if may_be_quantised(module))
-
-
-def _is_recurrent(module: nn.Module) -> bool:
-    return not _OF_RECURRENCE.isdisjoint({*module._parameters, *module._modules})
-
-
-def bits_for(model: PreTrainedModel, name: str, weights: str) -> int:
-    """Returns the bits that `--weights` wants for a matrix. That of the logits has 8 with `int4`, too."""
-    return 8 if weights == "int8" or model.get_submodule(name) is model.get_output_embeddings() else 4
-
-
-def write_forms(folder: Path, forms: Mapping[str, str]) -> None:
-    (folder / _FORMS).write_text(json.dumps(forms, sort_keys=True), encoding="utf-8")
-
-
-def read_forms(folder: Path) -> dict[str, QuantForm]:
-    """Returns the forms of the modules of a model that was quantised into a folder."""
-    forms = json.loads((folder / _FORMS).read_text(encoding="utf-8"))
-    return {name: FILE_FORMS[kind] for name, kind in forms.items()}
-
-
-def describe(config: PreTrainedConfig, forms: Mapping[str, QuantForm], *, is_in_gguf: bool) -> None:
+def describe(config: PreTrainedConfig, forms: Mapping[str, QuantForm]) -> None:
     """Tells transformers which modules have quants, and which kernels compute with them. This goes into the identity of
-    the model. `is_in_gguf`: they come by `take_matrices`. Raises `ModelError` without the compiled operators."""
+    the model. Raises `ModelError` without the compiled operators."""
     # transformers makes a `QuantsConfig` of it.
-    described = {"kernel": compiled().identity, "forms": forms, "is_in_gguf": is_in_gguf}
-    config.quantization_config = {"quant_method": METHOD, **described}
+    config.quantization_config = {"quant_method": METHOD, "kernel": compiled().identity, "forms": forms}
 
 
 def untie(config: PreTrainedConfig) -> None:
@@ -196,12 +154,11 @@ def prepare(model: PreTrainedModel) -> None:
 
 @register_quantization_config(METHOD)
 class QuantsConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """That a model is quantised so, and which kernel computes its products. `forms` are those of its modules, whose
-    quants are in a `.gguf` file or in the folder."""
+    """That a model is quantised so, and which kernel computes its products. `forms` are those of its modules."""
 
-    def __init__(self, *, kernel: str, forms: Mapping[str, QuantForm], is_in_gguf: bool, **_: Any) -> None:
+    def __init__(self, *, kernel: str, forms: Mapping[str, QuantForm], **_: Any) -> None:
         self.quant_method = METHOD
-        self.kernel, self.forms, self.is_in_gguf = kernel, forms, is_in_gguf
+        self.kernel, self.forms = kernel, forms
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what goes into the identity of the model: which modules have which form decides its numbers."""
@@ -225,10 +182,9 @@ class Quantiser(HfQuantizer):  # type: ignore[misc]
             elif isinstance(module, nn.Embedding):
                 model.set_submodule(name, QuantisedEmbedding(module, form))
             else:
-                model.set_submodule(name, QuantisedLinear(module, form, is_in_gguf=config.is_in_gguf))
+                model.set_submodule(name, QuantisedLinear(module, form))
         for name, forms in experts.items():
-            made = QuantisedExperts(model.get_submodule(name), forms, is_in_gguf=config.is_in_gguf)
-            model.set_submodule(name, made)
+            model.set_submodule(name, QuantisedExperts(model.get_submodule(name), forms))
         tied = model.all_tied_weights_keys
         model.all_tied_weights_keys = {
             name: source for name, source in tied.items() if name.removesuffix(".weight") not in config.forms

@@ -21,16 +21,12 @@ class QuantisedMatrices(nn.Module):
     packed: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, form: QuantForm, *, is_in_gguf: bool = False
-    ) -> None:
-        """Of `weight`, [experts, rows, columns], only the sizes are used. For `is_in_gguf` see `take_matrices`."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: QuantForm) -> None:
+        """Of `weight` only the device is used. The quants come by `take_matrices`."""
         super().__init__()
         self.form = form
-        num_experts, rows, columns = weight.shape
-        shape = (0,) if is_in_gguf else (num_experts, *form.packed_shape(rows, columns))
-        packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
-        self.register_buffer("packed", packed, persistent=not is_in_gguf)
+        packed = torch.empty(0, dtype=torch.uint8, device=weight.device)
+        self.register_buffer("packed", packed, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.clone(memory_format=torch.contiguous_format))
 
     @property
@@ -43,13 +39,13 @@ class QuantisedExperts(nn.Module):
     """A replacement for the experts of a mixture: rows [n, hidden] → [n, hidden], in bfloat16. Its children are `gate`,
     `up` (unless there is none) and `down`, each with a matrix of every expert."""
 
-    def __init__(self, experts: nn.Module, forms: Mapping[str, QuantForm], *, is_in_gguf: bool = False) -> None:
+    def __init__(self, experts: nn.Module, forms: Mapping[str, QuantForm]) -> None:
         super().__init__()
         found = curves_of(experts)
         assert found is not None
         self.curves = found
         for part, (weight, bias) in matrices_of(experts).items():
-            self.add_module(part, QuantisedMatrices(weight, bias, forms[part], is_in_gguf=is_in_gguf))
+            self.add_module(part, QuantisedMatrices(weight, bias, forms[part]))
             self.num_experts = len(weight)
         self._routed: RoutedExperts | None = None
 

@@ -138,7 +138,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
     model = "small.gguf"
     aliases = ["claude-haiku-4-5"]
     kv-memory = "2GiB"
-    weights = "int4"
+    weights = "native"
     disk_prefix_cache = "FULL"
     sampling = "temperature=0.7"
     chat_template = "small.jinja"
@@ -156,7 +156,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
     assert catalogue.find("claude-haiku-4-5") is small
     assert (small.pin, small.idle_unload_s, small.path) == (True, 1800, tmp_path / "small.gguf")
     own = small.settings
-    assert (own.kv_memory, own.weights, own.disk_prefix_cache, own.port) == (2 << 30, "int4", "full", 9000)
+    assert (own.kv_memory, own.weights, own.disk_prefix_cache, own.port) == (2 << 30, "native", "full", 9000)
     assert own.model == str(tmp_path / "small.gguf"), "a file beside models.toml, whatever the process's folder is"
     assert (own.chat_template, own.draft_model) == (tmp_path / "small.jinja", "org/draft")
     assert own.sampling_values == {"temperature": 0.7}
@@ -306,7 +306,7 @@ def test_models_are_listed_with_what_they_need_and_where_they_are(run: Run, read
     assert [line.split()[0] for line in lines] == ["name", "bad", "made", "tiny", "3"]
     made = readable / "made"
     weights = [made / "model.safetensors"]
-    assert needs(Settings(model=str(made))) == needs_of_folder(made, weights, "auto", "auto")
+    assert needs(Settings(model=str(made))) == needs_of_folder(made, weights, "auto")
 
 
 def test_the_embedded_model_is_listed_where_it_is_the_default(
@@ -322,15 +322,17 @@ def test_a_model_is_shown_with_its_sum_its_template_and_its_own_settings(
     run: Run, readable: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "models.toml"
-    file.write_text(f'[small]\nmodel = "{readable}/made"\naliases = ["haiku"]\nkv_memory = "1MiB"\nweights = "int8"\n')
+    file.write_text(
+        f'[small]\nmodel = "{readable}/made"\naliases = ["haiku"]\nkv_memory = "1MiB"\nweights = "native"\n'
+    )
     found = run("show", "haiku", "--models-file", file, "--json").json
     assert (found["name"], found["aliases"], found["template"]) == ("small", ["haiku"], True)
-    assert found["settings"] == {"weights": "int8", "kv_memory": 1 << 20}
-    assert {"weights in bfloat16", "weights in Q8_0", "room to compute"} <= found["memory"].keys()
+    assert found["settings"] == {"weights": "native", "kv_memory": 1 << 20}
+    assert {"weights in bfloat16", "room to compute"} <= found["memory"].keys()
     assert sum(found["memory"].values()) >= found["needed_bytes"]
     shown = run("show", "small", "--models-file", file).stdout
     assert "small, haiku (models.toml)" in shown
-    assert "weights = int8, kv_memory = 1048576" in shown
+    assert "weights = native, kv_memory = 1048576" in shown
     assert "128 of 128 tokens" in shown
 
 
@@ -338,8 +340,8 @@ def test_a_model_is_shown_with_its_sum_its_template_and_its_own_settings(
     ("name", "weights", "forms"),
     [
         ("tiny-00002-of-00003.gguf", "auto", {"Q4_0", "bfloat16"}),
-        ("made", "int4", {"Q4_1", "bfloat16"}),
-        ("made", "native", {"bfloat16"}),
+        ("tiny-00002-of-00003.gguf", "native", {"bfloat16"}),
+        ("made", "auto", {"bfloat16"}),
     ],
 )
 def test_the_forms_of_weights_are_shown_as_they_are_served(

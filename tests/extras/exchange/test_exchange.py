@@ -380,7 +380,7 @@ def test_a_prompt_goes_from_store_to_store_with_its_tenant_and_both_commands_say
 ) -> None:
     # Variables of a daemon disturb neither.
     monkeypatch.setenv("DISKPREFIX_MODEL", "./none")
-    monkeypatch.setenv("DISKPREFIX_WEIGHTS", "int8")
+    monkeypatch.setenv("DISKPREFIX_WEIGHTS", "native")
     monkeypatch.chdir(tmp_path)
     from_kv = tmp_path / "from"
     saved(from_kv, PROMPT, tenant=tenant)

@@ -50,7 +50,7 @@ def quantised_model(name: str = "llama") -> PreTrainedModel:
         # Weights of norms that are all 1 would hide how they are taken.
         if "Norm" in type(module).__name__ and hasattr(module, "weight"):
             module.weight.data += torch.randn(module.weight.shape, generator=random) * 0.3
-    quantise(model, "int8")
+    quantise(model, "Q8_0")
     prepare(model)
     return model
 

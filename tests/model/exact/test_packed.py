@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:
-    name, _, weights = name.partition(" ")
-    model = quantised_tiny_model(name, weights) if weights else tiny_model(name, dtype)
+    name, _, kind = name.partition(" ")
+    model = quantised_tiny_model(name, kind) if kind else tiny_model(name, dtype)
     layout, reason = make_exact(model)
     assert not reason
     return model, layout
@@ -121,8 +121,8 @@ def are_equal(one: Bits, other: Bits) -> bool:
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "gemma3", "gemma3n", "phi3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss int4", "deepseek_v3 int8"),
-        *("qwen3_5", "lfm2", "mamba2", "kimi_linear", "granitemoehybrid int4"),
+        *("llama", "gemma3", "gemma3n", "phi3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss Q4_1", "deepseek_v3 Q8_0"),
+        *("qwen3_5", "lfm2", "mamba2", "kimi_linear", "granitemoehybrid Q4_1"),
     ],
 )
 def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:

@@ -44,8 +44,8 @@ def folder_of(path: Path, dtype: torch.dtype = torch.float32) -> Path:
     return tiny.write_folder(path / "tiny", dtype=dtype)
 
 
-def needs_in(folder: Path, weights: str = "native", dtype: str = "auto") -> ModelNeeds:
-    return needs_of_folder(folder, sorted(folder.glob("*.safetensors")), weights, dtype)
+def needs_in(folder: Path, dtype: str = "auto") -> ModelNeeds:
+    return needs_of_folder(folder, sorted(folder.glob("*.safetensors")), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,16 +54,6 @@ def test_weights_take_what_the_headers_say_in_the_type_that_is_served(dtype: tor
     taken = sum(p.numel() * dtype.itemsize for p in model.parameters())
     needs = needs_in(folder_of(tmp_path), dtype=str(dtype).removeprefix("torch."))
     assert needs.weights_bytes == taken
-
-
-def test_quantised_weights_take_about_what_is_made(cache: Path, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path)
-    needs = needs_in(folder, "int4")
-    load(folder, weights="int4")
-    (made,) = cache.glob("tiny-*")
-    taken = sum(one.num_bytes for one in tensors_in(made / "model.safetensors"))
-    assert taken <= needs.weights_bytes * 1.05
-    assert needs.weights_bytes <= 1.2 * taken
 
 
 def test_packed_weights_keep_their_size(tmp_path: Path) -> None:
@@ -174,7 +164,7 @@ def test_what_a_published_configuration_leaves_out_is_in_the_matrices(
     keys = {f"self_attn.{name}_proj.weight": (row // 2, 64) for name in "kv"}
     tensors = layers_of(keys, full + windowed, "language_model.model.")
     state = TokenState(2 * row * full, 2 * row * windowed, window, positions=positions)
-    assert needs_of_checkpoint("x", tensors, config, "auto", "auto").state == state
+    assert needs_of_checkpoint("x", tensors, config, "auto").state == state
     # Windows that are not known count as none.
     unknown = TokenState(2 * row * (full + windowed), positions=positions)
     text = {**config.get("text_config", config), "model_type": "unknown"}
@@ -250,7 +240,7 @@ def test_a_refusal_has_the_sum_and_the_context_that_would_fit() -> None:
     assert not fitted(needs, free, 700 * MIB).needed_bytes > free
 
 
-def test_other_files_and_fewer_bits_that_would_fit_are_named(tmp_path: Path) -> None:
+def test_other_files_that_would_fit_are_named(tmp_path: Path) -> None:
     large, small = (tiny.write_gguf(tmp_path / f"{kind}.gguf", quantised=kind) for kind in ("Q8_0", "Q4_0"))
     others = dict(other_forms(Settings(model=str(large))))
     assert list(others) == ["the file Q4_0.gguf"]
@@ -266,13 +256,13 @@ def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_it_is_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of(tmp_path)
-    expected = needs_in(folder, "int4").weights_bytes
+    expected = needs_in(folder).weights_bytes
     monkeypatch.setattr("diskprefix.model.load.loader.available_bytes", lambda _device: 1000)
     with fake_hub(tmp_path / "hub", monkeypatch) as hub:
         hub.repos["org/tiny"] = folder
         listing = listing_of("org/tiny")
         assert listing is not None
-        assert listing.needs("int4", "auto").weights_bytes == expected
+        assert listing.needs("auto").weights_bytes == expected
         with pytest.raises(ModelError, match=r"^org/tiny does not fit: "):
             load("org/tiny")
     assert not list((tmp_path / "hub").rglob("*.safetensors"))

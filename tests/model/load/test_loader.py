@@ -49,7 +49,7 @@ def test_a_local_folder_loads_ready_to_serve(folder: Path) -> None:
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert loaded.model.device == torch.device("cpu")
     assert loaded.weights_digest == weights_digest([folder / "model.safetensors"])
-    assert set(loaded.timings) == {"source", "imports", "quantising", "digest", "tokenizer", "weights"}
+    assert set(loaded.timings) == {"source", "imports", "digest", "tokenizer", "weights"}
     text = loaded.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 

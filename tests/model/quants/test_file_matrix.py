@@ -174,7 +174,7 @@ def test_a_load_that_fails_leaves_no_thread(file: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "_num_helpers", lambda: 3)
     begun = begin_packing(Settings(model=str(file)))
     with pytest.raises(SettingsError):
-        load_model(Settings(model=str(file), weights="int4", dtype="float32"), print, begun=begun)
+        load_model(Settings(model=str(file), device="tpu"), print, begun=begun)
     assert len(started) == 3
     assert not [one for one in started if one.is_alive()]
 
