@@ -18,6 +18,7 @@ from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.responses import Responses
 from diskprefix.errors import InvalidRequest
+from diskprefix.extras.infill.infill import Infill
 from diskprefix.nouns import SHARED, Scope
 from diskprefix.server.body import parse_json
 from diskprefix.store.note_record import NoteKind
@@ -82,6 +83,7 @@ RESPONSES: dict[str, Any] = {
 APIS: dict[str, tuple[BodyReader[Any], dict[str, Any]]] = {
     "chat": (Chat(), CHAT),
     "completions": (Completions(), {"prompt": "x"}),
+    "infill": (Infill(), {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "f", "text": "t"}]}),
     "messages": (Messages(), MESSAGES),
     "responses": (Responses(), RESPONSES),
 }

@@ -1,4 +1,4 @@
-"""The targets in Python: readers of files, records, objects of a bucket, bodies and replies.
+"""The targets in Python: readers of files, records, objects of a bucket, and replies.
 
 Each takes any bytes, and raises nothing but what it finds wrong. They run below Atheris, which chooses bytes by what
 they reach, and in the tests, which replay the corpus.
@@ -6,7 +6,6 @@ they reach, and in the tests, which replay the corpus.
 
 from __future__ import annotations
 
-import json
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterable
@@ -18,25 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from diskprefix.api.anthropic import CountTokensRequest, Messages
-from diskprefix.api.dialect import BodyReader, json_text
+from diskprefix.api.dialect import json_text
 from diskprefix.api.error_forms import openai_error
-from diskprefix.api.openai import Completions
-from diskprefix.api.openai_chat import Chat
-from diskprefix.api.responses import Responses
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cli.options import policy_value
 from diskprefix.cli.policy_file import read_policy
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.extras.exchange.entry_file import EntryReader
-from diskprefix.extras.infill.infill import Infill
 from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, encode_bundle, slot_nodes, slot_path
 from diskprefix.extras.remote.signing import signed, verified
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native import library
-from diskprefix.server.body import parse_json
 from diskprefix.store.codec.codec import Codec, Element, Piece, decode_piece, encode_piece
 from diskprefix.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
 from diskprefix.store.ghosts import GhostRecord, Leaf, decode_ghost, decode_leaf, encode_ghost, encode_leaf
@@ -55,7 +48,6 @@ from diskprefix.store.schema import (
     encode_record,
 )
 from diskprefix.tokens import checksum
-from tests.api.test_refusals import CHAT, MESSAGES, RESPONSES
 from tests.chat.output.replies import NAMES, REPLIES, format_named, read, tool
 from tests.extras.exchange import exported
 from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
@@ -301,85 +293,6 @@ def _record_seeds(_folder: Path) -> Iterable[bytes]:
         yield bytes([choice]) + encode_record(_NOTE, record)[8:]
 
 
-class _Notes:
-    """Stored responses, of which each continues the one before, and the last one continues what is not there."""
-
-    def get(self, _kind: NoteKind, id_: str) -> bytes | None:
-        if not id_.startswith("resp_") or len(id_) > 8:
-            return None
-        previous = id_[:-1] if len(id_) > 6 else None
-        items = [
-            {
-                "type": "message",
-                "id": f"msg_{id_[5:]}_0",
-                "role": "user",
-                "content": [{"type": "input_text", "text": "a"}],
-            },
-            {"type": "function_call", "id": f"fc_{id_[5:]}_1", "call_id": "call_1", "name": "f", "arguments": "{}"},
-        ]
-        return json_text({"response": {"id": id_, "output": items}, "previous": previous, "input": items[:1]})
-
-
-def _body(dialect: Callable[[], BodyReader[Any]], _folder: Path) -> Check:
-    notes: Any = _Notes()
-
-    def act(data: bytes) -> None:
-        reader = dialect()
-        reader.read(parse_json(data, reader.body), 1000, lambda: notes)
-
-    return lambda data: refused(partial(act, data))
-
-
-class _CountTokens:
-    """The route that counts tokens, as a reader."""
-
-    body = CountTokensRequest
-
-    def read(self, body: CountTokensRequest, _vocab_size: int, _notes: Callable[[], Any]) -> Any:
-        return body.conversation
-
-
-_BODIES: dict[str, dict[str, Any]] = {
-    "chat": CHAT,
-    "completions": {"prompt": "text", "suffix": "s", "structured_outputs": {"choice": ["a"]}, "n": 2, "best_of": 2},
-    "count_tokens": {name: value for name, value in MESSAGES.items() if name != "max_tokens"},
-    "infill": {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "f", "text": "t"}]},
-    "messages": MESSAGES,
-    "responses": RESPONSES | {"previous_response_id": "resp_12"},
-}
-_READERS: dict[str, Callable[[], BodyReader[Any]]] = {
-    "chat": Chat,
-    "completions": Completions,
-    "count_tokens": _CountTokens,
-    "infill": Infill,
-    "messages": Messages,
-    "responses": Responses,
-}
-
-
-def _bodies(name: str, _folder: Path) -> Iterable[bytes]:
-    yield json_text(_BODIES[name])
-
-
-def _body_words(name: str) -> Iterable[str]:
-    """The names of all fields of a body, and the values that are words."""
-    schema = json.dumps(_READERS[name]().body.model_json_schema())
-    found = set[str]()
-
-    def look(value: Any) -> None:
-        if isinstance(value, dict):
-            found.update(value.get("properties", ()))
-            found.update(word for word in (*value.get("enum", ()), value.get("const")) if isinstance(word, str))
-            for part in value.values():
-                look(part)
-        elif isinstance(value, list):
-            for part in value:
-                look(part)
-
-    look(json.loads(schema))
-    return [f'"{word}"' for word in sorted(found)]
-
-
 def _toml(act: Callable[[Path], object], folder: Path) -> Check:
     path = folder / "fuzzed.toml"
 
@@ -442,8 +355,4 @@ TARGETS: dict[str, PythonTarget] = {
     "records": PythonTarget(_records, _record_seeds),
     "reply": PythonTarget(_reply, _replies, _reply_words),
     "stored_piece": PythonTarget(_stored_piece, _stored_pieces),
-    **{
-        f"body_{name}": PythonTarget(partial(_body, reader), partial(_bodies, name), partial(_body_words, name))
-        for name, reader in _READERS.items()
-    },
 }
