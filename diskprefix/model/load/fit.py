@@ -4,11 +4,11 @@ constant, from headers alone. The start refuses by it, and `doctor`, `list`, `sh
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import longest_within, num_pages
@@ -19,12 +19,16 @@ from diskprefix.model.load.checkpoint import (
     stored_tensors,
     text_config,
 )
-from diskprefix.model.load.gguf_file import part_paths, read_tensors
+from diskprefix.model.load.gguf_file import part_paths, read_tensors, within_block
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.projector import projector_beside
-from diskprefix.model.load.served_tensors import of_checkpoint, of_gguf
+from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.native import COLUMNS, ROWS
 from diskprefix.printable import first_line
 from diskprefix.units import format_size, whole_size
+
+if TYPE_CHECKING:
+    from diskprefix.model.gguf.architecture import Architecture
 
 ROOM_BYTES = 640 * 1024**2
 """Memory for the libraries, and for what is computed in a step: measured."""
@@ -43,6 +47,10 @@ _LAYER = re.compile(r"(.*?)\b(?:blk|layers|h)\.(\d+)\.(.*)")
 _OF_STATE = re.compile(r"((?:\w+\.)*)(?:attn_)?(k|v|kv_a)(?:_proj|_mqa|_proj_with_mqa)?\.weight")
 _OF_RECURRENT = re.compile(r"((?:\w+\.)*?)(?:(?:\w+\.)?A_log|ssm_a|conv\.weight)")
 _NO_TEXT = re.compile("vision|visual|audio|talker|mtp")
+_FLOATING = re.compile(r"B?F\d")
+_EXPANSION = "attn_kv_b"
+"""The matrix of latent attention that is multiplied from both sides: floating point."""
+
 _IN_FILE = {
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
@@ -180,7 +188,7 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
     encoder = [] if projector is None else projector.metadata.tensors.values()
     return ModelNeeds(
         name=gguf.name,
-        weights=of_gguf(tensors, weights, dtype_bytes, architecture_of(metadata), encoder),
+        weights=_weights_of_gguf(tensors, weights, dtype_bytes, architecture_of(metadata), encoder),
         state=state_of(tensors, config, dtype_bytes),
     )
 
@@ -194,7 +202,7 @@ def needs_of_checkpoint(name: str, stored: Sequence[StoredTensor], config: Mappi
     """Returns what a checkpoint needs. `dtype` is that of `--dtype`. Raises `ModelError` for published quants."""
     require_plain_weights(name, config)
     dtype_bytes = _dtype_bytes(dtype, config)
-    weights, state = of_checkpoint(stored, dtype_bytes), state_of(stored, config, dtype_bytes)
+    weights, state = _weights_of_checkpoint(stored, dtype_bytes), state_of(stored, config, dtype_bytes)
     return ModelNeeds(name=name, weights=weights, state=state)
 
 
@@ -263,3 +271,44 @@ def _rows_of(tensors: Sequence[StoredTensor | FileTensor]) -> tuple[dict[int, in
         if not module or (layer, module) not in recurrent
     }
     return rows, {layer for layer, _ in recurrent}
+
+
+def _fills_blocks(shape: Sequence[int]) -> bool:
+    # native.matrix.fills_blocks, which needs torch. Experts have a matrix each.
+    return len(shape) >= 2 and shape[-2] % ROWS == 0 and shape[-1] % COLUMNS == 0
+
+
+def _floating(dtype_bytes: int) -> str:
+    return "bfloat16" if dtype_bytes == 2 else "float32"
+
+
+def _weights_of_gguf(
+    tensors: Sequence[FileTensor],
+    weights: str,
+    dtype_bytes: int,
+    architecture: Architecture,
+    encoder: Iterable[FileTensor],
+) -> dict[str, int]:
+    """Returns the bytes of tensors of a `.gguf` file by form. Quants that cannot stay become floating point, as do all
+    of an `encoder`."""
+    changed, served = {*architecture.changed, _EXPANSION}, Counter[str]()
+    for tensor in tensors:
+        is_kept = tensor.kind in FILE_FORMS and within_block(tensor.name) not in changed
+        if is_kept and _fills_blocks(tensor.shape) and weights != "native":
+            served[tensor.kind] += int(tensor.num_elements * FILE_FORMS[tensor.kind].weight_bits / 8)
+        else:
+            served[_floating(dtype_bytes)] += tensor.num_elements * dtype_bytes
+    if num_elements := sum(tensor.num_elements for tensor in encoder):
+        served[_floating(dtype_bytes)] += num_elements * dtype_bytes
+    return served
+
+
+def _weights_of_checkpoint(tensors: Sequence[StoredTensor], dtype_bytes: int) -> dict[str, int]:
+    """Returns the bytes of tensors of safetensors by form."""
+    served = Counter[str]()
+    for tensor in tensors:
+        if _FLOATING.match(tensor.kind):
+            served[_floating(dtype_bytes)] += tensor.num_elements * dtype_bytes
+        else:
+            served[tensor.kind] += tensor.num_bytes
+    return served

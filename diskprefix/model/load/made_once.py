@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.memory import trim_heap
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
@@ -50,7 +49,6 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
                 _publish(build(work), folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
-                trim_heap()
             report(f"kept in {folder}")
     return folder
 
