@@ -65,8 +65,7 @@ def large_pages(num_bytes: int) -> torch.Tensor:
 
 
 def trim_heap() -> None:
-    """Gives the heap's free memory back to the kernel, where the C library can. A start leaves tens of MiB, making a
-    form of weights piece by piece hundreds."""
+    """Gives the heap's free memory back to the kernel, where the C library can. A start leaves tens of MiB."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
