@@ -256,7 +256,8 @@ class ActiveRequests:
 
     def release(self, reply: Reply, *, keep: bool) -> None:
         """Gives the memory of a reply back. `keep`: the next turn may begin there."""
-        self._served.release_draft(reply, keep=keep)
+        if self._served.speculation is not None:
+            self._served.speculation.drop(reply, keep=keep)
         self._scheduler.remove(reply)
         self._end_sequence(reply, keep=keep, is_sound=keep or reply.is_finished)
 

@@ -19,10 +19,13 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine.drafting import ModelDrafter, likeliest
-from diskprefix.engine.guesser import DraftRate, Guesser
+from diskprefix.engine.draft_model import DraftModel
+from diskprefix.engine.drafting import likeliest
+from diskprefix.engine.guesser import Rates
 from diskprefix.engine.loop import Engine, Loop
+from diskprefix.engine.model_proposer import ModelProposer
 from diskprefix.engine.request import ErrorEvent, GenerateRequest
+from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
@@ -34,7 +37,7 @@ from tests.engine.driving import (
     BLOCK,
     WORDS,
     Client,
-    ScriptedGuesser,
+    ScriptedProposer,
     alone,
     bound_memory,
     load,
@@ -48,6 +51,7 @@ from tests.engine.driving import (
 )
 from tests.kv.hashed_state import ids_of
 from tests.model import tiny
+from tests.waiting import wait_for
 
 POSITIONS = 1024
 WINDOW = 512
@@ -87,23 +91,38 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return served, tiny.write_folder(at / "draft", seed=1, **sizes)
 
 
-def guessing(model: Path, kv: Path, draft_model: str = "ngram", **settings: Any) -> Engine:
-    engine = load(model, kv, draft_model=draft_model, **settings)
+def guessing(model: Path, kv: Path, **settings: Any) -> Engine:
+    engine = load(model, kv, speculative="ngram", **settings)
     # No step is measured, so that the same guesses are computed each time.
     engine.clock = lambda: 0.0
+    cheap_rows(engine.speculation)
     return engine
 
 
 def drafting(folders: tuple[Path, Path], kv: Path, **settings: Any) -> Engine:
-    engine = guessing(folders[0], kv, str(folders[1]), **settings)
-    drafter(engine).model._fetcher.shutdown()
-    drafter(engine).model._fetcher = AtOnce()  # type: ignore[assignment]
+    engine = guessing(folders[0], kv, draft_model=str(folders[1]), **settings)
+    drafter(engine)._fetcher.shutdown()
+    drafter(engine)._fetcher = AtOnce()  # type: ignore[assignment]
+    # Its guesses alone.
+    engine.speculation = cheap_rows(Speculation(None, [proposer(engine)], engine.clock))
     return engine
 
 
-def drafter(engine: Engine) -> ModelDrafter:
-    assert engine.drafter is not None
-    return engine.drafter
+def cheap_rows(speculation: Speculation | None) -> Speculation | None:
+    if speculation is not None:
+        speculation.times._FIRST = 0.03
+    return speculation
+
+
+def drafter(engine: Engine) -> DraftModel:
+    assert engine.draft is not None
+    return engine.draft
+
+
+def proposer(engine: Engine) -> ModelProposer:
+    assert engine.speculation is not None
+    (found,) = (one for one in engine.speculation.proposers if isinstance(one, ModelProposer))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +142,9 @@ def engines(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 def plain(engines: dict[str, Engine]) -> Engine:
     for engine in engines.values():
         engine.pages.forget_idle()
-    drafter(engines["draft"]).model.pages.forget_idle()
-    drafter(engines["draft"]).rate.value = DraftRate().value
+    drafter(engines["draft"]).pages.forget_idle()
+    drafter(engines["draft"])._lacking.clear()
+    proposer(engines["draft"]).rates = Rates(ModelProposer._FIRST)
     return engines["plain"]
 
 
@@ -148,16 +168,14 @@ def scripted(engine: Engine, clients: Iterable[Client]) -> AbstractContextManage
     """Within it, the engine guesses the replies of these clients, with mistakes."""
     replies = [client.tokens for client in clients]
 
-    def guesser(one: GenerateRequest) -> Guesser:
-        num_tokens = len(one.prompt.token_ids)
-        return ScriptedGuesser(one.prompt.token_ids, num_tokens + engine.reply_limit(one) - 1, replies)
-
-    return patch.object(engine, "guesser", guesser)
+    return patch.object(
+        engine, "speculation", cheap_rows(Speculation(ScriptedProposer(lambda _: replies), [], engine.clock))
+    )
 
 
 def always(token_ids: list[int]) -> Guess:
     return lambda engine, clients: _both(
-        scripted(engine, clients), patch.object(ScriptedGuesser, "look_back", lambda one: one.propose(token_ids))
+        scripted(engine, clients), patch.object(ScriptedProposer, "guesses", lambda *_: token_ids)
     )
 
 
@@ -171,16 +189,19 @@ def _both(*contexts: AbstractContextManager[Any]) -> ExitStack:
 def helped(engine: Engine, clients: Iterable[Client], share: float = 0.8) -> AbstractContextManager[Any]:
     """Within it, the draft model computes what it computes, and guesses the replies of these clients: this share of
     their tokens, and wrong ones. How good it seems does not depend on the requests before."""
-    drafter(engine).rate.value = DraftRate().value
+    proposer(engine).rates = Rates(ModelProposer._FIRST)
     replies = [client.tokens_of(n) for client in clients for n in range(client.ticket.request.sampling.n)]
-    model, chance = drafter(engine).model, random.Random(1)
+    model, chance = drafter(engine), random.Random(1)
     compute = model.compute
 
     def helping(step: Any) -> torch.Tensor:
         logits = compute(step)
-        for (reply, _), of_next in zip(step, logits, strict=True):
+        for (sequence, _), of_next in zip(step, logits, strict=True):
+            reply = next((one for one, of in model.sequences.items() if of is sequence), None)
+            if reply is None:
+                continue
             coming = next((one for one in replies if one[: len(reply.token_ids)] == reply.token_ids), [])
-            at = model.sequences[reply].state.num_tokens - reply.prompt_tokens
+            at = sequence.state.num_tokens - reply.prompt_tokens
             if 0 <= at < len(coming):
                 of_next[coming[at] if chance.random() < share else (coming[at] + 1) % 250] = of_next.max() + 20
         return logits
@@ -204,7 +225,7 @@ def as_without(
 
 
 def no_memory_is_busy(engine: Engine) -> bool:
-    return not engine.pages.running and not drafter(engine).model.pages.running
+    return not engine.pages.running and not drafter(engine).pages.running
 
 
 # Guesses of the text before.
@@ -281,7 +302,7 @@ def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = guessing(write_model(tmp_path, "qwen3_next"), tmp_path / "kv")
-    assert "--draft-model has no effect" in caplog.text
+    assert "nothing is guessed" in caplog.text
     (client,) = run_together(engine, [request(TEXT)])
     assert client.done.timings.drafted_tokens == 0
     engine.close()
@@ -311,7 +332,7 @@ def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, dr
 
 def computed_by(engine: Engine, plain: Engine, one: GenerateRequest) -> int:
     """Asserts that the reply is the plain one. Returns how many tokens the draft model computed."""
-    model, counted = drafter(engine).model, [0]
+    model, counted = drafter(engine), [0]
     compute = model.compute
 
     def noted(step: Any) -> torch.Tensor:
@@ -334,7 +355,7 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     first = request(text, max_tokens=REPLY)
     engine = drafting(folders, tmp_path / "kv")
     assert computed_by(engine, plain, first) > len(text)
-    (remembered,) = drafter(engine).model.cache.namespaces.get(SHARED).seen._prompts
+    (remembered,) = drafter(engine).cache.namespaces.get(SHARED).seen._prompts
     assert remembered.token_ids.tolist() == text.tolist()
     assert computed_by(engine, plain, first) < MOST_GUESSED, "it is in memory"
     engine.close()
@@ -342,7 +363,7 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     again = drafting(folders, tmp_path / "kv")
     turn = request(next_turn(plain, first), max_tokens=REPLY)
     assert computed_by(again, plain, turn) < MOST_GUESSED
-    assert drafter(again).model.cache.restored_tokens.total() > len(text) + REPLY - 10, "with the reply"
+    assert drafter(again).cache.restored_tokens.total() > len(text) + REPLY - 10, "with the reply"
     again.pages.forget_idle()
     assert computed_by(again, plain, turn) < MOST_GUESSED
     again.close()
@@ -361,7 +382,7 @@ def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unl
     engine.close()
     again = drafting(folders, tmp_path / "kv")
     as_without(plain, again, turn, helped)
-    for cache in (again.cache, drafter(again).model.cache):
+    for cache in (again.cache, drafter(again).cache):
         assert cache.restored_tokens.total() > len(first.prompt.token_ids) + REPLY - 10
     again.close()
 
@@ -370,7 +391,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     folders: tuple[Path, Path], draft: Engine, tmp_path: Path
 ) -> None:
     run_together(draft, [request(tokens(200, 11), max_tokens=REPLY)])
-    pages = drafter(draft).model.pages
+    pages = drafter(draft).pages
     node = max(pages.ended(), key=lambda node: node.end)
     kept = pages.resume(node)
     assert kept is not None
@@ -381,7 +402,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
         runner.run(served.model, [runner.Rows(sequence, torch.from_numpy(ids_of(pages, node)).long()[None])])
     assert kept.read_tokens(0, kept.num_tokens) == sequence.read_tokens(0, kept.num_tokens)
     pages.end(kept, keep=False)
-    assert drafter(draft).model.cache.root == served.cache.root
+    assert drafter(draft).cache.root == served.cache.root
     served.close()
 
 
@@ -394,7 +415,7 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     MistralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "draft")
     tiny.tokenizer().save_pretrained(tmp_path / "draft")
     engine = drafting((served, tmp_path / "draft"), tmp_path / "kv")
-    pages = drafter(engine).model.pages
+    pages = drafter(engine).pages
     one = request(tokens(4 * WINDOW - 8, 17), max_tokens=REPLY)
     (expected,) = run_together(engine, [one])
     pages.forget_idle()
@@ -408,50 +429,53 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     sequence = KVSequence(PagePool(kept.layout, kept.device, block_size=BLOCK))
     with torch.inference_mode():
         for part in torch.split(torch.from_numpy(ids_of(pages, node)).long()[None], 256, dim=1):
-            runner.run(drafter(engine).model._model, [runner.Rows(sequence, part)])
+            runner.run(drafter(engine)._model, [runner.Rows(sequence, part)])
     last = 4 * WINDOW - 4, kept.num_tokens - 4 * WINDOW + 4
     assert kept.read_tokens(*last) == sequence.read_tokens(*last)
     pages.end(kept, keep=False)
     engine.close()
 
 
-def test_a_request_that_is_cancelled_leaves_what_the_draft_model_computed(plain: Engine, draft: Engine) -> None:
+def test_what_the_draft_model_lacks_of_a_cancelled_request_is_computed_when_nothing_else_runs(
+    plain: Engine, draft: Engine
+) -> None:
     """It is computed in two steps, and the client leaves before the second."""
-    model, num_calls, one = drafter(draft).model, [0], request(tokens(400, 12), max_tokens=REPLY)
+    model, num_calls, one = drafter(draft), [0], request(tokens(400, 12), max_tokens=REPLY)
     compute = model.compute
 
     def counted(step: Any) -> torch.Tensor:
         num_calls[0] += 1
         if num_calls[0] == 1:
-            step[0][0].running.ticket.cancel()
+            next(iter(model.sequences)).running.ticket.cancel()
         return compute(step)
 
     with patch.object(model, "compute", counted), running(draft) as inbox:
         Client(inbox, replace(one, sampling=replace(one.sampling, max_tokens=200)))
         wait_until_idle(inbox)
-    assert num_calls[0] == 1
+        wait_for(lambda: not model._lacking and model._ahead is None)
+    assert num_calls[0] > 1
     assert no_memory_is_busy(draft)
     model.pages.forget_idle()
-    assert computed_by(draft, plain, one) < 400 - 256 + MOST_GUESSED
+    assert computed_by(draft, plain, one) < len(one.prompt.token_ids), "it was saved"
 
 
 ONE = request(tokens(100, 13), max_tokens=REPLY)
 
 
 def test_where_there_is_no_memory_for_it_a_reply_is_not_guessed_and_not_delayed(plain: Engine, draft: Engine) -> None:
-    nothing = patch.object(drafter(draft).model.pages.pool, "limit_bytes", 1)
+    nothing = patch.object(drafter(draft).pages.pool, "limit_bytes", 1)
     assert as_without(plain, draft, ONE, unguessed, nothing).done.timings.drafted_tokens == 0
 
 
 def test_its_positions_bound_what_it_guesses(plain: Engine, draft: Engine) -> None:
-    bounded = patch.object(drafter(draft).model, "max_positions", 160)
+    bounded = patch.object(drafter(draft), "max_positions", 160)
     assert 0 < as_without(plain, draft, ONE, helped, bounded).done.timings.drafted_tokens < REPLY
 
 
 def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_back_later(
     plain: Engine, draft: Engine
 ) -> None:
-    model, fetcher = drafter(draft).model, Never()
+    model, fetcher = drafter(draft), Never()
     found = as_without(plain, draft, ONE, unguessed, patch.object(model, "_fetcher", fetcher))
     assert found.done.timings.drafted_tokens == 0
     assert len(model.pages.running) == 1
@@ -463,7 +487,7 @@ def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_ba
 def test_a_draft_model_that_fails_fails_no_request(
     plain: Engine, draft: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, num_calls = drafter(draft).model, [0]
+    model, num_calls = drafter(draft), [0]
     compute = model.compute
 
     def failing(step: Any) -> torch.Tensor:
@@ -483,7 +507,7 @@ def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_r
     plain: Engine, draft: Engine
 ) -> None:
     def failing(cached: CachedRequest, *_: Any) -> None:
-        if cached.cache is drafter(draft).model.cache:
+        if cached.cache is drafter(draft).cache:
             raise RuntimeError("a bug of the draft model")
         raise ZeroDivisionError("a bug")
 
@@ -495,7 +519,7 @@ def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_r
 
 
 def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, draft: Engine) -> None:
-    model, asked = drafter(draft).model, list[int]()
+    model, asked = drafter(draft), list[int]()
     compute, plan = model.compute, Loop._next_step
 
     def wrong(step: Any) -> torch.Tensor:
@@ -508,8 +532,10 @@ def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, draft: 
 
     one = request(tokens(100, 16), max_tokens=300)
     within = patch.object(model, "compute", wrong), patch.object(Loop, "_next_step", planned)
-    as_without(plain, draft, one, unguessed, *within, patch.object(drafter(draft), "rate", DraftRate()))
-    assert sum(asked[:100]) > 20
+    as_without(
+        plain, draft, one, unguessed, *within, patch.object(proposer(draft), "rates", Rates(ModelProposer._FIRST))
+    )
+    assert sum(asked[:100]) > 10
     assert sum(asked[-150:]) < 10
 
 
@@ -542,12 +568,12 @@ def test_a_draft_model_that_cannot_guess_is_refused_by_its_flag(
     folders: tuple[Path, Path], tmp_path: Path, write: Callable[[Path], Path], words: str
 ) -> None:
     with pytest.raises(ModelError, match=f"--draft-model: {words}"):
-        load(folders[0], tmp_path / "kv", draft_model=str(write(tmp_path)))
+        drafting((folders[0], write(tmp_path)), tmp_path / "kv")
 
 
 def test_memory_is_shared_so_that_as_many_tokens_fit_both(folders: tuple[Path, Path], tmp_path: Path) -> None:
     engine = drafting(folders, tmp_path / "kv", kv_memory=8 << 20)
-    pools = engine.pages.pool, drafter(engine).model.pages.pool
+    pools = engine.pages.pool, drafter(engine).pages.pool
     limit_bytes = sum(pool.limit_bytes for pool in pools)
     assert limit_bytes == pytest.approx(8 << 20, abs=2)
     served, draft = (pool.limit_bytes / pool.layout.bytes_per_token for pool in pools)
