@@ -498,7 +498,7 @@ def test_a_draft_model_that_fails_fails_no_request(
 
     found = as_without(plain, draft, ONE, unguessed, patch.object(model, "compute", failing))
     assert found.done.timings.drafted_tokens > 0
-    assert num_calls[0] == 5
+    assert num_calls[0] >= 5
     assert caplog.text.count("goes on without the draft model: no more") == 1
     assert no_memory_is_busy(draft)
 
