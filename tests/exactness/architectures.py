@@ -267,6 +267,11 @@ def _with_a_tower(name: str) -> PreTrainedConfig:
 
 
 DRAFTING = "+draft"
+"""What a name of an architecture ends with if the model is to have a draft layer."""
+WITH_DRAFT_LAYER = tuple(
+    f"{name}{DRAFTING}"
+    for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+)
 TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MODEL_TYPES = """
     llama qwen2 qwen3 qwen3_moe qwen3_next qwen3_5 gemma2 gemma3 gemma3n gemma4 mistral ministral mixtral phi3
