@@ -275,11 +275,9 @@ def state_of(
     of_architecture = [
         "sliding_attention" if (layer + 1) % full_every else "full_attention" for layer in range(num_layers)
     ]
-    kinds = [*(text.get("layer_types") or of_architecture)]
-    windowed = full = 0
-    if draft_layer:
-        kinds, full = [*kinds, "full_attention"][: num_layers + 1], size("hidden_size")
-    for layer, kind in enumerate(kinds):
+    kinds = [*(text.get("layer_types") or of_architecture), *(["full_attention"] if draft_layer else [])]
+    windowed, full = 0, size("hidden_size") if draft_layer else 0
+    for layer, kind in enumerate(kinds[: num_layers + bool(draft_layer)]):
         is_recurrent = kind == "linear_attention" or (layer in recurrent and layer not in rows)
         num_rows = rows.get(layer, row) if not is_recurrent and ("attention" in kind or "hybrid" in kind) else 0
         if window and kind == "sliding_attention":
