@@ -1,16 +1,18 @@
 """The layer of a checkpoint that predicts the token after the next one (MTP). It becomes a part of the decoder:
-`model.get_decoder().draft_layer`, an `MtpLayer` of transformers. Embeddings, logits and positions are the model's."""
+`model.get_decoder().draft_layer`, an `MtpLayer` of transformers. Embeddings, logits and positions are the model's.
+Nothing here needs torch, until a class is made."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_OF_LAYER: Mapping[str, Mapping[str, str]] = {
+HAVE_DRAFT_LAYER: Mapping[str, Mapping[str, str]] = {
     "qwen3_5_text": {"layer_types": "full_attention"},
     "qwen3_5_moe_text": {"layer_types": "full_attention"},
     "qwen3_next": {"layer_types": "full_attention"},
@@ -20,6 +22,33 @@ _OF_LAYER: Mapping[str, Mapping[str, str]] = {
     "mimo_v2_flash": {"layer_types": "sliding_attention", "mlp_layer_types": "dense"},
 }
 """The types of models whose layer is used, and what their configurations would say of it in lists by layer."""
+_FURTHER = re.compile(r"(?:model\.)?(?:(mtp)\.(?:layers\.(\d{1,9})\.)?|layers\.(\d{1,9})\.)(.+)")
+"""Names in layers of checkpoints, with those that predict further tokens: the layer, and the name within it."""
+_OWN = {
+    **{name: name for name in ("enorm", "hnorm", "eh_proj")},
+    **dict.fromkeys(("norm", "shared_head.norm", "final_layernorm"), "post_norm"),
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "pre_mlp_layernorm": "mtp_block.post_attention_layernorm",
+}
+"""What is not called in the draft layer as in other layers of its model, without its ending."""
+_COPIES = ("embed_tokens", "shared_head.head")
+"""Tensors of a draft layer that the model has."""
+
+
+def further_layers(names: Iterable[str], num_layers: int) -> dict[str, str | None]:
+    """Returns the tensors of a checkpoint that are of layers behind the last of `num_layers`, which predict further
+    tokens: what each is called in the draft layer, or None if it has no place there."""
+    found = dict[str, str | None]()
+    for name in names:
+        match = _FURTHER.fullmatch(name)
+        if match is None or (layer := int(match[2] or 0) if match[1] else int(match[3]) - num_layers) < 0:
+            continue
+        stem, _, end = match[4].rpartition(".")
+        is_used = layer == 0 and stem not in _COPIES
+        found[name] = (f"{_OWN[stem]}.{end}" if stem in _OWN else f"mtp_block.{match[4]}") if is_used else None
+    return found
 
 
 def with_draft_layer(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -42,7 +71,7 @@ def _make_layer(decoder: Any) -> Any:
     config = decoder.config
     extended = copy.deepcopy(config)
     extended.num_hidden_layers += 1
-    for name, its_own in _OF_LAYER[config.model_type].items():
+    for name, its_own in HAVE_DRAFT_LAYER[config.model_type].items():
         setattr(extended, name, [*getattr(config, name)[: config.num_hidden_layers], its_own])
     layer = MtpLayer(extended, type(decoder.layers[-1]), type(decoder.norm), config.num_hidden_layers)
     for module in layer.modules():
