@@ -386,6 +386,11 @@ class Settings:
         return found
 
     @property
+    def uses_draft_layer(self) -> bool:
+        """True if the layer of a model that predicts further tokens is loaded."""
+        return True
+
+    @property
     def write_budget_bytes(self) -> int:
         """The bytes of `kv_cache_write_budget` for 24 hours; 0 for no limit. Raises `SettingsError`."""
         text, flag = self.kv_cache_write_budget, "--kv-cache-write-budget"

@@ -63,6 +63,8 @@ class KVSequence:
         self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self._num_tokens = 0
+        self.hidden: LayerRows | None = None
+        """The last hidden states, [1, tokens, hidden_size], for a draft layer."""
         self.owner: Owner | None = None
         """Whose prompts find its blocks by their names (`kv.page_cache`); those of nobody without."""
         self.token_ids: TokenIds = np.empty(0, np.int32)
@@ -301,6 +303,7 @@ class KVSequence:
             for number, spec in enumerate(table.group.specs):
                 parts.setdefault(spec.layer, {})[spec.part] = LayerRows(table, number, 0, spec.head_dim)
         for number, of_layer in parts.items():
+            self.hidden = of_layer.pop("hidden", self.hidden)
             if (rows := of_layer.get("latent")) is not None:
                 dim = self.layout.layers[number].latent_dim
                 of_layer = {"keys": replace(rows, end=dim), "values": replace(rows, start=dim)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,6 +22,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.exact.drafts import keeping_up
 from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.exact.vision_encoder import PictureRows, picture_arguments
 from diskprefix.printable import first_line
@@ -95,7 +97,11 @@ def _forward(
         call |= picture_arguments(input_ids, runs, [one.pictures for one in rows])
     if keeps:
         call["logits_to_keep"] = kept
-    with computing(step):
+    drafting: AbstractContextManager[None] = nullcontext()
+    if layout.has_draft_layer:
+        assert step is not None, "only models that are exact at every token use their draft layer"
+        drafting = keeping_up(model, sequences, step, input_ids, positions(runs).to(device))
+    with computing(step), drafting:
         output = model(input_ids=input_ids, **call)
     logits: torch.Tensor = output.logits[0]
     return logits[-rows[0].num_logits :] if alone else logits if keeps else logits[kept]

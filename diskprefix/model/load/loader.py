@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
 from diskprefix.model.load.checkpoint import stored_tensors, weight_files_of
+from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import (
@@ -97,11 +98,14 @@ class _ModelSource:
     def needs(self) -> ModelNeeds:
         dtype = str(self.dtype).removeprefix("torch.")
         if self.gguf is not None:
-            found = needs_of_gguf(self.path, self.weights, self.dtype.itemsize)
+            found = needs_of_gguf(
+                self.path, self.weights, self.dtype.itemsize, uses_draft_layer=self.kind.has_draft_layer
+            )
         else:
             # Also of what is quantised: from packed matrices the state of a token cannot be told.
             weights = self.weights if self.weights in QUANTISED else "native"
-            found = needs_of_folder(self.path, weight_files_of(self.path), weights, dtype)
+            files, has_draft_layer = weight_files_of(self.path), self.kind.has_draft_layer
+            found = needs_of_folder(self.path, files, weights, dtype, uses_draft_layer=has_draft_layer)
         return replace(found, name=f"{self.path.name} as {dtype} on {self.device}", making_bytes=0, disk_bytes=0)
 
     def digest(self) -> str:
@@ -245,16 +249,20 @@ def _source(
             name_faster(path, files, progress)
         quiet_transformers()
         weights = weights_of()
+        # Only models that are exact at every token use it.
+        uses_draft_layer = settings.uses_draft_layer and device.type == "cpu" and operators() is not None
         gguf = None
         with _load_failures(path):
             if is_file:
                 from diskprefix.model.load.gguf import GgufModel
 
-                gguf = GgufModel.read(path, progress)
+                gguf = GgufModel.read(path, progress, uses_draft_layer=uses_draft_layer)
                 config, kind, files = gguf.config, gguf.kind, gguf.parts
             else:
                 config = _read_config(path)
                 kind = require_served_kind(path, config)
+                if uses_draft_layer and _draft_layer_names(path, files, config):
+                    kind = replace(kind, has_draft_layer=True)
             dtype = _pick_dtype(settings.dtype, None if is_file else config, weights)
     if gguf is None:
         with clock("quantising"), _load_failures(path):
@@ -418,7 +426,8 @@ def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrained
         sources, forms = parameters.others, {name: matrix.form for name, matrix in parameters.matrices.items()}
     else:
         folder = source.files[0].parent
-        sources = {tensor.name: tensor.read for tensor in stored_tensors(folder, source.files)}
+        names = _draft_layer_names(folder, source.files, source.config) if source.kind.has_draft_layer else {}
+        sources = {names.get(tensor.name, tensor.name): tensor.read for tensor in stored_tensors(folder, source.files)}
         forms = read_forms(folder) if source.weights in QUANTISED else {}
     if forms:
         describe(config, forms, is_in_gguf=parameters is not None)
@@ -426,6 +435,16 @@ def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrained
     take, device = (Places().put, None) if is_on_cpu else (None, source.device)
     weights = f"the weights in {source.path}"
     return load_parameters(kind, config, sources, take, weights, dtype=source.dtype, device=device)
+
+
+def _draft_layer_names(folder: Path, files: Sequence[Path], config: PreTrainedConfig) -> dict[str, str]:
+    """Returns the tensors of a draft layer, with their names in the model; none where there is none that is used."""
+    text = config.get_text_config(decoder=True)
+    if text.model_type not in HAVE_DRAFT_LAYER:
+        return {}
+    further = further_layers((tensor.name for tensor in stored_tensors(folder, files)), text.num_hidden_layers)
+    decoder = "model" if text is config else "model.language_model"
+    return {name: f"{decoder}.draft_layer.{own}" for name, own in further.items() if own is not None}
 
 
 def quiet_transformers() -> None:

@@ -73,6 +73,8 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
 def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
     """Of all tokens, or those of the last window."""
     found = [bytes(sequence.read_states())]
+    if sequence.hidden is not None:
+        found.append(sequence.hidden.gathered(0, num_tokens).view(torch.uint8).numpy().tobytes())
     for layer in sequence.token_layers:
         first = max(0, num_tokens - (layer.window or num_tokens))
         rows = (part.gathered(first, num_tokens) for part in (layer.keys, layer.values))
@@ -123,6 +125,7 @@ def are_equal(one: Bits, other: Bits) -> bool:
     [
         *("llama", "gemma3", "gemma3n", "phi3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss int4", "deepseek_v3 int8"),
         *("qwen3_5", "lfm2", "mamba2", "kimi_linear", "granitemoehybrid int4"),
+        *("qwen3_next+draft", "mimo_v2_flash+draft", "deepseek_v3+draft int8"),
     ],
 )
 def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:
