@@ -308,8 +308,7 @@ class ServedModel:
     def _make_speculation(self) -> Speculation | None:
         if self.cache.settings.draft_model is None:
             return None
-        # A state cannot be taken back from a wrong guess.
-        if self.packs and self.cache.layout.is_sliceable:
+        if self.packs:
             return Speculation(self.drafter)
         log.warning("[engine] --draft-model has no effect: with this model, guesses could change the reply")
         return None

@@ -280,7 +280,7 @@ def test_a_guess_whose_state_is_infinite_fails_no_reply(plain: Engine, ngram: En
 def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = guessing(write_model(tmp_path, "qwen3_next"), tmp_path / "kv")
+    engine = guessing(write_model(tmp_path, "mpt"), tmp_path / "kv")
     assert "--draft-model has no effect" in caplog.text
     (client,) = run_together(engine, [request(TEXT)])
     assert client.done.timings.drafted_tokens == 0
