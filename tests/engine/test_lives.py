@@ -67,7 +67,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def masks_that_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when they are: a life can be lived again. Replies then wait, some with guesses that they have not looked at."""
+    """A life can be lived again: not the time decides. Replies wait, some with guesses that they have not looked at."""
     chance = random.Random(1)
     monkeypatch.setattr(ConstrainedReply, "is_ready", property(lambda _: chance.random() < 0.8))
 
