@@ -356,10 +356,6 @@ class Settings:
         return changed
 
     @property
-    def uses_draft_layer(self) -> bool:
-        return self.speculative in ("auto", "mtp")
-
-    @property
     def model_names(self) -> tuple[str, ...]:
         """The models of `model`, which may be a path with a comma."""
         if self.model is None or "," not in self.model or os.path.exists(os.path.expanduser(self.model)):
@@ -388,7 +384,7 @@ class Settings:
     @property
     def uses_draft_layer(self) -> bool:
         """True if the layer of a model that predicts further tokens is loaded."""
-        return True
+        return self.speculative in ("auto", "mtp")
 
     @property
     def write_budget_bytes(self) -> int:

@@ -189,6 +189,12 @@ class Reply(Sequence):
         held, self.held = self.held, None
         return self._sample(held)
 
+    def drop_held(self) -> None:
+        """Forgets logits that were held, and the guesses behind them."""
+        held, self.held = self.held, None
+        if held is not None and held.had_guesses:
+            self._take_back_guesses()
+
     def sample_early(self, logits: torch.Tensor) -> None:
         """Samples and sends the first token while the prompt is being restored. `logits` are those at the prompt's end,
         shape [vocab]. An error fails the request when the fetch ends, which writes to the reply's memory until then."""

@@ -17,8 +17,10 @@ from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
+from diskprefix.engine.drafting import ChainProposer
 from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.guesser import Guesser
+from diskprefix.engine.layer_proposer import LayerProposer
 from diskprefix.engine.model_proposer import ModelProposer
 from diskprefix.engine.ngram import NgramProposer
 from diskprefix.engine.prompt_pictures import PromptPictures
@@ -297,19 +299,24 @@ class ServedModel:
 
     def _make_speculation(self) -> Speculation | None:
         """Raises `ModelError` if the proposer that is asked for cannot be had."""
-        wanted, clock = self.cache.settings.speculative, lambda: self.clock()
-        # A state cannot be taken back from a wrong guess.
-        is_possible = self.packs and self.cache.layout.is_sliceable
-        if wanted == "mtp":
+        wanted, clock, has_layer = (
+            self.cache.settings.speculative,
+            lambda: self.clock(),
+            self.cache.layout.has_draft_layer,
+        )
+        if wanted == "mtp" and not has_layer:
             raise ModelError(
-                f"--speculative mtp: {self.model_name} has no draft layer; use auto, or ngram, or a --draft-model"
+                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.model.device.type}; "
+                "choose auto, ngram or off"
             )
-        if wanted == "off" or not is_possible:
-            if self.draft is not None or wanted == "ngram":
+        if wanted == "off" or not self.packs:
+            if self.draft is not None or wanted in ("ngram", "mtp"):
                 log.warning("[engine] nothing is guessed: with this model, guesses could change the reply")
             return None
-        chains = [] if self.draft is None else [ModelProposer(self.draft, clock)]
-        return Speculation(NgramProposer(), chains, clock)
+        chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, clock)]
+        if has_layer and self.cache.settings.uses_draft_layer:
+            chains.append(LayerProposer(self.model, clock))
+        return Speculation(None if wanted == "mtp" else NgramProposer(), chains, clock)
 
     def _make_draft(self, draft: LoadedDraft) -> DraftModel:
         pages = self._make_pages(draft.cache, self.cache.layout)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
+from operator import lt
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -19,12 +21,16 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.saving import Saver
+from diskprefix.cache.tiers.nodes import Node
+from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.draft_model import DraftModel
 from diskprefix.engine.drafting import likeliest
 from diskprefix.engine.guesser import Rates
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.model_proposer import ModelProposer
 from diskprefix.engine.request import ErrorEvent, GenerateRequest
+from diskprefix.engine.running_request import Reply
 from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
@@ -32,6 +38,8 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
+from diskprefix.store.changes import NewNode
+from diskprefix.store.pieces import Payload
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.engine.driving import (
     BLOCK,
@@ -301,10 +309,103 @@ def test_a_guess_whose_state_is_infinite_fails_no_reply(plain: Engine, ngram: En
 def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = guessing(write_model(tmp_path, "qwen3_next"), tmp_path / "kv")
+    engine = guessing(write_model(tmp_path, "mpt"), tmp_path / "kv")
     assert "nothing is guessed" in caplog.text
     (client,) = run_together(engine, [request(TEXT)])
     assert client.done.timings.drafted_tokens == 0
+    engine.close()
+
+
+# Recurrent layers, whose states a wrong guess has changed.
+
+FEW = {2: -100.0, **dict.fromkeys((50, 51, 52), 100.0)}
+"""Replies of so few different tokens repeat themselves."""
+REPEATING = [
+    request(TEXT, max_tokens=60, logprobs=2, logit_bias=FEW),
+    request(tokens(200, 2), max_tokens=REPLY, logprobs=0, logit_bias=FEW, temperature=1.0, seed=3, n=2),
+]
+
+
+def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[list[Client], Any]:
+    """Returns the clients, and what they were told, with the bytes of all that was saved and of all that stays."""
+    make, saved, kept = Saver._new_node, dict[Any, bytes](), list[tuple[bytes, bytes]]()
+
+    def noted(saver: Saver, node: Node, payload: Payload, *others: Any) -> NewNode:
+        found = make(saver, node, payload, *others)
+        saved[found.kind, found.position, bytes(found.token_ids)] = b"".join(payload)
+        return found
+
+    with patch.object(Saver, "_new_node", noted):
+        clients = run_together(engine, requests)
+    for node in engine.pages.ended():
+        sequence = engine.pages.resume(node)
+        assert sequence is not None
+        kept.append((node.token_ids.tobytes(), bytes(sequence.read_states())))
+        engine.pages.end(sequence, keep=False)
+    return clients, (list(map(said, clients)), saved, sorted(kept))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "kimi_linear", "granitemoehybrid", "falcon_h1", "nemotron_h"])
+def test_what_recurrent_layers_say_and_save_is_that_without_guesses(name: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", name)
+    plain, ngram = load(model, tmp_path / "plain"), guessing(model, tmp_path / "ngram")
+    _, expected = said_and_saved(plain, REPEATING)
+    clients, found = said_and_saved(ngram, REPEATING)
+    assert all(map(some_are_wrong, clients))
+    assert found == expected
+    assert ngram.check_memory() == []
+    for engine in (plain, ngram):
+        engine.close()
+
+
+def test_where_no_memory_is_left_for_the_states_before_it_no_guess_is_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine = guessing(write_model(tmp_path / "model", "qwen3_5"), tmp_path / "kv")
+    (expected,) = run_together(engine, REPEATING[:1])
+    assert some_are_wrong(expected)
+    bound_memory(engine.pages, engine.pages.pool.sequence_bytes(len(TEXT) + 60))
+    (found,) = run_together(engine, REPEATING[:1])
+    assert said(found) == said(expected)
+    assert found.done.timings.drafted_tokens == 0
+    assert "waits" not in caplog.text
+    engine.close()
+
+
+def test_a_cancelled_reply_that_waited_with_guesses_stays_with_the_state_of_its_tokens(tmp_path: Path) -> None:
+    """It waits for a mask behind some of its guesses."""
+    engine = guessing(write_model(tmp_path / "model", "lfm2"), tmp_path / "kv")
+    one, drop_held, waited = request(TEXT, max_tokens=REPLY, constraint=WORDS), Reply.drop_held, list[bool]()
+    (expected,) = run_together(engine, [one])
+
+    def noted(reply: Reply) -> None:
+        waited.append(reply.held is not None and reply.held.had_guesses)
+        drop_held(reply)
+
+    for num_ready in range(8, 40, 4):
+        engine.pages.forget_idle()
+        left = [num_ready]
+
+        def is_ready(_: ConstrainedReply, left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] >= 0
+
+        late = patch.object(ConstrainedReply, "is_ready", property(is_ready))
+        with scripted(engine, [expected]), late, patch.object(Reply, "drop_held", noted), running(engine) as inbox:
+            client = Client(inbox, one)
+            wait_for(partial(lt, left, [0]))
+            client.ticket.cancel()
+            inbox.wake()
+        (node,) = engine.pages.ended()
+        kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
+        assert kept is not None
+        with torch.inference_mode():
+            runner.run(engine.model, [runner.Rows(again, torch.from_numpy(ids_of(engine.pages, node)).long()[None])])
+        assert kept.read_states() == again.read_states()
+        engine.pages.end(kept, keep=False)
+        again.close()
+    assert any(waited)
     engine.close()
 
 

@@ -38,8 +38,9 @@ State: TypeAlias = KVSequence | TransformersState
 
 @dataclass(frozen=True)
 class Rows:
-    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits.
-    `pictures` has what the model takes for those of pictures, and their positions, if the sequence has some."""
+    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits, and
+    all of these but the first may be taken back. `pictures` has what the model takes for those of pictures, and their
+    positions, if the sequence has some."""
 
     state: State
     token_ids: torch.Tensor
@@ -56,7 +57,9 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
             return [first.forward(model, step[0].token_ids)[None]]
     sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
     runs = tuple(
-        sequence.begin_step(rows.token_ids.shape[1], () if rows.pictures is None else rows.pictures.spans)
+        sequence.begin_step(
+            rows.token_ids.shape[1], () if rows.pictures is None else rows.pictures.spans, rows.num_logits - 1
+        )
         for sequence, rows in zip(sequences, step, strict=True)
     )
     logits = _forward(model, step, sequences, runs)
@@ -114,14 +117,20 @@ def positions(runs: Sequence[Run]) -> torch.Tensor:
 
 def can_pack(model: PreTrainedModel, layout: Layout, block_size: int) -> bool:
     """Returns whether a model that is exact at every token computes several sequences in one forward, and from pages,
-    each with the bits that it has alone. Some do not: they use the memory of a layer before attention does."""
+    each with the bits that it has alone, and takes guesses back. Some do not: they use the memory of a layer before
+    attention does."""
     prompts = [torch.tensor([ids]) for ids in ([1, 2, 3], [2, 1])]
     pool = PagePool(replace(layout, packs=True), model.device, block_size=block_size)
     first, second = ([KVSequence(pool) for _ in prompts] for _ in range(2))
     with torch.inference_mode():
         try:
             alone = [run(model, [Rows(*one)])[0] for one in zip(first, prompts, strict=True)]
-            together = run(model, [Rows(*one) for one in zip(second, prompts, strict=True)])
+            guessed = [
+                Rows(state, ids.repeat(1, 2), 1 + ids.shape[1]) for state, ids in zip(second, prompts, strict=True)
+            ]
+            together = [logits[:1] for logits in run(model, guessed)]
+            for state, ids in zip(second, prompts, strict=True):
+                state.take_back(ids.shape[1])
         except Exception as error:
             if is_out_of_memory(error):
                 raise
