@@ -3,13 +3,14 @@ its guesses are those of transformers' module."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -24,10 +25,12 @@ from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.exact.runner import Rows, forward, run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
+from diskprefix.model.exact.vision_encoder import PictureRows, VisionEncoder
+from diskprefix.model.load.draft_layer import with_draft_layer
 from diskprefix.native import library
 from diskprefix.native.library import operators
 from diskprefix.native.matrix import product
-from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, tiny_model
+from tests.exactness.architectures import DRAFTING, WITH_DRAFT_LAYER, quantised_tiny_model, shrink, tiny_model
 from tests.runner import Runner, tiny_settings
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -148,6 +151,30 @@ def test_a_restored_sequence_guesses_as_before(name: str, tmp_path: Path) -> Non
     assert memory_of(runner.sequence, len(runner.layout.layers)) == memory
     assert guesses(model, runner.sequence) == expected
     runner.close()
+
+
+@torch.inference_mode()
+def test_pictures_change_nothing_of_that() -> None:
+    text, towers = shrink("qwen3_5").to_dict(), {"depth": 1, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4}
+    config = Qwen3_5Config(text_config=text, vision_config=towers | {"intermediate_size": 64}, image_token_id=5)
+    torch.manual_seed(0)
+    model = with_draft_layer(Qwen3_5ForConditionalGeneration)._from_config(config, dtype=torch.bfloat16).eval()
+    layout, reason = make_exact(model)
+    assert (reason, layout.packs, layout.has_draft_layer) == ("", True, True)
+    ids, encoder = made_up_tokens(model, 5, LENGTH).clamp(min=6), VisionEncoder(model, 5)
+    ids[0, 20:36] = 5
+    encoded = torch.randn(1, 16, encoder.hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
+    positions = torch.cat([torch.arange(20), torch.full((16,), 20), torch.arange(24, LENGTH - 12)]).expand(3, -1)
+
+    def found(*ends: int) -> Any:
+        sequence, is_picture = sequence_of(layout), ids[0] == 5
+        for start, end in pairwise([0, *ends]):
+            first, last = (int(is_picture[:position].sum()) for position in (start, end))
+            its = (is_picture[start:end], encoded[:, first:last], positions[:, start:end])
+            run(model, [Rows(sequence, ids[:, start:end], pictures=PictureRows(encoder, *its))])
+        return memory_of(sequence, len(layout.layers)), guesses(model, sequence)
+
+    assert found(LENGTH) == found(3, 22, 23, 30, 37, 80, LENGTH)
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "deepseek_v3"])
