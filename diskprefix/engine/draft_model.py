@@ -205,6 +205,7 @@ class DraftModel:
             return self._worked_ahead()
         except Exception as error:  # noqa: BLE001 (as in `give_up`)
             self._is_kept_not("a conversation", error)
+            self._lacking.clear()
             if self._ahead is not None:
                 (_, sequence), self._ahead = self._ahead, None
                 self._drop(sequence)
@@ -212,13 +213,14 @@ class DraftModel:
 
     def _worked_ahead(self) -> int:
         if self._ahead is None:
-            one = self._lacking.pop()
-            if self.cache.is_gone(one.owner):
-                return 1
-            sequence = self._begun(one.prompt, one.options, is_first=True)
+            one = self._lacking[-1]
+            is_gone = self.cache.is_gone(one.owner)
+            sequence = None if is_gone else self._begun(one.prompt, one.options, is_first=True)
+            if sequence is not None:
+                self._ahead = one, sequence
+            self._lacking.pop()
             if sequence is None:
-                return 0
-            self._ahead = one, sequence
+                return 1
             if sequence.fetch is not None:
                 wait([sequence.fetch])
             self._take_fetched(sequence)

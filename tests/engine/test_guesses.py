@@ -488,6 +488,64 @@ def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unl
     again.close()
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_from_the_second_turn_on_guesses_begin_with_the_first_token(
+    folders: tuple[Path, Path], plain: Engine, tmp_path: Path, is_restarted: bool
+) -> None:
+    """Replies are too short to pay for the draft model's own prompt. It is computed when nothing else runs."""
+    first = request(tokens(500, 20), max_tokens=4)
+    turn = request(next_turn(plain, first), max_tokens=12)
+    (expected,) = run_together(plain, [turn])
+    engine = drafting(folders, tmp_path / "kv")
+    with patch.object(proposer(engine), "_pays", return_value=False), running(engine) as inbox:
+        client = Client(inbox, first)
+        wait_until_idle(inbox)
+        wait_for(lambda: not drafter(engine)._lacking and drafter(engine)._ahead is None)
+    assert client.done.timings.drafted_tokens == 0
+    if is_restarted:
+        engine.close()
+        engine = drafting(folders, tmp_path / "kv")
+    drafted = list[int]()
+    compute = Loop._compute
+
+    def noted(loop: Loop, step: Any) -> bool:
+        drafted.extend(chunk.num_drafted for chunk in step if chunk.sequence.is_decoding)
+        return compute(loop, step)
+
+    # The first step of an engine is one to compare with.
+    run_together(engine, [request(tokens(9, 21), scope="off", max_tokens=2)])
+    drafted.clear()
+    with helped(engine, [expected], share=1.0), patch.object(Loop, "_compute", noted):
+        (found,) = run_together(engine, [turn])
+    assert said(found) == said(expected)
+    assert drafted[0] > 0
+    assert no_memory_is_busy(engine)
+    engine.close()
+
+
+def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine, plain: Engine) -> None:
+    model, one = drafter(draft), request(tokens(900, 22), max_tokens=4)
+    assert plain is not draft
+    compute, sizes, clients = model.compute, list[int](), list[Client]()
+    with running(draft) as inbox:
+
+        def noted(step: Any) -> torch.Tensor:
+            sizes.append(sum(ids.shape[1] for _, ids in step))
+            if len(sizes) == 2:
+                clients.append(Client(inbox, request(tokens(30, 23), max_tokens=4, scope="off")))
+            elif len(sizes) > 2:
+                assert not inbox.queue_depth
+            return compute(step)
+
+        with patch.object(model, "compute", noted), patch.object(proposer(draft), "_pays", return_value=False):
+            Client(inbox, one)
+            wait_for(lambda: sum(sizes) >= 900)
+            wait_for(lambda: model._ahead is None)
+    assert clients[0].done
+    assert max(sizes) <= 256
+    assert no_memory_is_busy(draft)
+
+
 def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     folders: tuple[Path, Path], draft: Engine, tmp_path: Path
 ) -> None:
