@@ -38,8 +38,7 @@ def serve(settings: Settings) -> None:
     if platform.machine() == "x86_64" and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     # Before the port is taken.
-    drafts = [] if settings.guesses_by_ngram else [settings.draft_model]
-    for flag, models in (("--model", settings.model_names), ("--draft-model", drafts)):
+    for flag, models in (("--model", settings.model_names), ("--draft-model", [settings.draft_model])):
         for model in models:
             require_named(model, flag, with_weights=True)
     _require_folder(settings.kv_cache_dir)
@@ -144,8 +143,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             cache.namespaces.on_forget = recorder.forget
         exactness = {"exact_at": layout.exact_at, "exact_at_reason": found.reason or None}
         identity = found.fingerprint.as_dict() | exactness | {"root": cache.root.hex()}
-        has_draft = settings.draft_model is not None and not settings.guesses_by_ngram
-        draft = None if not has_draft else load_draft(settings, loaded, cache, progress)
+        draft = None if settings.draft_model is None else load_draft(settings, loaded, cache, progress)
         engine = Engine(loaded, cache, recorder=recorder, identity=identity, draft=draft)
         engine.warm_up()
         trim_heap()

@@ -88,8 +88,6 @@ _SAMPLING = {
     "frequency_penalty": (-2.0, 2.0),
 }
 """The bounds of what `--sampling` sets. Requests have the same."""
-NGRAM = "ngram"
-"""The `draft_model` that is no model."""
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 
@@ -161,12 +159,18 @@ class Settings:
         None, "The model's name for clients.", is_common=True, metavar="NAME", unset="the model's own"
     )
     chat_template: Path | None = _model(None, "A Jinja file: a chat template.", kind="file", unset="the model's own")
+    speculative: str = _model(
+        "auto",
+        "What guesses the next tokens, where that makes replies faster; they stay the same. ngram: earlier text that a "
+        "reply repeats. mtp: the draft layer that some models have. auto: both. off: nothing.",
+        is_common=True,
+        choices=("off", "ngram", "mtp", "auto"),
+    )
     draft_model: str | None = _model(
         None,
-        "A smaller model with the same vocabulary, which guesses the next tokens; or ngram, which guesses them where a "
-        "reply repeats earlier text. Replies stay the same.",
+        "A smaller model with the same vocabulary, which guesses the next tokens too.",
         is_common=True,
-        metavar="ID|PATH|ngram",
+        metavar="ID|PATH",
         unset="none",
     )
     sampling: str | None = _model(
@@ -351,10 +355,6 @@ class Settings:
         return changed
 
     @property
-    def guesses_by_ngram(self) -> bool:
-        return self.draft_model == NGRAM
-
-    @property
     def model_names(self) -> tuple[str, ...]:
         """The models of `model`, which may be a path with a comma."""
         if self.model is None or "," not in self.model or os.path.exists(os.path.expanduser(self.model)):
@@ -379,6 +379,11 @@ class Settings:
             if not least <= found[name] <= most:
                 raise SettingsError(f"--sampling: {name}={text} is out of range ({least:g} to {most:g})")
         return found
+
+    @property
+    def uses_draft_layer(self) -> bool:
+        """True if the layer of a model that predicts further tokens is loaded."""
+        return self.speculative in ("auto", "mtp")
 
     @property
     def write_budget_bytes(self) -> int:
@@ -410,6 +415,8 @@ class Settings:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
         _ = self.sampling_values, self.write_budget_bytes
+        if self.draft_model is not None and self.speculative == "off":
+            raise SettingsError("--draft-model: it guesses nothing with --speculative off")
         threshold = str(self.prefill_compression)
         if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
             raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")
@@ -425,8 +432,8 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 
 PER_MODEL = frozenset(
     {
-        *("device", "dtype", "weights", "kernels", "chat_template", "draft_model", "sampling"),
-        *("prefill_compression", "kv_memory", "disk_prefix_cache"),
+        *("device", "dtype", "weights", "kernels", "chat_template", "speculative", "draft_model"),
+        *("sampling", "prefill_compression", "kv_memory", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "normalise"),
         *("kv_cache_gate", "max_sequences"),
     }

@@ -16,9 +16,12 @@ from diskprefix.nouns import CacheReport
 def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
     """Returns the objects that are ours: what the cache did, and where the time went, in milliseconds."""
     own = asdict(done.timings) | {"others_ms": done.timings.others_ms}
-    timings: dict[str, Any] = {name: round(value, 2) for name, value in own.items()}
+    timings: dict[str, Any] = {
+        name: value if isinstance(value, str) else round(value, 2) for name, value in own.items()
+    }
     if not done.timings.drafted_tokens:
-        del timings["drafted_tokens"], timings["accepted_tokens"]
+        for name in ("drafted_tokens", "accepted_tokens", "drafted_by", "draft_ms"):
+            del timings[name]
     if not done.timings.image_tokens:
         for name in ("encode_ms", "image_tokens", "images_encoded", "images_restored"):
             del timings[name]

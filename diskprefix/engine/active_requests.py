@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -196,9 +197,10 @@ class ActiveRequests:
 
     def with_memory(self, step: list[Chunk[Reply]]) -> list[Chunk[Reply]]:
         """Returns the chunks of a step that have room. Where there is none, the youngest sequence gives its pages back,
-        even if it is alone. One that is being fetched cannot yet: until then the chunk waits."""
+        even if it is alone. One that is being fetched cannot yet: until then the chunk waits. Guesses for which states
+        cannot be kept are left out."""
         having = [chunk for chunk in step if self._has_room(chunk.sequence, chunk.end)]
-        return [chunk for chunk in having if chunk.sequence.state is not None]
+        return [_with_spares(chunk) for chunk in having if chunk.sequence.state is not None]
 
     def _has_room(self, reply: Reply, end: int) -> bool:
         while isinstance(reply.state, KVSequence) and not reply.state.has_room(end):
@@ -241,14 +243,11 @@ class ActiveRequests:
         assert isinstance(sequence, KVSequence)
         self._served.figures.preemptions += 1
         self._scheduler.remove(reply)
-        if sequence.num_tokens > reply.num_computed and self._cache.layout.is_sliceable:
-            # Guesses that the reply has not looked at.
-            sequence.take_back(reply.num_computed)
+        # Logits that were held are computed again.
+        reply.drop_held()
         if is_sound and reply.index == 0 and reply.num_computed:
             running.cached.leave(sequence, reply.computed_ids())
         self._end_sequence(reply, keep=is_sound, is_sound=is_sound)
-        # Logits that were held are computed again, too.
-        reply.held = None
         reply.num_computed = 0
         self.preempted.append(reply)
 
@@ -256,8 +255,11 @@ class ActiveRequests:
 
     def release(self, reply: Reply, *, keep: bool) -> None:
         """Gives the memory of a reply back. `keep`: the next turn may begin there."""
-        self._served.release_draft(reply, keep=keep)
+        if self._served.speculation is not None:
+            self._served.speculation.drop(reply, keep=keep)
         self._scheduler.remove(reply)
+        if keep:
+            reply.drop_held()
         self._end_sequence(reply, keep=keep, is_sound=keep or reply.is_finished)
 
     def _end_sequence(self, reply: Reply, *, keep: bool, is_sound: bool) -> None:
@@ -335,6 +337,15 @@ class ActiveRequests:
         self._inbox.begin_request(ticket)
         _send_last(ticket, error_event(error, ticket.request))
         self._inbox.end_request(ticket)
+
+
+def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:
+    """Returns a chunk without its guesses if states cannot be kept for them. Its reply is then guessed no more."""
+    reply, num_drafted = chunk.sequence, chunk.num_drafted
+    if num_drafted and isinstance(reply.state, KVSequence) and not reply.state.has_spares():
+        reply.guesser = None
+        return replace(chunk, end=chunk.end - num_drafted, num_drafted=0)
+    return chunk
 
 
 def _send_last(ticket: Ticket, event: Event) -> None:

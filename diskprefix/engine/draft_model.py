@@ -1,15 +1,17 @@
 """A draft model: a small model with the vocabulary of the served one, which guesses its next tokens.
 
 It has its own KV memory, and its own prefix cache in the same store. A reply is not guessed if there is no memory for
-it, after an error, or near the last position of the draft model.
+it, after an error, or near the last position of the draft model. What it lacks of a conversation when a reply ends is
+computed while nothing else runs, so that it guesses the next reply from its first token on.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,13 +20,14 @@ import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine.device import raise_if_lost
+from diskprefix.engine.device import raise_if_lost, synchronize
 from diskprefix.engine.running_request import Reply
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence
+from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import LoadedModel
+from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.printable import first_line
 from diskprefix.tokens import TokenIds, as_token_ids
 
@@ -32,6 +35,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 log = logging.getLogger("diskprefix")
+
+_MOST_LACKING = 8
+"""The conversations that are remembered to be computed when nothing else runs."""
+LEAST_LACKING = 32
+"""The next turn computes fewer tokens at once."""
+_AHEAD_ROWS = 64
+"""A request that comes waits for a step of so many rows. Larger ones are hardly faster."""
 
 
 class LoadedDraft(NamedTuple):
@@ -41,10 +51,23 @@ class LoadedDraft(NamedTuple):
     cache: PrefixCache
 
 
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """A conversation that the draft model lacks a part of: `token_ids` of a prompt and the reply to it."""
+
+    prompt: Prompt
+    options: CacheOptions
+    owner: Owner
+    token_ids: TokenIds
+
+
 @dataclass(eq=False)
 class DraftSequence:
-    """The draft model's state of one reply. `cached` is the draft model's request to its cache, of a first reply."""
+    """The draft model's state of a prompt and a reply. `cached` is the draft model's request to its cache, of a first
+    reply."""
 
+    prompt: Prompt
+    options: CacheOptions
     state: KVSequence
     cached: CachedRequest | None = None
     fetch: Future[None] | None = None
@@ -69,6 +92,10 @@ class DraftModel:
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="draft-fetch")
         self._abandoned: list[DraftSequence] = []
         """Sequences of replies that ended before their fetch."""
+        self._lacking: deque[Conversation] = deque(maxlen=_MOST_LACKING)
+        """The latest last."""
+        self._ahead: tuple[Conversation, DraftSequence] | None = None
+        """What is computed while nothing else runs."""
 
     def close(self) -> None:
         """Ends the thread and the cache, but not the store."""
@@ -79,107 +106,194 @@ class DraftModel:
     def ready_sequence(self, reply: Reply) -> DraftSequence | None:
         """Returns the sequence of a reply, None while its state is fetched, and if there is no memory for it."""
         self._release_abandoned()
-        sequence = self.sequences.get(reply) or self._begin(reply)
-        if sequence is None or (sequence.fetch is not None and not sequence.fetch.done()):
+        sequence = self.sequences.get(reply)
+        if sequence is None:
+            request = reply.running.request
+            if reply.num_known >= self.max_positions or request.prompt.pictures:
+                return None
+            # It may be the same conversation.
+            self.stop_ahead()
+            sequence = self._begun(request.prompt, request.cache, is_first=reply.index == 0)
+            if sequence is None:
+                return None
+            self.sequences[reply] = sequence
+        if sequence.fetch is not None and not sequence.fetch.done():
             return None
+        self._take_fetched(sequence)
+        return sequence
+
+    def _take_fetched(self, sequence: DraftSequence) -> None:
         if sequence.fetch is not None:
             fetch, sequence.fetch = sequence.fetch, None
             fetch.result()
             assert sequence.cached is not None
             sequence.cached.choose(sequence.state)
             self._count_ready(sequence)
-            _publish_if_complete(reply, sequence)
-        return sequence
+            _publish_if_complete(sequence)
 
     def take_back_guesses(self, reply: Reply) -> None:
         """Forgets what was computed for guesses that were wrong."""
-        sequence = self.sequences[reply]
+        sequence = self.sequences.get(reply)
+        if sequence is None or not sequence.drafted:
+            return
         sampled = reply.token_ids[sequence.num_known - reply.prompt_tokens :]
         num_right = next(
             (n for n, pair in enumerate(zip(sequence.drafted, sampled, strict=False)) if pair[0] != pair[1]),
             min(len(sequence.drafted), len(sampled)),
         )
-        num_valid = sequence.num_known + num_right
-        if sequence.drafted and num_valid < sequence.state.num_tokens:
-            sequence.state.take_back(num_valid)
+        if sequence.num_known + num_right < sequence.state.num_tokens:
+            sequence.state.take_back(sequence.num_known + num_right)
         sequence.drafted = []
 
-    def has_room(self, reply: Reply, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` tokens of a reply. Returns False if there is none."""
-        sequence = self.sequences[reply]
+    def has_room(self, sequence: DraftSequence, num_tokens: int) -> bool:
+        """Makes room for `num_tokens` tokens. Returns False if there is none."""
         return num_tokens <= self.max_positions and sequence.state.has_room(num_tokens)
 
-    def compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> torch.Tensor:
-        """Computes more tokens, int64 [1, n], of some replies. Returns the next-token logits, [replies, vocab], without
-        waiting for the device."""
-        rows = [runner.Rows(self.sequences[reply].state, ids) for reply, ids in step]
+    def compute(self, step: Sequence[tuple[DraftSequence, torch.Tensor]]) -> torch.Tensor:
+        """Computes more tokens, int64 [1, n], of some sequences. Returns the next-token logits, [sequences, vocab],
+        without waiting for the device."""
+        rows = [runner.Rows(sequence.state, ids) for sequence, ids in step]
         groups = [rows] if self._packs else [[one] for one in rows]
         return torch.cat([one for group in groups for one in runner.run(self._model, group)])
 
-    def record_prefill(self, reply: Reply, seconds: float) -> None:
+    def record_prefill(self, sequence: DraftSequence, seconds: float) -> None:
         """Records that more known tokens were computed, and has complete blocks saved."""
-        sequence = self.sequences[reply]
         self._count_ready(sequence)
         if sequence.cached is not None and not sequence.cached.is_published:
             sequence.prefill_s += seconds
             sequence.cached.after_step(sequence.state)
-            _publish_if_complete(reply, sequence)
+            _publish_if_complete(sequence)
 
     def release(self, reply: Reply, *, keep: bool) -> None:
-        """Ends the sequence of a reply, if it has one. `keep`: the next turn may begin there. Raises `DeviceLost`."""
-        if (sequence := self.sequences.get(reply)) is None:
+        """Ends the sequence of a reply, if it has one. `keep`: the next turn may begin there, and what is lacking is
+        computed when nothing else runs. Raises `DeviceLost`."""
+        request, sequence = reply.running.request, self.sequences.get(reply)
+        token_ids = np.concatenate([request.prompt.token_ids, as_token_ids(reply.token_ids)])
+        if keep and reply.index == 0 and reply.guesser is not None:
+            num_computed = 0 if sequence is None or sequence.fetch is not None else sequence.state.num_tokens
+            self._note_lacking(
+                Conversation(request.prompt, request.cache, self.cache.owner(request.cache.tenant), token_ids),
+                num_computed,
+            )
+        if sequence is None:
             return
         if sequence.fetch is not None:
             self._abandoned.append(self.sequences.pop(reply))
             return
         try:
             self.take_back_guesses(reply)
-            self._keep(reply, sequence, keep=keep)
         except Exception as error:  # noqa: BLE001 (as in `give_up`)
-            raise_if_lost(error)
-            log.warning(
-                "[engine] %s: the draft model's state is not kept: %s", reply.running.request.id, first_line(error)
-            )
-            keep = False
+            keep = self._is_kept_not(request.id, error)
         del self.sequences[reply]
-        options, state = reply.running.request.cache, sequence.state
-        state.token_ids = _computed_ids(reply, sequence)
-        state.num_ready = state.num_exact = len(state.token_ids)
+        self._end(sequence, token_ids, keep=keep, is_finished=reply.is_finished, name=request.id)
+
+    def _note_lacking(self, one: Conversation, num_computed: int) -> None:
+        """Notes what to compute when nothing else runs. Earlier turns of the same conversation are forgotten."""
+        for other in list(self._lacking):
+            prompt = other.prompt.token_ids
+            if other.owner == one.owner and np.array_equal(prompt, one.token_ids[: len(prompt)]):
+                self._lacking.remove(other)
+        is_kept = one.options.save and one.options.scope.kind != "off" and not one.prompt.pictures
+        if is_kept and num_computed + LEAST_LACKING <= len(one.token_ids) < self.max_positions:
+            self._lacking.append(one)
+
+    def work_ahead(self) -> int:
+        """Computes a part of what the latest conversation lacks. Returns its rows, 0 if there is nothing to do."""
+        if self._ahead is None and not self._lacking:
+            return 0
+        try:
+            return self._worked_ahead()
+        except Exception as error:  # noqa: BLE001 (as in `give_up`)
+            self._is_kept_not("a conversation", error)
+            self._lacking.clear()
+            if self._ahead is not None:
+                (_, sequence), self._ahead = self._ahead, None
+                self._drop(sequence)
+            return 0
+
+    def _worked_ahead(self) -> int:
+        if self._ahead is None:
+            one = self._lacking[-1]
+            is_gone = self.cache.is_gone(one.owner)
+            sequence = None if is_gone else self._begun(one.prompt, one.options, is_first=True)
+            if sequence is not None:
+                self._ahead = one, sequence
+            self._lacking.pop()
+            if sequence is None:
+                return 1
+            if sequence.fetch is not None:
+                wait([sequence.fetch])
+            self._take_fetched(sequence)
+        one, sequence = self._ahead
+        start, prompt_tokens = sequence.state.num_tokens, len(one.prompt.token_ids)
+        end = min(start + _AHEAD_ROWS, prompt_tokens if start < prompt_tokens else len(one.token_ids))
+        if end > start and self.has_room(sequence, end):
+            started = time.perf_counter()
+            logits = self.compute([(sequence, torch.from_numpy(one.token_ids[start:end]).long()[None])])
+            synchronize(logits.device)
+            self.record_prefill(sequence, time.perf_counter() - started)
+            if end < len(one.token_ids):
+                return end - start
+        self._ahead = None
+        self._end(sequence, one.token_ids, keep=True, is_finished=True, name="a conversation")
+        return max(1, end - start)
+
+    def stop_ahead(self) -> None:
+        """Ends what is computed ahead, because a request has come. It goes on later."""
+        if self._ahead is not None:
+            (one, sequence), self._ahead = self._ahead, None
+            self._end(sequence, one.token_ids, keep=True, is_finished=False, name="a conversation")
+            self._lacking.append(one)
+
+    def _is_kept_not(self, name: str, error: Exception) -> bool:
+        raise_if_lost(error)
+        log.warning("[engine] %s: the draft model's state is not kept: %s", name, first_line(error))
+        return False
+
+    def _end(self, sequence: DraftSequence, token_ids: TokenIds, *, keep: bool, is_finished: bool, name: str) -> None:
+        """Ends a sequence, which has the first ones of these tokens."""
+        token_ids, state, options = token_ids[: sequence.state.num_tokens], sequence.state, sequence.options
+        try:
+            self._save(sequence, token_ids, keep=keep, is_finished=is_finished)
+        except Exception as error:  # noqa: BLE001 (as in `give_up`)
+            keep = self._is_kept_not(name, error)
+        state.token_ids = token_ids
+        state.num_ready = state.num_exact = len(token_ids)
         state.expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
         self.pages.end(state, keep=keep, options=options)
+
+    def _drop(self, sequence: DraftSequence) -> None:
+        """Ends a sequence that failed."""
+        sequence.drafted = []
+        self.pages.forget(sequence.state)
+        sequence.state.truncate(0)
+        self._end(sequence, sequence.prompt.token_ids, keep=False, is_finished=False, name="a conversation")
 
     def _count_ready(self, sequence: DraftSequence) -> None:
         sequence.state.num_ready = sequence.state.num_tokens
         self.pages.name_blocks(sequence.state)
 
-    def _keep(self, reply: Reply, sequence: DraftSequence, *, keep: bool) -> None:
+    def _save(self, sequence: DraftSequence, token_ids: TokenIds, *, keep: bool, is_finished: bool) -> None:
         """Ends the request to the cache, which may save what was computed."""
         if sequence.cached is None:
             return
         try:
-            if keep and sequence.cached.is_published and reply.is_finished:
-                sequence.cached.publish_reply(sequence.state, _computed_ids(reply, sequence))
+            if keep and sequence.cached.is_published and is_finished:
+                sequence.cached.publish_reply(sequence.state, token_ids)
             elif keep and not sequence.cached.is_published:
-                sequence.cached.leave(sequence.state, _computed_ids(reply, sequence))
+                sequence.cached.leave(sequence.state, token_ids)
         finally:
             sequence.cached.close()
 
     def give_up(self, reply: Reply, error: Exception) -> None:
-        """Stops guessing a reply. A draft model that fails fails no request. Raises `DeviceLost`."""
+        """Drops what was computed for a reply. Raises `DeviceLost`."""
         raise_if_lost(error)
         log.warning("[engine] %s goes on without the draft model: %s", reply.running.request.id, first_line(error))
-        if reply.guesser is not None:
-            reply.guesser.draft_rate = None
-        if (sequence := self.sequences.get(reply)) is not None:
-            sequence.drafted = []
-            self.pages.forget(sequence.state)
-            sequence.state.truncate(0)
-            self.release(reply, keep=False)
+        if (sequence := self.sequences.pop(reply, None)) is not None:
+            self._drop(sequence)
 
-    def _begin(self, reply: Reply) -> DraftSequence | None:
-        prompt, options = reply.running.request.prompt, reply.running.request.cache
-        if reply.num_known >= self.max_positions:
-            return None
+    def _begun(self, prompt: Prompt, options: CacheOptions, *, is_first: bool) -> DraftSequence | None:
+        """Returns a new sequence, None if there is no memory for it. `is_first`: its prompt is fetched and saved."""
         owner = None if options.scope.kind == "off" else self.cache.owner(options.tenant)
         expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
         try:
@@ -190,18 +304,17 @@ class DraftModel:
             return None
         if not options.save:
             state.owner = None
-        sequence = DraftSequence(state)
-        if reply.index == 0:
-            have, state.num_ready = state.num_ready, 0
-            try:
-                sequence.cached = self.cache.begin(prompt, options, goes_on=True)
-                sequence.fetch = self._fetcher.submit(_fetch, sequence.cached, state, have)
-            except BaseException:
-                self.pages.end(state, keep=False)
-                raise
-        else:
+        sequence = DraftSequence(prompt, options, state)
+        if not is_first:
             state.truncate(state.num_ready)
-        self.sequences[reply] = sequence
+            return sequence
+        have, state.num_ready = state.num_ready, 0
+        try:
+            sequence.cached = self.cache.begin(prompt, options, goes_on=True)
+            sequence.fetch = self._fetcher.submit(_fetch, sequence.cached, state, have)
+        except BaseException:
+            self.pages.end(state, keep=False)
+            raise
         return sequence
 
     def _release_abandoned(self) -> None:
@@ -212,18 +325,12 @@ class DraftModel:
             self.pages.end(sequence.state, keep=False)
 
 
-def _computed_ids(reply: Reply, sequence: DraftSequence) -> TokenIds:
-    """Returns the tokens whose state the draft model has."""
-    known = np.concatenate([reply.running.request.prompt.token_ids, as_token_ids(reply.token_ids)])
-    return known[: sequence.state.num_tokens]
-
-
 def _fetch(cached: CachedRequest, state: KVSequence, have: int) -> None:
     with torch.inference_mode():
         cached.fetch(state, have=have)
 
 
-def _publish_if_complete(reply: Reply, sequence: DraftSequence) -> None:
+def _publish_if_complete(sequence: DraftSequence) -> None:
     """Has the prompt saved once all of it is computed."""
-    if sequence.cached is not None and sequence.state.num_tokens == reply.prompt_tokens:
+    if sequence.cached is not None and sequence.state.num_tokens == len(sequence.prompt.token_ids):
         sequence.cached.publish(sequence.state, None, sequence.prefill_s)

@@ -12,7 +12,7 @@ from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.picture_rows import PictureRowsSource
 from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
-from diskprefix.engine.scheduler import NO_LIMIT, Chunk, Scheduler
+from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.tokens import floor_to_grid
@@ -61,16 +61,28 @@ class Loop:
                     is_idle = not (step and self._compute(step)) and not has_encoded
                     # The encoder goes on for clients that have gone, but not when all is over.
                     is_idle |= self._inbox.is_over
+                    if is_idle and not self._inbox.is_over and self._works_ahead():
+                        continue
                     if is_idle and not self._inbox.wait(self._served.expires_in_s()):
                         return
         finally:
             self._is_ending = True
+            if self._served.draft is not None:
+                self._served.draft.stop_ahead()
             self._prefetchers.shutdown()
             self._fetcher.shutdown()
             if self._rows is not None:
                 self._rows.close()
             for running in self._active.requests:
                 running.cached.close()
+
+    def _works_ahead(self) -> bool:
+        """Computes something for later guesses while there is no request. Returns False if there is nothing to do."""
+        speculation = self._served.speculation
+        if speculation is None or self._active.requests or self._inbox.queue_depth:
+            return False
+        self._inbox.heartbeat.beat(MAX_ROWS)
+        return speculation.work_ahead() > 0
 
     # Between two steps.
 
@@ -182,6 +194,8 @@ class Loop:
             elif is_first and restored.logits is not None and restored.num_tokens == reply.prompt_tokens:
                 self._apply(reply, reply.end_prompt(restored.logits))
             else:
+                if self._served.speculation is not None:
+                    self._served.speculation.begin(reply)
                 self._schedule(reply)
 
     def _schedule(self, reply: Reply) -> None:

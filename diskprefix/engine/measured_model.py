@@ -61,6 +61,8 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
     """Loads the draft model of `settings`, with a cache in the store of the served model's. Raises `ModelError` if it
     is not fit to guess for the served model."""
     own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None, kv_memory=None)
+    # Nothing guesses for it, and it needs no layer for that.
+    own = replace(own, draft_model=None, speculative="off")
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
     found = measured(loaded, settings)

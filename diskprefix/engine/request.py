@@ -147,8 +147,9 @@ class Usage:
 class Timings:
     """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
     the prompt if there is none. `drafted_tokens` were guessed and computed; `accepted_tokens` of them are in the reply
-    (`engine.speculation`). `image_tokens` of the prompt are those of pictures, of which `images_encoded` were
-    encoded, in `encode_ms`, and `images_restored` were read from the store; the rest needed neither."""
+    (`engine.speculation`). `drafted_by` says what guessed them: ngram, model or mtp, with commas between.
+    `draft_ms` is the time of guessing. `image_tokens` of the prompt are those of pictures, of which `images_encoded`
+    were encoded, in `encode_ms`, and `images_restored` were read from the store; the rest needed neither."""
 
     queue_ms: float
     lookup_ms: float
@@ -159,6 +160,8 @@ class Timings:
     decode_tokens_per_s: float
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    drafted_by: str = ""
+    draft_ms: float = 0.0
     encode_ms: float = 0.0
     image_tokens: int = 0
     images_encoded: int = 0

@@ -189,6 +189,12 @@ class Reply(Sequence):
         held, self.held = self.held, None
         return self._sample(held)
 
+    def drop_held(self) -> None:
+        """Forgets logits that were held, and the guesses behind them."""
+        held, self.held = self.held, None
+        if held is not None and held.had_guesses:
+            self._take_back_guesses()
+
     def sample_early(self, logits: torch.Tensor) -> None:
         """Samples and sends the first token while the prompt is being restored. `logits` are those at the prompt's end,
         shape [vocab]. An error fails the request when the fetch ends, which writes to the reply's memory until then."""
@@ -206,7 +212,9 @@ class Reply(Sequence):
         """Samples and sends the next tokens. The row behind a guess counts if the guess is the token that was sampled.
         All other guesses are taken back."""
         draft = self.draft[: len(computed.logits) - 1]
-        self.running.num_drafted += len(draft)
+        if draft and self.guesser is not None:
+            self.running.num_drafted += len(draft)
+            self.running.drafted_by.add(self.guesser.proposer)
         return self._sample(HeldLogits(computed, draft, had_guesses=bool(draft)))
 
     def _sample(self, held: HeldLogits) -> ReplyState:
@@ -349,6 +357,10 @@ class RunningRequest:
     """The number of guessed tokens that were computed, in all replies."""
     num_accepted: int = 0
     """The number of guessed tokens that were sampled."""
+    drafted_by: set[str] = field(default_factory=set)
+    """The names of what guessed those that were computed."""
+    draft_s: float = 0.0
+    """The seconds of guessing."""
     reported_at: float = float("-inf")
 
     @property
@@ -439,6 +451,8 @@ class RunningRequest:
             decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
             drafted_tokens=self.num_drafted,
             accepted_tokens=self.num_accepted,
+            drafted_by=",".join(sorted(self.drafted_by)),
+            draft_ms=self.draft_s * 1e3,
             **({} if self.pictures is None else self.pictures.timings()),
         )
         return DoneEvent(usage, report, timings)

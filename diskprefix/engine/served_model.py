@@ -17,9 +17,12 @@ from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
-from diskprefix.engine.drafting import ModelDrafter
+from diskprefix.engine.drafting import ChainProposer
 from diskprefix.engine.gauges import EngineFigures
-from diskprefix.engine.guesser import DraftRate, Guesser
+from diskprefix.engine.guesser import Guesser
+from diskprefix.engine.layer_proposer import LayerProposer
+from diskprefix.engine.model_proposer import ModelProposer
+from diskprefix.engine.ngram import NgramProposer
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
@@ -99,7 +102,7 @@ class ServedModel:
         longest = loaded.fit.context if cache.layout.unsupported else self.pages.longest(self.model_positions)
         self.max_positions = min(longest, self.model_positions)
         """The tokens of the longest sequence that is served: as many as the model has positions, and KV memory room."""
-        self.drafter = None if draft is None else self._make_drafter(draft)
+        self.draft = None if draft is None else self._make_draft(draft)
         self.speculation = self._make_speculation()
         """None if no tokens are guessed."""
         self.startup_timings: dict[str, float] = {}
@@ -143,8 +146,8 @@ class ServedModel:
     def give_way(self) -> None:
         """Ends the work done ahead of the first request, because it has come. For any thread."""
         self.pages.give_way()
-        if self.drafter is not None:
-            self.drafter.model.pages.give_way()
+        if self.draft is not None:
+            self.draft.pages.give_way()
 
     def drop_gone(self) -> None:
         """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
@@ -177,14 +180,14 @@ class ServedModel:
 
     def _caches(self) -> list[tuple[PrefixCache, PageCache]]:
         """Returns what is on the disk and in memory of the model, and of the draft model."""
-        others = [] if self.drafter is None else [(self.drafter.model.cache, self.drafter.model.pages)]
+        others = [] if self.draft is None else [(self.draft.cache, self.draft.pages)]
         return [(self.cache, self.pages), *others]
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
         self.constraints.close()
-        if self.drafter is not None:
-            self.drafter.model.close()
+        if self.draft is not None:
+            self.draft.close()
         if self.recorder is not None:
             self.recorder.close()
         return self.cache.close(timeout_s)
@@ -221,15 +224,9 @@ class ServedModel:
 
     def guesser(self, request: GenerateRequest) -> Guesser | None:
         """Returns the guesser of one reply to a request; None if no tokens are guessed."""
-        if self.speculation is None or request.prompt.pictures:
+        if self.speculation is None:
             return None
-        num_tokens = len(request.prompt.token_ids)
-        return Guesser(
-            request.prompt.token_ids,
-            num_tokens + self.reply_limit(request) - 1,
-            looks_back=self.cache.settings.guesses_by_ngram,
-            draft_rate=None if self.drafter is None else DraftRate(self.drafter.rate),
-        )
+        return self.speculation.guesser(len(request.prompt.token_ids) + self.reply_limit(request) - 1)
 
     def pictures_of(self, prompt: Prompt) -> PromptPictures | None:
         """Returns the pictures of a prompt, None if it has none. Raises `InvalidRequest` if the model takes none."""
@@ -239,16 +236,11 @@ class ServedModel:
             raise InvalidRequest("this model takes text only", code="unsupported_content")
         return PromptPictures.of(prompt, self.encoder)
 
-    def release_draft(self, reply: Reply, *, keep: bool) -> None:
-        """Releases the draft model's memory of a reply. `keep`: the next turn may begin there."""
-        if self.drafter is not None:
-            self.drafter.model.release(reply, keep=keep)
-
     def memory_stats(self) -> dict[str, int]:
         """Returns `PageCache.stats`, with the bytes of the draft model's pages added."""
         stats = self.pages.stats()
-        if self.drafter is not None:
-            others = self.drafter.model.pages.stats()
+        if self.draft is not None:
+            others = self.draft.pages.stats()
             stats |= {name: stats[name] + others[name] for name in ("limit_bytes", "used_bytes")}
         return stats
 
@@ -306,18 +298,29 @@ class ServedModel:
         return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
 
     def _make_speculation(self) -> Speculation | None:
-        if self.cache.settings.draft_model is None:
+        """Raises `ModelError` if the proposer that is asked for cannot be had."""
+        wanted, clock, has_layer = (
+            self.cache.settings.speculative,
+            lambda: self.clock(),
+            self.cache.layout.has_draft_layer,
+        )
+        if wanted == "mtp" and not has_layer:
+            raise ModelError(
+                f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.model.device.type}; "
+                "choose auto, ngram or off"
+            )
+        if wanted == "off" or not self.packs:
+            if self.draft is not None or wanted in ("ngram", "mtp"):
+                log.warning("[engine] nothing is guessed: with this model, guesses could change the reply")
             return None
-        # A state cannot be taken back from a wrong guess.
-        if self.packs and self.cache.layout.is_sliceable:
-            return Speculation(self.drafter)
-        log.warning("[engine] --draft-model has no effect: with this model, guesses could change the reply")
-        return None
+        chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, clock)]
+        if has_layer and self.cache.settings.uses_draft_layer:
+            chains.append(LayerProposer(self.model, clock))
+        return Speculation(None if wanted == "mtp" else NgramProposer(), chains, clock)
 
-    def _make_drafter(self, draft: LoadedDraft) -> ModelDrafter:
-        model = draft.loaded.model
+    def _make_draft(self, draft: LoadedDraft) -> DraftModel:
         pages = self._make_pages(draft.cache, self.cache.layout)
-        return ModelDrafter(DraftModel(model, draft.cache, pages, _max_positions(model)), lambda: self.clock())
+        return DraftModel(draft.loaded.model, draft.cache, pages, _max_positions(draft.loaded.model))
 
     def _make_pages(self, cache: PrefixCache, beside: Layout | None) -> PageCache:
         """Makes a model's memory. `beside` is the layout of another model that gets memory for as many tokens."""

@@ -1,132 +1,119 @@
 """Chooses the guessed tokens that are computed behind the last known one, in the same forward: those that make
 decoding faster, which may be none. README.md says why the reply stays the same.
 
-A right guess saves a step, and each row takes time, which is measured. Each sequence counts how often its guesses are
+A right guess saves a step, and each row takes time, which is measured. Each reply counts how often its guesses are
 right, also while none is computed, because each sampled token shows if it was guessed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
 
-from diskprefix.engine.drafting import ModelDrafter
-from diskprefix.engine.guesser import MOST_ROWS
+from diskprefix.engine.drafting import LEAST_SPEEDUP, ChainProposer
+from diskprefix.engine.guesser import Guesser, Rates
 from diskprefix.engine.running_request import Reply
+from diskprefix.engine.step_times import StepTimes, speedup, worth_computing
 
 _HYSTERESIS = 1.5
 """A sequence without computed guesses begins to compute them when they seem this many times as good as needed."""
 
 
-class RowCost:
-    """The time of a row as a share of a step without rows. It is measured by steps with guesses against steps without,
-    of the same sequences."""
+class Proposer(Protocol):
+    """Proposes the next tokens of replies. `rates` are those of all replies."""
 
-    _FIRST, _FIRST_WEIGHT = 0.03, 256.0
-    """The first assumption, and the squared rows that it counts for."""
-    _KEPT, _KEPT_UNUSED = 0.98, 0.998
-    """The share of the measurements kept after each step with guesses, and after each without. Old measurements fade,
-    so that guesses are tried again."""
-    _LEAST, _MOST = 0.002, 10.0
-    _MOST_AGE = 64
+    name: str
+    rates: Rates
 
-    def __init__(self) -> None:
-        self._over = self._FIRST * self._FIRST_WEIGHT
-        self._weight = self._FIRST_WEIGHT
-        self._sequences: Hashable = None
-        self.plain_s = 0.0
-        """The seconds of recent steps without guesses, 0 if that is not known."""
-        self._age = 0
-        """The number of steps since the last one without guesses."""
+    def accept(self, reply: Reply) -> None:
+        """Takes the tokens that a reply has sampled since the last call. Wrong guesses are forgotten."""
 
-    @property
-    def value(self) -> float:
-        return max(self._LEAST, self._over / self._weight)
+    def propose(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int) -> None:
+        """Gives guesses to the replies' guessers. `num_decoding` replies share the next step."""
 
-    def needs_plain_step(self, sequences: Hashable) -> bool:
-        """Returns True if a step of these sequences without guesses is needed for comparison."""
-        return sequences != self._sequences or self._age >= self._MOST_AGE
-
-    def record_step(self, sequences: Hashable, num_rows: int, num_guessed: int, seconds: float) -> None:
-        """Records a step. `num_rows` counts all of its rows, with guesses. `sequences` identifies its sequences."""
-        if not num_guessed:
-            same = sequences == self._sequences
-            self.plain_s += (seconds - self.plain_s) * (0.25 if same else 1.0)
-            self._sequences, self._age = sequences, 0
-            self._over += (1 - self._KEPT_UNUSED) * (self._FIRST * self._FIRST_WEIGHT - self._over)
-            self._weight += (1 - self._KEPT_UNUSED) * (self._FIRST_WEIGHT - self._weight)
-        elif sequences == self._sequences and self.plain_s > 0:
-            self._age += 1
-            longer, others = seconds / self.plain_s - 1, num_rows - num_guessed
-            # The time is a linear function of the rows.
-            slope = num_guessed - longer * others
-            cost = min(max(longer / slope, -self._MOST), self._MOST) if slope > 0 else self._MOST
-            # Least squares: steps with more guesses weigh more.
-            self._over = self._KEPT * self._over + cost * num_guessed**2
-            self._weight = self._KEPT * self._weight + num_guessed**2
+    def drop(self, reply: Reply, *, keep: bool) -> None:
+        """Forgets a reply. `keep`: the next turn may begin there."""
 
 
 class Speculation:
-    """Decides which guesses each step of an engine computes."""
+    """Decides which guesses each step of an engine computes. `free` takes no time, `chains` do."""
 
-    def __init__(self, drafter: ModelDrafter | None = None) -> None:
-        self.row_cost = RowCost()
-        self._drafter = drafter
+    def __init__(self, free: Proposer | None, chains: Sequence[ChainProposer], clock: Callable[[], float]) -> None:
+        self.times = StepTimes()
+        self._free, self._chains, self._clock = free, chains, clock
+        self.proposers: list[Proposer] = [*([] if free is None else [free]), *chains]
+
+    def guesser(self, most_computed: int) -> Guesser:
+        """Returns the guesser of a new reply. For `most_computed` see there."""
+        return Guesser(most_computed, {one.name: one.rates.of_reply() for one in self.proposers})
+
+    def begin(self, reply: Reply) -> None:
+        """Prepares for the guesses of a reply whose prompt is about to be computed."""
+        for chain in self._chains:
+            chain.begin(reply, self.times)
 
     def plan(self, decoding: Sequence[Reply]) -> None:
         """Sets the `draft` of each sequence in the next step: the guesses to compute. All of them have a row in it."""
-        for sequence in decoding:
-            if sequence.guesser is not None:
-                sequence.guesser.look_back()
-        is_plain = self.row_cost.needs_plain_step(_names(decoding))
-        if self._drafter is not None and decoding:
-            drafted = [] if is_plain else [sequence for sequence in decoding if _wants_draft(sequence)]
-            self._drafter.draft(drafted, len(decoding), self.row_cost.value, self.row_cost.plain_s)
-        chances = [_guessed(sequence) for sequence in decoding]
-        if is_plain:
-            chances = [[] for _ in decoding]
-        for sequence, count in zip(decoding, worth_computing(chances, self.row_cost.value), strict=True):
-            sequence.draft = sequence.draft[:count]
-            if sequence.guesser is not None:
-                sequence.guesser.is_computing = count > 0
+        is_plain = self.times.needs_plain_step(_names(decoding))
+        guessing = [reply for reply in decoding if reply.guesser is not None]
+        for reply in guessing:
+            assert reply.guesser is not None
+            reply.guesser.forget()
+            for proposer in self.proposers:
+                proposer.accept(reply)
+        if self._free is not None:
+            self._free.propose(guessing, self.times, len(decoding))
+        best = [None if is_plain else self._best_chain(reply, len(decoding)) for reply in guessing]
+        for chain in self._chains if decoding else ():
+            asked = [reply for reply, other in zip(guessing, best, strict=True) if other is chain]
+            started = self._clock()
+            chain.propose(asked, self.times, len(decoding))
+            for reply in asked:
+                reply.running.draft_s += (self._clock() - started) / len(asked)
+        chances = [[] if is_plain else _guessed(reply) for reply in decoding]
+        for reply, count in zip(decoding, worth_computing(chances, self.times), strict=True):
+            reply.draft = [] if reply.guesser is None else reply.guesser.token_ids[:count]
+            if reply.guesser is not None:
+                reply.guesser.is_computing = count > 0
 
     def record_step(self, decoding: Sequence[Reply], num_rows: int, num_drafted: int, seconds: float) -> None:
         """Records the time of a step that computed only the rows of these sequences, with guesses."""
-        self.row_cost.record_step(_names(decoding), num_rows, num_drafted, seconds)
+        self.times.record_step(_names(decoding), num_rows, num_drafted, seconds)
+
+    def drop(self, reply: Reply, *, keep: bool) -> None:
+        """Forgets a reply. `keep`: the next turn may begin there."""
+        for proposer in self.proposers:
+            proposer.drop(reply, keep=keep)
+
+    def work_ahead(self) -> int:
+        """Computes something for later replies, because nothing else runs. Returns its rows, 0 if there is nothing to
+        do."""
+        return next((rows for chain in self._chains if (rows := chain.work_ahead(self.times))), 0)
+
+    def _best_chain(self, reply: Reply, num_decoding: int) -> ChainProposer | None:
+        """Returns what makes a reply faster than the guesses that it has. One that does not pay is given up, until its
+        rates have faded."""
+        guesser, found = reply.guesser, None
+        if guesser is None or not self._chains or reply.room_for_draft < 1:
+            return None
+        best = speedup(self.times, num_decoding, guesser.chances())
+        for chain in self._chains:
+            if (rates := guesser.rates.get(chain.name)) is not None:
+                gain = chain.gain(rates, self.times, num_decoding)
+                if gain < LEAST_SPEEDUP:
+                    rates.fade()
+                elif gain > best:
+                    found, best = chain, gain
+        return found
 
 
-def _wants_draft(sequence: Reply) -> bool:
-    """Returns True if the draft model's guess seems better than one from the tokens before."""
-    guesser = sequence.guesser
-    if guesser is None or guesser.draft_rate is None or sequence.room_for_draft < 1:
-        return False
-    return not guesser.token_ids or guesser.chances()[0] < guesser.draft_rate.value
-
-
-def _guessed(sequence: Reply) -> list[float]:
-    """Sets the draft of a sequence to all of its guesses. Returns their chances for `worth_computing`."""
-    guesser = sequence.guesser
-    if guesser is None:
-        sequence.draft = []
+def _guessed(reply: Reply) -> list[float]:
+    """Returns the chances of a reply's guesses for `worth_computing`."""
+    if reply.guesser is None:
         return []
-    sequence.draft = guesser.token_ids[: max(0, sequence.room_for_draft)]
-    part = 1.0 if guesser.is_computing else 1 / _HYSTERESIS
-    return [part * chance for chance in guesser.chances()[: len(sequence.draft)]]
+    part = 1.0 if reply.guesser.is_computing else 1 / _HYSTERESIS
+    return [part * chance for chance in reply.guesser.chances()[: max(0, reply.room_for_draft)]]
 
 
 def _names(sequences: Sequence[Reply]) -> Hashable:
     return frozenset(sequence.arrived for sequence in sequences)
-
-
-def worth_computing(chances: Sequence[Sequence[float]], row_cost: float) -> list[int]:
-    """Returns how many guessed tokens of each sequence to compute, for the most tokens in the step's time. `chances`
-    are the chances that each guessed token and all before it are right. `row_cost`: see `RowCost`."""
-    counts, num_tokens = [0] * len(chances), float(len(chances))
-    # The chances of a sequence descend.
-    likeliest = sorted((-chance, number) for number, of_one in enumerate(chances) for chance in of_one)
-    for num_rows, (chance, number) in enumerate(likeliest[:MOST_ROWS], start=len(chances)):
-        # It must add more to the tokens than to the time, as a share.
-        if -chance * (1 + row_cost * num_rows) <= row_cost * num_tokens:
-            break
-        counts[number] += 1
-        num_tokens -= chance
-    return counts

@@ -88,20 +88,23 @@ class SlidingWindowLayer(TokenLayer, DynamicSlidingWindowLayer):  # type: ignore
 
 @dataclass(frozen=True, eq=False)
 class ConvolvedRows:
-    """The inputs of a convolution, [1, channels, rows], and the states of the step's sequences, which it updates."""
+    """The inputs of a convolution, [1, channels, rows], and the result of `StateLayer.states_in`."""
 
     rows: torch.Tensor
-    states: list[torch.Tensor]
+    states: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class StateLayer:
-    """A layer with convolution and recurrent states, each in memory of its own that is updated in place.
+    """A layer with convolution and recurrent states, each in memory of its own that is updated in place. In a step with
+    guesses the states before it stay, in `spares`.
 
     In a step, the functions of `model.exact.recurrent` update the states of all its sequences.
     """
 
     conv_states: dict[int, torch.Tensor | None]
     recurrent_states: dict[int, torch.Tensor | None]
+    spares: dict[tuple[str, int], torch.Tensor | None]
+    """By part and index."""
     sequences: Sequence[StateLayer] = ()
     """As that of `TokenLayer`."""
 
@@ -119,14 +122,26 @@ class StateLayer:
             raise ValueError("a recurrence that does not update its state in place")
         return recurrent_states
 
-    def states_in(self, step: Step, part: str, index: int) -> list[torch.Tensor]:
-        """Returns the states of the step's sequences before their rows; zeros at the beginning of a sequence."""
+    def states_in(self, step: Step, part: str, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the states of the step's sequences before their rows, zeros at the beginning of a sequence, each with
+        the place of the one behind them."""
         states = []
         for layer, run in zip(self.sequences or (self,), step.runs, strict=True):
-            state = (layer.conv_states if part == "conv" else layer.recurrent_states)[index]
+            state = layer._states(part)[index]
+            before = state if run.replays is None else layer.spares[part, index]
             assert state is not None, "the sequence binds all states"
-            states.append(state if run.start else state.zero_())
+            assert before is not None, "and those before a step with guesses"
+            states.append((before if run.start else before.zero_(), state))
         return states
+
+    def swap_states(self) -> None:
+        """Exchanges the states with the spares."""
+        for (part, index), spare in self.spares.items():
+            states = self._states(part)
+            states[index], self.spares[part, index] = spare, states[index]
+
+    def _states(self, part: str) -> dict[int, torch.Tensor | None]:
+        return self.conv_states if part == "conv" else self.recurrent_states
 
     def bind_state(self, part: str, index: int, tensor: torch.Tensor) -> None:
         if part == "conv":

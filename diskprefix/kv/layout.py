@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -41,8 +42,9 @@ class LayerSpec:
 class TensorSpec:
     """The per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
 
-    `part` is keys, values or latent. A latent has its rotary key behind it. A layer looks at no more than
-    `window` tokens, the current one among them.
+    `part` is keys, values, latent or hidden. A latent has its rotary key behind it. Only a draft layer has hidden: the
+    hidden states of the layer before, behind the norm, from which it goes on. A layer looks at no more than `window`
+    tokens, the current one among them.
     """
 
     layer: int
@@ -161,6 +163,11 @@ class Layout:
     options: tuple[str, ...] = ("position_ids", "logits_to_keep")
     exact_at: ExactAt = "grid"
     packs: bool = False
+
+    @cached_property
+    def has_draft_layer(self) -> bool:
+        """True if the last layer is one that guesses (`model.exact.drafts`)."""
+        return any(spec.part == "hidden" for group in self.groups for spec in group.specs)
 
     @property
     def is_sliceable(self) -> bool:

@@ -445,7 +445,8 @@ class PageCache:
         return any(page.users > page.num_holds + 1 for page in (*node.pages, *node.states) if page is not None)
 
     def _idle_bytes(self) -> int:
-        return sum(page.num_bytes for node in self._nodes.values() for page in self._idle(node))
+        idle = [*map(self._idle, self._nodes.values()), *(sequence.idle_spares for sequence in self.running)]
+        return sum(page.num_bytes for pages in idle for page in pages)
 
     def _idle(self, node: KeptBlock) -> list[Page]:
         """Returns the pages that nobody else uses: all, or those of windows that others have gone on behind."""
@@ -456,7 +457,7 @@ class PageCache:
         return [page for page in idle if page.group < len(groups) and groups[page.group].window is not None]
 
     def _reclaim(self, num_pages: int) -> bool:
-        """Makes about so many idle pages free, those of the least recently used blocks."""
+        """Makes about so many idle pages free, those of the least recently used blocks, then those of guesses."""
         num_free = 0
         for node in list(self._nodes.values()):
             idle = self._idle(node)
@@ -468,7 +469,7 @@ class PageCache:
             num_free += len(idle)
             if num_free >= max(num_pages, _RECLAIMED):
                 break
-        return num_free > 0
+        return num_free > 0 or any(sequence.drop_spares() for sequence in self.running)
 
     # How much of a prompt is there.
 

@@ -5,7 +5,7 @@ The layers that models see write to the pages and read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -63,6 +63,8 @@ class KVSequence:
         self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self._num_tokens = 0
+        self.hidden: LayerRows | None = None
+        """The last hidden states, [1, tokens, hidden_size], for a draft layer."""
         self.owner: Owner | None = None
         """Whose prompts find its blocks by their names (`kv.page_cache`); those of nobody without."""
         self.token_ids: TokenIds = np.empty(0, np.int32)
@@ -85,6 +87,11 @@ class KVSequence:
             raise pool.too_long(1)
         self.states = states
         """Pages of the states after the last token."""
+        self._spares: list[Page] = []
+        """As many pages. Those of the states before a step with guesses, until `take_back`."""
+        self._guessed: Run | None = None
+        """The last step, if it had guesses that may be taken back."""
+        self._needs_spares = False
         self._bind()
         self.cache = StepCache(layers, lambda: self.num_tokens)
 
@@ -105,17 +112,22 @@ class KVSequence:
 
     def pages(self) -> list[Page | None]:
         """Returns all pages that it is a user of."""
-        return [*(page for table in self.tables for page in table.pages), *self.states]
+        return [*(page for table in self.tables for page in table.pages), *self.states, *self._spares]
 
     def slides(self, num_tokens: int) -> bool:
         """Returns True if pages have left windows, or will before the sequence has so many tokens."""
         return self.complete_from > 0 or any(table.group.first_needed(num_tokens) > 0 for table in self.tables)
 
-    def begin_step(self, num_rows: int, spans: tuple[tuple[int, int], ...] = ()) -> Run:
-        """Prepares the memory for a step of `num_rows` tokens. Raises `ContextTooLong` if there is none."""
-        run = Run(self.num_tokens, num_rows, spans)
+    def begin_step(self, num_rows: int, spans: tuple[tuple[int, int], ...] = (), num_guesses: int = 0) -> Run:
+        """Prepares the memory for a step of `num_rows` tokens, of which the last `num_guesses` may be taken back: from
+        states only if `has_spares` is true. Raises `ContextTooLong` if there is no memory."""
+        keeps_states = num_guesses > 0 and bool(self._state_layers) and self.has_spares()
+        run = Run(self.num_tokens, num_rows, spans, [] if keeps_states else None)
         if not self.has_room(run.end):
             raise self.pool.too_long(run.end)
+        if keeps_states:
+            self._swap_states()
+        self._guessed, self._needs_spares = run if keeps_states else None, keeps_states
         return run
 
     def end_step(self, run: Run) -> None:
@@ -182,9 +194,44 @@ class KVSequence:
             state_layer.set_has_state(num_tokens > 0)
 
     def take_back(self, num_tokens: int) -> None:
-        """Forgets the last tokens of the last step, so that `num_tokens` remain. For models without states."""
-        assert not self._state_layers, "a state cannot be taken back"
+        """Forgets the last tokens, which were guesses, so that `num_tokens` remain. With states, those of the last
+        step."""
+        run, self._guessed, self._needs_spares = self._guessed, None, False
+        if self._state_layers and num_tokens < self.num_tokens:
+            assert run is not None, "the step kept no states"
+            if num_tokens == run.start:
+                self._swap_states()
+            for replay in run.replays or () if num_tokens > run.start else ():
+                replay(num_tokens - run.start)
         self.truncate(num_tokens)
+
+    def has_spares(self) -> bool:
+        """Takes pages that keep the states before a step with guesses. Returns False if there are none."""
+        with self.pool.lock:
+            if self._state_layers and not self._spares:
+                self._spares = self.pool.take([page.group for page in self.states]) or []
+                for layer in self._state_layers if self._spares else ():
+                    layer.spares = {}
+                for layer, part, index, state in self._parts_of(self._spares):
+                    layer.spares[part, index] = state
+            self._needs_spares = bool(self._spares)
+            return self._needs_spares or not self._state_layers
+
+    @property
+    def idle_spares(self) -> list[Page]:
+        """The pages that `drop_spares` gives back: none between `has_spares` and the end of the step with guesses."""
+        return [] if self._needs_spares else self._spares
+
+    def drop_spares(self) -> bool:
+        """Gives idle spares back. Returns False without any. For any thread."""
+        with self.pool.lock:
+            idle = self.idle_spares
+            for page in idle:
+                page.is_secret |= self.is_purged
+            self.pool.release(idle)
+            if idle:
+                self._spares = []
+            return bool(idle)
 
     def prepare_restore(self, group: int, start: int, end: int) -> None:
         """Prepares a group for a restore of the tokens up to `end`, behind those of the sequence: of layers with a
@@ -301,12 +348,24 @@ class KVSequence:
             for number, spec in enumerate(table.group.specs):
                 parts.setdefault(spec.layer, {})[spec.part] = LayerRows(table, number, 0, spec.head_dim)
         for number, of_layer in parts.items():
+            self.hidden = of_layer.pop("hidden", self.hidden)
             if (rows := of_layer.get("latent")) is not None:
                 dim = self.layout.layers[number].latent_dim
                 of_layer = {"keys": replace(rows, end=dim), "values": replace(rows, start=dim)}
             self.layers[number].bind(of_layer["keys"], of_layer["values"], self.device)
-        for group, page in zip(self.layout.states, self.states, strict=True):
-            for state_spec, state in zip(group.specs, page.tensor, strict=True):
-                self.layers[state_spec.layer].bind_state(state_spec.part, state_spec.index, state)
+        for layer, part, index, state in self._parts_of(self.states):
+            layer.bind_state(part, index, state)
         for layer in self._state_layers:
             layer.set_has_state(False)
+
+    def _parts_of(self, states: Sequence[Page]) -> Iterator[tuple[StateLayer, str, int, torch.Tensor]]:
+        """Yields the states in some pages, each with its layer, part and index there."""
+        for group, page in zip(self.layout.states, states, strict=bool(states)):
+            for spec, state in zip(group.specs, page.tensor, strict=True):
+                yield self.layers[spec.layer], spec.part, spec.index, state
+
+    def _swap_states(self) -> None:
+        with self.pool.lock:
+            self.states, self._spares = self._spares, self.states
+        for layer in self._state_layers:
+            layer.swap_states()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,11 +17,14 @@ import torch
 class Run:
     """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`. `spans`: positions
     [begin, end) of the pictures in it, in order, for models whose pictures see themselves whole. It may begin within
-    one, but ends in none: the last tokens of a picture are seen by its first ones."""
+    one, but ends in none: the last tokens of a picture are seen by its first ones. `replays`: of a step with guesses in
+    a sequence with states. Each recurrence adds a function that computes its state behind the first so many rows again.
+    """
 
     start: int
     num_rows: int
     spans: tuple[tuple[int, int], ...] = ()
+    replays: list[Callable[[int], object]] | None = field(default=None, compare=False)
 
     @property
     def end(self) -> int:
@@ -35,13 +38,13 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The rows of a forward, in order. `states` has the recurrent states that a layer has just asked for, one for each
-    run: its recurrence takes them. `gathers`: the model uses the memory of a layer before attention does, so it gets a
-    copy of it side by side. Then there is one run."""
+    """The rows of a forward, in order. `states` has the recurrent states that a layer has just asked for, for each run
+    that before its rows and the place of that behind them: its recurrence takes them. `gathers`: the model uses the
+    memory of a layer before attention does, so it gets a copy of it side by side. Then there is one run."""
 
     runs: tuple[Run, ...]
     gathers: bool = False
-    states: list[list[torch.Tensor]] = field(default_factory=list)
+    states: list[list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import struct
 from collections.abc import Sequence
@@ -51,8 +52,21 @@ class Matrix:
             *(*size, bits, group, int(has_zeros), _SCALES[scales], int(has_table)),
             *(0 if part is None else part.data_ptr() for part in self._kept),
         )
+        self._describe(found)
+
+    def _describe(self, found: bytes) -> None:
         self._described = ctypes.create_string_buffer(found, len(found))
         self.address = ctypes.addressof(self._described)
+
+    def part(self, first: int, end: int) -> Matrix:
+        """Returns the matrix of the rows from `first` to `end`, in the same memory. Both are multiples of `ROWS`."""
+        require(first % ROWS == end % ROWS == 0 <= first < end <= self.rows, *self._kept[:1])
+        part = copy.copy(self)
+        part.rows = end - first
+        (_, *form, weights, table, bias), kept = _MATRIX.unpack(self._described), self._kept[0]
+        weights += first * (kept.numel() * kept.itemsize // self.rows)
+        part._describe(_MATRIX.pack(part.rows, *form, weights, table, bias + 4 * first if bias else 0))
+        return part
 
 
 def fills_blocks(weight: torch.Tensor) -> bool:

@@ -1,5 +1,5 @@
 """The compiled operators of layers with a state, called with torch's tensors: token after token, for several sequences
-at once. States are changed in place."""
+at once. The state behind them goes to the place of the one before, or to another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diskprefix.native import require
 from diskprefix.native.attention_operator import DTYPES
 from diskprefix.native.library import Operators
 
-_RUN = struct.Struct("@q P")
+_RUN = struct.Struct("@q 2P")
 _CONVOLUTION = struct.Struct("@6q 3P P q P")
 _DELTA_RULE = struct.Struct("@7q 3P 3q 2P P d q P")
 _STATE_SPACE = struct.Struct("@6q 3P 3q 3P P q P")
@@ -20,8 +20,9 @@ _STATE_SPACE = struct.Struct("@6q 3P 3q 3P P q P")
 
 MAX_KERNEL = 16
 
-Runs = Sequence[tuple[int, torch.Tensor]]
-"""For each sequence the number of its rows, and its state, [1, ..]."""
+Runs = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+"""For each sequence the number of its rows, the state before them, [1, ..], and where the one behind them goes, which
+may be the same tensor."""
 
 
 def convolution(
@@ -136,14 +137,15 @@ def _by_rows(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _check(runs: Runs, num_rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if sum(rows for rows, _ in runs) != num_rows:
-        raise ValueError(f"sequences of {[rows for rows, _ in runs]} rows, {num_rows} expected")
-    for _, state in runs:
+    if sum(rows for rows, *_ in runs) != num_rows:
+        raise ValueError(f"sequences of {[rows for rows, *_ in runs]} rows, {num_rows} expected")
+    for state in (state for _, *states in runs for state in states):
         if state.shape != shape or state.dtype is not dtype or not state.is_contiguous():
             raise ValueError(f"a state of {state.dtype} {list(state.shape)}, {dtype} {list(shape)} expected")
 
 
 def _run(operator: object, call: bytes, runs: Runs) -> None:
     assert callable(operator)
-    if operator(call, b"".join(_RUN.pack(num_rows, state.data_ptr()) for num_rows, state in runs)):
+    packed = (_RUN.pack(num_rows, before.data_ptr(), state.data_ptr()) for num_rows, before, state in runs)
+    if operator(call, b"".join(packed)):
         raise MemoryError("there is no memory left for a recurrence")

@@ -48,6 +48,7 @@ REFUSED = """
 3 | serve --model /not/there                       | error: --model: , /not/there
 3 | serve --model /not/there,/nor/here             | error: --model: , /not/there
 3 | serve --draft-model x                          | error: --draft-model: , no file or folder
+2 | serve --draft-model x --speculative off        | --draft-model: it guesses nothing with --speculative off
 2 | DISKPREFIX_PORT=http serve                     | DISKPREFIX_PORT, http
 2 | DISKPREFIX_STANDBY=sometimes serve             | DISKPREFIX_STANDBY, sometimes
 2 | DISKPREFIX_API_KEYS= serve                     | 'DISKPREFIX_API_KEYS', it is empty

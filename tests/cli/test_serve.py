@@ -63,6 +63,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "max_queue": "5",
         "max_sequences": "4",
         "sampling": "temperature=0.7, top_k=20",
+        "speculative": "NGRAM",
         "draft_model": "some/smaller-model",
         "kv_memory": "3GiB",
         "api_keys": "/keys",

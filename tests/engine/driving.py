@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.device import raise_if_lost
-from diskprefix.engine.guesser import LONGEST, Guesser
+from diskprefix.engine.guesser import Rates
 from diskprefix.engine.inbox import Inbox, Serve, error_event
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import (
@@ -30,6 +30,8 @@ from diskprefix.engine.request import (
     SamplingParams,
     TextEvent,
 )
+from diskprefix.engine.running_request import Reply
+from diskprefix.engine.step_times import StepTimes
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
@@ -57,6 +59,7 @@ def load(model: Path, kv: Path, *, block_size: int = BLOCK, **settings: Any) -> 
         "kv_cache_min_tokens": block_size,
         "kv_cache_budget": 32 << 20,
         "kv_cache_gate": "off",
+        "speculative": "off",
     } | settings
     return load_engine(made_settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
 
@@ -93,30 +96,38 @@ def tokens_of(events: Iterable[Event], choice: int = 0) -> list[int]:
     return [token for event in texts for token in event.token_ids]
 
 
-class ScriptedGuesser(Guesser):
-    """Guesses some of the tokens that come next in one of `replies`, and behind them some that do not."""
+class ScriptedProposer:
+    """Proposes tokens that come next in one of the replies to a prompt, each right with a probability. Its guesses
+    always seem good."""
 
-    def __init__(self, prompt: TokenIds, most_computed: int, replies: list[list[int]]) -> None:
-        super().__init__(prompt, most_computed)
-        self._replies, self._noted = replies, list[int]()
-        self._chance = random.Random(len(prompt))
+    name = "ngram"
 
-    def record_token(self, token: int) -> None:
-        super().record_token(token)
-        self._noted.append(token)
+    def __init__(self, replies_to: Callable[[TokenIds], list[list[int]]], right: float = 0.7) -> None:
+        self.rates = Rates([0.9])
+        self._replies_to, self._right, self._chance = replies_to, right, random.Random(1)
 
-    def look_back(self) -> None:
-        at = len(self._noted)
-        coming = next((reply[at:] for reply in self._replies if reply[:at] == self._noted), [])
-        right = coming[: self._chance.choice([0, 1, 2, 5])]
-        wrong = [(token + 1) % 250 for token in coming[len(right) :][: self._chance.choice([0, 0, 1, 4])]]
-        self.propose(right + wrong)
+    def accept(self, reply: Reply) -> None:
+        del reply
 
-    def propose(self, token_ids: list[int]) -> None:
-        self.token_ids, self._kinds = token_ids, [self.rates.of_match(LONGEST)] * len(token_ids)
+    def drop(self, reply: Reply, *, keep: bool) -> None:
+        del reply, keep
 
-    def chances(self) -> list[float]:
-        return [0.9] * len(self.token_ids)
+    def propose(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int) -> None:
+        del times, num_decoding
+        for reply in replies:
+            assert reply.guesser is not None
+            reply.guesser.rates[self.name].values = [0.9]
+            guesses = self.guesses(reply)
+            reply.guesser.use(self.name, guesses, [(0,)] * len(guesses))
+
+    def guesses(self, reply: Reply) -> list[int]:
+        at = len(reply.token_ids)
+        known = self._replies_to(reply.running.request.prompt.token_ids)
+        coming = next((one[at:] for one in known if one[:at] == reply.token_ids), [])
+        return [
+            token if self._chance.random() < self._right else (token + 1) % 250
+            for token in coming[: self._chance.choice([0, 1, 2, 5, 8])]
+        ]
 
 
 class Cancelled(Exception):

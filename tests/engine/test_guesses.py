@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
+from operator import lt
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -19,22 +21,31 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine.drafting import ModelDrafter, likeliest
-from diskprefix.engine.guesser import DraftRate, Guesser
+from diskprefix.cache.saving import Saver
+from diskprefix.cache.tiers.nodes import Node
+from diskprefix.engine.constrained_reply import ConstrainedReply
+from diskprefix.engine.draft_model import DraftModel
+from diskprefix.engine.drafting import likeliest
+from diskprefix.engine.guesser import Rates
 from diskprefix.engine.loop import Engine, Loop
+from diskprefix.engine.model_proposer import ModelProposer
 from diskprefix.engine.request import ErrorEvent, GenerateRequest
+from diskprefix.engine.running_request import Reply
+from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
+from diskprefix.store.changes import NewNode
+from diskprefix.store.pieces import Payload
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.engine.driving import (
     BLOCK,
     WORDS,
     Client,
-    ScriptedGuesser,
+    ScriptedProposer,
     alone,
     bound_memory,
     load,
@@ -48,6 +59,7 @@ from tests.engine.driving import (
 )
 from tests.kv.hashed_state import ids_of
 from tests.model import tiny
+from tests.waiting import wait_for
 
 POSITIONS = 1024
 WINDOW = 512
@@ -87,23 +99,38 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return served, tiny.write_folder(at / "draft", seed=1, **sizes)
 
 
-def guessing(model: Path, kv: Path, draft_model: str = "ngram", **settings: Any) -> Engine:
-    engine = load(model, kv, draft_model=draft_model, **settings)
+def guessing(model: Path, kv: Path, **settings: Any) -> Engine:
+    engine = load(model, kv, speculative="ngram", **settings)
     # No step is measured, so that the same guesses are computed each time.
     engine.clock = lambda: 0.0
+    cheap_rows(engine.speculation)
     return engine
 
 
 def drafting(folders: tuple[Path, Path], kv: Path, **settings: Any) -> Engine:
-    engine = guessing(folders[0], kv, str(folders[1]), **settings)
-    drafter(engine).model._fetcher.shutdown()
-    drafter(engine).model._fetcher = AtOnce()  # type: ignore[assignment]
+    engine = guessing(folders[0], kv, draft_model=str(folders[1]), **settings)
+    drafter(engine)._fetcher.shutdown()
+    drafter(engine)._fetcher = AtOnce()  # type: ignore[assignment]
+    # Its guesses alone.
+    engine.speculation = cheap_rows(Speculation(None, [proposer(engine)], engine.clock))
     return engine
 
 
-def drafter(engine: Engine) -> ModelDrafter:
-    assert engine.drafter is not None
-    return engine.drafter
+def cheap_rows(speculation: Speculation | None) -> Speculation | None:
+    if speculation is not None:
+        speculation.times._FIRST = 0.03
+    return speculation
+
+
+def drafter(engine: Engine) -> DraftModel:
+    assert engine.draft is not None
+    return engine.draft
+
+
+def proposer(engine: Engine) -> ModelProposer:
+    assert engine.speculation is not None
+    (found,) = (one for one in engine.speculation.proposers if isinstance(one, ModelProposer))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +150,9 @@ def engines(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 def plain(engines: dict[str, Engine]) -> Engine:
     for engine in engines.values():
         engine.pages.forget_idle()
-    drafter(engines["draft"]).model.pages.forget_idle()
-    drafter(engines["draft"]).rate.value = DraftRate().value
+    drafter(engines["draft"]).pages.forget_idle()
+    drafter(engines["draft"])._lacking.clear()
+    proposer(engines["draft"]).rates = Rates(ModelProposer._FIRST)
     return engines["plain"]
 
 
@@ -148,16 +176,14 @@ def scripted(engine: Engine, clients: Iterable[Client]) -> AbstractContextManage
     """Within it, the engine guesses the replies of these clients, with mistakes."""
     replies = [client.tokens for client in clients]
 
-    def guesser(one: GenerateRequest) -> Guesser:
-        num_tokens = len(one.prompt.token_ids)
-        return ScriptedGuesser(one.prompt.token_ids, num_tokens + engine.reply_limit(one) - 1, replies)
-
-    return patch.object(engine, "guesser", guesser)
+    return patch.object(
+        engine, "speculation", cheap_rows(Speculation(ScriptedProposer(lambda _: replies), [], engine.clock))
+    )
 
 
 def always(token_ids: list[int]) -> Guess:
     return lambda engine, clients: _both(
-        scripted(engine, clients), patch.object(ScriptedGuesser, "look_back", lambda one: one.propose(token_ids))
+        scripted(engine, clients), patch.object(ScriptedProposer, "guesses", lambda *_: token_ids)
     )
 
 
@@ -171,16 +197,19 @@ def _both(*contexts: AbstractContextManager[Any]) -> ExitStack:
 def helped(engine: Engine, clients: Iterable[Client], share: float = 0.8) -> AbstractContextManager[Any]:
     """Within it, the draft model computes what it computes, and guesses the replies of these clients: this share of
     their tokens, and wrong ones. How good it seems does not depend on the requests before."""
-    drafter(engine).rate.value = DraftRate().value
+    proposer(engine).rates = Rates(ModelProposer._FIRST)
     replies = [client.tokens_of(n) for client in clients for n in range(client.ticket.request.sampling.n)]
-    model, chance = drafter(engine).model, random.Random(1)
+    model, chance = drafter(engine), random.Random(1)
     compute = model.compute
 
     def helping(step: Any) -> torch.Tensor:
         logits = compute(step)
-        for (reply, _), of_next in zip(step, logits, strict=True):
+        for (sequence, _), of_next in zip(step, logits, strict=True):
+            reply = next((one for one, of in model.sequences.items() if of is sequence), None)
+            if reply is None:
+                continue
             coming = next((one for one in replies if one[: len(reply.token_ids)] == reply.token_ids), [])
-            at = model.sequences[reply].state.num_tokens - reply.prompt_tokens
+            at = sequence.state.num_tokens - reply.prompt_tokens
             if 0 <= at < len(coming):
                 of_next[coming[at] if chance.random() < share else (coming[at] + 1) % 250] = of_next.max() + 20
         return logits
@@ -204,7 +233,7 @@ def as_without(
 
 
 def no_memory_is_busy(engine: Engine) -> bool:
-    return not engine.pages.running and not drafter(engine).model.pages.running
+    return not engine.pages.running and not drafter(engine).pages.running
 
 
 # Guesses of the text before.
@@ -280,10 +309,103 @@ def test_a_guess_whose_state_is_infinite_fails_no_reply(plain: Engine, ngram: En
 def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = guessing(write_model(tmp_path, "qwen3_next"), tmp_path / "kv")
-    assert "--draft-model has no effect" in caplog.text
+    engine = guessing(write_model(tmp_path, "mpt"), tmp_path / "kv")
+    assert "nothing is guessed" in caplog.text
     (client,) = run_together(engine, [request(TEXT)])
     assert client.done.timings.drafted_tokens == 0
+    engine.close()
+
+
+# Recurrent layers, whose states a wrong guess has changed.
+
+FEW = {2: -100.0, **dict.fromkeys((50, 51, 52), 100.0)}
+"""Replies of so few different tokens repeat themselves."""
+REPEATING = [
+    request(TEXT, max_tokens=60, logprobs=2, logit_bias=FEW),
+    request(tokens(200, 2), max_tokens=REPLY, logprobs=0, logit_bias=FEW, temperature=1.0, seed=3, n=2),
+]
+
+
+def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[list[Client], Any]:
+    """Returns the clients, and what they were told, with the bytes of all that was saved and of all that stays."""
+    make, saved, kept = Saver._new_node, dict[Any, bytes](), list[tuple[bytes, bytes]]()
+
+    def noted(saver: Saver, node: Node, payload: Payload, *others: Any) -> NewNode:
+        found = make(saver, node, payload, *others)
+        saved[found.kind, found.position, bytes(found.token_ids)] = b"".join(payload)
+        return found
+
+    with patch.object(Saver, "_new_node", noted):
+        clients = run_together(engine, requests)
+    for node in engine.pages.ended():
+        sequence = engine.pages.resume(node)
+        assert sequence is not None
+        kept.append((node.token_ids.tobytes(), bytes(sequence.read_states())))
+        engine.pages.end(sequence, keep=False)
+    return clients, (list(map(said, clients)), saved, sorted(kept))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "kimi_linear", "granitemoehybrid", "falcon_h1", "nemotron_h"])
+def test_what_recurrent_layers_say_and_save_is_that_without_guesses(name: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", name)
+    plain, ngram = load(model, tmp_path / "plain"), guessing(model, tmp_path / "ngram")
+    _, expected = said_and_saved(plain, REPEATING)
+    clients, found = said_and_saved(ngram, REPEATING)
+    assert all(map(some_are_wrong, clients))
+    assert found == expected
+    assert ngram.check_memory() == []
+    for engine in (plain, ngram):
+        engine.close()
+
+
+def test_where_no_memory_is_left_for_the_states_before_it_no_guess_is_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine = guessing(write_model(tmp_path / "model", "qwen3_5"), tmp_path / "kv")
+    (expected,) = run_together(engine, REPEATING[:1])
+    assert some_are_wrong(expected)
+    bound_memory(engine.pages, engine.pages.pool.sequence_bytes(len(TEXT) + 60))
+    (found,) = run_together(engine, REPEATING[:1])
+    assert said(found) == said(expected)
+    assert found.done.timings.drafted_tokens == 0
+    assert "waits" not in caplog.text
+    engine.close()
+
+
+def test_a_cancelled_reply_that_waited_with_guesses_stays_with_the_state_of_its_tokens(tmp_path: Path) -> None:
+    """It waits for a mask behind some of its guesses."""
+    engine = guessing(write_model(tmp_path / "model", "lfm2"), tmp_path / "kv")
+    one, drop_held, waited = request(TEXT, max_tokens=REPLY, constraint=WORDS), Reply.drop_held, list[bool]()
+    (expected,) = run_together(engine, [one])
+
+    def noted(reply: Reply) -> None:
+        waited.append(reply.held is not None and reply.held.had_guesses)
+        drop_held(reply)
+
+    for num_ready in range(8, 40, 4):
+        engine.pages.forget_idle()
+        left = [num_ready]
+
+        def is_ready(_: ConstrainedReply, left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] >= 0
+
+        late = patch.object(ConstrainedReply, "is_ready", property(is_ready))
+        with scripted(engine, [expected]), late, patch.object(Reply, "drop_held", noted), running(engine) as inbox:
+            client = Client(inbox, one)
+            wait_for(partial(lt, left, [0]))
+            client.ticket.cancel()
+            inbox.wake()
+        (node,) = engine.pages.ended()
+        kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
+        assert kept is not None
+        with torch.inference_mode():
+            runner.run(engine.model, [runner.Rows(again, torch.from_numpy(ids_of(engine.pages, node)).long()[None])])
+        assert kept.read_states() == again.read_states()
+        engine.pages.end(kept, keep=False)
+        again.close()
+    assert any(waited)
     engine.close()
 
 
@@ -311,7 +433,7 @@ def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, dr
 
 def computed_by(engine: Engine, plain: Engine, one: GenerateRequest) -> int:
     """Asserts that the reply is the plain one. Returns how many tokens the draft model computed."""
-    model, counted = drafter(engine).model, [0]
+    model, counted = drafter(engine), [0]
     compute = model.compute
 
     def noted(step: Any) -> torch.Tensor:
@@ -334,7 +456,7 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     first = request(text, max_tokens=REPLY)
     engine = drafting(folders, tmp_path / "kv")
     assert computed_by(engine, plain, first) > len(text)
-    (remembered,) = drafter(engine).model.cache.namespaces.get(SHARED).seen._prompts
+    (remembered,) = drafter(engine).cache.namespaces.get(SHARED).seen._prompts
     assert remembered.token_ids.tolist() == text.tolist()
     assert computed_by(engine, plain, first) < MOST_GUESSED, "it is in memory"
     engine.close()
@@ -342,7 +464,7 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     again = drafting(folders, tmp_path / "kv")
     turn = request(next_turn(plain, first), max_tokens=REPLY)
     assert computed_by(again, plain, turn) < MOST_GUESSED
-    assert drafter(again).model.cache.restored_tokens.total() > len(text) + REPLY - 10, "with the reply"
+    assert drafter(again).cache.restored_tokens.total() > len(text) + REPLY - 10, "with the reply"
     again.pages.forget_idle()
     assert computed_by(again, plain, turn) < MOST_GUESSED
     again.close()
@@ -361,16 +483,74 @@ def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unl
     engine.close()
     again = drafting(folders, tmp_path / "kv")
     as_without(plain, again, turn, helped)
-    for cache in (again.cache, drafter(again).model.cache):
+    for cache in (again.cache, drafter(again).cache):
         assert cache.restored_tokens.total() > len(first.prompt.token_ids) + REPLY - 10
     again.close()
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_from_the_second_turn_on_guesses_begin_with_the_first_token(
+    folders: tuple[Path, Path], plain: Engine, tmp_path: Path, is_restarted: bool
+) -> None:
+    """Replies are too short to pay for the draft model's own prompt. It is computed when nothing else runs."""
+    first = request(tokens(500, 20), max_tokens=4)
+    turn = request(next_turn(plain, first), max_tokens=12)
+    (expected,) = run_together(plain, [turn])
+    engine = drafting(folders, tmp_path / "kv")
+    with patch.object(proposer(engine), "_pays", return_value=False), running(engine) as inbox:
+        client = Client(inbox, first)
+        wait_until_idle(inbox)
+        wait_for(lambda: not drafter(engine)._lacking and drafter(engine)._ahead is None)
+    assert client.done.timings.drafted_tokens == 0
+    if is_restarted:
+        engine.close()
+        engine = drafting(folders, tmp_path / "kv")
+    drafted = list[int]()
+    compute = Loop._compute
+
+    def noted(loop: Loop, step: Any) -> bool:
+        drafted.extend(chunk.num_drafted for chunk in step if chunk.sequence.is_decoding)
+        return compute(loop, step)
+
+    # The first step of an engine is one to compare with.
+    run_together(engine, [request(tokens(9, 21), scope="off", max_tokens=2)])
+    drafted.clear()
+    with helped(engine, [expected], share=1.0), patch.object(Loop, "_compute", noted):
+        (found,) = run_together(engine, [turn])
+    assert said(found) == said(expected)
+    assert drafted[0] > 0
+    assert no_memory_is_busy(engine)
+    engine.close()
+
+
+def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine, plain: Engine) -> None:
+    model, one = drafter(draft), request(tokens(900, 22), max_tokens=4)
+    assert plain is not draft
+    compute, sizes, clients = model.compute, list[int](), list[Client]()
+    with running(draft) as inbox:
+
+        def noted(step: Any) -> torch.Tensor:
+            sizes.append(sum(ids.shape[1] for _, ids in step))
+            if len(sizes) == 2:
+                clients.append(Client(inbox, request(tokens(30, 23), max_tokens=4, scope="off")))
+            elif len(sizes) > 2:
+                assert not inbox.queue_depth
+            return compute(step)
+
+        with patch.object(model, "compute", noted), patch.object(proposer(draft), "_pays", return_value=False):
+            Client(inbox, one)
+            wait_for(lambda: sum(sizes) >= 900)
+            wait_for(lambda: model._ahead is None)
+    assert clients[0].done
+    assert max(sizes) <= 256
+    assert no_memory_is_busy(draft)
 
 
 def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     folders: tuple[Path, Path], draft: Engine, tmp_path: Path
 ) -> None:
     run_together(draft, [request(tokens(200, 11), max_tokens=REPLY)])
-    pages = drafter(draft).model.pages
+    pages = drafter(draft).pages
     node = max(pages.ended(), key=lambda node: node.end)
     kept = pages.resume(node)
     assert kept is not None
@@ -381,7 +561,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
         runner.run(served.model, [runner.Rows(sequence, torch.from_numpy(ids_of(pages, node)).long()[None])])
     assert kept.read_tokens(0, kept.num_tokens) == sequence.read_tokens(0, kept.num_tokens)
     pages.end(kept, keep=False)
-    assert drafter(draft).model.cache.root == served.cache.root
+    assert drafter(draft).cache.root == served.cache.root
     served.close()
 
 
@@ -394,7 +574,7 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     MistralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "draft")
     tiny.tokenizer().save_pretrained(tmp_path / "draft")
     engine = drafting((served, tmp_path / "draft"), tmp_path / "kv")
-    pages = drafter(engine).model.pages
+    pages = drafter(engine).pages
     one = request(tokens(4 * WINDOW - 8, 17), max_tokens=REPLY)
     (expected,) = run_together(engine, [one])
     pages.forget_idle()
@@ -408,50 +588,53 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     sequence = KVSequence(PagePool(kept.layout, kept.device, block_size=BLOCK))
     with torch.inference_mode():
         for part in torch.split(torch.from_numpy(ids_of(pages, node)).long()[None], 256, dim=1):
-            runner.run(drafter(engine).model._model, [runner.Rows(sequence, part)])
+            runner.run(drafter(engine)._model, [runner.Rows(sequence, part)])
     last = 4 * WINDOW - 4, kept.num_tokens - 4 * WINDOW + 4
     assert kept.read_tokens(*last) == sequence.read_tokens(*last)
     pages.end(kept, keep=False)
     engine.close()
 
 
-def test_a_request_that_is_cancelled_leaves_what_the_draft_model_computed(plain: Engine, draft: Engine) -> None:
+def test_what_the_draft_model_lacks_of_a_cancelled_request_is_computed_when_nothing_else_runs(
+    plain: Engine, draft: Engine
+) -> None:
     """It is computed in two steps, and the client leaves before the second."""
-    model, num_calls, one = drafter(draft).model, [0], request(tokens(400, 12), max_tokens=REPLY)
+    model, num_calls, one = drafter(draft), [0], request(tokens(400, 12), max_tokens=REPLY)
     compute = model.compute
 
     def counted(step: Any) -> torch.Tensor:
         num_calls[0] += 1
         if num_calls[0] == 1:
-            step[0][0].running.ticket.cancel()
+            next(iter(model.sequences)).running.ticket.cancel()
         return compute(step)
 
     with patch.object(model, "compute", counted), running(draft) as inbox:
         Client(inbox, replace(one, sampling=replace(one.sampling, max_tokens=200)))
         wait_until_idle(inbox)
-    assert num_calls[0] == 1
+        wait_for(lambda: not model._lacking and model._ahead is None)
+    assert num_calls[0] > 1
     assert no_memory_is_busy(draft)
     model.pages.forget_idle()
-    assert computed_by(draft, plain, one) < 400 - 256 + MOST_GUESSED
+    assert computed_by(draft, plain, one) < len(one.prompt.token_ids), "it was saved"
 
 
 ONE = request(tokens(100, 13), max_tokens=REPLY)
 
 
 def test_where_there_is_no_memory_for_it_a_reply_is_not_guessed_and_not_delayed(plain: Engine, draft: Engine) -> None:
-    nothing = patch.object(drafter(draft).model.pages.pool, "limit_bytes", 1)
+    nothing = patch.object(drafter(draft).pages.pool, "limit_bytes", 1)
     assert as_without(plain, draft, ONE, unguessed, nothing).done.timings.drafted_tokens == 0
 
 
 def test_its_positions_bound_what_it_guesses(plain: Engine, draft: Engine) -> None:
-    bounded = patch.object(drafter(draft).model, "max_positions", 160)
+    bounded = patch.object(drafter(draft), "max_positions", 160)
     assert 0 < as_without(plain, draft, ONE, helped, bounded).done.timings.drafted_tokens < REPLY
 
 
 def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_back_later(
     plain: Engine, draft: Engine
 ) -> None:
-    model, fetcher = drafter(draft).model, Never()
+    model, fetcher = drafter(draft), Never()
     found = as_without(plain, draft, ONE, unguessed, patch.object(model, "_fetcher", fetcher))
     assert found.done.timings.drafted_tokens == 0
     assert len(model.pages.running) == 1
@@ -463,7 +646,7 @@ def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_ba
 def test_a_draft_model_that_fails_fails_no_request(
     plain: Engine, draft: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, num_calls = drafter(draft).model, [0]
+    model, num_calls = drafter(draft), [0]
     compute = model.compute
 
     def failing(step: Any) -> torch.Tensor:
@@ -474,7 +657,7 @@ def test_a_draft_model_that_fails_fails_no_request(
 
     found = as_without(plain, draft, ONE, unguessed, patch.object(model, "compute", failing))
     assert found.done.timings.drafted_tokens > 0
-    assert num_calls[0] == 5
+    assert num_calls[0] >= 5
     assert caplog.text.count("goes on without the draft model: no more") == 1
     assert no_memory_is_busy(draft)
 
@@ -483,7 +666,7 @@ def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_r
     plain: Engine, draft: Engine
 ) -> None:
     def failing(cached: CachedRequest, *_: Any) -> None:
-        if cached.cache is drafter(draft).model.cache:
+        if cached.cache is drafter(draft).cache:
             raise RuntimeError("a bug of the draft model")
         raise ZeroDivisionError("a bug")
 
@@ -495,7 +678,7 @@ def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_r
 
 
 def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, draft: Engine) -> None:
-    model, asked = drafter(draft).model, list[int]()
+    model, asked = drafter(draft), list[int]()
     compute, plan = model.compute, Loop._next_step
 
     def wrong(step: Any) -> torch.Tensor:
@@ -508,8 +691,10 @@ def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, draft: 
 
     one = request(tokens(100, 16), max_tokens=300)
     within = patch.object(model, "compute", wrong), patch.object(Loop, "_next_step", planned)
-    as_without(plain, draft, one, unguessed, *within, patch.object(drafter(draft), "rate", DraftRate()))
-    assert sum(asked[:100]) > 20
+    as_without(
+        plain, draft, one, unguessed, *within, patch.object(proposer(draft), "rates", Rates(ModelProposer._FIRST))
+    )
+    assert sum(asked[:100]) > 10
     assert sum(asked[-150:]) < 10
 
 
@@ -542,12 +727,12 @@ def test_a_draft_model_that_cannot_guess_is_refused_by_its_flag(
     folders: tuple[Path, Path], tmp_path: Path, write: Callable[[Path], Path], words: str
 ) -> None:
     with pytest.raises(ModelError, match=f"--draft-model: {words}"):
-        load(folders[0], tmp_path / "kv", draft_model=str(write(tmp_path)))
+        drafting((folders[0], write(tmp_path)), tmp_path / "kv")
 
 
 def test_memory_is_shared_so_that_as_many_tokens_fit_both(folders: tuple[Path, Path], tmp_path: Path) -> None:
     engine = drafting(folders, tmp_path / "kv", kv_memory=8 << 20)
-    pools = engine.pages.pool, drafter(engine).model.pages.pool
+    pools = engine.pages.pool, drafter(engine).pages.pool
     limit_bytes = sum(pool.limit_bytes for pool in pools)
     assert limit_bytes == pytest.approx(8 << 20, abs=2)
     served, draft = (pool.limit_bytes / pool.layout.bytes_per_token for pool in pools)

@@ -18,7 +18,6 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.engine import forward
 from diskprefix.engine.constrained_reply import ConstrainedReply
-from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.request import (
@@ -31,6 +30,7 @@ from diskprefix.engine.request import (
     TextEvent,
 )
 from diskprefix.engine.sampler import draw
+from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import CacheError
 from diskprefix.model.exact import latent, runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
@@ -40,7 +40,7 @@ from tests.engine.driving import (
     BIAS,
     WORDS,
     Client,
-    ScriptedGuesser,
+    ScriptedProposer,
     bound_memory,
     load,
     tokens,
@@ -66,9 +66,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(autouse=True)
-def masks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waits for what constraints allow, so that a life can be lived again."""
-    monkeypatch.setattr(ConstrainedReply, "is_ready", True)
+def masks_that_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A life can be lived again: not the time decides. Replies wait, some with guesses that they have not looked at."""
+    chance = random.Random(1)
+    monkeypatch.setattr(ConstrainedReply, "is_ready", property(lambda _: chance.random() < 0.8))
 
 
 class AtOnce:
@@ -85,9 +86,9 @@ class AtOnce:
 class Driven:
     """An engine that computes the steps that a test asks for."""
 
-    def __init__(self, folder: Path, kv: Path, draft_model: str | None = None) -> None:
+    def __init__(self, folder: Path, kv: Path, speculative: str = "off") -> None:
         limits: dict[str, Any] = {"kv_cache_write_buffer": 1 << 20, "max_sequences": MAX_SEQUENCES}
-        self.engine = load(folder, kv, draft_model=draft_model, **limits)
+        self.engine = load(folder, kv, speculative=speculative, **limits)
         # So that a life can be lived again.
         self.engine.clock = lambda: 0.0
         self.inbox = Inbox(self.engine.serve)
@@ -226,13 +227,7 @@ class Life:
         engine = self.driven.engine
         self.all_memory = engine.pages.pool.limit_bytes
         if engine.speculation is not None:
-            engine.guesser = self._guesser  # type: ignore[method-assign]
-
-    def _guesser(self, request: GenerateRequest) -> Guesser:
-        """Guesses with mistakes."""
-        prompt = request.prompt.token_ids
-        most_computed = len(prompt) + self.driven.engine.reply_limit(request) - 1
-        return ScriptedGuesser(prompt, most_computed, self.alone.replies_to(prompt))
+            engine.speculation = Speculation(ScriptedProposer(self.alone.replies_to), [], engine.clock)
 
     def _compute(self, compute: Callable[..., Any], num_sequences: int, *args: Any) -> Any:
         is_alone = num_sequences == 1

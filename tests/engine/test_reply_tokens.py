@@ -177,7 +177,7 @@ def test_each_choice_has_the_budget_and_one_of_less_than_the_tag_leaves_the_tag(
 def test_guesses_change_nothing(engine: Engine, folder: Path, tmp_path: Path) -> None:
     repeated = np.tile(tokens(40, 1), 5)
     one = limited(engine, request(repeated, max_tokens=40, logit_bias={}))
-    guessing = load(folder, tmp_path, draft_model="ngram")
+    guessing = load(folder, tmp_path, speculative="ngram")
     (client,), (plain,) = run_together(guessing, [one]), run_together(engine, [one])
     guessing.close()
     assert said(client) == said(plain)

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from diskprefix.model.load.draft_layer import with_draft_layer
 from diskprefix.model.quants.quantised import prepare
 from tests.model.quantising_in_place import quantise
 
@@ -265,6 +266,12 @@ def _with_a_tower(name: str) -> PreTrainedConfig:
     return CONFIG_MAPPING[name](text_config=text.to_dict(), vision_config=vision)
 
 
+DRAFTING = "+draft"
+"""What a name of an architecture ends with if the model is to have a draft layer."""
+WITH_DRAFT_LAYER = tuple(
+    f"{name}{DRAFTING}"
+    for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo_v2_flash", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+)
 TOWERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MODEL_TYPES = """
     llama qwen2 qwen3 qwen3_moe qwen3_next qwen3_5 gemma2 gemma3 gemma3n gemma4 mistral ministral mixtral phi3
@@ -290,12 +297,19 @@ ARCHITECTURES = {
 
 
 def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0, **fields: Any) -> PreTrainedModel:
-    """On the CPU. A seed gives the same weights in every dtype; fp32 stays what loading a checkpoint would keep so."""
+    """On the CPU. A seed gives the same weights in every dtype; fp32 stays what loading a checkpoint would keep so. A
+    model whose name ends with `DRAFTING` has a draft layer."""
     torch.manual_seed(seed)
+    name, drafting, _ = name.partition(DRAFTING)
     config = ARCHITECTURES[name].build(**fields)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     model = auto.from_config(config, dtype=torch.float32)
     _stir_constants(model)
+    if drafting:
+        own = model.state_dict()
+        model = with_draft_layer(type(model))._from_config(model.config, dtype=torch.float32)
+        _stir_constants(model)
+        model.load_state_dict(own, strict=False)
     if dtype != torch.float32:
         model = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), dtype=dtype)
     return model.eval()

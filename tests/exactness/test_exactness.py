@@ -33,7 +33,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
 from tests.exactness import rows, worker
-from tests.exactness.architectures import ARCHITECTURES, tiny_model
+from tests.exactness.architectures import ARCHITECTURES, WITH_DRAFT_LAYER, tiny_model
 from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows
 from tests.exactness.jobs import Job, Kind, Lengths, cases_of, expected
 from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
@@ -61,6 +61,7 @@ OTHERS = tuple(name for name in ARCHITECTURES if name not in FEW)[:: 8 if exampl
 """An eighth of the others, all of them with DISKPREFIX_TEST_EXAMPLES=2; `tools/bench exactness` runs all."""
 WITH_PICTURES = tuple(f"{name} with pictures" for name in ("qwen3_vl", "gemma4", "lfm2_vl"))
 """Positions with three axes, pictures that see themselves, and states."""
+DRAFTS = WITH_DRAFT_LAYER[::3]
 SHORT, LONGER = Lengths.scaled(85, block=16), Lengths.scaled(165, block=16)
 """Longer than any window, and with checkpoints at several positions."""
 
@@ -79,7 +80,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row
     """Architectures in bfloat16, and some of each kind in float32 too: one run, as its processes start slowly."""
     folder = tmp_path_factory.mktemp("exactness")
     others = jobs_of(OTHERS, ("bfloat16",), folder, 2)
-    short = others + jobs_of(FEW, ("float32",), folder, 2)
+    short = others + jobs_of(FEW, ("float32",), folder, 2) + jobs_of(DRAFTS, ("bfloat16",), folder, 2)
     longer = [replace(job, lengths=LONGER) for job in jobs_of(FEW, ("bfloat16",), folder, 8)]
     pictured = jobs_of(WITH_PICTURES, ("bfloat16",), folder, 2)
     jobs = longer + pictured + [replace(job, lengths=SHORT) for job in short]
@@ -103,7 +104,7 @@ def test_the_verified_table_says_what_a_run_finds(found: dict[tuple[str, str], R
 
 @pytest.mark.slow
 def test_each_architecture_is_restored_bit_for_bit(found: dict[tuple[str, str], Row]) -> None:
-    assert {name for name, _ in found} == {*FEW, *OTHERS, *WITH_PICTURES}
+    assert {name for name, _ in found} == {*FEW, *OTHERS, *WITH_PICTURES, *DRAFTS}
     assert all(len(row.cases) == 5 and sum(row.restored.values()) for row in found.values() if row.bitwise)
     wrong = {name: row.reason for (name, _), row in found.items() if not row.is_as_it_should_be}
     assert wrong == {}
@@ -331,6 +332,26 @@ def test_the_suite_goes_red_when_a_protection_is_gone(
     row = in_this_process(name, tmp_path, dtype=dtype)
     assert not row.bitwise
     assert row.reason
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("part", ["", "4.keys", "4.hidden"])
+def test_it_goes_red_when_a_part_of_a_draft_layer_is_not_restored(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    fill = KVSequence.fill
+
+    def without(self: KVSequence, position: int, num_tokens: int, group: int, *others: Any) -> None:
+        fill(self, position, num_tokens, group, *others)
+        if group < len(self.layout.groups) and part in (names := self.layout.groups[group].described().tensors):
+            page = self.tables[group].pages[position // self.pool.block_size]
+            assert page is not None
+            page.tensor[names.index(part)] = 0
+
+    monkeypatch.setattr(KVSequence, "fill", without)
+    row = in_this_process("qwen3_5+draft", tmp_path, at_grid=False)
+    assert row.bitwise == (not part)
+    assert all("the logits of the reply differ" in case.reason for case in row.cases if case.reason)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from diskprefix.kv.layout import LayerSpec, Layout
+from diskprefix.model.exact.drafts import DraftRow, draft
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -127,10 +128,19 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
         runner.sequence.reserve(len(case.token_ids) + job.reply)
         for _ in range(job.reply):
             greedy.append(int(logits.argmax()))
+            trail.update(guess_behind(runner, greedy[-1]))
             logits = runner.logits_behind(greedy[-1])
             trail.update(logits.float().cpu().numpy().tobytes())
     report = answer.report
     return Answer(answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source)
+
+
+def guess_behind(runner: Runner, token: int) -> bytes:
+    """What a draft layer computes for the next token of the reply shows the bits of its memory; empty without one."""
+    sequence = runner.sequence
+    if not runner.layout.has_draft_layer or not sequence.has_room(sequence.num_tokens + 1):
+        return b""
+    return draft(runner.model, [DraftRow(sequence, token, sequence.num_tokens)])[1].float().numpy().tobytes()
 
 
 def _described(model: PreTrainedModel, runner: Runner) -> Answers:

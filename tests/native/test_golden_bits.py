@@ -135,12 +135,12 @@ def of_scans(operators: Operators, dtype: torch.dtype) -> list[torch.Tensor]:
     rows = made_up(1, ROWS, WIDTH, seed=1, dtype=dtype)
     states = made_up(1, WIDTH, 4, seed=2, dtype=dtype), *(made_up(1, HEADS, DIM, DIM, seed=seed) for seed in (3, 4))
     weight = made_up(WIDTH, 4, seed=5, dtype=dtype)
-    found = [scans.convolution(operators, rows, weight, None, [(ROWS, states[0])], has_silu=True)]
+    found = [scans.convolution(operators, rows, weight, None, [(ROWS, states[0], states[0])], has_silu=True)]
     query, key, into, out_of = (made_up(1, ROWS, 2, DIM, seed=seed, dtype=dtype) for seed in range(6, 10))
     value, steps = made_up(1, ROWS, HEADS, DIM, seed=10, dtype=dtype), made_up(1, ROWS, HEADS, seed=11).abs()
-    runs = [(ROWS, states[1])]
+    runs = [(ROWS, states[1], states[1])]
     found.append(scans.delta_rule(operators, query, key, value, -steps, steps, runs, 2.0**-20))
-    decay, runs = -made_up(HEADS, seed=12).abs(), [(ROWS, states[2])]
+    decay, runs = -made_up(HEADS, seed=12).abs(), [(ROWS, states[2], states[2])]
     found.append(scans.state_space(operators, value, steps, decay, into, out_of, decay, runs))
     return [*found, *states]
 

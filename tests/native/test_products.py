@@ -87,6 +87,21 @@ def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
     assert torch.equal(torch.cat([product(operators, row[None], plain) for row in one_by_one]).t(), weight)
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", *KINDS])
+def test_a_part_of_a_matrix_computes_its_rows(operators: Operators, kind: str) -> None:
+    bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
+    rows = torch.randn(33, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()
+    weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
+    plain = Matrix(weight, (ROWS, COLUMNS), bias=bias)
+    content = None if kind == "bfloat16" else content_of(kind, ROWS, COLUMNS)
+    matrix = plain if content is None else packed(operators, kind, content, bias=bias)
+    expected = product(operators, rows, matrix)
+    for first, end in ((0, 16), (16, 48), (32, 48)):
+        assert torch.equal(product(operators, rows, matrix.part(first, end)), expected[:, first:end])
+    with pytest.raises(ValueError, match="does not take"):
+        matrix.part(8, 48)
+
+
 def test_it_is_as_near_to_the_exact_product_as_bfloat16_can_be(operators: Operators) -> None:
     bias = torch.arange(float(ROWS)) / 100
     rows = torch.randn(33, COLUMNS, generator=torch.Generator().manual_seed(5)).bfloat16()

@@ -38,6 +38,10 @@ def state(*shape: int) -> torch.Tensor:
     return torch.zeros(1, *shape)
 
 
+def runs(num_rows: int, *shape: int) -> scans.Runs:
+    return [(num_rows, state(*shape), state(*shape))]
+
+
 REFUSED: dict[str, Callable[[Operators], object]] = {
     "memory whose numbers are apart": lambda _: contiguous(zeros(2, 8, 16).mT),
     "a run without rows": lambda _: run_of(0, 0, ONE_PAGE, NO_ROWS, NO_ROWS),
@@ -69,16 +73,16 @@ REFUSED: dict[str, Callable[[Operators], object]] = {
     ),
     "units of another size": lambda found: pack(found, "Q4_0", zeros(16, 36).byte(), None, zeros(1, 3, 288).byte()),
     "a convolution of more inputs": lambda found: scans.convolution(
-        found, state(3, 8), state(8, 17)[0], None, [(3, state(8, 17))], has_silu=False
+        found, state(3, 8), state(8, 17)[0], None, runs(3, 8, 17), has_silu=False
     ),
     "sequences of fewer rows": lambda found: scans.convolution(
-        found, state(3, 8), state(8, 4)[0], None, [(2, state(8, 4))], has_silu=False
+        found, state(3, 8), state(8, 4)[0], None, runs(2, 8, 4), has_silu=False
     ),
     "a delta rule of other keys": lambda found: scans.delta_rule(
-        *(found, state(3, 2, 8), state(3, 2, 9), state(3, 2, 8), state(3, 2), state(3, 2), [(3, state(2, 9, 8))], 0.0)
+        *(found, state(3, 2, 8), state(3, 2, 9), state(3, 2, 8), state(3, 2), state(3, 2), runs(3, 2, 9, 8), 0.0)
     ),
     "a state space of other steps": lambda found: scans.state_space(
-        *(found, state(3, 2, 8), state(3, 1), state(2)[0], state(3, 1, 8), state(3, 1, 8), None, [(3, state(2, 8, 8))])
+        *(found, state(3, 2, 8), state(3, 1), state(2)[0], state(3, 1, 8), state(3, 1, 8), None, runs(3, 2, 8, 8))
     ),
 }
 

@@ -74,19 +74,21 @@ def test_rows_and_states_have_the_same_bits_however_they_are_cut_and_packed(
     scan, state = SCANS[kind](operators, dtype)
     torch.set_num_threads(1)
     whole = state.clone()
-    expected = scan(slice(0, ROWS), [(ROWS, whole)])
+    expected = scan(slice(0, ROWS), [(ROWS, whole, whole)])
     torch.set_num_threads(2)
-    found, cut, start = [], state.clone(), 0
+    found, start, before, after = [], 0, state.clone(), torch.full_like(state, torch.nan)
     for end in (1, 2, 7, 30, ROWS):
-        found.append(scan(slice(start, end), [(end - start, cut)]))
-        start = end
+        kept = before.clone()
+        found.append(scan(slice(start, end), [(end - start, before, after)]))
+        assert torch.equal(before, kept)
+        start, before, after = end, after, before
     assert torch.equal(torch.cat(found, dim=1), expected)
-    assert torch.equal(cut, whole)
-    first, second = state.clone(), state.clone()
-    together = scan(slice(0, ROWS), [(9, first), (ROWS - 9, second)])
+    assert torch.equal(before, whole)
+    first, second = state.clone(), torch.full_like(state, torch.nan)
+    together = scan(slice(0, ROWS), [(9, first, first), (ROWS - 9, state, second)])
     assert torch.equal(together[:, :9], expected[:, :9])
     alone = state.clone()
-    assert torch.equal(together[:, 9:], scan(slice(9, ROWS), [(ROWS - 9, alone)]))
+    assert torch.equal(together[:, 9:], scan(slice(9, ROWS), [(ROWS - 9, alone, alone)]))
     assert torch.equal(alone, second)
 
 
@@ -94,7 +96,7 @@ def test_the_convolution_is_that_of_torch(operators: Operators) -> None:
     rows, weight, state = made_up(ROWS, DIM), made_up(DIM, KERNEL)[0], made_up(DIM, KERNEL, seed=2)
     inputs = torch.cat([state[..., 1:], rows.mT], dim=-1)
     expected = functional.silu(functional.conv1d(inputs, weight[:, None], groups=DIM)).mT
-    found = scans.convolution(operators, rows, weight, None, [(ROWS, state)], has_silu=True)
+    found = scans.convolution(operators, rows, weight, None, [(ROWS, state, state)], has_silu=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(state, inputs[..., -KERNEL:])
 
@@ -106,7 +108,7 @@ def test_the_delta_rule_is_that_of_transformers(operators: Operators) -> None:
     expected = torch_recurrent_gated_delta_rule(
         query, key, value, decay, beta, state.clone(), output_final_state=True, use_qk_l2norm_in_kernel=True
     )
-    found = scans.delta_rule(operators, query, key, value, decay, beta, [(ROWS, state)], 1e-6)
+    found = scans.delta_rule(operators, query, key, value, decay, beta, [(ROWS, state, state)], 1e-6)
     torch.testing.assert_close((found, state), tuple(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -116,12 +118,13 @@ def test_the_state_space_is_that_of_transformers(operators: Operators) -> None:
     expected = mamba2_chunk_scan(
         rows, steps, decay, into, out_of, 16, D=decay, initial_states=state.clone(), return_final_states=True
     )
-    found = scans.state_space(operators, rows, steps, decay, into, out_of, decay, [(ROWS, state)])
+    found = scans.state_space(operators, rows, steps, decay, into, out_of, decay, [(ROWS, state, state)])
     torch.testing.assert_close((found, state), tuple(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_a_state_of_another_size_is_refused(operators: Operators) -> None:
+    state = made_up(DIM, 5)
     with pytest.raises(ValueError, match="a state of"):
         scans.convolution(
-            operators, made_up(3, DIM), made_up(DIM, KERNEL)[0], None, [(3, made_up(DIM, 5))], has_silu=False
+            operators, made_up(3, DIM), made_up(DIM, KERNEL)[0], None, [(3, state, state)], has_silu=False
         )

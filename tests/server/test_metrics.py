@@ -244,10 +244,13 @@ def test_the_cost_of_images_is_told_and_counted_and_a_prompt_of_text_says_nothin
 
 def test_guessed_tokens_are_told_and_counted_and_a_reply_without_guesses_says_nothing_of_them() -> None:
     plain = done(completion_tokens=50)
-    guessed = replace(plain, timings=replace(plain.timings, drafted_tokens=40, accepted_tokens=30))
+    guessed = replace(plain, timings=replace(plain.timings, drafted_tokens=40, accepted_tokens=30, drafted_by="ngram"))
     told = figures_reply(guessed, None)["timings"]
-    assert (told["drafted_tokens"], told["accepted_tokens"]) == (40, 30)
-    assert not {"drafted_tokens", "accepted_tokens"} & figures_reply(plain, None)["timings"].keys()
+    assert (told["drafted_tokens"], told["accepted_tokens"], told["drafted_by"]) == (40, 30, "ngram")
+    assert (
+        not {"drafted_tokens", "accepted_tokens", "drafted_by", "draft_ms"}
+        & figures_reply(plain, None)["timings"].keys()
+    )
     scraped = Scraped()
     for event in (guessed, guessed, plain):
         scraped.metrics.count_generation(event)

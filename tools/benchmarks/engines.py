@@ -319,7 +319,7 @@ ENGINES: Mapping[str, Callable[[Model, Path, Report, Sequence[str]], Engine]] = 
 
 
 def made(wanted: str, model: Model, workspace: Path, report: Report) -> Engine:
-    """Returns an engine. `wanted` is its name, and then more arguments of its own: `diskprefix --draft-model ngram`.
+    """Returns an engine. `wanted` is its name, and then more arguments of its own: `diskprefix --speculative off`.
 
     Raises `LiveServerError`, `NotInstalled`.
     """

@@ -50,11 +50,14 @@ def yarn(**more: Any) -> Values:
 
 def _with_block(state: State, at: str, joining: str, norms: tuple[str, ...]) -> State:
     """Returns a state with a block that predicts a further token, below `at`: a copy of the last layer, and more."""
-    last = max(int(found[1]) for name in state if (found := re.search(r"layers\.(\d+)\.", name)))
-    own = f"layers.{last}."
+    own, width = f"layers.{_num_layers(state) - 1}.", len(state["model.norm.weight"])
     block = {at + name.partition(own)[2]: tensor.clone() for name, tensor in state.items() if own in name}
-    block |= {f"{name}.weight": torch.randn(HIDDEN) for name in norms}
-    return state | block | {f"{joining}.weight": torch.randn(HIDDEN, 2 * HIDDEN)}
+    block |= {f"{name}.weight": torch.randn(width).bfloat16().float() for name in norms}
+    return state | block | {f"{joining}.weight": torch.randn(width, 2 * width)}
+
+
+def _num_layers(state: State) -> int:
+    return 1 + max(int(found[1]) for name in state if (found := re.match(r"model\.layers\.(\d+)\.", name)))
 
 
 def qwen_predictor(state: State) -> State:
@@ -65,7 +68,7 @@ def qwen_predictor(state: State) -> State:
 
 def further_layer(state: State) -> State:
     """As DeepSeek and GLM have it."""
-    at = f"model.layers.{LAYERS}."
+    at = f"model.layers.{_num_layers(state)}."
     return _with_block(state, at, f"{at}eh_proj", (f"{at}enorm", f"{at}hnorm", f"{at}shared_head.norm"))
 
 
@@ -84,10 +87,11 @@ def mimo_predictors(state: State) -> State:
     """Three blocks, with windows and without experts. Sinks have another name on the hub."""
     state = {name.replace(".sinks", ".attention_sink_bias"): tensor for name, tensor in state.items()}
     parts, norms = ("model.layers.1.self_attn.", "model.layers.0.mlp."), ("input_layernorm", "pre_mlp_layernorm")
+    width = len(state["model.norm.weight"])
     for at in (f"model.mtp.layers.{i}." for i in range(3)):
         state |= {at + name[len("model.layers.0.") :]: state[name].clone() for name in state if name.startswith(parts)}
-        state |= {f"{at}{name}.weight": torch.randn(HIDDEN) for name in ("enorm", "hnorm", "final_layernorm", *norms)}
-        state[f"{at}eh_proj.weight"] = torch.randn(HIDDEN, 2 * HIDDEN)
+        state |= {f"{at}{name}.weight": torch.randn(width) for name in ("enorm", "hnorm", "final_layernorm", *norms)}
+        state[f"{at}eh_proj.weight"] = torch.randn(width, 2 * width)
     return state
 
 

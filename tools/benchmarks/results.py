@@ -168,7 +168,7 @@ def plan_options(*, rounds: int, model: str = real.DEFAULT) -> Callable[[Command
             show_default=True,
             callback=_known,
             help=f"One of {', '.join(ENGINES)}, with more arguments of its own if there are any, such as "
-            "'diskprefix --draft-model ngram'; repeatable. Ratios are to the first.",
+            "'diskprefix --speculative off'; repeatable. Ratios are to the first.",
         ),
         click.option(
             "--model",

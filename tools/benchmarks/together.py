@@ -2,7 +2,7 @@
 
 tools/bench together
 tools/bench together --part pacing
-tools/bench together --part guessing --engine diskprefix --engine 'diskprefix --draft-model ngram'
+tools/bench together --part guessing --engine 'diskprefix --speculative off' --engine diskprefix
 """
 
 from __future__ import annotations

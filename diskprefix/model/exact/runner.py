@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,6 +22,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.exact.drafts import keeping_up
 from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.exact.vision_encoder import PictureRows, picture_arguments
 from diskprefix.printable import first_line
@@ -36,8 +38,9 @@ State: TypeAlias = KVSequence | TransformersState
 
 @dataclass(frozen=True)
 class Rows:
-    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits.
-    `pictures` has what the model takes for those of pictures, and their positions, if the sequence has some."""
+    """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits, and
+    all of these but the first may be taken back. `pictures` has what the model takes for those of pictures, and their
+    positions, if the sequence has some."""
 
     state: State
     token_ids: torch.Tensor
@@ -54,7 +57,9 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
             return [first.forward(model, step[0].token_ids)[None]]
     sequences = [rows.state for rows in step if isinstance(rows.state, KVSequence)]
     runs = tuple(
-        sequence.begin_step(rows.token_ids.shape[1], () if rows.pictures is None else rows.pictures.spans)
+        sequence.begin_step(
+            rows.token_ids.shape[1], () if rows.pictures is None else rows.pictures.spans, rows.num_logits - 1
+        )
         for sequence, rows in zip(sequences, step, strict=True)
     )
     logits = _forward(model, step, sequences, runs)
@@ -95,7 +100,11 @@ def _forward(
         call |= picture_arguments(input_ids, runs, [one.pictures for one in rows])
     if keeps:
         call["logits_to_keep"] = kept
-    with computing(step):
+    drafting: AbstractContextManager[None] = nullcontext()
+    if layout.has_draft_layer:
+        assert step is not None, "only models that are exact at every token use their draft layer"
+        drafting = keeping_up(model, sequences, step, input_ids, positions(runs).to(device))
+    with computing(step), drafting:
         output = model(input_ids=input_ids, **call)
     logits: torch.Tensor = output.logits[0]
     return logits[-rows[0].num_logits :] if alone else logits if keeps else logits[kept]
@@ -108,14 +117,20 @@ def positions(runs: Sequence[Run]) -> torch.Tensor:
 
 def can_pack(model: PreTrainedModel, layout: Layout, block_size: int) -> bool:
     """Returns whether a model that is exact at every token computes several sequences in one forward, and from pages,
-    each with the bits that it has alone. Some do not: they use the memory of a layer before attention does."""
+    each with the bits that it has alone, and takes guesses back. Some do not: they use the memory of a layer before
+    attention does."""
     prompts = [torch.tensor([ids]) for ids in ([1, 2, 3], [2, 1])]
     pool = PagePool(replace(layout, packs=True), model.device, block_size=block_size)
     first, second = ([KVSequence(pool) for _ in prompts] for _ in range(2))
     with torch.inference_mode():
         try:
             alone = [run(model, [Rows(*one)])[0] for one in zip(first, prompts, strict=True)]
-            together = run(model, [Rows(*one) for one in zip(second, prompts, strict=True)])
+            guessed = [
+                Rows(state, ids.repeat(1, 2), 1 + ids.shape[1]) for state, ids in zip(second, prompts, strict=True)
+            ]
+            together = [logits[:1] for logits in run(model, guessed)]
+            for state, ids in zip(second, prompts, strict=True):
+                state.take_back(ids.shape[1])
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -24,6 +24,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence, Prefix
 from diskprefix.memo import Memo
 from diskprefix.model.exact import attention
+from diskprefix.model.exact.drafts import draft_layer_of
 from diskprefix.model.exact.fused import kind_of
 from diskprefix.model.exact.invariant import as_it_was, install, uninstall
 from diskprefix.model.exact.patterns import NAME, NotInvariant
@@ -66,7 +67,8 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
     """
     reason = _known_reason(model)
     if not reason:
-        key = _key(model, f"{NAME} {attention.kernel(model.device)} {identity}") if identity else ""
+        drafts = " with its draft layer" if draft_layer_of(model) is not None else ""
+        key = _key(model, f"{NAME} {attention.kernel(model.device)}{drafts} {identity}") if identity else ""
         layout = _remembered(key)
         try:
             layout = layout or _checked(model)
@@ -81,6 +83,8 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
     layout = rehearse(model, identity)
     reason = "its state is not cached" if layout.unsupported else reason
     log.info("[model] exact in steps of one grid: %s", reason)
+    if draft_layer_of(model) is not None:
+        log.info("[model] its draft layer is not used: only models that are exact at every token use theirs")
     return layout, reason
 
 
@@ -107,7 +111,7 @@ def _remembered(key: str) -> Layout | None:
 
 def _checked(model: PreTrainedModel) -> Layout:
     """Returns the layout of a model that is exact at every token. Raises `NotInvariant` if it is not."""
-    layout = read_layout(model)
+    layout = read_layout(model, with_draft_layer=True)
     if layout.unsupported:
         raise NotInvariant("its state is not cached")
     layout = replace(layout, exact_at="token")

@@ -28,10 +28,12 @@ from diskprefix.kv.layout import (
     TensorSpec,
     is_out_of_memory,
 )
+from diskprefix.model.exact.drafts import compute, draft_layer_of, window_of
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_layers import MtpLayer
 
 KINDS: dict[type[Any], LayerKind] = {
     DynamicLayer: "full",
@@ -52,13 +54,13 @@ class Unsupported(Exception):
     """Its arguments are the reasons why a model's state cannot be cached."""
 
 
-def read_layout(model: PreTrainedModel) -> Layout:
+def read_layout(model: PreTrainedModel, *, with_draft_layer: bool = False) -> Layout:
     """Returns the layout of the model's state after a forward of a few tokens. For a model that cannot be cached,
     `unsupported` has the reasons. Raises only what torch raises when memory runs out."""
 
     def read() -> Layout:
         _check_outside(model)
-        return _read_layout(model)
+        return _read_layout(model, with_draft_layer)
 
     return or_unsupported(model, read)
 
@@ -112,15 +114,21 @@ def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.
     return torch.randint(0, vocab_size, (1, num_tokens), generator=generator).to(model.device)
 
 
-def _read_layout(model: PreTrainedModel) -> Layout:
+def _read_layout(model: PreTrainedModel, with_draft_layer: bool) -> Layout:
     argument, cache = _cache_argument(model), DynamicCache(config=model.config)
     assert argument is not None
     output = model(input_ids=made_up_tokens(model, 0, _NUM_TOKENS), use_cache=True, **{argument: cache})
     layers = cache.layers
+    draft_layer = draft_layer_of(model) if with_draft_layer else None
+    if draft_layer is not None:
+        layers = [*layers, _after_tokens(model, draft_layer)]
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
     if unknown:
         raise Unsupported(*unknown)
     tensors = [spec for i, layer in enumerate(layers) for spec in _tensor_specs(i, layer)]
+    if draft_layer is not None:
+        width = model.config.get_text_config(decoder=True).hidden_size
+        tensors.append(TensorSpec(len(layers) - 1, "hidden", 1, width, model.dtype))
     states = [spec for i, layer in enumerate(layers) for spec in _state_specs(i, layer)]
     if not tensors and not states:
         raise Unsupported(f"{type(model).__name__} leaves layers of its cache empty")
@@ -133,6 +141,15 @@ def _read_layout(model: PreTrainedModel) -> Layout:
         cache_argument=argument,
         options=tuple(option for option in _OPTIONS if option in inspect.signature(type(model).forward).parameters),
     )
+
+
+def _after_tokens(model: PreTrainedModel, draft_layer: MtpLayer) -> DynamicLayer:
+    """Returns the draft layer of a cache after a few tokens."""
+    window, token_ids = window_of(draft_layer), made_up_tokens(model, 0, _NUM_TOKENS)
+    layer = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+    before, positions = model.get_input_embeddings()(token_ids), torch.arange(_NUM_TOKENS, device=model.device)[None]
+    compute(model, layer, token_ids, before, positions, is_ours=False)
+    return layer
 
 
 def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:

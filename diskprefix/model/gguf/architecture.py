@@ -52,6 +52,7 @@ _BLOCK = re.compile(r"^blk\.\d+\.")
 _OF_ENCODERS = ("v.", "mm.")
 """The beginning of names of tensors of encoders."""
 _LAYER = re.compile(r"^\w+\.layers\.(\d+)\.(.+)")
+_DRAFT_LAYER = re.compile(r"^\w+\.draft_layer\.(?:mtp_block\.)?(.+)")
 _ENDING = re.compile(r"(.+)(\.weight|\.bias|_bias)")
 
 
@@ -106,8 +107,11 @@ class Architecture:
             return self.encoder._part(name, tensors)
         if self.encoder is not None:
             name = name.replace(self.encoder.text, "model.", 1)
-        layer = self.layers.fullmatch(name)
-        block, inner = (f"{self.block}.{layer[1]}.", layer[2]) if layer else ("", name)
+        block, inner = "", name
+        if layer := self.layers.fullmatch(name):
+            block, inner = f"{self.block}.{layer[1]}.", layer[2]
+        elif draft := _DRAFT_LAYER.fullmatch(name):
+            block, inner = next(one.partition("nextn.")[0] for one in tensors if ".nextn." in one), draft[1]
         stem, end = inner, ".weight"
         if not self._sources(inner) and (found := _ENDING.fullmatch(inner)) is not None:
             stem, end = found[1], found[2].replace("_bias", ".bias")

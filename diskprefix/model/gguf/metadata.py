@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf_file import block_of, within_block
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader
 
 _HARMLESS = """
@@ -46,6 +47,8 @@ MOST_LAYERS = 512
 """Those of llama.cpp (`LLAMA_MAX_LAYERS`). To make a model of many more takes minutes, before any tensor is missed."""
 SCALING = "rope.scaling."
 """The beginning of keys of the scaling of positions, which are checked where they are read."""
+_COPIES = ("nextn.embed_tokens", "nextn.shared_head_head")
+"""Tensors of a draft layer that the model has."""
 ENDS_OF_TURN = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "[e~[", "<|endoftext|>", "<|end_of_text|>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<｜end▁of▁sentence｜>", "<end_of_utterance>"),
@@ -54,16 +57,29 @@ ENDS_OF_TURN = (
 
 
 class Metadata:
-    """The values of a file, without the name of its architecture, and the names of its tensors. An array is a tuple."""
+    """The values of a file, without the name of its architecture, and the names of its tensors. An array is a tuple.
+
+    `tensors` are without those of the last blocks if these predict tokens after the next one. `draft_layer` are those
+    of the first such block.
+    """
 
     def __init__(self, header: GgufHeader, tensors: Sequence[FileTensor]) -> None:
         self.architecture = str(header.values.get("general.architecture"))
         self.header = header
-        self.tensors = {tensor.name: tensor for tensor in tensors}
         prefix = f"{self.architecture}."
         found = {**header.values, **header.lists}
         self._values = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
         self._read: set[str] = set()
+        blocks, predictors = (self._values.get(key) for key in ("block_count", "nextn_predict_layers"))
+        num_layers = math.inf
+        if isinstance(blocks, int) and isinstance(predictors, int) and predictors > 0:
+            num_layers = blocks - predictors
+        self.tensors = {one.name: one for one in tensors if block_of(one.name) < num_layers}
+        behind = [one for one in tensors if block_of(one.name) == num_layers]
+        if not any(within_block(one.name).startswith("nextn.") for one in behind):
+            # Some files count such blocks, and have no tensors of theirs.
+            behind = []
+        self.draft_layer = [one for one in behind if within_block(one.name) not in _COPIES]
         self._of_others = _OF_SOUND if self.architecture == "clip" else _OF_ENCODERS
 
     def __call__(self, key: str) -> Any:

@@ -97,6 +97,11 @@ NAMES: Sources = {
     "conv.out_proj": "shortconv.out_proj",
     **_mamba("mamba"),
     **_mamba("mixer"),
+    # The layer that predicts further tokens.
+    "enorm": "nextn.enorm",
+    "hnorm": "nextn.hnorm",
+    "eh_proj": "nextn.eh_proj",
+    "post_norm": ("nextn.shared_head_norm", "layer_output_norm"),
     # Attention in the layers of Nemotron-H.
     "mixer.q_proj": "attn_q",
     "mixer.k_proj": "attn_k",

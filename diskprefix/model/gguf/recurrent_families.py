@@ -21,6 +21,7 @@ from diskprefix.model.gguf.sources import (
     grouped_heads,
     grouped_values,
     log_of_negative,
+    minus_one,
     moved,
     same,
 )
@@ -37,6 +38,9 @@ def _heads_by_layer(metadata: Metadata, _: dict[str, Any], other: str) -> dict[s
 
 DELTA: Sources = {
     **PLUS_ONE,
+    "enorm": changed("nextn.enorm", minus_one),
+    "hnorm": changed("nextn.hnorm", minus_one),
+    "post_norm": changed("nextn.shared_head_norm", minus_one),
     "linear_attn.in_proj_qkv": moved("attn_qkv", grouped_behind_keys),
     "linear_attn.in_proj_z": moved("attn_gate", grouped_values),
     "linear_attn.in_proj_a": moved("ssm_alpha", grouped_heads),

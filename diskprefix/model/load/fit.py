@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from diskprefix.model.load.checkpoint import (
     stored_tensors,
     text_config,
 )
+from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
 from diskprefix.model.load.gguf_file import part_paths, read_tensors, within_block
 from diskprefix.model.load.gguf_header import FileTensor
 from diskprefix.model.load.projector import projector_beside
@@ -52,7 +53,6 @@ _EXPANSION = "attn_kv_b"
 """The matrix of latent attention that is multiplied from both sides: floating point."""
 
 _IN_FILE = {
-    "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
@@ -167,19 +167,22 @@ def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> 
     return Fit(needs, free_bytes, limit, min(limit, state.num_bytes(state.positions)))
 
 
-def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
-    """Returns what a `.gguf` file needs, in all its parts. Raises `ModelError` if it is damaged or not read."""
+def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2, *, uses_draft_layer: bool = True) -> ModelNeeds:
+    """Returns what a `.gguf` file needs, in all its parts. `uses_draft_layer`: if it has one. Raises `ModelError` if it
+    is damaged or not read."""
     # They need numpy.
     from diskprefix.model.gguf.known_families import architecture_of
     from diskprefix.model.gguf.metadata import Metadata
 
     try:
-        header, tensors = read_tensors(part_paths(gguf))
+        metadata = Metadata(*read_tensors(part_paths(gguf)))
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
-    metadata = Metadata(header, tensors)
-    kind = metadata.architecture
-    config = {name: header.values.get(f"{kind}.{key}") for name, key in _IN_FILE.items()} | {"model_type": kind}
+    header, tensors = metadata.header, [*metadata.tensors.values()]
+    kind, architecture = metadata.architecture, architecture_of(metadata)
+    draft_layer = metadata.draft_layer if uses_draft_layer and architecture.model_type in HAVE_DRAFT_LAYER else []
+    config = {name: header.values.get(f"{kind}.{key}") for name, key in _IN_FILE.items()}
+    config |= {"model_type": kind, "num_hidden_layers": metadata.num_layers if "block_count" in metadata else None}
     windows = header.lists.get(f"{kind}.attention.sliding_window_pattern") or ()
     # The last layers may share the keys of others.
     own = windows[: len(windows) - header.values.get(f"{kind}.attention.shared_kv_layers", 0)]
@@ -188,22 +191,31 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
     encoder = [] if projector is None else projector.metadata.tensors.values()
     return ModelNeeds(
         name=gguf.name,
-        weights=_weights_of_gguf(tensors, weights, dtype_bytes, architecture_of(metadata), encoder),
-        state=state_of(tensors, config, dtype_bytes),
+        weights=_weights_of_gguf([*tensors, *draft_layer], weights, dtype_bytes, architecture, encoder),
+        state=state_of(tensors, config, dtype_bytes, draft_layer),
     )
 
 
-def needs_of_folder(folder: Path, files: Sequence[Path], dtype: str) -> ModelNeeds:
+def needs_of_folder(folder: Path, files: Sequence[Path], dtype: str, *, uses_draft_layer: bool = True) -> ModelNeeds:
     """Returns what a model in a folder needs, with these weight `files`. Raises `ModelError` if a header is damaged."""
-    return needs_of_checkpoint(folder.name, stored_tensors(folder, files), read_config(folder), dtype)
+    stored, config = stored_tensors(folder, files), read_config(folder)
+    return needs_of_checkpoint(folder.name, stored, config, dtype, uses_draft_layer=uses_draft_layer)
 
 
-def needs_of_checkpoint(name: str, stored: Sequence[StoredTensor], config: Mapping[str, Any], dtype: str) -> ModelNeeds:
+def needs_of_checkpoint(
+    name: str, stored: Sequence[StoredTensor], config: Mapping[str, Any], dtype: str, *, uses_draft_layer: bool = True
+) -> ModelNeeds:
     """Returns what a checkpoint needs. `dtype` is that of `--dtype`. Raises `ModelError` for published quants."""
     require_plain_weights(name, config)
     dtype_bytes = _dtype_bytes(dtype, config)
-    weights, state = _weights_of_checkpoint(stored, dtype_bytes), state_of(stored, config, dtype_bytes)
-    return ModelNeeds(name=name, weights=weights, state=state)
+    text = text_config(config)
+    num_layers = text.get("num_hidden_layers")
+    further = further_layers((one.name for one in stored), num_layers) if isinstance(num_layers, int) else {}
+    used = further if uses_draft_layer and text.get("model_type") in HAVE_DRAFT_LAYER else {}
+    draft_layer = [replace(one, name=f"layers.{num_layers}.{used[one.name]}") for one in stored if used.get(one.name)]
+    stored = [one for one in stored if one.name not in further]
+    weights = _weights_of_checkpoint([*stored, *draft_layer], dtype_bytes)
+    return ModelNeeds(name=name, weights=weights, state=state_of(stored, config, dtype_bytes, draft_layer))
 
 
 def _dtype_bytes(dtype: str, config: Mapping[str, Any]) -> int:
@@ -213,15 +225,21 @@ def _dtype_bytes(dtype: str, config: Mapping[str, Any]) -> int:
     return 4 if (named if dtype == "auto" else dtype) == "float32" else 2
 
 
-def state_of(tensors: Sequence[StoredTensor | FileTensor], config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
+def state_of(
+    tensors: Sequence[StoredTensor | FileTensor],
+    config: Mapping[str, Any],
+    dtype_bytes: int,
+    draft_layer: Sequence[StoredTensor | FileTensor] = (),
+) -> TokenState:
     """Returns the state of a sequence, from the matrices that make keys and values, or else from the `config.json`. A
-    layer counts as one that sees all tokens, unless the configuration or `_WINDOWED` says that it has a window."""
+    layer counts as one that sees all tokens, unless the configuration or `_WINDOWED` says that it has a window. The
+    `draft_layer` is the one behind the last, and keeps the decoder's rows beside its own state."""
     text = text_config(config)
 
     def size(*names: str) -> int:
         return int(next((text[name] for name in names if isinstance(text.get(name), int)), 0))
 
-    rows, recurrent = _rows_of(tensors)
+    rows, recurrent = _rows_of([*tensors, *draft_layer])
     heads, window = size("num_attention_heads", "n_head", "n_heads"), size("sliding_window")
     head_dim = size("head_dim") or size("hidden_size", "n_embd", "d_model") // max(heads, 1)
     row = 2 * (1 if text.get("multi_query") else size("num_key_value_heads") or heads) * head_dim
@@ -232,8 +250,9 @@ def state_of(tensors: Sequence[StoredTensor | FileTensor], config: Mapping[str, 
     of_architecture = [
         "sliding_attention" if (layer + 1) % full_every else "full_attention" for layer in range(num_layers)
     ]
-    windowed = full = 0
-    for layer, kind in enumerate(text.get("layer_types") or of_architecture):
+    kinds = [*(text.get("layer_types") or of_architecture), *(["full_attention"] if draft_layer else [])]
+    windowed, full = 0, size("hidden_size") if draft_layer else 0
+    for layer, kind in enumerate(kinds[: num_layers + bool(draft_layer)]):
         is_recurrent = kind == "linear_attention" or (layer in recurrent and layer not in rows)
         num_rows = rows.get(layer, row) if not is_recurrent and ("attention" in kind or "hybrid" in kind) else 0
         if window and kind == "sliding_attention":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import diskprefix.model.gguf
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
+from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf_file import part_paths, read_tensors, within_block
 from diskprefix.model.load.gguf_header import FileTensor
@@ -44,17 +45,16 @@ class GgufModel:
     pictures: PictureSettings | None = None
 
     @classmethod
-    def read(cls, gguf: Path, report: Report) -> GgufModel:
-        """Imports the model's code as a side effect. Raises `ModelError` for a file that is damaged, that nothing here
-        reads, or that says something else than the model has; `OSError`."""
+    def read(cls, gguf: Path, report: Report, *, uses_draft_layer: bool = False) -> GgufModel:
+        """Imports the model's code as a side effect. `uses_draft_layer`: if the file has one. Raises `ModelError` for a
+        file that is damaged, that nothing here reads, or that says something else than the model has; `OSError`."""
         from transformers import AutoModelForMultimodalLM
 
         from diskprefix.model.gguf.configuration import make_configuration, require_rotary
         from diskprefix.model.gguf.encoders import make_composite, with_encoder
 
         parts = part_paths(gguf)
-        header, tensors = read_tensors(parts)
-        metadata = Metadata(header, tensors)
+        metadata = Metadata(*read_tensors(parts))
         if metadata.of_any_kind("attention.causal", True) is False:
             # Such as EmbeddingGemma or GTE-Qwen2.
             raise not_served(gguf, metadata.architecture, LATER_TOKENS)
@@ -62,9 +62,11 @@ class GgufModel:
         projector = projector_beside(gguf, metadata, report)
         if projector is not None:
             architecture = with_encoder(architecture, metadata.architecture, projector.encoder)
-        if predictors := metadata.get("nextn_predict_layers", 0):
-            report(f"{gguf.name}: {predictors} of its blocks predict further tokens, which is not used")
+        draft_layer = metadata.draft_layer if uses_draft_layer and architecture.model_type in HAVE_DRAFT_LAYER else []
+        if (unused := metadata.get("nextn_predict_layers", 0) - bool(draft_layer)) > 0:
+            report(f"{gguf.name}: {unused} of its blocks predict further tokens, which is not used")
         config, pictures = make_configuration(architecture, metadata), None
+        tensors = [*metadata.tensors.values(), *draft_layer]
         used = scale_positions(config, metadata, tensors, report)
         kind = _kind_of(config)
         if projector is not None:
@@ -77,7 +79,7 @@ class GgufModel:
             parts=parts,
             architecture=architecture,
             config=config,
-            kind=kind,
+            kind=replace(kind, has_draft_layer=bool(draft_layer)),
             tensors=[tensor for tensor in tensors if tensor.name not in used],
             stops=list(dict.fromkeys(stops)),
             pictures=pictures,
@@ -109,9 +111,9 @@ def whole_matrices(gguf: Path) -> list[FileMatrix]:
     """Returns matrices that stay as they are, without an import of transformers. Raises `ModelError`, `OSError`."""
     from diskprefix.model.quants.file_matrix import FileMatrix
 
-    header, tensors = read_tensors(part_paths(gguf))
-    moved = architecture_of(Metadata(header, tensors)).moved
-    found = (FileMatrix.whole(tensor) for tensor in tensors if within_block(tensor.name) not in moved)
+    metadata = Metadata(*read_tensors(part_paths(gguf)))
+    moved = architecture_of(metadata).moved
+    found = (FileMatrix.whole(one) for one in metadata.tensors.values() if within_block(one.name) not in moved)
     return [matrix for matrix in found if matrix.is_packable]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,12 @@ _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
 """The quant at the end of a file's name."""
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+
+
+def block_of(name: str) -> int:
+    """Returns the number of the block that has a tensor; -1 for one outside of the blocks."""
+    found = _BLOCK.match(name)
+    return -1 if found is None else int(found[1])
 
 
 def within_block(name: str) -> str:
@@ -62,8 +68,8 @@ def model_stem(gguf: Path) -> str:
 
 
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
-    """Returns the header of the first part, and the tensors of all that are served. Those of two models are remembered.
-    Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`."""
+    """Returns the header of the first part, and the tensors of all of them. Those of two models are remembered. Raises
+    `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`."""
     return _read_tensors(tuple(parts), tuple(map(file_stamp, parts)))
 
 
@@ -73,17 +79,7 @@ def _read_tensors(parts: tuple[Path, ...], _stamps: tuple[Any, ...]) -> tuple[Gg
     tensors = [tensor for header in headers for tensor in header.tensors]
     if len(parts) > 1:
         _require_one_model(parts, headers, len({tensor.name for tensor in tensors}))
-    return headers[0], _without_predictors(headers[0].values, tensors)
-
-
-def _without_predictors(values: Mapping[str, Any], tensors: list[FileTensor]) -> list[FileTensor]:
-    """Returns the tensors without those of the last blocks, if these predict tokens after the next one."""
-    kind = values.get("general.architecture")
-    num_blocks, num_predictors = (values.get(f"{kind}.{name}") for name in ("block_count", "nextn_predict_layers"))
-    if not num_predictors or not isinstance(num_predictors, int) or not isinstance(num_blocks, int):
-        return tensors
-    blocks = ((_BLOCK.match(tensor.name), tensor) for tensor in tensors)
-    return [tensor for block, tensor in blocks if block is None or int(block[1]) < num_blocks - num_predictors]
+    return headers[0], tensors
 
 
 def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], num_tensors: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.draft_layer import with_draft_layer
 from diskprefix.model.load.imports import without_tracer
 
 if TYPE_CHECKING:
@@ -18,11 +19,12 @@ _EMBEDDING, LATER_TOKENS = "an embedding model", "a model whose tokens see later
 @dataclass(frozen=True)
 class ModelKind:
     """A kind of model that is served. `loader` is its auto class in transformers. `has_own_generate`: the model's class
-    replaces `generate`, so its use of pictures is unknown."""
+    replaces `generate`, so its use of pictures is unknown. `has_draft_layer`: with the layer of `draft_layer.py`."""
 
     loader: Any
     is_multimodal: bool
     has_own_generate: bool
+    has_draft_layer: bool = False
 
     def model_class(self, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
         """Returns the class of a model with this configuration, and the part of the configuration that it takes."""
@@ -31,7 +33,8 @@ class ModelKind:
         found = _get_model_class(config, self.loader._model_mapping)
         text = config.sub_configs.get("text_config")
         is_text = text is not None and getattr(found, "config_class", None) == text
-        return found, config.get_text_config() if is_text else config
+        kind = with_draft_layer(found) if self.has_draft_layer else found
+        return kind, config.get_text_config() if is_text else config
 
     def skeleton(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Returns a model with this configuration in bfloat16, without weights: it is on torch's meta device."""

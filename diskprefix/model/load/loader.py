@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
 from diskprefix.model.load.checkpoint import read_config, require_plain_weights, stored_tensors, weight_files_of
+from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import ROOM_BYTES, Fit, ModelNeeds, needs_of_folder, needs_of_gguf
@@ -88,9 +89,12 @@ class _ModelSource:
     def needs(self) -> ModelNeeds:
         dtype = str(self.dtype).removeprefix("torch.")
         if self.gguf is not None:
-            found = needs_of_gguf(self.path, self.weights, self.dtype.itemsize)
+            found = needs_of_gguf(
+                self.path, self.weights, self.dtype.itemsize, uses_draft_layer=self.kind.has_draft_layer
+            )
         else:
-            found = needs_of_folder(self.path, self.files, dtype)
+            has_draft_layer = self.kind.has_draft_layer
+            found = needs_of_folder(self.path, self.files, dtype, uses_draft_layer=has_draft_layer)
         return replace(found, name=f"{self.path.name} as {dtype} on {self.device}")
 
     def digest(self) -> str:
@@ -230,17 +234,21 @@ def _source(
         if weights == "auto" and not is_file:
             name_faster(path, files, progress)
         quiet_transformers()
+        # Only models that are exact at every token use it.
+        uses_draft_layer = settings.uses_draft_layer and device.type == "cpu" and operators() is not None
         gguf = None
         with _load_failures(path):
             if is_file:
                 from diskprefix.model.load.gguf import GgufModel
 
-                gguf = GgufModel.read(path, progress)
+                gguf = GgufModel.read(path, progress, uses_draft_layer=uses_draft_layer)
                 config, kind, files = gguf.config, gguf.kind, gguf.parts
             else:
                 require_plain_weights(str(path), read_config(path))
                 config = _read_config(path)
                 kind = require_served_kind(path, config)
+                if uses_draft_layer and _draft_layer_names(path, files, config):
+                    kind = replace(kind, has_draft_layer=True)
             dtype = _pick_dtype(settings.dtype, None if is_file else config)
     return _ModelSource(
         path=path,
@@ -389,8 +397,20 @@ def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrained
         if parameters.matrices:
             describe(config, {name: matrix.form for name, matrix in parameters.matrices.items()})
     else:
-        sources = {tensor.name: tensor.read for tensor in stored_tensors(source.path, source.files)}
+        names = _draft_layer_names(source.path, source.files, source.config) if source.kind.has_draft_layer else {}
+        stored = stored_tensors(source.path, source.files)
+        sources = {names.get(tensor.name, tensor.name): tensor.read for tensor in stored}
     return load_parameters(kind, config, sources, f"the weights in {source.path}", source.dtype, source.device)
+
+
+def _draft_layer_names(folder: Path, files: Sequence[Path], config: PreTrainedConfig) -> dict[str, str]:
+    """Returns the tensors of a draft layer, with their names in the model; none where there is none that is used."""
+    text = config.get_text_config(decoder=True)
+    if text.model_type not in HAVE_DRAFT_LAYER:
+        return {}
+    further = further_layers((tensor.name for tensor in stored_tensors(folder, files)), text.num_hidden_layers)
+    decoder = "model" if text is config else "model.language_model"
+    return {name: f"{decoder}.draft_layer.{own}" for name, own in further.items() if own is not None}
 
 
 def quiet_transformers() -> None:

@@ -181,9 +181,11 @@ struct Layer {
   Norm norms[4];
 };
 
-// Consecutive tokens of one sequence, and the state that they change.
+// Consecutive tokens of one sequence, at least one, the state before them, and where the state behind them goes, which may
+// be the same memory.
 struct StateRun {
   int64_t num_rows;
+  const void* before;
   void* state;
 };
 

@@ -40,9 +40,10 @@ class ConvolvedChannels {
   }
 
   void run(const StateRun& run, int64_t row) {
+    const Stored* before = (const Stored*)run.before + first_ * kernel_;
     Stored* state = (Stored*)run.state + first_ * kernel_;
     for (int64_t k = 0; k < kernel_; ++k)
-      for (int64_t lane = 0; lane < width_; ++lane) ((float*)window_[k])[lane] = Type::one(state[lane * kernel_ + k]);
+      for (int64_t lane = 0; lane < width_; ++lane) ((float*)window_[k])[lane] = Type::one(before[lane * kernel_ + k]);
     // The window begins with the state's second number: the first one is that of the token that slides out.
     int64_t oldest = 0;
     for (int64_t token = 0; token < run.num_rows; ++token) {
@@ -147,9 +148,9 @@ constexpr int64_t COLUMNS = 2, SUMS = 4;
 constexpr int64_t OF_STATE = COLUMNS * LANES;
 
 // One token of the delta rule for some columns of a head's state [key_dim, value_dim], a row every `stride` numbers:
-//   state = decay × state;  state += key × (beta × (value − key · state));  out = query · state
+//   state = decay × before;  state += key × (beta × (value − key · state));  out = query · state
 // With `decays` each row has a decay of its own.
-inline void delta_step(float* state, int64_t stride, int64_t key_dim, const float* query, const float* key, const float* decays,
+inline void delta_step(const float* before, float* state, int64_t stride, int64_t key_dim, const float* query, const float* key, const float* decays,
                        float decay, const Floats* values, float beta, Floats* out) {
   Floats sums[SUMS][COLUMNS] = {}, delta[COLUMNS];
   for (int64_t row = 0; row < key_dim; row += SUMS)
@@ -157,7 +158,7 @@ inline void delta_step(float* state, int64_t stride, int64_t key_dim, const floa
       const Floats factor = all(key[row + sum]), kept = all(decays ? decays[row + sum] : decay);
       for (int64_t column = 0; column < COLUMNS; ++column)
         sums[sum][column] =
-            fma(factor, kept * loaded<Floats>(state + (row + sum) * stride + column * LANES), sums[sum][column]);
+            fma(factor, kept * loaded<Floats>(before + (row + sum) * stride + column * LANES), sums[sum][column]);
     }
   for (int64_t column = 0; column < COLUMNS; ++column) {
     const Floats known = (sums[0][column] + sums[1][column]) + (sums[2][column] + sums[3][column]);
@@ -168,9 +169,9 @@ inline void delta_step(float* state, int64_t stride, int64_t key_dim, const floa
     for (int64_t sum = 0; sum < least(SUMS, key_dim - row); ++sum) {
       const Floats factor = all(key[row + sum]), asked = all(query[row + sum]), kept = all(decays ? decays[row + sum] : decay);
       for (int64_t column = 0; column < COLUMNS; ++column) {
-        float* at = state + (row + sum) * stride + column * LANES;
-        const Floats next = fma(factor, delta[column], kept * loaded<Floats>(at));
-        store(at, next);
+        const int64_t at = (row + sum) * stride + column * LANES;
+        const Floats next = fma(factor, delta[column], kept * loaded<Floats>(before + at));
+        store(state + at, next);
         sums[sum][column] = fma(asked, next, sums[sum][column]);
       }
     }
@@ -195,17 +196,18 @@ class DeltaHead {
     decays_ = memory.take<float>(decays);
     float* block = memory.take<float>(keys * OF_STATE);
     prepare();
+    const float* before = (const float*)run_.before + head_ * keys * call_.value_dim;
     float* state = (float*)run_.state + head_ * keys * call_.value_dim;
     for (int64_t column = 0; column < call_.value_dim; column += OF_STATE) {
       const int64_t width = least(OF_STATE, call_.value_dim - column);
       // Many tokens go over a part of the state that stays in the cache.
       if (rows < 4 && width == OF_STATE) {
-        tokens(state + column, call_.value_dim, column, width);
+        tokens(before + column, state + column, call_.value_dim, column, width);
         continue;
       }
       memset(block, 0, keys * OF_STATE * sizeof *block);
-      for (int64_t i = 0; i < keys; ++i) memcpy(block + i * OF_STATE, state + i * call_.value_dim + column, width * 4);
-      tokens(block, OF_STATE, column, width);
+      for (int64_t i = 0; i < keys; ++i) memcpy(block + i * OF_STATE, before + i * call_.value_dim + column, width * 4);
+      tokens(block, block, OF_STATE, column, width);
       for (int64_t i = 0; i < keys; ++i) memcpy(state + i * call_.value_dim + column, block + i * OF_STATE, width * 4);
     }
     return true;
@@ -234,7 +236,7 @@ class DeltaHead {
     }
   }
 
-  void tokens(float* state, int64_t stride, int64_t column, int64_t width) const {
+  void tokens(const float* before, float* state, int64_t stride, int64_t column, int64_t width) const {
     const int64_t keys = call_.key_dim;
     for (int64_t i = 0; i < run_.num_rows; ++i) {
       const int64_t row = row_ + i, of_row = row * call_.heads + head_;
@@ -244,7 +246,7 @@ class DeltaHead {
       for (int64_t part = 0; part < COLUMNS; ++part)
         values[part] = part * LANES < width ? some_of<Type>(value + part * LANES, width - part * LANES) : Floats{};
       const float* decays = call_.decay_dim > 1 ? decays_ + i * call_.decay_dim : nullptr;
-      delta_step(state, stride, keys, queries_ + i * keys, keys_ + i * keys, decays, decays_[i * call_.decay_dim], values,
+      delta_step(i ? state : before, state, stride, keys, queries_ + i * keys, keys_ + i * keys, decays, decays_[i * call_.decay_dim], values,
                  call_.beta[of_row], found);
       for (int64_t part = 0; part * LANES < width; ++part) put_some<Type>(out + part * LANES, found[part], width - part * LANES);
     }
@@ -295,9 +297,10 @@ class StateSpaceHead {
       to_floats<Type>((const Stored*)call_.rows + row * call_.row_stride + head_ * call_.dim, call_.dim, inputs_ + i * call_.dim);
       decays_[i] = exp_of(all(call_.steps[row * call_.heads + head_] * call_.decay[head_]))[0];
     }
+    const float* before = (const float*)run_.before + head_ * call_.dim * width;
     float* state = (float*)run_.state + head_ * call_.dim * width;
     for (int64_t first = 0; first < call_.dim; first += STATE_ROWS)
-      for (int64_t i = 0; i < rows; ++i) step(state, i, first, least(first + STATE_ROWS, call_.dim));
+      for (int64_t i = 0; i < rows; ++i) step(i ? state : before, state, i, first, least(first + STATE_ROWS, call_.dim));
     return true;
   }
 
@@ -307,7 +310,7 @@ class StateSpaceHead {
   const int64_t row_, head_;
   float *into_ = nullptr, *from_ = nullptr, *decays_ = nullptr, *inputs_ = nullptr;
 
-  void step(float* state, int64_t token, int64_t first, int64_t end) const {
+  void step(const float* before, float* state, int64_t token, int64_t first, int64_t end) const {
     const int64_t width = call_.state_dim, of_row = (row_ + token) * call_.heads + head_;
     const float *into = into_ + token * width, *from = from_ + token * width, *inputs = inputs_ + token * call_.dim;
     const Floats decay = all(decays_[token]);
@@ -315,11 +318,10 @@ class StateSpaceHead {
       const float input = inputs[row];
       const Floats added = all(input * call_.steps[of_row]);
       Floats sums[4] = {};
-      float* numbers = state + row * width;
       for (int64_t i = 0; i < width; i += LANES) {
         const int64_t left = width - i;
-        const Floats next = fma(added, some_of<Float32>(into + i, left), decay * some_of<Float32>(numbers + i, left));
-        put_some<Float32>(numbers + i, next, left);
+        const Floats next = fma(added, some_of<Float32>(into + i, left), decay * some_of<Float32>(before + row * width + i, left));
+        put_some<Float32>(state + row * width + i, next, left);
         Floats& sum = sums[i / LANES % 4];
         sum = fma(next, some_of<Float32>(from + i, left), sum);
       }

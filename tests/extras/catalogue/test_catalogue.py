@@ -143,6 +143,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
     sampling = "temperature=0.7"
     chat_template = "small.jinja"
     draft_model = "org/draft"
+    speculative = "ngram"
     pin = true
     idle_unload = "30m"
     [large]
@@ -158,7 +159,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
     own = small.settings
     assert (own.kv_memory, own.weights, own.disk_prefix_cache, own.port) == (2 << 30, "native", "full", 9000)
     assert own.model == str(tmp_path / "small.gguf"), "a file beside models.toml, whatever the process's folder is"
-    assert (own.chat_template, own.draft_model) == (tmp_path / "small.jinja", "org/draft")
+    assert (own.chat_template, own.draft_model, own.speculative) == (tmp_path / "small.jinja", "org/draft", "ngram")
     assert own.sampling_values == {"temperature": 0.7}
     assert (large.settings.kv_memory, large.settings.model, large.path) == (1 << 30, "org/large:Q4_K_M", None)
     assert (large.pin, large.idle_unload_s) == (False, None)

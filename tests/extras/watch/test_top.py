@@ -59,8 +59,13 @@ REQUEST: dict[str, Any] = {
 
 def ended(number: int = 1, *, restored: int = 900, **changes: Any) -> dict[str, Any]:
     how = {"source": "disk"} if restored else {"miss_reason": "not_stored"}
-    timings = {"ttft_ms": 200.0 if restored else 4000.0, "decode_tokens_per_s": 30.0}
-    figures = {"prompt_tokens": 1000, "prefix_cache": {"restored": restored, **how}, "timings": timings}
+    timings = {"ttft_ms": 200.0 if restored else 4000.0, "decode_tokens_per_s": 30.0, "accepted_tokens": restored and 5}
+    figures = {
+        "prompt_tokens": 1000,
+        "reply_tokens": 10,
+        "prefix_cache": {"restored": restored, **how},
+        "timings": timings,
+    }
     return {"number": number, "ended_at": NOW - 90, "status": 200, "error": None} | figures | changes
 
 
@@ -101,7 +106,7 @@ def test_what_was_restored_of_the_last_requests_is_shown_with_the_latest_first()
     assert "compute saved 90.0 s today, 2.0 h in all · restored 45.0%" in found
     table = found[found.index("ago prompt restored TTFT tok/s why") + 1 :]
     assert table[0].startswith("1 min – – – – 400 top_p: too large")
-    assert table[1:] == ["1 min 1,000 0.0% 4.0 s 30.0 not stored", "1 min 1,000 90.0% 200 ms 30.0 disk"]
+    assert table[1:] == ["1 min 1,000 0.0% 4.0 s 30.0 not stored", "1 min 1,000 90.0% 200 ms 30.0 ×2.0 disk"]
     assert "\x1b" not in "".join(found)
 
 

@@ -73,6 +73,8 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
 def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
     """Of all tokens, or those of the last window."""
     found = [bytes(sequence.read_states())]
+    if sequence.hidden is not None:
+        found.append(sequence.hidden.gathered(0, num_tokens).view(torch.uint8).numpy().tobytes())
     for layer in sequence.token_layers:
         first = max(0, num_tokens - (layer.window or num_tokens))
         rows = (part.gathered(first, num_tokens) for part in (layer.keys, layer.values))
@@ -96,7 +98,7 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
                 end, num_logits, num_wrong = min(prompt, start + chance.choice([1, 2, 3, 7, 17, 33, 100, 200])), 1, 0
                 if start >= prompt:
                     end = chance.randint(start + 1, LENGTHS[n])
-                    num_wrong = chance.choice([0, 0, 1, 5]) if layout.is_sliceable else 0
+                    num_wrong = chance.choice([0, 0, 1, 5])
                     num_logits = end - start + num_wrong
                     parts.append((n, end, end - start))
                 else:
@@ -105,8 +107,7 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
                 ids = torch.cat([right[:, start:end], wrong[:, :num_wrong]], dim=1)
                 step.append(Rows(sequences[n], ids, num_logits))
             for (n, end, num_right), found in zip(parts, runner.run(model, step), strict=True):
-                if layout.is_sliceable:
-                    sequences[n].take_back(end)
+                sequences[n].take_back(end)
                 logits[n] += found[:num_right]
     return [(state_of(a, length), f) for a, length, f in zip(sequences, LENGTHS, logits, strict=True)]
 
@@ -122,23 +123,44 @@ def are_equal(one: Bits, other: Bits) -> bool:
     "name",
     [
         *("llama", "gemma3", "gemma3n", "phi3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss Q4_1", "deepseek_v3 Q8_0"),
-        *("qwen3_5", "lfm2", "mamba2", "kimi_linear", "granitemoehybrid Q4_1"),
+        *("qwen3_5", "lfm2", "mamba2", "kimi_linear", "falcon_h1", "nemotron_h", "granitemoehybrid Q4_1"),
+        *("qwen3_next+draft", "mimo_v2_flash+draft", "deepseek_v3+draft Q8_0"),
     ],
 )
 def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:
     model, layout = made(name)
     expected = alone(model, layout)
     assert all(logits.isfinite().all() for _, of_one in expected for logits in of_one)
-    # Without recurrent layers some steps compute tokens that are taken back.
-    for seed in range(examples(2) if layout.is_sliceable else 1):
+    for seed in range(examples(2)):
         assert are_equal(together(model, layout, seed), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2", "kimi_linear"])
+def test_without_states_that_are_taken_back_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layout = made(name)
+    expected = alone(model, layout)
+    monkeypatch.setattr(recurrent, "_replay", lambda *_: None)
+    assert not are_equal(together(model, layout, seed=0), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
+def test_all_rows_of_a_step_are_taken_back(name: str) -> None:
+    model, layout = made(name)
+    sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, 0, 40)
+    with torch.inference_mode():
+        forward(model, sequence, token_ids[:, :30])
+        before = state_of(sequence, 30)
+        expected = forward(model, sequence, token_ids[:, 30:], 10)
+        sequence.take_back(30)
+        assert state_of(sequence, 30) == before
+        assert torch.equal(forward(model, sequence, token_ids[:, 30:], 10), expected)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "kimi_linear"])
 def test_with_the_states_of_a_neighbour_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layout = made(name)
     expected, runs = alone(model, layout), recurrent._runs
-    monkeypatch.setattr(recurrent, "_runs", lambda states: runs([*states[1:], states[0]]))
+    monkeypatch.setattr(recurrent, "_runs", lambda step, states: runs(step, [*states[1:], states[0]]))
     assert not are_equal(together(model, layout, seed=0), expected)
 
 

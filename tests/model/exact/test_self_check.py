@@ -107,10 +107,10 @@ def in_chunks_of_the_step(
     epsilon: float,
 ) -> torch.Tensor:
     """As transformers computes a prompt."""
-    ((_, state),) = runs
+    ((_, before, state),) = runs
     out, last = torch_chunk_gated_delta_rule(
         *(query, key, value, decay, beta),
-        initial_state=state,
+        initial_state=before,
         output_final_state=True,
         use_qk_l2norm_in_kernel=epsilon > 0,
     )

@@ -85,7 +85,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     std::vector<const void*> at;
     for (int64_t i = 0; i < num_runs; ++i) {
       ended.emplace_back(state_bytes);
-      runs.push_back({lengths[i], ended.back().copied(states[i].as<void>()).as<void>()});
+      runs.push_back({lengths[i], states[i].as<void>(), ended.back().marked().as<void>()});
     }
     for (const Guarded& one : of_inputs) at.push_back(one.as<void>());
     if (!scan.run(operators, scan, at, whole.marked().as<void>(), runs, rows, 1 + seed % 3)) fail("a recurrence fails", operators->name);
@@ -105,7 +105,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
           exact.emplace_back((end - begin) * of_row);
           from.push_back(exact.back().copied(of_inputs[k].as<char>() + (before + begin) * of_row).as<void>());
         }
-        if (!scan.run(operators, scan, from, out.as<char>() + begin * out_bytes, {{end - begin, state.as<void>()}}, end - begin, 1))
+        if (!scan.run(operators, scan, from, out.as<char>() + begin * out_bytes, {{end - begin, state.as<void>(), state.as<void>()}}, end - begin, 1))
           fail("a part of a recurrence fails", operators->name);
       }
       require_same(scan.out_dtype, out.as<void>(), whole.as<char>() + before * out_bytes, lengths[i] * scan.of_out, "two steps give other bits",

@@ -141,7 +141,11 @@ def _decision(one: State, now: float) -> Sequence[str]:
     cache, timings, age = one["prefix_cache"], one["timings"], format_age(now - one["ended_at"])
     if cache is None:
         return age, "–", "–", "–", "–", f"{one['status']} {one['error'] or 'the client left'}"
-    speeds = _duration(timings["ttft_ms"] / 1e3), f"{timings['decode_tokens_per_s']:.1f}"
+    speed = f"{timings['decode_tokens_per_s']:.1f}"
+    if accepted := timings.get("accepted_tokens"):
+        # So many tokens a step.
+        speed += f" ×{one['reply_tokens'] / max(1, one['reply_tokens'] - accepted):.1f}"
+    speeds = _duration(timings["ttft_ms"] / 1e3), speed
     why = (cache.get("miss_reason") or cache.get("source", "")).replace("_", " ")
     return age, f"{one['prompt_tokens']:,}", _share(cache["restored"], one["prompt_tokens"]), *speeds, why
 

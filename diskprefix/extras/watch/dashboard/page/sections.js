@@ -170,11 +170,13 @@ function endedRow(one, now) {
   const { image_tokens, images_encoded, encode_ms } = one.timings;
   const encoded = images_encoded ? `, ${count(images_encoded)} encoded in ${seconds(encode_ms / 1000)}` : "";
   const images = image_tokens ? [make("div", { class: "under" }, `${count(image_tokens)} of images${encoded}`)] : [];
+  const { drafted_tokens, accepted_tokens } = one.timings, each = one.reply_tokens / Math.max(1, one.reply_tokens - accepted_tokens);
+  const guesses = drafted_tokens ? [make("div", { class: "under" }, `${percent(accepted_tokens, drafted_tokens)} of ${count(drafted_tokens)} guesses right, ${each.toFixed(1)} tokens a step`)] : [];
   return make("tr", {}, when, cell("prompt", {}, plural(one.prompt_tokens, "token"), ...images),
     cell("restored", {}, make("div", { class: "beside" }, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why))),
     cell("kept", {}, `${count(cache.boundary)} `, make("span", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
     cell("first token", {}, seconds(one.timings.ttft_ms / 1000)),
-    cell("reply", {}, `${count(one.reply_tokens)} `, make("span", { class: "under" }, `tokens, ${one.timings.decode_tokens_per_s.toFixed(1)} a second`)));
+    cell("reply", {}, `${count(one.reply_tokens)} `, make("span", { class: "under" }, `tokens, ${one.timings.decode_tokens_per_s.toFixed(1)} a second`), ...guesses));
 }
 
 function drawMeters(now) {

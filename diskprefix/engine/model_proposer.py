@@ -1,0 +1,152 @@
+"""Proposes tokens of a draft model. Its own state of the prompt comes first: restored, computed while nothing else
+runs, or computed in a reply if this one and the next turns will save that time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from diskprefix.engine.draft_model import DraftModel, DraftSequence
+from diskprefix.engine.drafting import LEAST_SPEEDUP, ChainProposer, Draft, likeliest
+from diskprefix.engine.running_request import Reply
+from diskprefix.engine.scheduler import MAX_ROWS
+from diskprefix.engine.step_times import StepTimes
+
+FEW = 16
+"""The most known tokens that are computed with the first guess."""
+
+
+class ModelProposer(ChainProposer):
+    """Proposes tokens of a draft model, as far as that pays."""
+
+    name = "model"
+    _FIRST_COST = 0.2
+    _FIRST_REPLY = 128.0
+    """The tokens of a reply before some have ended."""
+    _TURNS = 2
+    """The turns of a conversation that its state is computed for: this one, and at least one more."""
+
+    def __init__(self, model: DraftModel, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self.model = model
+        self.row_s = 0.0
+        """The seconds of a known token in a forward of many."""
+        self._reply_tokens = self._FIRST_REPLY
+        """The mean of recent replies."""
+
+    def accept(self, reply: Reply) -> None:
+        """Takes wrong guesses back."""
+        self.model.take_back_guesses(reply)
+
+    def drop(self, reply: Reply, *, keep: bool) -> None:
+        """Ends the draft model's sequence of a reply. `keep`: the next turn may begin there."""
+        if reply.is_finished:
+            self._reply_tokens += self._WEIGHT * (len(reply.token_ids) - self._reply_tokens)
+        self.model.release(reply, keep=keep)
+
+    def begin(self, reply: Reply, times: StepTimes) -> None:
+        """Has stored state fetched while the prompt is computed."""
+        if reply.guesser is not None and self.gain(reply.guesser.rates[self.name], times, 1) >= LEAST_SPEEDUP:
+            self._sequence(reply)
+
+    def work_ahead(self, times: StepTimes) -> int:
+        """Computes a part of what the draft model lacks of the latest conversation."""
+        return self.model.work_ahead() if self.gain(self.rates, times, 1) >= LEAST_SPEEDUP else 0
+
+    def _ready(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int, most: int) -> list[Reply]:
+        ready, behind = list[Reply](), list[Reply]()
+        for reply in replies:
+            if (sequence := self._sequence(reply)) is None or reply.guesser is None:
+                continue
+            gain = self.gain(reply.guesser.rates[self.name], times, num_decoding)
+            if self._is_ready(reply):
+                ready.append(reply)
+            elif self._pays(reply, reply.num_known - sequence.state.num_tokens, times.row_s * (1 - 1 / gain)):
+                behind.append(reply)
+        self._catch_up(behind)
+        ready += [reply for reply in behind if self._is_ready(reply)]
+        return [reply for reply in ready if self._has_room(reply, reply.num_known + most - 1)]
+
+    def _sequence(self, reply: Reply) -> DraftSequence | None:
+        try:
+            return self.model.ready_sequence(reply)
+        except Exception as error:  # noqa: BLE001 (a request goes on without the draft model)
+            self._give_up(reply, error)
+            return None
+
+    def _is_ready(self, reply: Reply) -> bool:
+        """Returns whether only a few known tokens are to be computed, none of them of the prompt."""
+        if (sequence := self.model.sequences.get(reply)) is None:
+            return False
+        num_tokens = sequence.state.num_tokens
+        return reply.num_known - num_tokens <= FEW and num_tokens >= reply.prompt_tokens
+
+    def _pays(self, reply: Reply, num_left: int, saved_s: float) -> bool:
+        """Returns whether it pays to compute `num_left` known tokens if guesses save so many seconds of a token."""
+        num_sampled = len(reply.token_ids)
+        expected = max(self._reply_tokens - num_sampled, num_sampled) + (self._TURNS - 1) * self._reply_tokens
+        return num_left * self.row_s <= expected * saved_s
+
+    def _catch_up(self, behind: Sequence[Reply]) -> None:
+        """Computes known tokens of some replies, at most as many as a step has rows."""
+        step, room = list[tuple[Reply, torch.Tensor]](), MAX_ROWS
+        for reply in behind:
+            start = self.model.sequences[reply].state.num_tokens
+            end = min(start + room, reply.num_known)
+            if start < reply.prompt_tokens:
+                # The saved prompt ends there.
+                end = min(end, reply.prompt_tokens)
+            if end > start and self._has_room(reply, end):
+                step.append((reply, reply.ids(start, end)))
+                room -= end - start
+        started = self._clock()
+        if not step or self._compute(step) is None:
+            return
+        seconds, num_rows = self._clock() - started, MAX_ROWS - room
+        if num_rows >= FEW:
+            self.row_s += (seconds / num_rows - self.row_s) * (self._WEIGHT if self.row_s else 1.0)
+        for reply, ids in step:
+            self.model.record_prefill(self.model.sequences[reply], seconds * ids.shape[1] / num_rows)
+
+    def _has_room(self, reply: Reply, num_tokens: int) -> bool:
+        has_room = self.model.has_room(self.model.sequences[reply], num_tokens)
+        if not has_room:
+            self._forget(reply)
+            self.model.release(reply, keep=True)
+        return has_room
+
+    def _compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> list[tuple[int, float]] | None:
+        try:
+            return likeliest(self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step]))
+        except Exception as error:  # noqa: BLE001 (requests go on without the draft model)
+            for reply, _ in step:
+                self._give_up(reply, error)
+            return None
+
+    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]] | None:
+        return self._compute([(one.reply, self._next_ids(one)) for one in drafts])
+
+    def _next_ids(self, draft: Draft) -> torch.Tensor:
+        """Returns the tokens to compute next, int64 [1, n]: known ones that are not computed, or the last guess."""
+        if draft.tokens:
+            return torch.tensor([draft.tokens[-1:]])
+        return draft.reply.ids(self.model.sequences[draft.reply].state.num_tokens, draft.reply.num_known)
+
+    def _is_like_others(self, drafts: Sequence[Draft]) -> bool:
+        behind = (one.reply.num_known - self.model.sequences[one.reply].state.num_tokens for one in drafts)
+        return sum(behind) <= 2 * len(drafts)
+
+    def _end(self, draft: Draft) -> None:
+        if (sequence := self.model.sequences.get(draft.reply)) is not None:
+            sequence.num_known, sequence.drafted = draft.reply.num_known, list(draft.tokens)
+            sequence.state.num_ready = min(sequence.state.num_tokens, sequence.num_known)
+
+    def _forget(self, reply: Reply) -> None:
+        if reply.guesser is not None:
+            reply.guesser.rates.pop(self.name, None)
+
+    def _give_up(self, reply: Reply, error: Exception) -> None:
+        """Stops guessing a reply. A draft model that fails fails no request. Raises `DeviceLost`."""
+        self._forget(reply)
+        self.model.give_up(reply, error)

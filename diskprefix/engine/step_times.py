@@ -1,0 +1,128 @@
+"""How long steps take by the number of their rows, and how many times as fast guesses make them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable, Sequence
+
+from diskprefix.engine.guesser import MOST_ROWS
+
+_TRIAL_ROWS = 4
+
+
+class StepTimes:
+    """The time of a step by its rows, as a multiple of that of one row. It is measured by steps with guesses against
+    steps without, of the same sequences."""
+
+    _FIRST = 0.1
+    """What a row adds before it is measured."""
+    _WEIGHT, _FADING, _DRIFT = 0.25, 0.0003, 0.01
+    _MOST_AGE = 64
+    """The steps with guesses between two without, to compare with."""
+    _SOON = 8
+    """The steps with guesses of new sequences before the first one without."""
+
+    def __init__(self) -> None:
+        self._rows, self._times = [1], [1.0]
+        """What is known, by ascending rows."""
+        self._plain_s, self._plain_rows = 0.0, 1
+        """The seconds of recent steps without guesses, 0 if that is not known, and their rows."""
+        self._compared: Hashable = None
+        """The sequences of these steps."""
+        self._sequences: Hashable = None
+        """The sequences of the last step."""
+        self._age = 0
+        """The number of their steps with guesses since the last one without."""
+        self._trust = 1.0
+        """The weight of what is known. It fades with each step without guesses, so that they are tried again."""
+
+    @property
+    def row_s(self) -> float:
+        """The seconds of a step of one row, 0 if that is not known."""
+        return self._plain_s / self.of(self._plain_rows)
+
+    @property
+    def most_guesses(self) -> int:
+        """The most guesses that may be computed: a trial is small."""
+        return MOST_ROWS if self._trust == 1 else _TRIAL_ROWS
+
+    def of(self, num_rows: int) -> float:
+        """Returns the time of a step of so many rows."""
+        first = 1 + self._FIRST * (num_rows - 1)
+        return first + self._trust * (self._measured(num_rows) - first)
+
+    def _measured(self, num_rows: int) -> float:
+        rows, times = self._rows, self._times
+        at = bisect_left(rows, num_rows)
+        if at < len(rows) and rows[at] == num_rows:
+            return times[at]
+        if at == len(rows):
+            slope = (times[-1] - 1) / (rows[-1] - 1) if at > 1 else self._FIRST
+            return times[-1] + slope * (num_rows - rows[-1])
+        share = (num_rows - rows[at - 1]) / (rows[at] - rows[at - 1])
+        return times[at - 1] + share * (times[at] - times[at - 1])
+
+    def needs_plain_step(self, sequences: Hashable) -> bool:
+        """Returns True if a step of these sequences without guesses is needed for comparison."""
+        age = self._age if sequences == self._sequences else 0
+        return self._compared is None or age >= (self._MOST_AGE if sequences == self._compared else self._SOON)
+
+    def record_step(self, sequences: Hashable, num_rows: int, num_guessed: int, seconds: float) -> None:
+        """Records a step. `num_rows` counts all of its rows, with guesses. `sequences` identifies its sequences."""
+        if sequences != self._sequences:
+            self._sequences, self._age = sequences, 0
+        if num_guessed:
+            self._age += 1
+            if sequences == self._compared and self._plain_s:
+                self._trust = 1.0
+                self._measure(num_rows, seconds)
+            return
+        self._plain_s += (seconds - self._plain_s) * (self._WEIGHT if sequences == self._compared else 1.0)
+        self._compared, self._plain_rows, self._age = sequences, num_rows, 0
+        if len(self._rows) > 1:
+            self._trust -= self._FADING * self._trust
+
+    def _measure(self, num_rows: int, seconds: float) -> None:
+        expected = self.of(num_rows)
+        found = min(max(seconds / self.row_s, 1.0), 3 * expected)
+        at = bisect_left(self._rows, num_rows)
+        if at == len(self._rows) or self._rows[at] != num_rows:
+            self._rows.insert(at, num_rows)
+            self._times.insert(at, expected + 0.5 * (found - expected))
+        else:
+            self._times[at] += self._WEIGHT * (found - expected)
+        # What is not measured any more gets the time of a linear function.
+        slope = (self._times[at] - 1) / (num_rows - 1)
+        self._times = [
+            time if rows == num_rows else time + self._DRIFT * (1 + slope * (rows - 1) - time)
+            for rows, time in zip(self._rows, self._times, strict=True)
+        ]
+
+
+def speedup(times: StepTimes, num_sequences: int, chances: Iterable[float], guess_cost: float = 0.0) -> float:
+    """Returns how many times as fast decoding is with the best number of guesses for each of some sequences. `chances`
+    are those that a guess and all before it are right. `guess_cost` is the time of a guess for all, in those of
+    `times`."""
+    plain = times.of(num_sequences)
+    best = tokens = 1.0
+    for count, chance in zip(range(1, MOST_ROWS // num_sequences + 1), chances, strict=False):
+        tokens += chance
+        best = max(best, tokens * plain / (times.of(num_sequences * (1 + count)) + guess_cost * count))
+    return best
+
+
+def worth_computing(chances: Sequence[Sequence[float]], times: StepTimes) -> list[int]:
+    """Returns how many guessed tokens of each sequence to compute, for the most tokens in the step's time. `chances`
+    are the chances that each guessed token and all before it are right."""
+    counts, num_tokens = [0] * len(chances), float(len(chances))
+    # The chances of a sequence descend.
+    likeliest = sorted((-chance, number) for number, of_one in enumerate(chances) for chance in of_one)
+    best, num_computed = num_tokens / times.of(len(chances)) if chances else 0.0, 0
+    for count, (chance, _) in enumerate(likeliest[: times.most_guesses], start=1):
+        num_tokens -= chance
+        rate = num_tokens / times.of(len(chances) + count)
+        if rate > best:
+            best, num_computed = rate, count
+    for _, number in likeliest[:num_computed]:
+        counts[number] += 1
+    return counts

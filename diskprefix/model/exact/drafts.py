@@ -1,0 +1,198 @@
+"""The layer of a model that predicts the token after the next one (MTP), over the memory of sequences.
+
+Its input for a token is the model's last hidden state of the token before, and the token's embedding. So its keys and
+values depend on the prefix alone, as those of any layer, and each step computes them for its tokens. What it predicts
+is a guess: its logits are computed only when a guess is wanted, and those of rare tokens are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from diskprefix.kv.caches import StepCache
+from diskprefix.kv.layers import packed
+from diskprefix.kv.sequence import KVSequence
+from diskprefix.kv.step import Run, Step, computing
+from diskprefix.model.exact.fused import matrix_of
+from diskprefix.model.exact.patterns import Pattern
+from diskprefix.model.exact.rows import linear
+from diskprefix.native import ROWS
+from diskprefix.native.library import operators
+from diskprefix.native.matrix import product
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import MtpLayer
+
+_FREQUENT, _SPECIAL = 32768, 1024
+"""Tokens that are guessed: the first ones, because tokenizers number tokens by how frequent they are, and the last
+ones, among which are those that end a turn or begin a call."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftRow:
+    """A token to guess the next one of. It is at `position`, right behind the tokens of `state` or behind those that
+    were guessed. `hidden` is what `draft` returned for the token before, [hidden_size], None for that of the model."""
+
+    state: KVSequence
+    token_id: int
+    position: int
+    hidden: torch.Tensor | None = None
+
+
+def draft_layer_of(model: PreTrainedModel) -> MtpLayer | None:
+    """Returns the draft layer of a model, None if it has none."""
+    return getattr(model.get_decoder(), "draft_layer", None)
+
+
+def window_of(layer: MtpLayer) -> int | None:
+    """Returns the window of a draft layer in tokens, None if it sees all."""
+    window: int | None = getattr(layer.mtp_block.self_attn, "sliding_window", None)
+    return window
+
+
+def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], torch.Tensor]:
+    """Returns for each row the likeliest next token with its probability, which is not finite if the layer computed
+    nothing finite, and the hidden states for rows that go on from there, [rows, hidden_size]. Each row needs memory
+    (`KVSequence.has_room`), and a sequence of its own. The lengths of the sequences stay: the next step writes there.
+    """
+    layers = [row.state.layers[-1] for row in rows]
+    lengths = [layer.length for layer in layers]
+    step = Step(tuple(Run(row.position, 1) for row in rows))
+    before = [_hidden_before(row.state, row.position) if row.hidden is None else row.hidden[None] for row in rows]
+    token_ids, positions = (
+        torch.tensor([[getattr(row, name) for row in rows]], device=model.device) for name in ("token_id", "position")
+    )
+    try:
+        with computing(step):
+            hidden = compute(model, packed(layers, step), token_ids, torch.cat(before)[None], positions)[0]
+    finally:
+        for layer, length in zip(layers, lengths, strict=True):
+            layer.length = length
+    return _likeliest(_head_of(model), hidden), hidden
+
+
+@contextmanager
+def keeping_up(
+    model: PreTrainedModel,
+    sequences: Sequence[KVSequence],
+    step: Step,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+) -> Iterator[None]:
+    """Gives a context for the forward of a step, behind which the memory of the draft layer has the step's rows too.
+    `token_ids` and `positions` are int64 [1, rows]."""
+    outputs: list[Any] = []
+    hook = model.get_decoder().register_forward_hook(lambda _module, _args, output: outputs.append(output[0]))
+    try:
+        yield
+    finally:
+        hook.remove()
+    (hidden,) = outputs
+    before, sizes = [], [run.num_rows for run in step.runs]
+    for sequence, run, rows in zip(sequences, step.runs, torch.split(hidden[0], sizes), strict=True):
+        assert sequence.hidden is not None, "the layout has a part for it"
+        sequence.hidden.put(run.start, rows[None])
+        before += [_hidden_before(sequence, run.start), rows[:-1]]
+    layer: Any = _Storing(packed([sequence.layers[-1] for sequence in sequences], step))
+    with suppress(_Stored):
+        compute(model, layer, token_ids, torch.cat(before)[None], positions)
+
+
+def compute(
+    model: PreTrainedModel,
+    memory: Any,
+    token_ids: torch.Tensor,
+    before: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    is_ours: bool = True,
+) -> torch.Tensor:
+    """Returns the layer's hidden states for tokens, [1, rows, hidden_size]. `memory` is its layer of a cache. `before`
+    are the hidden states of the tokens before, [1, rows, hidden_size]. `is_ours`: attention is that of `install`."""
+    decoder, layer = model.get_decoder(), draft_layer_of(model)
+    assert layer is not None
+    embedded, window = model.get_input_embeddings()(token_ids), window_of(layer)
+    # One kind of RoPE for the whole model, or one for each kind of layer.
+    by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
+    kind = ("full_attention" if window is None else "sliding_attention",) if by_kind else ()
+    hidden: torch.Tensor = layer(
+        embedded,
+        before,
+        position_embeddings=decoder.rotary_emb(embedded, positions, *kind),
+        attention_mask=Pattern(window) if is_ours else None,
+        position_ids=positions,
+        past_key_values=StepCache([memory] * (layer.mtp_block.self_attn.layer_idx + 1), lambda: 0),
+        use_cache=True,
+    )
+    return hidden
+
+
+def _hidden_before(sequence: KVSequence, position: int) -> torch.Tensor:
+    """Returns the model's last hidden state of the token before a position, [1, hidden_size]; zeros before the first
+    one."""
+    assert sequence.hidden is not None, "the layout has a part for it"
+    if position:
+        return sequence.hidden.gathered(position - 1, position)[0, 0]
+    return torch.zeros(1, sequence.hidden.dim, dtype=sequence.hidden.dtype, device=sequence.device)
+
+
+class _Stored(Exception):
+    """Keys and values are in memory, and the rest of the layer is not needed."""
+
+
+class _Storing:
+    """A layer of a cache that ends the forward when it has its keys and values. Compiled operators that compute a whole
+    layer do not know it, so the module's own forward computes these, with the same bits."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        self._memory.update(keys, values)
+        raise _Stored
+
+
+# -- the tokens that are guessed -------------------------------------------------------------------------------------
+
+_Head = list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]
+"""Parts of the matrix of the logits: the token of the first row, and the product with rows."""
+_heads: WeakKeyDictionary[PreTrainedModel, _Head] = WeakKeyDictionary()
+
+
+def _head_of(model: PreTrainedModel) -> _Head:
+    """Returns the parts of the matrix of the logits that are computed, which take no memory of their own."""
+    if model not in _heads:
+        _heads[model] = _parts_of(model.get_output_embeddings())
+    return _heads[model]
+
+
+def _parts_of(module: Any) -> _Head:
+    matrix, num_rows = matrix_of(module), module.out_features
+    last = (num_rows - _SPECIAL) // ROWS * ROWS
+    ranges = [(0, _FREQUENT), (last, num_rows)] if last > _FREQUENT else [(0, num_rows)]
+    if matrix is not None:
+        compiled = operators()
+        assert compiled is not None, "the model is exact at every token"
+        return [(first, partial(product, compiled, matrix=matrix.part(first, end))) for first, end in ranges]
+    parts = [(first, module.weight[first:end]) for first, end in ranges]
+    return [(first, partial(linear, weight=weight)) for first, weight in parts]
+
+
+def _likeliest(head: _Head, hidden: torch.Tensor) -> list[tuple[int, float]]:
+    """Returns the likeliest token of each row of hidden states, [rows, hidden_size], and its probability among those
+    that are guessed. Waits for the device once."""
+    scores = torch.cat([multiply(hidden) for _, multiply in head], dim=-1).float()
+    best, places = scores.max(dim=-1)
+    probabilities = 1 / (scores - best[:, None]).exp().sum(dim=-1)
+    # One copy for both: float32 has all integers up to 2**24.
+    found = torch.stack([places.float(), probabilities]).T.cpu().tolist()
+    gap = head[-1][0] - _FREQUENT if len(head) > 1 else 0
+    return [(int(place) + (gap if place >= _FREQUENT else 0), probability) for place, probability in found]
