@@ -339,8 +339,10 @@ class ActiveRequests:
 
 
 def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:
-    state, num_drafted = chunk.sequence.state, chunk.num_drafted
-    if num_drafted and isinstance(state, KVSequence) and not state.has_spares():
+    """Returns a chunk without its guesses if states cannot be kept for them. Its reply is then guessed no more."""
+    reply, num_drafted = chunk.sequence, chunk.num_drafted
+    if num_drafted and isinstance(reply.state, KVSequence) and not reply.state.has_spares():
+        reply.guesser = None
         return replace(chunk, end=chunk.end - num_drafted, num_drafted=0)
     return chunk
 

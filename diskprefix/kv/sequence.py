@@ -117,8 +117,8 @@ class KVSequence:
         return self.complete_from > 0 or any(table.group.first_needed(num_tokens) > 0 for table in self.tables)
 
     def begin_step(self, num_rows: int, spans: tuple[tuple[int, int], ...] = (), num_guesses: int = 0) -> Run:
-        """Prepares the memory for a step of `num_rows` tokens, the last of which are guesses: without `has_spares` those
-        stay in states. Raises `ContextTooLong` if there is no memory."""
+        """Prepares the memory for a step of `num_rows` tokens, of which the last `num_guesses` may be taken back: from
+        states only if `has_spares` is true. Raises `ContextTooLong` if there is no memory."""
         keeps_states = num_guesses > 0 and bool(self._state_layers) and self.has_spares()
         run = Run(self.num_tokens, num_rows, spans, [] if keeps_states else None)
         if not self.has_room(run.end):

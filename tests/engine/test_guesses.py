@@ -19,6 +19,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.saving import Saver
+from diskprefix.cache.tiers.nodes import Node
 from diskprefix.engine.drafting import ModelDrafter, likeliest
 from diskprefix.engine.guesser import DraftRate, Guesser
 from diskprefix.engine.loop import Engine, Loop
@@ -29,6 +31,8 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
+from diskprefix.store.changes import NewNode
+from diskprefix.store.pieces import Payload
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.engine.driving import (
     BLOCK,
@@ -284,6 +288,63 @@ def test_a_model_that_is_not_exact_at_every_token_computes_no_guesses(
     assert "--draft-model has no effect" in caplog.text
     (client,) = run_together(engine, [request(TEXT)])
     assert client.done.timings.drafted_tokens == 0
+    engine.close()
+
+
+# Recurrent layers, whose states a wrong guess has changed.
+
+FEW = {2: -100.0, **dict.fromkeys((50, 51, 52), 100.0)}
+"""Replies of so few different tokens repeat themselves."""
+REPEATING = [
+    request(TEXT, max_tokens=60, logprobs=2, logit_bias=FEW),
+    request(tokens(200, 2), max_tokens=REPLY, logprobs=0, logit_bias=FEW, temperature=1.0, seed=3, n=2),
+]
+
+
+def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[list[Client], Any]:
+    """Returns the clients, and what they were told, with the bytes of all that was saved and of all that stays."""
+    make, saved, kept = Saver._new_node, dict[Any, bytes](), list[tuple[bytes, bytes]]()
+
+    def noted(saver: Saver, node: Node, payload: Payload, *others: Any) -> NewNode:
+        found = make(saver, node, payload, *others)
+        saved[found.kind, found.position, bytes(found.token_ids)] = b"".join(payload)
+        return found
+
+    with patch.object(Saver, "_new_node", noted):
+        clients = run_together(engine, requests)
+    for node in engine.pages.ended():
+        sequence = engine.pages.resume(node)
+        assert sequence is not None
+        kept.append((node.token_ids.tobytes(), bytes(sequence.read_states())))
+        engine.pages.end(sequence, keep=False)
+    return clients, (list(map(said, clients)), saved, sorted(kept))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "kimi_linear", "granitemoehybrid", "falcon_h1", "nemotron_h"])
+def test_what_recurrent_layers_say_and_save_is_that_without_guesses(name: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", name)
+    plain, ngram = load(model, tmp_path / "plain"), guessing(model, tmp_path / "ngram")
+    _, expected = said_and_saved(plain, REPEATING)
+    clients, found = said_and_saved(ngram, REPEATING)
+    assert all(map(some_are_wrong, clients))
+    assert found == expected
+    assert ngram.check_memory() == []
+    for engine in (plain, ngram):
+        engine.close()
+
+
+def test_where_no_memory_is_left_for_the_states_before_it_no_guess_is_computed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    engine = guessing(write_model(tmp_path / "model", "qwen3_5"), tmp_path / "kv")
+    (expected,) = run_together(engine, REPEATING[:1])
+    assert some_are_wrong(expected)
+    bound_memory(engine.pages, engine.pages.pool.sequence_bytes(len(TEXT) + 60))
+    (found,) = run_together(engine, REPEATING[:1])
+    assert said(found) == said(expected)
+    assert found.done.timings.drafted_tokens == 0
+    assert "waits" not in caplog.text
     engine.close()
 
 

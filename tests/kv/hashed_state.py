@@ -87,18 +87,31 @@ def payload_of(layout: Layout, hashed: npt.NDArray[np.uint8]) -> bytes:
     return b"".join((hashed ^ of_group[:, None, None]).tobytes() for of_group in numbers)
 
 
-def compute(sequence: KVSequence, token_ids: TokenIds, end: int | None = None, *, seed: object = 0) -> bool:
-    """Does what the engine does in a step up to `end`, or to that of all tokens. Returns False without memory."""
+def compute(
+    sequence: KVSequence, token_ids: TokenIds, end: int | None = None, *, seed: object = 0, num_wrong: int = 0
+) -> bool:
+    """Does what the engine does in a step up to `end`, or to that of all tokens, and with so many wrong guesses behind
+    it. Returns False without memory."""
     end = len(token_ids) if end is None else end
     if not sequence.has_room(end):
         return False
-    run = sequence.begin_step(end - sequence.num_tokens)
-    hashed = hashes(seed, token_ids, run.start, end)
+    if not (sequence.has_room(end + num_wrong) and sequence.has_spares()):
+        num_wrong = 0
+    run = sequence.begin_step(end + num_wrong - sequence.num_tokens, num_guesses=num_wrong)
+    hashed = hashes(seed, tokens(token_ids[:end], *[99] * num_wrong), run.start, run.end)
+
+    def put_states(num_rows: int) -> None:
+        for page in sequence.states if num_rows else ():
+            page.tensor.view(torch.uint8).copy_(torch.from_numpy(hashed[num_rows - 1]))
+
     for layer in sequence.token_layers:
         layer.put(rows_of(layer.keys, hashed), rows_of(layer.values, hashed), run)
-    for page in sequence.states if run.num_rows else ():
-        page.tensor.view(torch.uint8).copy_(torch.from_numpy(hashed[-1]))
+    put_states(run.num_rows)
     sequence.end_step(run)
+    if run.replays is not None:
+        run.replays.append(put_states)
+    if num_wrong:
+        sequence.take_back(end)
     sequence.num_ready = end
     return True
 

@@ -65,7 +65,7 @@ class Histories(RuleBasedStateMachine):
         self.cache = page_cache(layout_of(self.kind, self.window), blocks=blocks, keeps=keeps)
         for number, root in enumerate((b"a", b"b")):
             self.begin(10, 18, [0], root, float("inf"), False)
-            self.compute(number, 18, [], False)
+            self.compute(number, 18, [], 0, False)
 
     def picked(self, number: int) -> KVSequence:
         return self.running[number % len(self.running)]
@@ -124,8 +124,8 @@ class Histories(RuleBasedStateMachine):
         self.use(sequence)
 
     @has_running
-    @rule(number=PICK, count=st.integers(1, 30), more=IDS, has_logits=st.booleans())
-    def compute(self, number: int, count: int, more: list[int], has_logits: bool) -> None:
+    @rule(number=PICK, count=st.integers(1, 30), more=IDS, num_wrong=st.integers(0, 3), has_logits=st.booleans())
+    def compute(self, number: int, count: int, more: list[int], num_wrong: int, has_logits: bool) -> None:
         sequence = self.picked(number)
         token_ids, prompt = self.ids[sequence], self.ids[sequence]
         if sequence.num_tokens == len(token_ids):
@@ -134,7 +134,7 @@ class Histories(RuleBasedStateMachine):
         end = min(len(token_ids), sequence.num_tokens + count)
         if end == sequence.num_tokens:
             return
-        if not compute(sequence, token_ids, end, seed=self.seeds[sequence]):
+        if not compute(sequence, token_ids, end, seed=self.seeds[sequence], num_wrong=num_wrong):
             self.remove(sequence, keep=True)
             return
         self.ids[sequence] = token_ids[: max(end, len(prompt))]
@@ -174,7 +174,7 @@ class Histories(RuleBasedStateMachine):
             assert sequence.num_tokens == source.num_tokens
             self.add(sequence, self.ids[source][: source.num_tokens], self.seeds[source])
             for one, token in ((sequence, 3), (source, 4)):
-                self.compute(self.running.index(one), 1, [token], False)
+                self.compute(self.running.index(one), 1, [token], 0, False)
 
     @has_running
     @rule(number=PICK, how=st.sampled_from(["keep", "keep", "drop", "fail"]))

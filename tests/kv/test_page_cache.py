@@ -75,6 +75,17 @@ def more(token_ids: TokenIds, count: int = 20) -> TokenIds:
     return tokens(token_ids, range(900, 900 + count))
 
 
+def test_pages_for_guesses_go_to_a_prompt_that_needs_them() -> None:
+    cache = page_cache(layout_of("token_checkpoints"), blocks=2)
+    first = run(cache, IDS[:4])
+    assert first.has_spares()
+    assert cache.begin(B, IDS[:4]) is None, "a step with guesses is about to begin"
+    first.take_back(4)
+    assert isinstance(cache.begin(B, IDS[:4]), KVSequence)
+    assert not first.has_spares()
+    assert wrong(first, IDS[:4]) == cache.check() == []
+
+
 # How much is found.
 
 

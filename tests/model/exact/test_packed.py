@@ -121,7 +121,7 @@ def are_equal(one: Bits, other: Bits) -> bool:
     "name",
     [
         *("llama", "gemma3", "gemma3n", "phi3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss int4", "deepseek_v3 int8"),
-        *("qwen3_5", "lfm2", "mamba2", "kimi_linear", "granitemoehybrid int4"),
+        *("qwen3_5", "lfm2", "mamba2", "kimi_linear", "falcon_h1", "nemotron_h", "granitemoehybrid int4"),
     ],
 )
 def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:
@@ -130,6 +130,27 @@ def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> Non
     assert all(logits.isfinite().all() for _, of_one in expected for logits in of_one)
     for seed in range(examples(2)):
         assert are_equal(together(model, layout, seed), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2", "kimi_linear"])
+def test_without_states_that_are_taken_back_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layout = made(name)
+    expected = alone(model, layout)
+    monkeypatch.setattr(recurrent, "_replay", lambda *_: None)
+    assert not are_equal(together(model, layout, seed=0), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
+def test_all_rows_of_a_step_are_taken_back(name: str) -> None:
+    model, layout = made(name)
+    sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, 0, 40)
+    with torch.inference_mode():
+        forward(model, sequence, token_ids[:, :30])
+        before = state_of(sequence, 30)
+        expected = forward(model, sequence, token_ids[:, 30:], 10)
+        sequence.take_back(30)
+        assert state_of(sequence, 30) == before
+        assert torch.equal(forward(model, sequence, token_ids[:, 30:], 10), expected)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "kimi_linear"])
