@@ -383,7 +383,7 @@ class Settings:
 
     @property
     def uses_draft_layer(self) -> bool:
-        """Whether the layer of a model that predicts further tokens is loaded, if it has one."""
+        """True if the layer of a model that predicts further tokens is loaded."""
         return True
 
     @property

@@ -1,6 +1,11 @@
-"""The layer of a checkpoint that predicts the token after the next one (MTP). It becomes a part of the decoder:
-`model.get_decoder().draft_layer`, an `MtpLayer` of transformers. Embeddings, logits and positions are the model's.
-Nothing here needs torch, until a class is made."""
+"""The layer of a checkpoint that predicts the token after the next one (MTP).
+
+It becomes a part of the decoder, `model.get_decoder().draft_layer`: an `MtpLayer` of transformers, whose parameters are
+loaded, quantised and identified like those of any other layer. Embeddings, logits and positions are the model's; copies
+of them in the checkpoint are not loaded. Of several such layers the first is used, and none where no model is exact at
+every token. A checkpoint that counts such a layer and has no tensor of it is served without; one that lacks some is
+refused. Nothing here needs torch until a class is made.
+"""
 
 from __future__ import annotations
 

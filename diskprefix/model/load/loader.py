@@ -18,7 +18,7 @@ from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.chat_template import read_template
-from diskprefix.model.load.checkpoint import StoredTensor, stored_tensors, weight_files_of
+from diskprefix.model.load.checkpoint import stored_tensors, weight_files_of
 from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
@@ -261,7 +261,7 @@ def _source(
             else:
                 config = _read_config(path)
                 kind = require_served_kind(path, config)
-                if uses_draft_layer and _draft_layer_names(stored_tensors(path, files), config):
+                if uses_draft_layer and _draft_layer_names(path, files, config):
                     kind = replace(kind, has_draft_layer=True)
             dtype = _pick_dtype(settings.dtype, None if is_file else config, weights)
     if gguf is None:
@@ -426,12 +426,8 @@ def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrained
         sources, forms = parameters.others, {name: matrix.form for name, matrix in parameters.matrices.items()}
     else:
         folder = source.files[0].parent
-        stored = stored_tensors(folder, source.files)
-        names = _draft_layer_names(stored, source.config) if source.kind.has_draft_layer else {}
-        decoder = "model." if config is source.config.get_text_config() else "model.language_model."
-        sources = {
-            f"{decoder}draft_layer.{names[one.name]}" if one.name in names else one.name: one.read for one in stored
-        }
+        names = _draft_layer_names(folder, source.files, source.config) if source.kind.has_draft_layer else {}
+        sources = {names.get(tensor.name, tensor.name): tensor.read for tensor in stored_tensors(folder, source.files)}
         forms = read_forms(folder) if source.weights in QUANTISED else {}
     if forms:
         describe(config, forms, is_in_gguf=parameters is not None)
@@ -441,13 +437,14 @@ def _read(source: _ModelSource, parameters: FileParameters | None) -> PreTrained
     return load_parameters(kind, config, sources, take, weights, dtype=source.dtype, device=device)
 
 
-def _draft_layer_names(stored: Sequence[StoredTensor], config: PreTrainedConfig) -> dict[str, str]:
-    """Returns the tensors of a draft layer, and their names in it. Without one, or where it is not used, none."""
+def _draft_layer_names(folder: Path, files: Sequence[Path], config: PreTrainedConfig) -> dict[str, str]:
+    """Returns the tensors of a draft layer, with their names in the model; none where there is none that is used."""
     text = config.get_text_config(decoder=True)
     if text.model_type not in HAVE_DRAFT_LAYER:
         return {}
-    further = further_layers((tensor.name for tensor in stored), text.num_hidden_layers)
-    return {name: own for name, own in further.items() if own is not None}
+    further = further_layers((tensor.name for tensor in stored_tensors(folder, files)), text.num_hidden_layers)
+    decoder = "model" if text is config else "model.language_model"
+    return {name: f"{decoder}.draft_layer.{own}" for name, own in further.items() if own is not None}
 
 
 def quiet_transformers() -> None:

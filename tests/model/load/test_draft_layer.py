@@ -246,7 +246,8 @@ def test_the_layer_is_the_one_that_transformers_loads(family: str, tmp_path: Pat
     require_equal(found, expected)
 
 
-def test_the_layer_of_a_model_with_pictures_is_a_part_of_its_decoder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"])
+def test_the_layer_of_a_model_with_pictures_is_a_part_of_its_decoder(name: str, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny", "qwen35")
     text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -257,7 +258,9 @@ def test_the_layer_of_a_model_with_pictures_is_a_part_of_its_decoder(tmp_path: P
     whole.save_pretrained(tmp_path / "whole")
     tiny.tokenizer().save_pretrained(tmp_path / "whole")
     save_file(whole.state_dict() | parts, tmp_path / "whole/model.safetensors", {"format": "pt"})
+    (tmp_path / "whole/config.json").write_text(json.dumps(config.to_dict() | {"architectures": [name]}))
     found = loaded(tmp_path / "whole").model
+    assert type(found).__name__ == name
     assert type(found.get_decoder().draft_layer.mtp_block).__name__ == "Qwen3_5DecoderLayer"
     require_equal(draft_layer(found), draft_layer(loaded(folder).model))
 
