@@ -381,9 +381,7 @@ def test_every_reply_is_the_one_computed_alone(
 
 
 @pytest.mark.parametrize("how", ["cancelled", "preempted"])
-def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(how: str, tmp_path: Path) -> None:
     """It waits for a mask behind some of its guesses, and has not looked at others."""
     driven = Driven(write_model(tmp_path / "model", "lfm2"), tmp_path / "kv", "ngram")
     engine, active = driven.engine, driven.loop._active
