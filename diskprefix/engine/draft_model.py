@@ -206,9 +206,9 @@ class DraftModel:
         except Exception as error:  # noqa: BLE001 (as in `give_up`)
             self._is_kept_not("a conversation", error)
             self._lacking.clear()
-            if self._ahead is not None:
-                (_, sequence), self._ahead = self._ahead, None
-                self._drop(sequence)
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None:
+                self._drop(ahead[1])
             return 0
 
     def _worked_ahead(self) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import partial
-from operator import lt
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -23,14 +21,12 @@ from transformers import MistralConfig, MistralForCausalLM
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import Node
-from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.draft_model import DraftModel
 from diskprefix.engine.drafting import likeliest
 from diskprefix.engine.guesser import Rates
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.model_proposer import ModelProposer
 from diskprefix.engine.request import ErrorEvent, GenerateRequest
-from diskprefix.engine.running_request import Reply
 from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
@@ -370,42 +366,6 @@ def test_where_no_memory_is_left_for_the_states_before_it_no_guess_is_computed(
     assert said(found) == said(expected)
     assert found.done.timings.drafted_tokens == 0
     assert "waits" not in caplog.text
-    engine.close()
-
-
-def test_a_cancelled_reply_that_waited_with_guesses_stays_with_the_state_of_its_tokens(tmp_path: Path) -> None:
-    """It waits for a mask behind some of its guesses."""
-    engine = guessing(write_model(tmp_path / "model", "lfm2"), tmp_path / "kv")
-    one, drop_held, waited = request(TEXT, max_tokens=REPLY, constraint=WORDS), Reply.drop_held, list[bool]()
-    (expected,) = run_together(engine, [one])
-
-    def noted(reply: Reply) -> None:
-        waited.append(reply.held is not None and reply.held.had_guesses)
-        drop_held(reply)
-
-    for num_ready in range(8, 40, 4):
-        engine.pages.forget_idle()
-        left = [num_ready]
-
-        def is_ready(_: ConstrainedReply, left: list[int] = left) -> bool:
-            left[0] -= 1
-            return left[0] >= 0
-
-        late = patch.object(ConstrainedReply, "is_ready", property(is_ready))
-        with scripted(engine, [expected]), late, patch.object(Reply, "drop_held", noted), running(engine) as inbox:
-            client = Client(inbox, one)
-            wait_for(partial(lt, left, [0]))
-            client.ticket.cancel()
-            inbox.wake()
-        (node,) = engine.pages.ended()
-        kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
-        assert kept is not None
-        with torch.inference_mode():
-            runner.run(engine.model, [runner.Rows(again, torch.from_numpy(ids_of(engine.pages, node)).long()[None])])
-        assert kept.read_states() == again.read_states()
-        engine.pages.end(kept, keep=False)
-        again.close()
-    assert any(waited)
     engine.close()
 
 

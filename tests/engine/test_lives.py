@@ -16,7 +16,7 @@ import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.loading import Loader
-from diskprefix.engine import forward
+from diskprefix.engine import forward, running_request
 from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
@@ -32,6 +32,7 @@ from diskprefix.engine.request import (
 from diskprefix.engine.sampler import draw
 from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import CacheError
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import latent, runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.purge import PurgeFilter, purge
@@ -43,11 +44,14 @@ from tests.engine.driving import (
     ScriptedProposer,
     bound_memory,
     load,
+    request,
+    said,
     tokens,
     tokens_of,
     write_model,
 )
 from tests.examples import examples
+from tests.kv.hashed_state import ids_of
 
 LONGEST = 700
 MAX_SEQUENCES = 3
@@ -374,3 +378,40 @@ def test_every_reply_is_the_one_computed_alone(
         life.happen()
     life.restart()
     assert life.driven.engine.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "preempted"])
+def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(how: str, tmp_path: Path) -> None:
+    """It waits for a mask behind some of its guesses, and has not looked at others."""
+    driven = Driven(write_model(tmp_path / "model", "lfm2"), tmp_path / "kv", "ngram")
+    engine, active = driven.engine, driven.loop._active
+    one = request(tokens(90), max_tokens=40, constraint=WORDS)
+    expected = Client(driven.inbox, one)
+    driven.finish()
+    engine.pages.forget_idle()
+    engine.speculation = Speculation(ScriptedProposer(lambda _: [expected.tokens]), [], engine.clock)
+    found = Client(driven.inbox, one)
+
+    def waiting() -> list[running_request.Reply]:
+        replies = [reply for running in active.requests for reply in running.replies]
+        return [one for one in replies if one.held is not None and one.held.had_guesses]
+
+    while not waiting():
+        assert driven.step()
+    (reply,) = waiting()
+    num_tokens = reply.num_computed
+    with torch.inference_mode():
+        if how == "cancelled":
+            active.cancel(reply.running)
+        else:
+            active.preempt(reply)
+        node = next(node for node in engine.pages.ended() if node.end == num_tokens)
+        kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
+        assert kept is not None
+        runner.run(engine.model, [runner.Rows(again, torch.from_numpy(ids_of(engine.pages, node)).long()[None])])
+        assert kept.read_states() == again.read_states()
+    engine.pages.end(kept, keep=False)
+    again.close()
+    driven.finish()
+    assert how == "cancelled" or said(found) == said(expected)
+    assert engine.close()

@@ -200,9 +200,20 @@ def read(case: Case, folder: Path, form: str) -> str:
             errors[name] = error_of(logits, torch.load(path), form)
     equal = [name for name, error in errors.items() if error <= MAX_ERRORS[name][form]]
     fault = "" if equal else "equals neither"
+    if form == "f32" and not has_layer_of(load_model(Settings(model=str(folder / "model")), print).model, model):
+        fault = "its draft layer is not that of the folder"
     if case.is_exact == bool(reason):
         fault = f"not exact at every token: {reason}" if reason else "exact, and it was never cached"
     return json.dumps(found | {"exact_at": layout.exact_at, "errors": errors, "equal_to": equal, "fault": fault})
+
+
+def has_layer_of(folders: Any, files: Any) -> bool:
+    """Returns whether a file's model has no draft layer, or that of the folder's."""
+    of_file, of_folder = (getattr(model.get_decoder(), "draft_layer", None) for model in (files, folders))
+    if of_file is None or of_folder is None:
+        return of_file is None
+    found, expected = (layer.bfloat16().state_dict() for layer in (of_file, of_folder))
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def isolated(work: Callable[[], str]) -> str:
