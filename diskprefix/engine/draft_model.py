@@ -52,7 +52,7 @@ class LoadedDraft(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Conversation:
+class LackingConversation:
     """A conversation that the draft model lacks a part of: `token_ids` of a prompt and the reply to it."""
 
     prompt: Prompt
@@ -92,9 +92,9 @@ class DraftModel:
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="draft-fetch")
         self._abandoned: list[DraftSequence] = []
         """Sequences of replies that ended before their fetch."""
-        self._lacking: deque[Conversation] = deque(maxlen=_MOST_LACKING)
+        self._lacking: deque[LackingConversation] = deque(maxlen=_MOST_LACKING)
         """The latest last."""
-        self._ahead: tuple[Conversation, DraftSequence] | None = None
+        self._ahead: tuple[LackingConversation, DraftSequence] | None = None
         """What is computed while nothing else runs."""
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class DraftModel:
         if keep and reply.index == 0 and reply.guesser is not None:
             num_computed = 0 if sequence is None or sequence.fetch is not None else sequence.state.num_tokens
             self._note_lacking(
-                Conversation(request.prompt, request.cache, self.cache.owner(request.cache.tenant), token_ids),
+                LackingConversation(request.prompt, request.cache, self.cache.owner(request.cache.tenant), token_ids),
                 num_computed,
             )
         if sequence is None:
@@ -187,7 +187,7 @@ class DraftModel:
         del self.sequences[reply]
         self._end(sequence, token_ids, keep=keep, is_finished=reply.is_finished, name=request.id)
 
-    def _note_lacking(self, one: Conversation, num_computed: int) -> None:
+    def _note_lacking(self, one: LackingConversation, num_computed: int) -> None:
         """Notes what to compute when nothing else runs. Earlier turns of the same conversation are forgotten."""
         for other in list(self._lacking):
             prompt = other.prompt.token_ids

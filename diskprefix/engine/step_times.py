@@ -1,4 +1,4 @@
-"""How long steps take by the number of their rows, and how many times as fast guesses make them."""
+"""Measures how long steps take by the number of their rows, and says how many guesses pay."""
 
 from __future__ import annotations
 

@@ -188,7 +188,8 @@ MIXTURES: dict[str, Architecture] = {
     ),
     "glm4moe": Architecture(
         model_type="glm4_moe",
-        config=lambda metadata, _: {"use_qk_norm": metadata.has("attn_q_norm.weight")},
+        # For a file whose heads are rotated whole: transformers would rotate half of each.
+        config=lambda metadata, _: {"use_qk_norm": metadata.has("attn_q_norm.weight"), "partial_rotary_factor": 1.0},
         gate=SIGMOID,
     ),
     "ernie4_5-moe": Architecture(model_type="ernie4_5_moe", config=_ernie_moe, gate=SOFTMAX),
