@@ -16,7 +16,7 @@ from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes, speedup, worth_computing
 
 _HYSTERESIS = 1.5
-"""A sequence without computed guesses begins to compute them when they seem this many times as good as needed."""
+"""A reply without computed guesses begins to compute free ones when they seem this many times as good as needed."""
 
 
 class Proposer(Protocol):
@@ -70,7 +70,7 @@ class Speculation:
             chain.propose(asked, self.times, len(decoding))
             for reply in asked:
                 reply.running.draft_s += (self._clock() - started) / len(asked)
-        chances = [[] if is_plain else _guessed(reply) for reply in decoding]
+        chances = [[] if is_plain else self._guessed(reply) for reply in decoding]
         for reply, count in zip(decoding, worth_computing(chances, self.times), strict=True):
             reply.draft = [] if reply.guesser is None else reply.guesser.token_ids[:count]
             if reply.guesser is not None:
@@ -106,13 +106,14 @@ class Speculation:
                     found, best = chain, gain
         return found
 
-
-def _guessed(reply: Reply) -> list[float]:
-    """Returns the chances of a reply's guesses for `worth_computing`."""
-    if reply.guesser is None:
-        return []
-    part = 1.0 if reply.guesser.is_computing else 1 / _HYSTERESIS
-    return [part * chance for chance in reply.guesser.chances()[: max(0, reply.room_for_draft)]]
+    def _guessed(self, reply: Reply) -> list[float]:
+        """Returns the chances of a reply's guesses for `worth_computing`."""
+        guesser = reply.guesser
+        if guesser is None:
+            return []
+        is_free = self._free is not None and guesser.proposer == self._free.name
+        part = 1 / _HYSTERESIS if is_free and not guesser.is_computing else 1.0
+        return [part * chance for chance in guesser.chances()[: max(0, reply.room_for_draft)]]
 
 
 def _names(sequences: Sequence[Reply]) -> Hashable:

@@ -8,6 +8,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from diskprefix.engine.guesser import MOST_ROWS
 
 _TRIAL_ROWS = 4
+_UNLIKELY = 0.02
+"""Guesses with less chance make no difference."""
 
 
 class StepTimes:
@@ -106,6 +108,8 @@ def speedup(times: StepTimes, num_sequences: int, chances: Iterable[float], gues
     plain = times.of(num_sequences)
     best = tokens = 1.0
     for count, chance in zip(range(1, MOST_ROWS // num_sequences + 1), chances, strict=False):
+        if chance < _UNLIKELY:
+            break
         tokens += chance
         best = max(best, tokens * plain / (times.of(num_sequences * (1 + count)) + guess_cost * count))
     return best
