@@ -42,6 +42,8 @@ LEAST_LACKING = 32
 """The next turn computes fewer tokens at once."""
 _AHEAD_ROWS = 64
 """A request that comes waits for a step of so many rows. Larger ones are hardly faster."""
+_AHEAD_S = 0.01
+"""A request that comes waits as long for what is fetched ahead."""
 
 
 class LoadedDraft(NamedTuple):
@@ -53,12 +55,14 @@ class LoadedDraft(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LackingConversation:
-    """A conversation that the draft model lacks a part of: `token_ids` of a prompt and the reply to it."""
+    """A conversation that the draft model lacks a part of: `token_ids` of a prompt and the reply to it. `expires_at` is
+    on the clock of `time.monotonic`."""
 
     prompt: Prompt
     options: CacheOptions
     owner: Owner
     token_ids: TokenIds
+    expires_at: float
 
 
 @dataclass(eq=False)
@@ -91,7 +95,7 @@ class DraftModel:
         self._packs = cache.layout.packs
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="draft-fetch")
         self._abandoned: list[DraftSequence] = []
-        """Sequences of replies that ended before their fetch."""
+        """Sequences that ended before their fetch."""
         self._lacking: deque[LackingConversation] = deque(maxlen=_MOST_LACKING)
         """The latest last."""
         self._ahead: tuple[LackingConversation, DraftSequence] | None = None
@@ -171,9 +175,10 @@ class DraftModel:
         token_ids = np.concatenate([request.prompt.token_ids, as_token_ids(reply.token_ids)])
         if keep and reply.index == 0 and reply.guesser is not None:
             num_computed = 0 if sequence is None or sequence.fetch is not None else sequence.state.num_tokens
+            owner = self.cache.owner(request.cache.tenant)
+            expires_at = time.monotonic() + self.cache.lasts_s(request.cache.ttl_s)
             self._note_lacking(
-                LackingConversation(request.prompt, request.cache, self.cache.owner(request.cache.tenant), token_ids),
-                num_computed,
+                LackingConversation(request.prompt, request.cache, owner, token_ids, expires_at), num_computed
             )
         if sequence is None:
             return
@@ -213,18 +218,21 @@ class DraftModel:
 
     def _worked_ahead(self) -> int:
         if self._ahead is None:
+            # One of those may be of the same conversation.
+            if not _are_fetched(self._abandoned):
+                return 1
+            self._release_abandoned()
             one = self._lacking[-1]
-            is_gone = self.cache.is_gone(one.owner)
-            sequence = None if is_gone else self._begun(one.prompt, one.options, is_first=True)
+            sequence = self._begun(one.prompt, one.options, is_first=True)
             if sequence is not None:
                 self._ahead = one, sequence
             self._lacking.pop()
-            if sequence is None:
+            if self._ahead is None:
                 return 1
-            if sequence.fetch is not None:
-                wait([sequence.fetch])
-            self._take_fetched(sequence)
         one, sequence = self._ahead
+        if not _are_fetched([sequence]):
+            return 1
+        self._take_fetched(sequence)
         start, prompt_tokens = sequence.state.num_tokens, len(one.prompt.token_ids)
         end = min(start + _AHEAD_ROWS, prompt_tokens if start < prompt_tokens else len(one.token_ids))
         if end > start and self.has_room(sequence, end):
@@ -242,8 +250,22 @@ class DraftModel:
         """Ends what is computed ahead, because a request has come. It goes on later."""
         if self._ahead is not None:
             (one, sequence), self._ahead = self._ahead, None
-            self._end(sequence, one.token_ids, keep=True, is_finished=False, name="a conversation")
+            if sequence.fetch is None:
+                self._end(sequence, one.token_ids, keep=True, is_finished=False, name="a conversation")
+            else:
+                self._drop(sequence)
             self._lacking.append(one)
+
+    def drop_gone(self) -> None:
+        """Forgets what is lacking of conversations that were purged or have expired."""
+        for one in [one for one in self._lacking if self._is_gone(one)]:
+            self._lacking.remove(one)
+        if self._ahead is not None and self._is_gone(self._ahead[0]):
+            (_, sequence), self._ahead = self._ahead, None
+            self._drop(sequence)
+
+    def _is_gone(self, one: LackingConversation) -> bool:
+        return self.cache.is_gone(one.owner) or one.expires_at <= time.monotonic()
 
     def _is_kept_not(self, name: str, error: Exception) -> bool:
         raise_if_lost(error)
@@ -263,7 +285,10 @@ class DraftModel:
         self.pages.end(state, keep=keep, options=options)
 
     def _drop(self, sequence: DraftSequence) -> None:
-        """Ends a sequence that failed."""
+        """Ends a sequence that failed, or is not wanted any more."""
+        if sequence.fetch is not None:
+            self._abandoned.append(sequence)
+            return
         sequence.drafted = []
         self.pages.forget(sequence.state)
         sequence.state.truncate(0)
@@ -323,6 +348,11 @@ class DraftModel:
             if sequence.cached is not None:
                 sequence.cached.close()
             self.pages.end(sequence.state, keep=False)
+
+
+def _are_fetched(sequences: Sequence[DraftSequence]) -> bool:
+    """Waits for fetches, but not long."""
+    return not wait([one.fetch for one in sequences if one.fetch is not None], _AHEAD_S).not_done
 
 
 def _fetch(cached: CachedRequest, state: KVSequence, have: int) -> None:

@@ -67,6 +67,12 @@ class Guesser:
         """Forgets the guesses."""
         self.token_ids, self._kinds = [], []
 
+    def give_up(self, proposer: str) -> None:
+        """Forgets a proposer and its guesses."""
+        self.rates.pop(proposer, None)
+        if proposer == self.proposer:
+            self.forget()
+
     def chances(self) -> list[float]:
         """Returns for each guessed token the chance that it and all before it are right."""
         if not self._kinds:

@@ -45,7 +45,7 @@ class LayerProposer(ChainProposer):
             for one in drafts:
                 log.warning("[engine] %s goes on without guesses: %s", one.reply.running.request.id, first_line(error))
                 if one.reply.guesser is not None:
-                    one.reply.guesser.rates.pop(self.name, None)
+                    one.reply.guesser.give_up(self.name)
             return None
         for one, of_one in zip(drafts, hidden, strict=True):
             one.hidden = of_one

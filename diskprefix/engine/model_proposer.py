@@ -41,13 +41,14 @@ class ModelProposer(ChainProposer):
 
     def drop(self, reply: Reply, *, keep: bool) -> None:
         """Ends the draft model's sequence of a reply. `keep`: the next turn may begin there."""
-        if reply.is_finished:
+        if reply.is_finished and reply.running.reply_limit:
             self._reply_tokens += self._WEIGHT * (len(reply.token_ids) - self._reply_tokens)
         self.model.release(reply, keep=keep)
 
     def begin(self, reply: Reply, times: StepTimes) -> None:
         """Has stored state fetched while the prompt is computed."""
-        if reply.guesser is not None and self.gain(reply.guesser.rates[self.name], times, 1) >= LEAST_SPEEDUP:
+        rates = None if reply.guesser is None else reply.guesser.rates.get(self.name)
+        if rates is not None and self.gain(rates, times, 1) >= LEAST_SPEEDUP:
             self._sequence(reply)
 
     def work_ahead(self, times: StepTimes) -> int:
@@ -144,7 +145,7 @@ class ModelProposer(ChainProposer):
 
     def _forget(self, reply: Reply) -> None:
         if reply.guesser is not None:
-            reply.guesser.rates.pop(self.name, None)
+            reply.guesser.give_up(self.name)
 
     def _give_up(self, reply: Reply, error: Exception) -> None:
         """Stops guessing a reply. A draft model that fails fails no request. Raises `DeviceLost`."""

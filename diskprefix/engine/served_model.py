@@ -153,6 +153,8 @@ class ServedModel:
         """Forgets the state of sequences that have expired or were purged. For the engine's thread."""
         for cache, pages in self._caches():
             pages.drop_gone(cache.namespaces.purged_at)
+        if self.draft is not None:
+            self.draft.drop_gone()
 
     def expires_in_s(self) -> float | None:
         """Returns the seconds until `drop_gone` has something to forget, None if nothing expires."""
@@ -224,7 +226,7 @@ class ServedModel:
 
     def guesser(self, request: GenerateRequest) -> Guesser | None:
         """Returns the guesser of one reply to a request; None if no tokens are guessed."""
-        if self.speculation is None:
+        if self.speculation is None or request.reading is not None:
             return None
         return self.speculation.guesser(len(request.prompt.token_ids) + self.reply_limit(request) - 1)
 

@@ -196,13 +196,15 @@ class KVSequence:
     def take_back(self, num_tokens: int) -> None:
         """Forgets the last tokens, which were guesses, so that `num_tokens` remain. With states, those of the last
         step."""
-        run, self._guessed, self._needs_spares = self._guessed, None, False
+        run, self._guessed = self._guessed, None
         if self._state_layers and num_tokens < self.num_tokens:
             assert run is not None, "the step kept no states"
             if num_tokens == run.start:
                 self._swap_states()
             for replay in run.replays or () if num_tokens > run.start else ():
                 replay(num_tokens - run.start)
+        # Not before: other threads take idle spares.
+        self._needs_spares = False
         self.truncate(num_tokens)
 
     def has_spares(self) -> bool:

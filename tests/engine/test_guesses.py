@@ -26,7 +26,7 @@ from diskprefix.engine.drafting import likeliest
 from diskprefix.engine.guesser import Rates
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.model_proposer import ModelProposer
-from diskprefix.engine.request import ErrorEvent, GenerateRequest
+from diskprefix.engine.request import ErrorEvent, GenerateRequest, Reading
 from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
@@ -36,6 +36,7 @@ from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Payload
+from diskprefix.store.purge import PurgeFilter
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.engine.driving import (
     BLOCK,
@@ -506,6 +507,75 @@ def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine, p
     assert no_memory_is_busy(draft)
 
 
+def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine, plain: Engine) -> None:
+    model, fetcher = drafter(draft), Never()
+    assert plain is not draft
+    with patch.object(proposer(draft), "_pays", return_value=False), running(draft) as inbox:
+        with patch.object(model, "_fetcher", fetcher):
+            Client(inbox, request(tokens(100, 24), max_tokens=4))
+            wait_until_idle(inbox)
+            fetcher.fetches[0].set_result(None)
+            wait_for(lambda: model._ahead is not None)
+            other = Client(inbox, request(tokens(30, 25), max_tokens=4, scope="off"))
+            wait_until_idle(inbox)
+        assert other.done
+        for fetch in fetcher.fetches[1:]:
+            fetch.set_result(None)
+        wait_for(lambda: not model._lacking and model._ahead is None)
+    assert max(node.end for node in model.pages.ended()) > 100
+    assert no_memory_is_busy(draft)
+
+
+def test_what_was_purged_is_not_computed_ahead(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    engine = drafting(folders, tmp_path / "kv")
+    model, num_rows = drafter(engine), list[int]()
+    worked_ahead = model._worked_ahead
+
+    def purging() -> int:
+        num_rows.append(worked_ahead())
+        if len(num_rows) == 1:
+            engine.cache.purge(PurgeFilter())
+        return num_rows[-1]
+
+    with patch.object(model, "_worked_ahead", purging), patch.object(proposer(engine), "_pays", return_value=False):
+        run_together(engine, [request(tokens(300, 26), max_tokens=4)])
+        with running(engine) as inbox:
+            wait_for(lambda: not model._lacking and model._ahead is None)
+            Client(inbox, request(tokens(30, 25), max_tokens=2, scope="off"))
+    assert sum(num_rows) < 100
+    assert no_memory_is_busy(engine)
+    assert engine.cache.writer.flush(10.0)
+    assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
+    engine.close()
+
+
+def test_what_has_expired_is_not_computed_ahead(draft: Engine, plain: Engine) -> None:
+    model = drafter(draft)
+    assert plain is not draft
+    over = patch.object(model.cache, "lasts_s", return_value=0.0)
+    with (
+        over,
+        patch.object(proposer(draft), "_pays", return_value=False),
+        patch.object(model, "_worked_ahead", return_value=0) as worked,
+        running(draft) as inbox,
+    ):
+        Client(inbox, request(tokens(100, 27), max_tokens=4))
+        wait_until_idle(inbox)
+        wait_for(lambda: not model._lacking)
+    assert not worked.called
+
+
+def test_texts_whose_embeddings_are_asked_for_are_nothing_for_it(draft: Engine, plain: Engine) -> None:
+    one = request(tokens(100, 28), max_tokens=0)
+    assert plain is not draft
+    before = proposer(draft)._reply_tokens
+    with patch.object(drafter(draft), "_begun") as begun:
+        run_together(draft, [replace(one, reading=Reading(pooling="mean"))])
+    assert not begun.called
+    assert not drafter(draft)._lacking
+    assert proposer(draft)._reply_tokens == before
+
+
 def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     folders: tuple[Path, Path], draft: Engine, tmp_path: Path
 ) -> None:
@@ -620,6 +690,23 @@ def test_a_draft_model_that_fails_fails_no_request(
     assert num_calls[0] >= 5
     assert caplog.text.count("goes on without the draft model: no more") == 1
     assert no_memory_is_busy(draft)
+
+
+def test_a_reply_that_goes_on_without_it_may_lose_its_memory(plain: Engine, draft: Engine) -> None:
+    model, take_in, num_preempted = drafter(draft), Loop._take_in, [0]
+
+    def preempting(loop: Loop) -> None:
+        for reply in (reply for one in loop._active.requests for reply in one.replies):
+            if len(reply.token_ids) == 20 and reply.state is not None and not num_preempted[0]:
+                num_preempted[0] += 1
+                assert reply.guesser is not None
+                assert not reply.guesser.rates
+                loop._active.preempt(reply)
+        take_in(loop)
+
+    failing = patch.object(model, "compute", side_effect=RuntimeError("no more"))
+    as_without(plain, draft, ONE, unguessed, failing, patch.object(Loop, "_take_in", preempting))
+    assert num_preempted == [1]
 
 
 def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_request_nor_the_engine(

@@ -156,6 +156,25 @@ def test_all_rows_of_a_step_are_taken_back(name: str) -> None:
         assert torch.equal(forward(model, sequence, token_ids[:, 30:], 10), expected)
 
 
+def test_no_other_thread_gets_the_pages_from_which_states_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a restore, which needs memory."""
+    model, layout = made("lfm2")
+    sequence, token_ids = sequence_of(model, layout), made_up_tokens(model, 0, 40)
+    replay, given_back = recurrent._replay, list[bool]()
+
+    def noted(*args: Any) -> None:
+        given_back.append(sequence.drop_spares())
+        replay(*args)
+
+    monkeypatch.setattr(recurrent, "_replay", noted)
+    with torch.inference_mode():
+        forward(model, sequence, token_ids, 10)
+        sequence.take_back(35)
+    assert not any(given_back)
+    assert given_back
+    assert sequence.drop_spares()
+
+
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "kimi_linear"])
 def test_with_the_states_of_a_neighbour_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, layout = made(name)
