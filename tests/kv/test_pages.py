@@ -194,6 +194,7 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
     pool = PagePool(layout, CPU, block_size=BLOCK, limit_bytes=10 * BLOCK * 96 + layout.state_bytes)
     sequence = KVSequence(pool)
     assert compute(sequence, IDS)
+    sequence.drop_spares()
     used = pool.used_bytes
     assert not sequence.has_room(41)
     assert not sequence.has_capacity(41)
