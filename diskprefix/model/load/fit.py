@@ -275,7 +275,8 @@ def state_of(
     of_architecture = [
         "sliding_attention" if (layer + 1) % full_every else "full_attention" for layer in range(num_layers)
     ]
-    kinds = [*(text.get("layer_types") or of_architecture), *(["full_attention"] if draft_layer else [])]
+    of_draft = HAVE_DRAFT_LAYER.get(str(text.get("model_type")), {}).get("layer_types", "full_attention")
+    kinds = [*(text.get("layer_types") or of_architecture), of_draft]
     windowed, full = 0, size("hidden_size") if draft_layer else 0
     for layer, kind in enumerate(kinds[: num_layers + bool(draft_layer)]):
         is_recurrent = kind == "linear_attention" or (layer in recurrent and layer not in rows)
