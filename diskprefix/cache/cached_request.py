@@ -184,6 +184,7 @@ class CachedRequest:
         if self._is_not_saved or self.cache.layout.state_kind not in AT_ANY_TOKEN:
             return
         with self._guarded("the reply is not saved"):
+            sequence.settle()
             if self._saver.publish_reply(sequence, self._context.nodes_of(token_ids)):
                 self._saved = "queued"
 
@@ -206,6 +207,7 @@ class CachedRequest:
             # On the grid, decoding computes other bits than a prefill.
             return
         with self._guarded("what was computed is not kept"):
+            sequence.settle()
             self._saver.leave(sequence, self.restored, self._context.nodes_of(token_ids))
             if self._saver.has_published:
                 self._saved = "queued"

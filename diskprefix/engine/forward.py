@@ -102,7 +102,8 @@ def _rows(chunk: Chunk[Reply]) -> runner.Rows:
     pictures, of_pictures = reply.running.pictures, None
     if pictures is not None and pictures.are_needed(chunk.start):
         of_pictures = pictures.rows(chunk.start, chunk.end)
-    return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted, of_pictures)
+    ids, may_lag = reply.ids(chunk.start, chunk.end), chunk.start >= reply.prompt_tokens
+    return runner.Rows(reply.state, ids, 1 + chunk.num_drafted, of_pictures, may_lag)
 
 
 def prefill(

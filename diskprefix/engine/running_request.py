@@ -258,7 +258,7 @@ class Reply(Sequence):
         state = self.state
         if not isinstance(state, KVSequence):
             return
-        state.num_ready = self.num_computed
+        state.num_ready = self.num_computed - len(state.undrafted)
         if self.num_computed // state.pool.block_size > state.num_named:
             if self.num_computed > self.prompt_tokens and state.layout.exact_at == "token":
                 state.token_ids = self.computed_ids()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.layout import Layout
+from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import Page, PagePool
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
 from diskprefix.kv.sizes import STEP_TOKENS, longest_within
@@ -254,6 +254,13 @@ class PageCache:
     def end(self, sequence: KVSequence, *, keep: bool, options: CacheOptions | None = None) -> None:
         """Ends a sequence. `keep`: a later prompt may go on from its last token. `options` are those of its request, if
         the state is to be saved when the process ends."""
+        try:
+            if keep:
+                sequence.settle()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            keep = False
         with self.pool.lock:
             self.running.discard(sequence)
             if keep and sequence.owner is not None:

@@ -65,6 +65,11 @@ class KVSequence:
         self._num_tokens = 0
         self.hidden: LayerRows | None = None
         """The last hidden states, [1, tokens, hidden_size], for a draft layer."""
+        self.num_drafted = 0
+        """The tokens that the memory of a draft layer is complete for."""
+        self.undrafted: list[int] = []
+        """The tokens behind those: `complete` computes what is missing."""
+        self.complete: Callable[[Sequence[KVSequence]], None] | None = None
         self.owner: Owner | None = None
         """Whose prompts find its blocks by their names (`kv.page_cache`); those of nobody without."""
         self.token_ids: TokenIds = np.empty(0, np.int32)
@@ -187,11 +192,22 @@ class KVSequence:
                 for table in (table for table in self.tables if table.first):
                     self.pool.release(table.pages)
                     table.clear()
+        if num_tokens > self.num_drafted + len(self.undrafted):
+            # It was restored.
+            self.undrafted.clear()
+        del self.undrafted[max(0, num_tokens - self.num_drafted) :]
+        self.num_drafted = num_tokens - len(self.undrafted)
         self._num_tokens = num_tokens
         for token_layer in self.token_layers:
             token_layer.length = num_tokens
         for state_layer in self._state_layers:
             state_layer.set_has_state(num_tokens > 0)
+
+    def settle(self) -> None:
+        """Completes the memory of a draft layer, before others read the sequence. For the engine's thread."""
+        if self.undrafted:
+            assert self.complete is not None, "who leaves tokens out says how they are computed"
+            self.complete([self])
 
     def take_back(self, num_tokens: int) -> None:
         """Forgets the last tokens, which were guesses, so that `num_tokens` remain. With states, those of the last

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 _FREQUENT, _SPECIAL = 32768, 1024
 """Tokens that are guessed: the first ones, because tokenizers number tokens by how frequent they are, and the last
 ones, among which are those that end a turn or begin a call."""
+_MOST_BEHIND = 32
+"""The most tokens that the layer's memory may lack."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,21 +64,27 @@ def window_of(layer: MtpLayer) -> int | None:
 def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], torch.Tensor]:
     """Returns for each row the likeliest next token with its probability, which is not finite if the layer computed
     nothing finite, and the hidden states for rows that go on from there, [rows, hidden_size]. Each row needs memory
-    (`KVSequence.has_room`), and a sequence of its own. The lengths of the sequences stay: the next step writes there.
+    (`KVSequence.has_room`), and a sequence of its own, whose memory of the layer is completed in the same forward. The
+    lengths of the sequences stay: the next step writes there.
     """
+    runs, token_ids, before = list[Run](), list[int](), list[torch.Tensor]()
+    for row in rows:
+        behind = row.state.undrafted if row.hidden is None else []
+        runs.append(Run(row.position - len(behind), len(behind) + 1))
+        token_ids += [*behind, row.token_id]
+        before.append(_hidden_before(row.state, runs[-1]) if row.hidden is None else row.hidden[None])
     layers = [row.state.layers[-1] for row in rows]
     lengths = [layer.length for layer in layers]
-    step = Step(tuple(Run(row.position, 1) for row in rows))
-    before = [_hidden_before(row.state, row.position) if row.hidden is None else row.hidden[None] for row in rows]
-    token_ids, positions = (
-        torch.tensor([[getattr(row, name) for row in rows]], device=model.device) for name in ("token_id", "position")
-    )
+    step = Step(tuple(runs))
     try:
-        with computing(step):
-            hidden = compute(model, packed(layers, step), token_ids, torch.cat(before)[None], positions)[0]
+        hidden = _computed(model, packed(layers, step), step, token_ids, before)
     finally:
         for layer, length in zip(layers, lengths, strict=True):
             layer.length = length
+    for row in rows:
+        if row.hidden is None:
+            _is_complete(row.state)
+    hidden = hidden[[end - 1 for end in accumulate(run.num_rows for run in runs)]]
     return _likeliest(_head_of(model), hidden), hidden
 
 
@@ -84,11 +93,16 @@ def keeping_up(
     model: PreTrainedModel,
     sequences: Sequence[KVSequence],
     step: Step,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
+    token_ids: Sequence[torch.Tensor],
+    *,
+    may_lag: bool,
 ) -> Iterator[None]:
-    """Gives a context for the forward of a step, behind which the memory of the draft layer has the step's rows too.
-    `token_ids` and `positions` are int64 [1, rows]."""
+    """Gives a context for the forward of a step, behind which memory has the hidden states of its rows. `token_ids` are
+    those of each sequence, int64 [1, rows].
+
+    The memory of the draft layer is completed, too, or with `may_lag` later: many tokens at once take hardly longer
+    than one. Blocks that are complete have it, because others read them.
+    """
     outputs: list[Any] = []
     hook = model.get_decoder().register_forward_hook(lambda _module, _args, output: outputs.append(output[0]))
     try:
@@ -96,14 +110,43 @@ def keeping_up(
     finally:
         hook.remove()
     (hidden,) = outputs
-    before, sizes = [], [run.num_rows for run in step.runs]
-    for sequence, run, rows in zip(sequences, step.runs, torch.split(hidden[0], sizes), strict=True):
+    parts = torch.split(hidden[0], [run.num_rows for run in step.runs])
+    for sequence, run, rows, ids in zip(sequences, step.runs, parts, token_ids, strict=True):
         assert sequence.hidden is not None, "the layout has a part for it"
         sequence.hidden.put(run.start, rows[None])
-        before += [_hidden_before(sequence, run.start), rows[:-1]]
+        sequence.num_drafted = run.start - len(sequence.undrafted)
+        sequence.undrafted += ids[0].tolist()
+        sequence.complete = partial(complete, model)
+        size, num_behind = sequence.pool.block_size, len(sequence.undrafted)
+        may_lag = may_lag and num_behind < _MOST_BEHIND and run.end // size == sequence.num_drafted // size
+    if not may_lag:
+        complete(model, sequences)
+
+
+def complete(model: PreTrainedModel, sequences: Sequence[KVSequence]) -> None:
+    """Completes the memory of the draft layer: only its keys and values are computed."""
+    step = Step(tuple(Run(sequence.num_drafted, len(sequence.undrafted)) for sequence in sequences))
     layer: Any = _Storing(packed([sequence.layers[-1] for sequence in sequences], step))
+    before = [_hidden_before(sequence, run) for sequence, run in zip(sequences, step.runs, strict=True)]
     with suppress(_Stored):
-        compute(model, layer, token_ids, torch.cat(before)[None], positions)
+        _computed(model, layer, step, [token for sequence in sequences for token in sequence.undrafted], before)
+    for sequence in sequences:
+        _is_complete(sequence)
+
+
+def _is_complete(sequence: KVSequence) -> None:
+    sequence.num_drafted += len(sequence.undrafted)
+    sequence.undrafted.clear()
+
+
+def _computed(
+    model: PreTrainedModel, memory: Any, step: Step, token_ids: list[int], before: list[torch.Tensor]
+) -> torch.Tensor:
+    """Returns the layer's hidden states for the rows of a step, [rows, hidden_size]."""
+    ids = torch.tensor([token_ids], device=model.device)
+    positions = torch.cat([torch.arange(run.start, run.end) for run in step.runs])[None].to(model.device)
+    with computing(step):
+        return compute(model, memory, ids, torch.cat(before)[None], positions)[0]
 
 
 def compute(
@@ -135,13 +178,14 @@ def compute(
     return hidden
 
 
-def _hidden_before(sequence: KVSequence, position: int) -> torch.Tensor:
-    """Returns the model's last hidden state of the token before a position, [1, hidden_size]; zeros before the first
-    one."""
+def _hidden_before(sequence: KVSequence, run: Run) -> torch.Tensor:
+    """Returns the model's last hidden state of the token before each one of a run, [rows, hidden_size]; zeros before
+    the first token."""
     assert sequence.hidden is not None, "the layout has a part for it"
-    if position:
-        return sequence.hidden.gathered(position - 1, position)[0, 0]
-    return torch.zeros(1, sequence.hidden.dim, dtype=sequence.hidden.dtype, device=sequence.device)
+    none = torch.zeros(0 if run.start else 1, sequence.hidden.dim, dtype=sequence.hidden.dtype, device=sequence.device)
+    if run.end == 1:
+        return none
+    return torch.cat([none, sequence.hidden.gathered(max(0, run.start - 1), run.end - 1)[0, 0]])
 
 
 class _Stored(Exception):

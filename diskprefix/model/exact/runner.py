@@ -40,12 +40,13 @@ State: TypeAlias = KVSequence | TransformersState
 class Rows:
     """The next tokens of a sequence, int64 [1, num_rows] on the CPU, and its state. The last ones get logits, and
     all of these but the first may be taken back. `pictures` has what the model takes for those of pictures, and their
-    positions, if the sequence has some."""
+    positions, if the sequence has some. `may_lag`: the memory of a draft layer may be completed later."""
 
     state: State
     token_ids: torch.Tensor
     num_logits: int = 1
     pictures: PictureRows | None = None
+    may_lag: bool = False
 
 
 def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
@@ -103,7 +104,8 @@ def _forward(
     drafting: AbstractContextManager[None] = nullcontext()
     if layout.has_draft_layer:
         assert step is not None, "only models that are exact at every token use their draft layer"
-        drafting = keeping_up(model, sequences, step, input_ids, positions(runs).to(device))
+        of_each = [one.token_ids for one in rows]
+        drafting = keeping_up(model, sequences, step, of_each, may_lag=all(one.may_lag for one in rows))
     with computing(step), drafting:
         output = model(input_ids=input_ids, **call)
     logits: torch.Tensor = output.logits[0]
