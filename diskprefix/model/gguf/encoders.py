@@ -56,7 +56,7 @@ _CHECKED = (
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderParts:
-    """What the metadata of an encoder become: its configuration `vision`, what is `beside` that and the text, and the
+    """The parts that the metadata of an encoder become: its configuration `vision`, what is `beside` that and the text, and the
     settings of the processors of pictures and of all."""
 
     vision: Values
