@@ -56,8 +56,8 @@ _CHECKED = (
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderParts:
-    """The parts that the metadata of an encoder become: its configuration `vision`, what is `beside` that and the text, and the
-    settings of the processors of pictures and of all."""
+    """The metadata of an encoder as transformers has them: its configuration `vision`, what is `beside` that and the
+    text, and the settings of the processors of pictures and of all."""
 
     vision: Values
     beside: Values = field(default_factory=dict)

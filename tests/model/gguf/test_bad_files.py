@@ -134,7 +134,7 @@ def test_a_file_that_is_no_model_is_refused_by_name(fault: str, cache: Path, tmp
     values, changed, message = FAULTS[fault]
     model = made("llama", EPSILON | {"rope_parameters": rope()})
     tensors = changed(tensors_of(model, "llama"))
-    require_refused(written(tmp_path / "tiny.gguf", "llama", model, VALUES | values, tensors), message)
+    require_refused(written(tmp_path / "tiny.gguf", "llama", model.config, VALUES | values, tensors), message)
     assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix in (".safetensors", ".json")]
 
 
@@ -152,4 +152,4 @@ def test_a_mixture_with_other_experts_is_refused_by_name(values: dict[str, Any],
     model = deepseek("V3")
     values = deepseek_values(model, is_split=True) | values
     tensors = deepseek_tensors(model, is_split=True)
-    require_refused(written(tmp_path / "tiny.gguf", "deepseek2", model, values, tensors), message)
+    require_refused(written(tmp_path / "tiny.gguf", "deepseek2", model.config, values, tensors), message)
