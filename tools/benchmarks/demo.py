@@ -176,7 +176,7 @@ T = TypeVar("T")
 
 def run_part(console: Console, folder: Path, scope: str, part: Callable[[Console, LiveServer], T], *flags: str) -> T:
     name = scope.partition(":")[0]
-    log_path = folder / f"{name}{''.join(flags)}.log"
+    log_path = folder / f"{len([*folder.glob('*.log')])}.log"
     flags = ("--disk-prefix-cache", scope, "--block-size", str(BLOCK_SIZE), *flags)
     try:
         with LiveServer(kv_cache_dir=folder / f"kv-{name}", log_path=log_path, flags=flags) as server:
