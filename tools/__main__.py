@@ -14,7 +14,7 @@ from importlib import import_module
 
 import click
 
-from diskprefix.errors import DiskPrefixError
+from tools.measuring.options import run_tool
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,5 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-def run() -> None:
-    """Runs what the command line asks for; a user's error is one line and exit code 1."""
-    try:
-        main(prog_name="tools/bench")
-    except (OSError, DiskPrefixError) as error:
-        print(f"tools/bench: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
 if __name__ == "__main__":
-    run()
+    run_tool(main, "tools/bench")

@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
@@ -18,7 +19,6 @@ from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
 from diskprefix.store.schema import ENCODED_PICTURES, RootRecord
-from diskprefix.store.store import Chain, Publication
 from diskprefix.tokens import picture_ids, root_hash
 
 log = logging.getLogger("diskprefix")
@@ -92,19 +92,13 @@ class EncodedPictures:
         """Submits copies of the rows, whose bytes are reserved, to the writer."""
         cache, left = self._cache, rows.nbytes
         try:
-            (record, nodes), chain = self._root_of(picture, options.tenant), Chain()
+            record, nodes = self._root_of(picture, options.tenant)
+            publish = publisher(cache.writer, cache.store.store_id, nodes.root, record, is_reserved=True)
             token_s, token_bytes = encode_s / picture.num_tokens, rows.nbytes // picture.num_tokens
             at_once = max(1, _BATCH_BYTES // (nodes.block_size * token_bytes))
             for some in batches(_path(nodes), at_once):
-                publication = Publication(
-                    store_id=cache.store.store_id,
-                    root=nodes.root,
-                    root_record=record,
-                    nodes=tuple(self._captured(nodes, node, rows, token_s, options.ttl_s) for node in some),
-                    chain=chain,
-                )
-                cache.writer.submit(publication, reserved_bytes=publication.payload_bytes)
-                left -= publication.payload_bytes
+                publish(tuple(self._captured(nodes, node, rows, token_s, options.ttl_s) for node in some))
+                left -= token_bytes * sum(node.num_tokens for node in some)
             told = f"{picture.size} {picture.name.hex()}".encode()
             notes = cache.notes_of(nodes.root, record, options.ttl_s)
             notes.put(NoteKind.PICTURE, picture.name.hex(), told, nodes.token_ids)

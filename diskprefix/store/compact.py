@@ -67,15 +67,9 @@ def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
     The caller has no environment open there. Raises `StoreUnavailable` if another process has the store open, or the
     disk has no room for both files or fails, and `StoreCorrupt` if the file is damaged. Then the old file stays.
     """
-    check_folder(path)
-    with closing(FolderLock(path, patience_s=0)) as lock, file_errors(path):
-        if not lock.try_exclusive():
-            raise StoreUnavailable(
-                f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
-                "or write a compacted copy with `diskprefix backup FOLDER`"
-            )
-        with _reading(path) as snapshot:
-            return _write_copy(snapshot, path, path, advance)
+    otherwise = ", or write a compacted copy with `diskprefix backup FOLDER`"
+    with _unused(path, otherwise), _reading(path) as snapshot:
+        return _write_copy(snapshot, path, path, advance)
 
 
 def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> bool:
@@ -119,10 +113,19 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
 
 def require_unused(path: Path) -> None:
     """Raises `StoreUnavailable` if another process has the store in folder `path` open."""
+    with _unused(path):
+        pass
+
+
+@contextmanager
+def _unused(path: Path, otherwise: str = " first") -> Iterator[None]:
+    """Keeps others from opening the store in folder `path`. Raises `StoreUnavailable` if another process has it open;
+    `otherwise` ends the message."""
     check_folder(path)
     with closing(FolderLock(path, patience_s=0)) as lock, file_errors(path):
         if not lock.try_exclusive():
-            raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it first")
+            raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it{otherwise}")
+        yield
 
 
 def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
@@ -132,13 +135,10 @@ def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lam
     """
     check_folder(source)
     make_folder(path)
-    with closing(FolderLock(path, patience_s=0)) as lock, file_errors(path):
-        if path.resolve() == source.resolve():
-            raise StoreUnavailable(f"{source} is the folder of the store itself; give that of a backup")
-        if not lock.try_exclusive():
-            raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it first")
-        with _reading(source) as snapshot:
-            return _write_copy(snapshot, source, path, advance)
+    if path.resolve() == source.resolve():
+        raise StoreUnavailable(f"{source} is the folder of the store itself; give that of a backup")
+    with _unused(path), _reading(source) as snapshot:
+        return _write_copy(snapshot, source, path, advance)
 
 
 @contextmanager

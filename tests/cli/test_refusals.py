@@ -101,7 +101,6 @@ REFUSED = """
 4 | export ffff --kv-cache-dir broken              | data.mdb is damaged:
 2 | import ''                                      | it is empty
 2 | simulate ''                                    | it is empty
-2 | simulate text --plot ''                        | it is empty
 2 | simulate ~nobody-here/trace.jsonl              | ~nobody-here is the home folder of nobody here
 2 | simulate                                       | Missing argument 'TRACE...'
 2 | simulate nowhere.jsonl                         | nowhere.jsonl: it cannot be read: No such file
@@ -117,8 +116,6 @@ REFUSED = """
 2 | simulate day.jsonl --kv-cache-ttl soon         | --kv-cache-ttl: 'soon' is not a duration
 2 | simulate day.jsonl --policy nobody             | --policy: no preset 'nobody'
 2 | simulate day.jsonl --policy bad.toml           | bad.toml:1: kv_cache_budget: 1048576 is out of range
-2 | simulate day.jsonl --plot plot.pdf             | --plot: plot.pdf must end in .png or .svg
-2 | simulate day.jsonl --plot nowhere/plot.png     | --plot: there is no folder nowhere
 2 | warm text --url ftp://x                        | --url
 2 | warm text --url http://x:port                  | --url
 2 | warm text --api-key schlüssel                  | --api-key

@@ -1,4 +1,4 @@
-"""`diskprefix simulate`: rows for scripts, a table and a plot for people, and one line for what is wrong."""
+"""`diskprefix simulate`: rows for scripts, a table for people, and one line for what is wrong."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
-from matplotlib.axes import Axes
 
-import diskprefix.extras.simulate.plot
 from diskprefix.cli.policy_file import find_policy
 from diskprefix.extras.simulate.comparison import REGIMES
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
@@ -267,73 +265,6 @@ def test_an_unfinished_line_is_warned_of_and_what_a_file_is_called_cannot_steer_
     assert "[b]: 1 request, 1,000 prompt tokens" in ended.stdout
     assert ended.stderr.startswith("warning: ")
     assert ended.stderr.endswith(":2: the last line is unfinished and is ignored\n")
-
-
-@pytest.mark.parametrize("suffix", [".png", ".SVG"])
-def test_a_plot_is_the_same_each_time(made: Made, run: Run, tmp_path: Path, suffix: str) -> None:
-    flags = "--scope", "off", "--scope", "auto:8", "--scope", "2048", "--budget", "unlimited", "--budget", "64MiB"
-    written = []
-    for name in ("a", "b"):
-        path = tmp_path / f"{name}{suffix}"
-        rows(run("simulate", made("interleaved", 30), made("one-off", 5), *flags, "--json", "--plot", path))
-        written.append(path.read_bytes())
-    assert written[0] == written[1]
-    assert written[0].startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
-
-
-def texts_of(plot: Path) -> set[str]:
-    """Text is drawn as shapes; matplotlib says in a comment what it was."""
-    return {line.strip()[5:-4] for line in plot.read_text().splitlines() if line.strip().startswith("<!-- ")}
-
-
-def test_a_plot_has_a_panel_for_each_regime_a_curve_for_each_scope_and_a_star_for_each_policy(
-    made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[tuple[str, object]] = []
-    plot = Axes.plot
-
-    def noting(axes: Axes, *args: Any, **how: Any) -> Any:
-        if len(args) == 3 and len(args[0]):
-            drawn.append((str(args[2]), how["color"]))
-        return plot(axes, *args, **how)
-
-    monkeypatch.setattr(Axes, "plot", noting)
-    path, trace = tmp_path / "plot.svg", made("interleaved", 30)
-    flags = "--scope off --scope auto:8 --scope full --policy agent --policy chat --budget 4GiB --plot"
-    regimes = [part for regime in REGIMES for part in ("--regime", regime)]
-    assert run("simulate", trace, *flags.split(), path, *regimes).exit_code == 0
-    texts = texts_of(path)
-    agent = f"agent ({tomllib.loads(find_policy('agent').read_text())['disk_prefix_cache']})"
-    assert texts >= {*(f"interleaved, {regime}" for regime in REGIMES), "auto:8", "full", agent}
-    assert texts >= {"upper-bound", "no limit", "budget 4 GiB", "bytes written"}
-    assert not {text for text in texts if text.startswith("budget ")} - {"budget 4 GiB"}, "a preset's own is no budget"
-    assert "off" not in texts, "it writes nothing"
-    assert [shape for shape, _ in drawn].count("*") == 2 * len(REGIMES)
-    assert len({color for _, color in drawn}) == 4, "two scopes and two policies"
-
-
-@pytest.mark.parametrize("requests", [2, 40])
-def test_an_axis_has_ticks_on_both_sides_of_what_is_drawn(made: Made, run: Run, tmp_path: Path, requests: int) -> None:
-    path = tmp_path / "plot.svg"
-    flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited"
-    row = rows(run("simulate", made("one-off", requests), *flags, "--plot", path, "--json"))[0]
-    ticks = sorted(parse_size(text, param="tick") for text in texts_of(path) if text.endswith(("MiB", "GiB")))
-    assert ticks[0] <= row["written_bytes"] <= ticks[-1]
-    assert len(ticks) >= 2
-
-
-def test_what_writes_nothing_makes_an_empty_plot(made: Made, run: Run, tmp_path: Path) -> None:
-    flags = "--scope", "off", "--kv-cache-min-tokens", "100000", "--plot", tmp_path / "plot.png"
-    assert run("simulate", made("one-off", 2), *flags).exit_code == 0
-    assert (tmp_path / "plot.png").stat().st_size > 0
-
-
-def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diskprefix.extras.simulate.plot, "find_spec", lambda _name: None)
-    ended = run("simulate", tmp_path / "missing.jsonl", "--plot", tmp_path / "plot.png")
-    ended.assert_refused(2, "--plot needs matplotlib; install it with: pip install matplotlib")
 
 
 def test_a_terminal_shows_how_far_it_is(made: Made) -> None:

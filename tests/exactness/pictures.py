@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from tests.exactness.jobs import Job, Lengths, MakeTokens
 from tests.runner import Pictures
 from tests.server.picture_models import VISION_MODELS, image_bytes, write_lfm2_vl
 
-PICTURED = {f"{name} with pictures": write for name, write in (VISION_MODELS | {"lfm2_vl": write_lfm2_vl}).items()}
+PICTURED: dict[str, Callable[[Path], Path]] = {f"{name} with pictures": one for name, one in VISION_MODELS.items()}
+PICTURED["lfm2_vl with pictures"] = write_lfm2_vl
 LENGTHS = Lengths(more=95)
 """Such that what continues a prompt has room for a picture, of up to 82 tokens with the text around it."""
 FILES = [image_bytes((200, 30, 30)), image_bytes((30, 30, 200), (30, 50)), image_bytes((30, 200, 30), (16, 16))]

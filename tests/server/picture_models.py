@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,6 @@ _TEXT: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
-}
-_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
 }
 
 TEXT_OR_PARTS = """\
@@ -59,280 +53,237 @@ def _tokenizer(folder: Path, template: str, **special: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, extra_special_tokens=special)
 
 
-def _save(folder: Path, model: Any, *parts: Any) -> Path:
-    model.save_pretrained(folder)
-    for part in parts:
-        part.save_pretrained(folder)
-    return folder
+@dataclass(frozen=True, kw_only=True)
+class TinyPictured:
+    """A model of the classes `kind` of transformers, which a call writes with random weights.
+
+    `special` are tokens by the names that processors have for them, `ids` those of which the configuration has the id,
+    by its own names. The template writes `image` for an image. `images` are settings of the processor of images, of the
+    class of `image_kind` if that is another. With `processor`, settings of the whole one, there is one file for both.
+    """
+
+    kind: str
+    seed: int
+    special: dict[str, str]
+    image: str
+    ids: dict[str, str]
+    text: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any]
+    beside: dict[str, Any] = field(default_factory=dict)
+    images: dict[str, Any] | None = None
+    image_kind: str = ""
+    processor: dict[str, Any] | None = None
+    template: str = TEXT_OR_PARTS
+
+    def __call__(self, folder: Path, *, template: str | None = None) -> Path:
+        import torch
+        import transformers
+
+        tokenizer = _tokenizer(folder, (template or self.template).replace("IMAGE", self.image), **self.special)
+        config = getattr(transformers, f"{self.kind}Config")(
+            text_config=_TEXT | self.text,
+            vision_config=dict(self.vision),
+            **{name: tokenizer.convert_tokens_to_ids(self.special[token]) for name, token in self.ids.items()},
+            **self.beside,
+        )
+        torch.manual_seed(self.seed)
+        model = getattr(transformers, f"{self.kind}ForConditionalGeneration")(config)
+        if self.kind == "Gemma3":
+            # It begins as zeros: no image would matter.
+            torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
+        model.save_pretrained(folder)
+        # Some processors pad.
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.save_pretrained(folder)
+        if self.images is not None:
+            images = getattr(transformers, f"{self.image_kind or self.kind}ImageProcessorPil")(**self.images)
+            if self.processor is None:
+                images.save_pretrained(folder)
+            else:
+                own = {"processor_class": f"{self.kind}Processor", "image_processor": images.to_dict()}
+                (folder / "processor_config.json").write_text(json.dumps(own | self.processor))
+        return folder
 
 
-def write_llava(folder: Path, *, template: str = PARTS_ONLY) -> Path:
-    """LLaVA with a Llama: images are tokens among others. Its template takes lists of parts only."""
-    import torch
-    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaProcessor
-    from transformers import LlavaForConditionalGeneration as Llava
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SLIDING = {"head_dim": 16, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+_LLAVA = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
-    tokenizer = _tokenizer(folder, template.replace("IMAGE", "<image>"), image_token="<image>")
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**_VISION, image_size=28, patch_size=14),
-        text_config=LlamaConfig(**_TEXT),
-        image_token_index=tokenizer.image_token_id,
-        image_seq_length=4,
-    )
-    torch.manual_seed(1)
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
-    settings = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return _save(folder, Llava(config), LlavaProcessor(images, tokenizer, **settings))
+write_llava = TinyPictured(
+    kind="Llava",
+    seed=1,
+    special={"image_token": "<image>"},
+    image="<image>",
+    ids={"image_token_index": "image_token"},
+    text={"model_type": "llama"},
+    vision=_VISION | {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},
+    beside={"image_seq_length": 4},
+    images={"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
+    image_kind="CLIP",
+    processor=_LLAVA | {"patch_size": 14},
+    template=PARTS_ONLY,
+)
+"""LLaVA with a Llama: images are tokens among others. Its template takes lists of parts only."""
 
+_PINPOINTS = [[28, 56], [56, 28], [56, 56]]
+write_llava_next = replace(
+    write_llava,
+    kind="LlavaNext",
+    seed=9,
+    vision=write_llava.vision | {"patch_size": 7},
+    beside={"image_grid_pinpoints": _PINPOINTS},
+    images={**(write_llava.images or {}), "image_grid_pinpoints": _PINPOINTS},
+    image_kind="",
+    processor=_LLAVA | {"patch_size": 7},
+    template=TEXT_OR_PARTS,
+)
+"""LLaVA-NeXT: an image as a whole and as tiles, of which the encoder's rows depend on its size."""
 
-def write_qwen2_5_vl(folder: Path) -> Path:
-    """Qwen2.5-VL: positions have three axes, and images shift those of the text behind them."""
-    import torch
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
+_OF_QWEN = {"hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+write_qwen2_5_vl = TinyPictured(
+    kind="Qwen2_5_VL",
+    seed=2,
+    special={
+        "vision_bos": "<|vision_start|>",
+        "vision_eos": "<|vision_end|>",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+    },
+    image="<|vision_start|><|image_pad|><|vision_end|>",
+    ids={
+        "vision_start_token_id": "vision_bos",
+        "vision_end_token_id": "vision_eos",
+        "image_token_id": "image_token",
+        "video_token_id": "video_token",
+    },
+    text={"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}},
+    vision=_OF_QWEN | {"depth": 2, "window_size": 16, "fullatt_block_indexes": [1]},
+    images={"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096}},
+    image_kind="Qwen2VL",
+)
+"""Qwen2.5-VL: positions have three axes, and images shift those of the text behind them."""
 
-    special = {"vision_bos": "<|vision_start|>", "vision_eos": "<|vision_end|>"}
-    special |= {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    template = TEXT_OR_PARTS.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-    tokenizer = _tokenizer(folder, template, **special)
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(special.values()))
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    config = Qwen2_5_VLConfig(
-        text_config=_TEXT | {"rope_parameters": rope},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": 64,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        image_token_id=image,
-        video_token_id=video,
-    )
-    torch.manual_seed(2)
-    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096})
-    return _save(folder, Qwen2_5_VLForConditionalGeneration(config), tokenizer, images)
+write_qwen3_vl = replace(
+    write_qwen2_5_vl,
+    kind="Qwen3VL",
+    seed=5,
+    text={"head_dim": 16, "rope_parameters": _ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+    vision=_OF_QWEN | {"depth": 3, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+)
+"""Qwen3-VL: positions have three axes, and two layers of the text get more of an image (deepstack)."""
 
+write_gemma3 = TinyPictured(
+    kind="Gemma3",
+    seed=3,
+    special={"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+    image="<start_of_image>",
+    ids={"boi_token_index": "boi_token", "eoi_token_index": "eoi_token", "image_token_index": "image_token"},
+    text=_SLIDING,
+    vision=_VISION | {"image_size": 28, "patch_size": 7},
+    beside={"mm_tokens_per_image": 4},
+    images={"size": {"height": 28, "width": 28}},
+    processor={"image_seq_length": 4},
+)
+"""Gemma 3: sliding windows, and images whose tokens see each other."""
 
-def write_gemma3(folder: Path) -> Path:
-    """Gemma 3: sliding windows, and images whose tokens see each other."""
-    import torch
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3ImageProcessorPil, Gemma3Processor
+_SMOLVLM = TinyPictured(
+    kind="SmolVLM",
+    seed=6,
+    special={
+        "image_token": "<image>",
+        "fake_image_token": "<fake_token_around_image>",
+        "global_image_token": "<global-img>",
+        "end_of_utterance_token": "<end_of_utterance>",
+    },
+    image="<image>",
+    ids={"image_token_id": "image_token"},
+    text={"model_type": "llama"},
+    vision=_VISION | {"image_size": 32, "patch_size": 8},
+    images={"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+    processor={"image_seq_len": 4},
+)
+"""SmolVLM: an image is cut into tiles."""
 
-    special = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-    tokenizer = _tokenizer(folder, TEXT_OR_PARTS.replace("IMAGE", "<start_of_image>"), **special)
-    start, end, image = tokenizer.convert_tokens_to_ids(list(special.values()))
-    config = Gemma3Config(
-        text_config=_TEXT
-        | {"head_dim": 16, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]},
-        vision_config=_VISION | {"image_size": 28, "patch_size": 7},
-        mm_tokens_per_image=4,
-        boi_token_index=start,
-        eoi_token_index=end,
-        image_token_index=image,
-    )
-    torch.manual_seed(3)
-    model = Gemma3ForConditionalGeneration(config)
-    # It begins as zeros: no image would matter.
-    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)
-    images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
-    processor = Gemma3Processor(images, tokenizer, image_seq_length=4)
-    return _save(folder, model, processor)
-
-
-def write_qwen3_vl(folder: Path) -> Path:
-    """Qwen3-VL: positions have three axes, and two layers of the text get more of an image (deepstack)."""
-    import torch
-    from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
-    special = {"vision_bos": "<|vision_start|>", "vision_eos": "<|vision_end|>"}
-    special |= {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
-    template = TEXT_OR_PARTS.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-    tokenizer = _tokenizer(folder, template, **special)
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(special.values()))
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    vision = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 4}
-    config = Qwen3VLConfig(
-        text_config=_TEXT | {"head_dim": 16, "rope_parameters": rope},
-        vision_config=vision
-        | {"out_hidden_size": 64, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-        vision_start_token_id=start,
-        vision_end_token_id=end,
-        image_token_id=image,
-        video_token_id=video,
-    )
-    torch.manual_seed(5)
-    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 4096})
-    return _save(folder, Qwen3VLForConditionalGeneration(config), tokenizer, images)
-
-
-def _write_idefics(folder: Path, name: str) -> Path:
-    import torch
-    import transformers
-    from transformers import LlamaConfig
-
-    special = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
-    special |= {"global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"}
-    tokenizer = _tokenizer(folder, TEXT_OR_PARTS.replace("IMAGE", "<image>"), **special)
-    config = getattr(transformers, f"{name}Config")(
-        text_config=LlamaConfig(**_TEXT).to_dict(),
-        vision_config=_VISION | {"image_size": 32, "patch_size": 8},
-        image_token_id=tokenizer.image_token_id,
-    )
-    torch.manual_seed(6)
-    images = getattr(transformers, f"{name}ImageProcessorPil")(
-        size={"longest_edge": 64}, max_image_size={"longest_edge": 32}
-    )
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-    return _save_processor(_save(folder, model, tokenizer, images), f"{name}Processor", image_seq_len=4)
-
-
-def _save_processor(folder: Path, name: str, **settings: Any) -> Path:
-    """Writes what belongs to no part of a processor, which cannot be made here without a part for videos."""
-    (folder / "processor_config.json").write_text(json.dumps({"processor_class": name, **settings}))
-    return folder
-
-
-def write_smolvlm(folder: Path) -> Path:
-    """SmolVLM: an image is cut into tiles."""
-    return _write_idefics(folder, "SmolVLM")
-
-
-def write_idefics3(folder: Path) -> Path:
-    """Idefics3: the same tiles with another processor."""
-    return _write_idefics(folder, "Idefics3")
+_LFM2_VL = TinyPictured(
+    kind="Lfm2Vl",
+    seed=7,
+    special={
+        "image_token": "<image>",
+        "image_start_token": "<|image_start|>",
+        "image_end_token": "<|image_end|>",
+        "image_thumbnail_token": "<|img_thumbnail|>",
+    },
+    image="<image>",
+    ids={"image_token_id": "image_token"},
+    text={"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    vision=_VISION | {"patch_size": 4, "num_patches": 16, "vision_use_head": False},
+    beside={"projector_hidden_size": 64},
+)
 
 
 def write_lfm2_vl(folder: Path) -> Path:
     """LFM2-VL: tiles, and a language model with convolutions. Its processor needs torchvision: without, text only."""
-    import torch
-    from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
-
-    special = {"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
-    special |= {"image_thumbnail_token": "<|img_thumbnail|>"}
-    tokenizer = _tokenizer(folder, TEXT_OR_PARTS.replace("IMAGE", "<image>"), **special)
-    config = Lfm2VlConfig(
-        text_config=_TEXT | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-        vision_config=_VISION | {"patch_size": 4, "num_patches": 16, "vision_use_head": False},
-        image_token_id=tokenizer.image_token_id,
-        projector_hidden_size=64,
-    )
-    torch.manual_seed(7)
-    images = {"min_image_tokens": 4, "max_image_tokens": 16, "encoder_patch_size": 4, "tile_size": 32}
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps(images | {"image_processor_type": "Lfm2VlImageProcessor", "processor_class": "Lfm2VlProcessor"})
-    )
-    return _save(folder, Lfm2VlForConditionalGeneration(config), tokenizer)
+    images: dict[str, Any] = {"min_image_tokens": 4, "max_image_tokens": 16, "encoder_patch_size": 4, "tile_size": 32}
+    images |= {"image_processor_type": "Lfm2VlImageProcessor", "processor_class": "Lfm2VlProcessor"}
+    (_LFM2_VL(folder) / "preprocessor_config.json").write_text(json.dumps(images))
+    return folder
 
 
-def write_mistral3(folder: Path) -> Path:
-    """Mistral 3 with Pixtral's encoder: a line of an image ends with a token of text."""
-    import torch
-    from transformers import Mistral3Config, MistralConfig, PixtralImageProcessorPil
-    from transformers import Mistral3ForConditionalGeneration as Mistral3
+_MISTRAL_3 = TinyPictured(
+    kind="Mistral3",
+    seed=8,
+    special={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
+    image="[IMG]",
+    ids={"image_token_index": "image_token"},
+    text={"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+    vision=_VISION | {"model_type": "pixtral", "image_size": 64, "patch_size": 4},
+    images={"patch_size": 4, "size": {"longest_edge": 64}},
+    image_kind="Pixtral",
+    processor={"processor_class": "PixtralProcessor", "patch_size": 4, "spatial_merge_size": 2},
+)
+"""Mistral 3 with Pixtral's encoder: a line of an image ends with a token of text."""
 
-    special = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
-    tokenizer = _tokenizer(folder, TEXT_OR_PARTS.replace("IMAGE", "[IMG]"), **special)
-    config = Mistral3Config(
-        text_config=MistralConfig(**_TEXT, head_dim=16, sliding_window=None),
-        vision_config={"model_type": "pixtral", **_VISION, "image_size": 64, "patch_size": 4},
-        image_token_index=tokenizer.image_token_id,
-    )
-    torch.manual_seed(8)
-    images = PixtralImageProcessorPil(patch_size=4, size={"longest_edge": 64})
-    _save(folder, Mistral3(config), tokenizer, images)
-    return _save_processor(folder, "PixtralProcessor", patch_size=4, spatial_merge_size=2)
-
-
-def write_llava_next(folder: Path) -> Path:
-    """LLaVA-NeXT: an image as a whole and as tiles, of which the encoder's rows depend on its size."""
-    import torch
-    from transformers import (
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaNextConfig,
-        LlavaNextImageProcessorPil,
-        LlavaNextProcessor,
-    )
-    from transformers import LlavaNextForConditionalGeneration as LlavaNext
-
-    tokenizer = _tokenizer(folder, TEXT_OR_PARTS.replace("IMAGE", "<image>"), image_token="<image>")
-    pinpoints = [[28, 56], [56, 28], [56, 56]]
-    config = LlavaNextConfig(
-        vision_config=CLIPVisionConfig(**_VISION, image_size=28, patch_size=7),
-        text_config=LlamaConfig(**_TEXT),
-        image_token_index=tokenizer.image_token_id,
-        image_grid_pinpoints=pinpoints,
-    )
-    torch.manual_seed(9)
-    images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=pinpoints
-    )
-    settings = {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return _save(folder, LlavaNext(config), LlavaNextProcessor(images, tokenizer, **settings))
-
-
-def write_gemma4(folder: Path) -> Path:
-    """Gemma 4: images of any number of tokens, which see each other, and a state for each layer (no sounds)."""
-    import torch
-    from transformers import (
-        Gemma4AudioFeatureExtractor,
-        Gemma4Config,
-        Gemma4ForConditionalGeneration,
-        Gemma4ImageProcessorPil,
-    )
-
-    special = {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>"}
-    special |= {
+_GEMMA_4 = TinyPictured(
+    kind="Gemma4",
+    seed=10,
+    special={
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
         "boa_token": "<|audio>",
         "eoa_token": "<audio|>",
         "audio_token": "<|audio|>",
         "video_token": "<|video|>",
-    }
-    tokenizer = _tokenizer(folder, TEXT_OR_PARTS.replace("IMAGE", "<|image|>"), **special)
-    ids = {name: tokenizer.convert_tokens_to_ids(text) for name, text in special.items()}
-    text: dict[str, Any] = {
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "hidden_size_per_layer_input": 16,
-        "sliding_window": 32,
-    }
-    text |= {
-        "pad_token_id": 0,
-        "vocab_size_per_layer_input": _TEXT["vocab_size"],
-        "use_bidirectional_attention": "vision",
-    }
-    config = Gemma4Config(
-        text_config=_TEXT | text | {"layer_types": ["sliding_attention", "full_attention"]},
-        vision_config=_VISION
-        | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256},
-        audio_config=None,
-        eoa_token_index=ids.pop("eoa_token"),
-        **{f"{name}_id": id_ for name, id_ in ids.items()},
-    )
-    torch.manual_seed(10)
-    images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
-    parts = {"image_processor": images, "feature_extractor": Gemma4AudioFeatureExtractor()}
-    parts = {name: json.loads(part.to_json_string()) for name, part in parts.items()}
-    tokenizer.pad_token = tokenizer.eos_token
-    model = Gemma4ForConditionalGeneration(config)
-    return _save_processor(_save(folder, model, tokenizer), "Gemma4Processor", **parts)
+    },
+    image="<|image|>",
+    ids={"eoa_token_index": "eoa_token"}
+    | {f"{name}_token_id": f"{name}_token" for name in ("boi", "eoi", "image", "boa", "audio", "video")},
+    text=_SLIDING
+    | {"global_head_dim": 32, "hidden_size_per_layer_input": 16, "pad_token_id": 0}
+    | {"vocab_size_per_layer_input": _TEXT["vocab_size"], "use_bidirectional_attention": "vision"},
+    vision=_VISION | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 256},
+    beside={"audio_config": None},
+    images={"patch_size": 4, "max_soft_tokens": 70},
+    processor={"feature_extractor": {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}},
+)
+"""Gemma 4: images of any number of tokens, which see each other, and a state for each layer (no sounds)."""
 
-
-VISION_MODELS: dict[str, Callable[[Path], Path]] = {
+VISION_MODELS = {
     "llava": write_llava,
     "qwen2_5_vl": write_qwen2_5_vl,
     "gemma3": write_gemma3,
     "qwen3_vl": write_qwen3_vl,
-    "smolvlm": write_smolvlm,
-    "idefics3": write_idefics3,
-    "mistral3": write_mistral3,
+    "smolvlm": _SMOLVLM,
+    "idefics3": replace(_SMOLVLM, kind="Idefics3"),
+    "mistral3": _MISTRAL_3,
     "llava_next": write_llava_next,
-    "gemma4": write_gemma4,
+    "gemma4": _GEMMA_4,
 }
 
 

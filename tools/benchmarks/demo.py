@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tools.measuring.answers import Answer, LiveServerError
 from tools.measuring.live_server import LiveServer, log_tail, step, time_import_torch_s
 from tools.measuring.prompts import AGENT_PROMPT
+from tools.measuring.report import new_table
 
 QUESTION = "An invoice is wrong. What do I do first?"
 NEXT_QUESTION = "And what do I do after that?"
@@ -135,16 +135,9 @@ def show_auto(console: Console, server: LiveServer) -> list[Comparison]:
 
 
 def results(rows: list[Comparison]) -> Table:
-    table = Table(
-        title="After kill -9 and restart: time to first token, measured by the client",
-        box=box.SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
-    table.add_column("scope", no_wrap=True)
-    table.add_column("request", no_wrap=True)
-    for name in ("prompt\ntokens", "restored\ntokens", "cold\nms", "restored\nms", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("same\ntext", no_wrap=True)
+    title = "After kill -9 and restart: time to first token, measured by the client"
+    right = ("prompt\ntokens", "restored\ntokens", "cold\nms", "restored\nms", "ratio", "same\ntext")
+    table = new_table(title, left=("scope", "request"), right=right)
     for row in rows:
         table.add_row(
             row.scope,
@@ -176,7 +169,7 @@ T = TypeVar("T")
 
 def run_part(console: Console, folder: Path, scope: str, part: Callable[[Console, LiveServer], T], *flags: str) -> T:
     name = scope.partition(":")[0]
-    log_path = folder / f"{name}{''.join(flags)}.log"
+    log_path = folder / f"{len([*folder.glob('*.log')])}.log"
     flags = ("--disk-prefix-cache", scope, "--block-size", str(BLOCK_SIZE), *flags)
     try:
         with LiveServer(kv_cache_dir=folder / f"kv-{name}", log_path=log_path, flags=flags) as server:

@@ -6,14 +6,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,13 +20,14 @@ import httpx
 from diskprefix.progress import Report
 from tools.measuring.answers import Answer, LiveServerError, streamed
 from tools.measuring.environments import llama_cpp_libraries, python_of
+from tools.measuring.live_server import ROOT, Process, started
 from tools.measuring.processes import disk_bytes, free_port
 
 START_DEADLINE_S = 1800.0
 ANSWER_DEADLINE_S = 1800.0
 _SAVE_DEADLINE_S = 120.0
 _POLL_S = 0.02
-_ROOT, _OURS = str(Path(__file__).parents[2]), "DiskPrefixConnector"
+_OURS = "DiskPrefixConnector"
 
 
 @dataclass(frozen=True)
@@ -41,85 +39,6 @@ class Model:
     file: Path
     folder: Path | None
     context: int
-
-
-@dataclass
-class Process:
-    """One process and its children, with a log."""
-
-    command: Sequence[str]
-    log_path: Path
-    environment: dict[str, str] = field(default_factory=dict)
-    popen: subprocess.Popen[str] | None = None
-
-    def start(self, *, piped: bool = False) -> None:
-        pipe = subprocess.PIPE if piped else None
-        # Settings of the user would change the figures, and there is no model hub.
-        own = ("DISKPREFIX_", "PYTHON", "OMP_", "VLLM_")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-        with self.log_path.open("a", encoding="utf-8") as log:
-            self.popen = subprocess.Popen(
-                self.command,
-                stdin=pipe or subprocess.DEVNULL,
-                stdout=pipe or log,
-                stderr=log,
-                text=True,
-                env=kept | {"HF_HUB_OFFLINE": "1"} | self.environment,
-                start_new_session=True,
-            )
-
-    def end(self) -> None:
-        """Sends SIGKILL and waits for nothing: for a thread beside the one that waits for an answer."""
-        if (popen := self.popen) is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(popen.pid, signal.SIGKILL)
-
-    def kill(self) -> None:
-        if self.popen is not None:
-            with self.popen:
-                self.end()
-            self.popen = None
-
-    def check(self) -> None:
-        """Raises `LiveServerError` if it has ended."""
-        if self.popen is None or self.popen.poll() is not None:
-            lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-            last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-            code = self.popen.returncode if self.popen is not None else 0
-            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended"
-            raise LiveServerError(f"{Path(self.command[0]).name} {how}; the last line of its log: {last[:300]}")
-
-    def pids(self) -> list[int]:
-        """Returns all processes of its session; none before the start."""
-        session = None if self.popen is None else self.popen.pid
-        pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
-        return [pid for pid in pids if session is not None and _session_of(pid) == session]
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def started(process: Process, client: httpx.Client) -> float:
-    """Starts a server. Returns the seconds until it said at `/health` that it is ready. Raises `LiveServerError`."""
-    began = time.perf_counter()
-    process.start()
-    while not _is_ready(client):
-        process.check()
-        if time.perf_counter() - began > START_DEADLINE_S:
-            raise LiveServerError(f"not ready after {START_DEADLINE_S:.0f} s")
-        time.sleep(_POLL_S)
-    return time.perf_counter() - began
-
-
-def _is_ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 class Engine(Protocol):
@@ -158,7 +77,7 @@ class HttpEngine:
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout)
 
     def start(self) -> float:
-        return started(self.process, self._client)
+        return started(self.process, self._client, START_DEADLINE_S)
 
     def kill(self) -> None:
         if self.process.popen is not None:
@@ -251,7 +170,7 @@ def _diskprefix(model: Model, workspace: Path, report: Report, more: Sequence[st
     command += ["--kv-cache-dir", str(workspace / "kv"), "--disk-prefix-cache", "full", *more]
     # What it makes of a model is made again, so that the first start is one.
     kept = workspace / "kept"
-    environment = {"XDG_CACHE_HOME": str(kept), "PYTHONPATH": _ROOT}
+    environment = {"XDG_CACHE_HOME": str(kept), "PYTHONPATH": ROOT}
     process = Process(command, workspace / "engine.log", environment)
     off, tokens = {"prefix_cache": {"scope": "off"}}, kept / "diskprefix" / "daemons"
     return HttpEngine(process, port, {}, without_cache=off, settle=_wait_until_saved, tokens=tokens)
@@ -304,7 +223,7 @@ def _vllm(
     command += ["--max-num-batched-tokens", str(model.context), *more]
     # By itself it leaves a core to its other processes, and another one to a connector.
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    environment = {"PYTHONPATH": _ROOT, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
+    environment = {"PYTHONPATH": ROOT, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
     fields = {"model": "model", "ignore_eos": True}
     settle = partial(_wait_until_grown, workspace / "kv")
     return HttpEngine(Process(command, workspace / "engine.log", environment), port, fields, settle=settle)

@@ -19,9 +19,10 @@ from typing import Any
 import click
 import torch
 
-from tools.benchmarks.engines import Engine, HttpEngine, Process
+from tools.benchmarks.engines import Engine, HttpEngine
 from tools.benchmarks.results import Figure, Plan, compare, plan_options
 from tools.measuring.answers import Answer, LiveServerError
+from tools.measuring.live_server import Process
 from tools.measuring.processes import disk_bytes, peak_of, status_bytes
 from tools.measuring.prompts import NEW_TOKENS, WORDS, extended, prompt_text
 

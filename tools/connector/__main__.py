@@ -7,14 +7,10 @@ import sys
 
 import click
 
-from diskprefix.errors import DiskPrefixError
-from diskprefix.progress import Report
 from tools.connector.theirs import theirs
 from tools.measuring.environments import python_of
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+from tools.measuring.options import run_tool
+from tools.models.real import print_report
 
 
 @click.group()
@@ -26,15 +22,10 @@ def main() -> None:
 @main.command()
 def environment() -> None:
     """Make the environment, and print its Python."""
-    report: Report = _say
-    print(python_of("vllm", report))
+    print(python_of("vllm", print_report))
 
 
 main.add_command(theirs)
 
 if __name__ == "__main__":
-    try:
-        main(prog_name="tools/vllm")
-    except (OSError, DiskPrefixError) as error:
-        _say(f"tools/vllm: {error}")
-        sys.exit(1)
+    run_tool(main, "tools/vllm")

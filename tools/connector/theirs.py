@@ -49,20 +49,9 @@ def theirs(folder: Path | None) -> None:
         ended = subprocess.run(
             [*command, *(str(sources / _UNIT / name) for name in FILES)], check=False, cwd=sources, env=environment
         )
-        own = [
-            str(python),
-            "-P",
-            "-m",
-            "pytest",
-            "-q",
-            "-rs",
-            "-p",
-            "no:cacheprovider",
-            "--noconftest",
-            "tests/extras/vllm",
-        ]
+        own = [str(python), "-P", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--noconftest"]
         environment["PYTHONPATH"] = str(_ROOT)
-        ended_own = subprocess.run(own, check=False, cwd=_ROOT, env=environment)
+        ended_own = subprocess.run([*own, "tests/extras/vllm"], check=False, cwd=_ROOT, env=environment)
     sys.exit(ended.returncode or ended_own.returncode)
 
 

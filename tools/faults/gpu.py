@@ -9,12 +9,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from tools.measuring.answers import Answer, LiveServerError
-from tools.measuring.live_server import LiveServer, log_tail, step
-from tools.measuring.prompts import AGENT_PROMPT
-
-QUESTION = "An invoice is wrong. What do I do first?"
-MAX_TOKENS = 64
+from tools.benchmarks.demo import QUESTION, Comparison, ask, opening, restart, results, run_part, show_replies, start
+from tools.measuring.live_server import LiveServer
 
 
 def device_of(name: str) -> str:
@@ -28,34 +24,17 @@ def device_of(name: str) -> str:
     return "cpu" if found is None else str(found)
 
 
-def replies(console: Console, server: LiveServer, system: str) -> list[tuple[str, Answer]]:
-    """Returns the replies to one prompt: computed, from memory, from the disk after a kill, and without the cache."""
-    messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
-    found = list[tuple[str, Answer]]()
-
-    def ask(title: str, scope: str = "full") -> None:
-        with step(console, title):
-            found.append((title, server.chat(messages, max_tokens=MAX_TOKENS, scope=scope)))
-
-    with step(console, "starting") as note:
-        server.start(note)
-    ask("computed")
-    ask("from memory")
-    with step(console, "saving, kill -9, starting again"):
-        server.restart()
-    ask("from the disk")
-    ask("without the cache", scope="off")
-    return found
-
-
-def problems_of(found: list[tuple[str, Answer]]) -> list[str]:
-    """Returns what is wrong with the replies: one that differs from the first, or nothing restored."""
-    text = found[0][1].text
-    differing = [f"{title}: another reply" for title, answer in found if answer.text != text]
-    missed = [
-        f"{title}: nothing restored" for title, answer in found if title.startswith("from") and not answer.restored
-    ]
-    return [*differing, *missed]
+def compared(console: Console, server: LiveServer) -> list[Comparison]:
+    """Compares the replies to one prompt: computed, from memory, from the disk after a kill, and without the cache."""
+    start(console, server)
+    prompt = opening(QUESTION)
+    computed = ask(console, server, "computed", prompt)
+    kept = ask(console, server, "from memory", prompt)
+    restart(console, server)
+    stored = ask(console, server, "from the disk", prompt)
+    again = ask(console, server, "without the cache", prompt, scope="off")
+    pairs = {"from memory": (computed, kept), "from the disk": (computed, stored), "computed again": (again, stored)}
+    return [Comparison("full", case, cold, warm) for case, (cold, warm) in pairs.items()]
 
 
 @click.command()
@@ -74,23 +53,12 @@ def main(device: str, model: str | None) -> None:
 
         console.print(f"no accelerator: torch {torch.__version__} sees none", highlight=False)
         return
+    flags = ("--device", where, "--weights", "native", *(() if model is None else ("--model", model)))
     with tempfile.TemporaryDirectory(prefix="diskprefix-gpu-") as folder:
-        flags = ("--device", where, "--weights", "native", *(() if model is None else ("--model", model)))
-        log = Path(folder, "log")
-        try:
-            with LiveServer(kv_cache_dir=Path(folder, "kv"), log_path=log, flags=flags) as server:
-                found = replies(console, server, AGENT_PROMPT.read_text(encoding="utf-8").strip())
-        except LiveServerError as error:
-            console.print(f"[red]{error}[/red]; the end of the server's log:", highlight=False)
-            console.print(log_tail(log), highlight=False, markup=False)
-            sys.exit(1)
-    for title, answer in found:
-        counts = f"{answer.restored} of {answer.prompt_tokens} tokens restored"
-        console.print(f"{where}: {title}: first token {answer.ttft_s * 1e3:,.0f} ms, {counts}", highlight=False)
-    problems = problems_of(found)
-    for problem in problems:
-        console.print(f"[red]{problem}[/red]", highlight=False)
-    sys.exit(1 if problems else 0)
+        rows = run_part(console, Path(folder), "full", compared, *flags)
+    console.print(results(rows))
+    show_replies(console, rows)
+    sys.exit(0 if all(row.holds for row in rows) else 1)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -29,6 +30,7 @@ START_DEADLINE_S = 900.0
 SAVE_DEADLINE_S = 120.0
 ANSWER_DEADLINE_S = 600.0
 POLL_S = 0.01
+ROOT = str(Path(__file__).parents[2])
 
 
 class _NewLines:
@@ -37,7 +39,7 @@ class _NewLines:
     def __init__(self, path: Path, note: Callable[[str], None]) -> None:
         self._path = path
         self._note = note
-        self._position = path.stat().st_size
+        self._position = path.stat().st_size if path.exists() else 0
 
     def look(self) -> None:
         with self._path.open(encoding="utf-8", errors="replace") as file:
@@ -46,6 +48,89 @@ class _NewLines:
             self._position = file.tell()
         if lines:
             self._note(lines[-1])
+
+
+@dataclass
+class Process:
+    """One process and its children, with a log."""
+
+    command: Sequence[str]
+    log_path: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    popen: subprocess.Popen[str] | None = None
+
+    def start(self, *, piped: bool = False) -> None:
+        pipe = subprocess.PIPE if piped else None
+        # Settings of the user would change the figures, and there is no model hub.
+        own = ("DISKPREFIX_", "PYTHON", "OMP_", "VLLM_")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+        with self.log_path.open("a", encoding="utf-8") as log:
+            self.popen = subprocess.Popen(
+                self.command,
+                stdin=pipe or subprocess.DEVNULL,
+                stdout=pipe or log,
+                stderr=log,
+                text=True,
+                env=kept | {"HF_HUB_OFFLINE": "1"} | self.environment,
+                start_new_session=True,
+            )
+
+    def end(self) -> None:
+        """Sends SIGKILL and waits for nothing: for a thread beside the one that waits for an answer."""
+        if (popen := self.popen) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        if self.popen is not None:
+            with self.popen:
+                self.end()
+            self.popen = None
+
+    def check(self) -> None:
+        """Raises `LiveServerError` if it has ended."""
+        if self.popen is None or self.popen.poll() is not None:
+            lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+            last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+            code = self.popen.returncode if self.popen is not None else 0
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended"
+            raise LiveServerError(f"{Path(self.command[0]).name} {how}; the last line of its log: {last[:300]}")
+
+    def pids(self) -> list[int]:
+        """Returns all processes of its session; none before the start."""
+        session = None if self.popen is None else self.popen.pid
+        pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+        return [pid for pid in pids if session is not None and _session_of(pid) == session]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def started(
+    process: Process, client: httpx.Client, deadline_s: float, look: Callable[[], None] = lambda: None
+) -> float:
+    """Starts a server. Returns the seconds until it said at `/health` that it is ready. Raises `LiveServerError`.
+    `look` is called meanwhile."""
+    began = time.perf_counter()
+    process.start()
+    while not _is_ready(client):
+        look()
+        process.check()
+        if time.perf_counter() - began > deadline_s:
+            raise LiveServerError(f"not ready after {deadline_s:.0f} s")
+        time.sleep(POLL_S)
+    return time.perf_counter() - began
+
+
+def _is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 class LiveServer:
@@ -66,10 +151,9 @@ class LiveServer:
         self.kv_cache_dir = kv_cache_dir
         self.log_path = log_path
         self.port = free_port()
-        self._environment = dict(environment or {})
-        self._command = [sys.executable, "-m", module, "serve", "--port", str(self.port)]
-        self._command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
-        self._process: subprocess.Popen[bytes] | None = None
+        command = [sys.executable, "-m", module, "serve", "--port", str(self.port)]
+        command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
+        self._process = Process(command, log_path, {"PYTHONPATH": ROOT, **(environment or {})})
         self._client = self._new_client()
 
     def _new_client(self) -> httpx.Client:
@@ -96,19 +180,7 @@ class LiveServer:
 
         `note` is called with the newest line of the server's log when there is a new one.
         """
-        self.launch()
-        lines = _NewLines(self.log_path, note)
-        self._wait(lambda: self._is_ready(lines), START_DEADLINE_S, "the server did not become ready")
-
-    def launch(self) -> None:
-        """Starts the process and waits for nothing."""
-        # Settings of the person who runs this must not change what is shown.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DISKPREFIX_")}
-        environment |= self._environment
-        with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
-            )
+        started(self._process, self._client, START_DEADLINE_S, _NewLines(self.log_path, note).look)
 
     def recover(self, ask: Callable[[], Answer], *, standby: bool = False) -> tuple[float, Answer]:
         """Sends SIGKILL to the process that serves, and asks as soon as the port takes connections. Returns the seconds
@@ -120,26 +192,24 @@ class LiveServer:
         if standby:
             self._wait(self._has_spare, START_DEADLINE_S, "no spare is ready")
             worker = self._workers()[-1]
-            started = time.perf_counter()
+            began = time.perf_counter()
             os.kill(worker, signal.SIGKILL)
             # Its connections are gone.
             self._client.close()
             self._client = self._new_client()
         else:
-            started = time.perf_counter()
+            began = time.perf_counter()
             self.kill()
-            self.launch()
+            self._process.start()
         self._wait(self.listens, START_DEADLINE_S, "the server does not listen")
         asked = time.perf_counter()
         answer = ask()
-        return asked - started + answer.ttft_s, answer
+        return asked - began + answer.ttft_s, answer
 
     def kill(self) -> None:
         """Sends SIGKILL and waits until the process is gone, so that it cannot save anything more."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
+        if self._process.popen is not None:
+            self._process.kill()
             # A worker ends a moment after its front.
             self._wait(lambda: not self.listens(), SAVE_DEADLINE_S, "the killed server still listens")
 
@@ -148,24 +218,24 @@ class LiveServer:
 
         After `deadline_s` it is killed, and the code is None.
         """
-        assert self._process is not None
-        started, code = time.perf_counter(), None
-        self._process.send_signal(signal.SIGTERM)
+        assert self._process.popen is not None
+        began, code = time.perf_counter(), None
+        self._process.popen.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(deadline_s)
-        seconds = time.perf_counter() - started
+            code = self._process.popen.wait(deadline_s)
+        seconds = time.perf_counter() - began
         self.kill()
         return seconds, code
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process.popen is not None and self._process.popen.poll() is None
 
     @property
     def process_id(self) -> int:
         """The process id of the running server."""
-        assert self._process is not None
-        return self._process.pid
+        assert self._process.popen is not None
+        return self._process.popen.pid
 
     def restart(self) -> None:
         """Waits until all is on disk, kills, starts. Raises `LiveServerError`."""
@@ -203,15 +273,6 @@ class LiveServer:
             return True
         return False
 
-    def _is_ready(self, lines: _NewLines) -> bool:
-        lines.look()
-        if self._process is None or self._process.poll() is not None:
-            raise LiveServerError("the server stopped while it was starting")
-        try:
-            return self._client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
     def _wait(self, condition: Callable[[], bool], deadline_s: float, failure: str) -> None:
         deadline = time.monotonic() + deadline_s
         while not condition():
@@ -222,9 +283,9 @@ class LiveServer:
 
 def time_import_torch_s() -> float:
     """Returns how long a new Python takes to import torch: the measure of a start."""
-    started = time.perf_counter()
+    began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    return time.perf_counter() - started
+    return time.perf_counter() - began
 
 
 def num_tracebacks(log_path: Path) -> int:

@@ -1,10 +1,13 @@
-"""Command-line options that several tools have."""
+"""What the command lines of several tools have in common."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
+
+from diskprefix.errors import DiskPrefixError
 
 FOLDER = click.option(
     "--folder",
@@ -12,3 +15,12 @@ FOLDER = click.option(
     help="Where temporary stores are made, to measure another disk.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON with every sample instead of tables.")
+
+
+def run_tool(command: click.Command, name: str) -> None:
+    """Runs what the command line asks for. A user's error is one line and exit code 1."""
+    try:
+        command(prog_name=name)
+    except (OSError, DiskPrefixError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 import urllib.error
@@ -16,9 +15,9 @@ from subprocess import Popen
 
 import click
 
-from diskprefix.errors import DiskPrefixError
 from diskprefix.settings import cache_home
 from diskprefix.version import __version__
+from tools.measuring.options import run_tool
 from tools.measuring.processes import free_port
 from tools.releasing.debian_root import DebianRoot, make_archive, require_programs
 from tools.releasing.environment import ROOT, ReleaseError, run
@@ -150,8 +149,4 @@ def main(wheels: Path, suite: str, archive: Path | None, clone: bool, tests: boo
 
 
 if __name__ == "__main__":
-    try:
-        main(prog_name="tools/fresh-machine")
-    except (OSError, DiskPrefixError) as error:
-        print(f"tools/fresh-machine: {error}", file=sys.stderr)
-        sys.exit(1)
+    run_tool(main, "tools/fresh-machine")

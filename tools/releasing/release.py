@@ -19,8 +19,8 @@ from pathlib import Path
 
 import click
 
-from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
+from tools.measuring.options import run_tool
 from tools.releasing.environment import ROOT, ReleaseError, programs, run
 
 GLIBC = (2, 28)
@@ -251,8 +251,4 @@ def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address
 
 
 if __name__ == "__main__":
-    try:
-        main(prog_name="tools/release")
-    except (OSError, DiskPrefixError) as error:
-        print(f"tools/release: {error}", file=sys.stderr)
-        sys.exit(1)
+    run_tool(main, "tools/release")

@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.options import PathType, build_settings, nonempty, option, policy_values, setting_option
+from diskprefix.cli.options import build_settings, nonempty, option, policy_values, setting_option
 from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.plot import check_plot, draw
 from diskprefix.extras.simulate.simulator import Policy
 from diskprefix.extras.simulate.table import show
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
@@ -28,7 +27,7 @@ from diskprefix.units import parse_size
 
 _DEFAULTS = Settings()
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
-_BUDGETS = ("unlimited", "4GiB")
+_BUDGETS = ("4GiB",)
 _TOKENS_PER_S = 1000.0
 
 
@@ -40,7 +39,7 @@ def _recorded(otherwise: int) -> dict[str, Any]:
 _EPILOG = """\b
 Examples:
   diskprefix simulate day.jsonl
-      compares seven scopes for three kinds of models, with 4 GiB and without a limit
+      compares seven scopes
   diskprefix simulate day.jsonl --regime sliceable --scope auto:30 --scope full --budget 1GiB --budget 8GiB
       shows how much room each scope needs
   diskprefix simulate day.jsonl --scope off --policy chat --policy agent
@@ -75,7 +74,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
     "--budget",
     metavar="SIZE",
     multiple=True,
-    show_default=f"{_BUDGETS[-1]}; with --plot also {_BUDGETS[0]}",
+    show_default=_BUDGETS[0],
     help="The size of the store, as for --kv-cache-budget of serve, or unlimited. Can be given several times.",
 )
 @option(
@@ -96,14 +95,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read.
     show_default="none: everything is restored from the disk",
 )
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
-@option(
-    "--plot",
-    metavar="FILE",
-    type=PathType(dir_okay=False),
-    show_default="nothing is drawn",
-    help="Draw the restored share against the written bytes to a .png or .svg file, with a curve for each scope. Needs "
-    "matplotlib.",
-)
 def simulate(
     traces: tuple[str, ...],
     scope: tuple[str, ...],
@@ -111,7 +102,6 @@ def simulate(
     budget: tuple[str, ...],
     policy: tuple[str, ...],
     json: bool,
-    plot: Path | None,
     **flags: Any,
 ) -> None:
     """Replay recorded workloads without a model. Show what each setting would have restored and written.
@@ -143,15 +133,11 @@ def simulate(
     upper-bound      a limit for all rules: every token that a prompt shares with an
                      earlier one is restored
     """
-    if plot is not None:
-        check_plot(plot)
-    # A curve needs two points.
-    budget = budget or (_BUDGETS if plot else _BUDGETS[-1:])
     cases_of = partial(
         _cases,
         scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope or _SCOPES)),
         regimes=regime,
-        budgets=tuple(map(_budget, budget)),
+        budgets=tuple(map(_budget, budget or _BUDGETS)),
         presets={name: policy_values(name) for name in policy},
         flags={name: value for name, value in flags.items() if value is not None},
     )
@@ -160,8 +146,6 @@ def simulate(
     planned = [(one, cases_of(one.daemon)) for trace in _read(traces) for one in trace.by_model()]
     with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
         rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
-    if plot is not None:
-        draw(rows, plot)
     if json:
         print_json([row.as_dict() for row in rows])
     else:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from diskprefix.model.load.gguf_header import FileTensor
 
+Values: TypeAlias = dict[str, Any]
+
 CLIP = "clip"
 """The architecture of all these files."""
 _PATCHES, _SCALE = "v.patch_embd", "vision.projector.scale_factor"
@@ -52,35 +54,37 @@ _CHECKED = (
 """Keys that are read where the file is found, or that change nothing."""
 
 
-def _nothing(_: Metadata) -> dict[str, Any]:
-    return {}
+@dataclass(frozen=True, kw_only=True)
+class EncoderParts:
+    """The metadata of an encoder as transformers has them: its configuration `vision`, what is `beside` that and the
+    text, and the settings of the processors of pictures and of all."""
+
+    vision: Values
+    beside: Values = field(default_factory=dict)
+    images: Values
+    settings: Values = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PictureEncoder(EncoderArchitecture):
     """An encoder with its `projector`. With a model of text it becomes transformers' model of the type `model_type`.
 
-    `of_text` has the architectures of files of text, with the type of the model of text within. `vision` returns the
-    configuration of the encoder, and `beside` what is beside that and the text; `in_text` what the text has besides
-    without an encoder, of the metadata of its own file. `tokens` are the texts of special tokens: by the names that
-    processors have for them, and that configurations have with `_id`. `processors` are the classes for pictures and for
-    all, `images` and `settings` return what they are made with. `deepstack` returns sources that depend on the file.
+    `of_text` has the architectures of files of text, with the type of the model of text within. `in_text` returns what
+    the text has besides without an encoder, of the metadata of its own file. `tokens` are the texts of special tokens:
+    by the names that processors have for them, and that configurations have with `_id`. `processors` are the classes
+    for pictures and for all.
     """
 
     projector: str
     of_text: Mapping[str, str]
-    vision: Callable[[Metadata], dict[str, Any]]
-    beside: Callable[[Metadata], dict[str, Any]] = _nothing
-    in_text: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = lambda _metadata, _found: {}
+    parts: Callable[[Metadata], EncoderParts]
+    in_text: Callable[[Metadata, Values], Values] = lambda _metadata, _found: {}
     tokens: Mapping[str, str]
     processors: tuple[str, str]
-    images: Callable[[Metadata], dict[str, Any]]
-    settings: Callable[[Metadata], dict[str, Any]] = _nothing
-    deepstack: Callable[[Metadata], Sources] = _nothing
 
     def of_file(self, metadata: Metadata) -> PictureEncoder:
         """Returns the encoder with the tensors of this file."""
-        return replace(self, sources={**self.sources, **self.deepstack(metadata)})
+        return replace(self, sources={**self.sources, **_deepstack(metadata)})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,17 +115,18 @@ def make_composite(
             raise ModelError(f"the file has no token {token}, which models with pictures have")
     ids = {f"{name}_id": numbers[token] for name, token in special.items() if token in numbers}
     try:
+        parts = encoder.parts(metadata)
         found = kind(
             text_config=text,
-            vision_config=encoder.vision(metadata),
+            vision_config=parts.vision,
             tie_word_embeddings=text.tie_word_embeddings,
             **{name: number for name, number in ids.items() if is_declared(kind, name) or name in kind.attribute_map},
-            **encoder.beside(metadata),
+            **parts.beside,
         )
         settings = PictureSettings(
             processors=encoder.processors,
-            images=_normalised(metadata) | encoder.images(metadata),
-            settings=encoder.settings(metadata),
+            images=_normalised(metadata) | parts.images,
+            settings=parts.settings,
             tokens=special,
         )
     except ModelError:
@@ -135,7 +140,7 @@ def make_composite(
     return found, settings
 
 
-def _normalised(metadata: Metadata) -> dict[str, Any]:
+def _normalised(metadata: Metadata) -> Values:
     found = {name: metadata.of_any_kind(f"vision.{name}") for name in ("image_mean", "image_std")}
     for name, values in found.items():
         if not isinstance(values, tuple) or len(values) < 3:
@@ -143,7 +148,7 @@ def _normalised(metadata: Metadata) -> dict[str, Any]:
     return {name: list(values[:3]) for name, values in found.items()}
 
 
-def _sizes(metadata: Metadata, activation: str, names: str, expected: float | None = None) -> dict[str, Any]:
+def _sizes(metadata: Metadata, activation: str, names: str, expected: float | None = None) -> Values:
     """Returns the sizes of an encoder. `names` are those of its blocks and heads, and of what it adds to variances, in
     its configuration. The last one has no name if the class has a fixed value, which is `expected`."""
     blocks, heads, *others = names.split()
@@ -184,7 +189,7 @@ def _siglip_sources(owner: str) -> Sources:
     }
 
 
-def _siglip(metadata: Metadata) -> dict[str, Any]:
+def _siglip(metadata: Metadata) -> Values:
     sizes = _sizes(metadata, "gelu_pytorch_tanh", "num_hidden_layers num_attention_heads layer_norm_eps")
     return sizes | {"image_size": metadata("vision.image_size")}
 
@@ -195,15 +200,25 @@ def _rows_of_square(metadata: Metadata, scale: int) -> int:
     return int(side**2)
 
 
-def _square(metadata: Metadata) -> dict[str, Any]:
-    size = metadata("vision.image_size")
-    return {"size": {"height": size, "width": size}}
+def _gemma_3(metadata: Metadata) -> EncoderParts:
+    size, rows = metadata("vision.image_size"), _rows_of_square(metadata, 4)
+    return EncoderParts(
+        vision=_siglip(metadata) | {"vision_use_head": False},
+        beside={"mm_tokens_per_image": rows},
+        images={"size": {"height": size, "width": size}},
+        settings={"image_seq_length": rows},
+    )
 
 
-def _tiles(metadata: Metadata) -> dict[str, Any]:
+def _idefics_3(metadata: Metadata) -> EncoderParts:
     size = metadata("vision.image_size")
     longest = metadata.get("vision.preproc_image_size", size)
-    return {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}}
+    return EncoderParts(
+        vision=_siglip(metadata),
+        beside={"scale_factor": metadata.get(_SCALE, 2)},
+        images={"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": size}},
+        settings={"image_seq_len": _rows_of_square(metadata, 2)},
+    )
 
 
 # -- Qwen ------------------------------------------------------------------------------------------------------------
@@ -246,45 +261,41 @@ def _deepstack(metadata: Metadata) -> Sources:
     }
 
 
-def _qwen(metadata: Metadata, activation: str) -> dict[str, Any]:
-    return _sizes(metadata, activation, "depth num_heads", 1e-6) | {
-        "out_hidden_size": metadata("vision.projection_dim"),
-        "spatial_merge_size": metadata.get("vision.spatial_merge_size", 2),
+def _qwen(metadata: Metadata, activation: str, fewest: int) -> EncoderParts:
+    """Returns the parts of an encoder of pictures of any size, of at least so many tokens."""
+    sizes = _sizes(metadata, activation, "depth num_heads", 1e-6)
+    patch, merge = sizes["patch_size"], metadata.get("vision.spatial_merge_size", 2)
+    of_token = (patch * merge) ** 2
+    size = {
+        "shortest_edge": metadata.get("vision.image_min_pixels", fewest * of_token),
+        "longest_edge": metadata.get("vision.image_max_pixels", 16384 * of_token),
     }
+    return EncoderParts(
+        vision=sizes | {"out_hidden_size": metadata("vision.projection_dim"), "spatial_merge_size": merge},
+        images={"patch_size": patch, "merge_size": merge, "size": size},
+    )
 
 
-def _qwen_2_5(metadata: Metadata) -> dict[str, Any]:
-    sizes, every = _qwen(metadata, "silu"), metadata("vision.n_wa_pattern")
-    whole = [i for i in range(sizes["depth"]) if (i + 1) % every == 0]
+def _qwen_2_5(metadata: Metadata) -> EncoderParts:
+    parts, every = _qwen(metadata, "silu", 4), metadata("vision.n_wa_pattern")
+    whole = [i for i in range(parts.vision["depth"]) if (i + 1) % every == 0]
     # The side of windows is that of llama.cpp, too.
-    return sizes | {"fullatt_block_indexes": whole, "window_size": 112}
+    return replace(parts, vision=parts.vision | {"fullatt_block_indexes": whole, "window_size": 112})
 
 
-def _qwen_3(metadata: Metadata) -> dict[str, Any]:
-    return _qwen(metadata, "gelu_pytorch_tanh") | {
-        "num_position_embeddings": metadata.num_rows("v.position_embd.weight"),
-        "deepstack_visual_indexes": _deep_layers(metadata),
-    }
+def _qwen_3(metadata: Metadata) -> EncoderParts:
+    parts, positions = _qwen(metadata, "gelu_pytorch_tanh", 64), metadata.num_rows("v.position_embd.weight")
+    own = {"num_position_embeddings": positions, "deepstack_visual_indexes": _deep_layers(metadata)}
+    return replace(parts, vision=parts.vision | own)
 
 
-def _in_sections(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+def _in_sections(metadata: Metadata, found: Values) -> Values:
     """Returns the positions, of which tokens of pictures have three."""
     sections = [section for section in metadata.of_any_kind("rope.dimension_sections", ()) if section]
     if not sections:
         raise ModelError(f"the file lacks {metadata.architecture}.rope.dimension_sections")
     interleaved = {} if metadata.architecture == "qwen2vl" else {"mrope_interleaved": True}
     return {"rope_parameters": found["rope_parameters"] | {"mrope_section": sections} | interleaved}
-
-
-def _qwen_images(metadata: Metadata, fewest: int) -> dict[str, Any]:
-    """Returns the settings of pictures of any size, of at least so many tokens."""
-    patch, merge = metadata("vision.patch_size"), metadata.get("vision.spatial_merge_size", 2)
-    of_token = (patch * merge) ** 2
-    size = {
-        "shortest_edge": metadata.get("vision.image_min_pixels", fewest * of_token),
-        "longest_edge": metadata.get("vision.image_max_pixels", 16384 * of_token),
-    }
-    return {"patch_size": patch, "merge_size": merge, "size": size}
 
 
 # -- Mistral 3 -------------------------------------------------------------------------------------------------------
@@ -306,17 +317,21 @@ _PIXTRAL: Sources = {
 }
 
 
-def _pixtral(metadata: Metadata) -> dict[str, Any]:
-    return _sizes(metadata, "silu", "num_hidden_layers num_attention_heads", 1e-5) | {
+def _pixtral(metadata: Metadata) -> EncoderParts:
+    sizes = _sizes(metadata, "silu", "num_hidden_layers num_attention_heads", 1e-5)
+    size, merge = metadata("vision.image_size"), metadata.get("vision.spatial_merge_size", 1)
+    own = {
         "model_type": "pixtral",
-        "image_size": metadata("vision.image_size"),
+        "image_size": size,
         "hidden_act": "silu",
         "rope_parameters": {"rope_type": "axial", "rope_theta": metadata.get("rope.freq_base", 10000.0)},
     }
-
-
-def _lines(metadata: Metadata) -> dict[str, Any]:
-    return {"size": {"longest_edge": metadata("vision.image_size")}, "patch_size": metadata("vision.patch_size")}
+    return EncoderParts(
+        vision=sizes | own,
+        beside={"spatial_merge_size": merge, "multimodal_projector_bias": metadata.has("mm.1.bias")},
+        images={"size": {"longest_edge": size}, "patch_size": sizes["patch_size"]},
+        settings={"patch_size": sizes["patch_size"], "spatial_merge_size": merge},
+    )
 
 
 # -- Gemma 4 ---------------------------------------------------------------------------------------------------------
@@ -354,29 +369,26 @@ _GEMMA_4: Sources = {
 }
 
 
-def _gemma_4(metadata: Metadata) -> dict[str, Any]:
+def _gemma_4(metadata: Metadata) -> EncoderParts:
     sizes = _sizes(metadata, "gelu_pytorch_tanh", "num_hidden_layers num_attention_heads rms_norm_eps")
     heads, positions = sizes["num_attention_heads"], metadata.tensors.get("v.position_embd.weight")
-    return sizes | {
+    kernel = {"pooling_kernel_size": metadata.get(_SCALE, 3)}
+    own = kernel | {
         "num_key_value_heads": heads,
         "head_dim": metadata.num_rows("v.blk.0.attn_q.weight") // heads,
         "position_embedding_size": 0 if positions is None else positions.shape[-2],
-        "pooling_kernel_size": metadata.get(_SCALE, 3),
         "use_clipped_linears": metadata.has(".input_max"),
         "standardize": metadata.has("v.std_bias"),
     }
+    return EncoderParts(vision=sizes | own, images=kernel | {"patch_size": sizes["patch_size"]})
 
 
-def _with_pictures_of_gemma_4(metadata: Metadata, found: dict[str, Any]) -> dict[str, Any]:
+def _with_pictures_of_gemma_4(metadata: Metadata, found: Values) -> Values:
     return {
         "use_bidirectional_attention": None if metadata("embedding_length") in _CAUSAL_WIDTHS else "vision",
         # The class looks it up for tokens of pictures.
         "pad_token_id": found["pad_token_id"] or 0,
     }
-
-
-def _gemma_4_images(metadata: Metadata) -> dict[str, Any]:
-    return {"patch_size": metadata("vision.patch_size"), "pooling_kernel_size": metadata.get(_SCALE, 3)}
 
 
 # -- the tables ------------------------------------------------------------------------------------------------------
@@ -392,21 +404,18 @@ _QWEN_2_5 = PictureEncoder(
     of_text={"qwen2vl": "qwen2_5_vl_text"},
     layers=_layers(r"visual\.blocks"),
     sources=_QWEN_LAYER,
-    vision=_qwen_2_5,
+    parts=_qwen_2_5,
     in_text=_in_sections,
     tokens=_QWEN_TOKENS,
     processors=("Qwen2VLImageProcessorPil", "Qwen2_5_VLProcessor"),
-    images=lambda metadata: _qwen_images(metadata, 4),
 )
 _QWEN_3 = replace(
     _QWEN_2_5,
     projector="qwen3vl_merger",
     model_type="qwen3_vl",
     of_text={"qwen3vl": "qwen3_vl_text"},
-    vision=_qwen_3,
+    parts=_qwen_3,
     processors=("Qwen2VLImageProcessorPil", "Qwen3VLProcessor"),
-    images=lambda metadata: _qwen_images(metadata, 64),
-    deepstack=_deepstack,
 )
 _ENCODERS: Sequence[PictureEncoder] = (
     _QWEN_2_5,
@@ -422,12 +431,9 @@ _ENCODERS: Sequence[PictureEncoder] = (
             "model.multi_modal_projector.mm_input_projection_weight": "mm.input_projection",
             "model.multi_modal_projector.mm_soft_emb_norm": changed("mm.soft_emb_norm", minus_one),
         },
-        vision=lambda metadata: _siglip(metadata) | {"vision_use_head": False},
-        beside=lambda metadata: {"mm_tokens_per_image": _rows_of_square(metadata, 4)},
+        parts=_gemma_3,
         tokens={"image_token": _SOFT, "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
         processors=("Gemma3ImageProcessorPil", "Gemma3Processor"),
-        images=_square,
-        settings=lambda metadata: {"image_seq_length": _rows_of_square(metadata, 4)},
     ),
     PictureEncoder(
         projector="gemma4v",
@@ -435,7 +441,7 @@ _ENCODERS: Sequence[PictureEncoder] = (
         of_text={"gemma4": "gemma4_text"},
         layers=_layers(r"vision_tower\.encoder\.layers"),
         sources=_GEMMA_4,
-        vision=_gemma_4,
+        parts=_gemma_4,
         in_text=_with_pictures_of_gemma_4,
         tokens={
             "image_token": "<|image|>",
@@ -446,7 +452,6 @@ _ENCODERS: Sequence[PictureEncoder] = (
             "eoa_token": "<audio|>",
         },
         processors=("Gemma4ImageProcessorPil", "Gemma4Processor"),
-        images=_gemma_4_images,
     ),
     PictureEncoder(
         projector="pixtral",
@@ -456,18 +461,9 @@ _ENCODERS: Sequence[PictureEncoder] = (
         sources=_PIXTRAL,
         # It is a row of the embeddings of text.
         unused=("v.token_embd.img_break",),
-        vision=_pixtral,
-        beside=lambda metadata: {
-            "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
-            "multimodal_projector_bias": metadata.has("mm.1.bias"),
-        },
+        parts=_pixtral,
         tokens={"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"},
         processors=("PixtralImageProcessorPil", "PixtralProcessor"),
-        images=_lines,
-        settings=lambda metadata: {
-            "patch_size": metadata("vision.patch_size"),
-            "spatial_merge_size": metadata.get("vision.spatial_merge_size", 1),
-        },
     ),
     PictureEncoder(
         projector="idefics3",
@@ -479,12 +475,9 @@ _ENCODERS: Sequence[PictureEncoder] = (
             **_siglip_sources("model.vision_model"),
             "model.connector.modality_projection.proj": "mm.model.fc",
         },
-        vision=_siglip,
-        beside=lambda metadata: {"scale_factor": metadata.get(_SCALE, 2)},
+        parts=_idefics_3,
         tokens={"image_token": "<image>"},
         processors=("Idefics3ImageProcessorPil", "Idefics3Processor"),
-        images=_tiles,
-        settings=lambda metadata: {"image_seq_len": _rows_of_square(metadata, 2)},
     ),
 )
 MAY_HAVE_ENCODER = frozenset(text for one in _ENCODERS for text in one.of_text)

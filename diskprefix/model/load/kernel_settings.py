@@ -49,14 +49,14 @@ def matmul_precision() -> str:
     """Returns torch's float32 matmul precision, or `mixed` where it is set for single backends (see `switches`)."""
     import torch
 
-    return str(_read(torch.get_float32_matmul_precision, "highest"))
+    return str(_read(torch.get_float32_matmul_precision))
 
 
 def switches(model: Any) -> dict[str, Any]:
     """Returns torch's switches of kernels and precision that are not at their defaults."""
     import torch
 
-    # Any: torch leaves most of them without types, and older versions lack some.
+    # Any: torch leaves most of them without types.
     backends: Any = torch.backends
     cuda, cudnn, mkldnn, device = backends.cuda, backends.cudnn, backends.mkldnn, model.device.type
     settings: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -81,8 +81,7 @@ def switches(model: Any) -> dict[str, Any]:
         "flush_denormal": (lambda: not torch.tensor(1e-39) * 1.0, False),
         "compiled": (lambda: getattr(model, "_compiled_call_impl", None) is not None, False),
     }
-    found = {name: (_read(read, default), default) for name, (read, default) in settings.items()}
-    return {name: value for name, (value, default) in found.items() if value != default}
+    return {name: value for name, (read, default) in settings.items() if (value := _read(read)) != default}
 
 
 def _fp32(backend: Any) -> str:
@@ -91,14 +90,12 @@ def _fp32(backend: Any) -> str:
     return "ieee" if precision == "none" else precision
 
 
-def _read(read: Callable[[], Any], default: Any) -> Any:
-    """Returns the value of a switch, or the default where this version of torch does not have it."""
+def _read(read: Callable[[], Any]) -> Any:
+    """Returns the value of a switch. torch refuses to tell a setting that was changed through its newer names, which
+    are read too."""
     try:
         return read()
-    except AttributeError:
-        return default
     except RuntimeError:
-        # torch refuses to tell a setting that was changed through its newer names, which are read too.
         return "mixed"
 
 
@@ -126,9 +123,6 @@ def cpu_kind() -> str:
     and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves."""
     import torch
 
-    name = str(torch.backends.cpu.get_cpu_capability())
-    if not hasattr(torch.cpu, "get_capabilities"):
-        return name
     offers = {key: value for key, value in torch.cpu.get_capabilities().items() if not key.startswith("num_")}
     text = json.dumps(offers, sort_keys=True, separators=(",", ":"))
-    return f"{name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{torch.backends.cpu.get_cpu_capability()} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

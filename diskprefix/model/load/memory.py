@@ -111,27 +111,16 @@ def _machine_ram(proc: Path) -> int:
 
 
 def _cgroup_rests(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Yields what is left under each limit from this process's control group up to the root (cgroup v2 and v1)."""
-    for line in _read(proc / "self" / "cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            yield from _limits_up_from(cgroups, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _limits_up_from(cgroups / "memory", path, *names)
-
-
-def _limits_up_from(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable: str) -> Iterator[int]:
-    group = mount / path.lstrip("/")
-    while True:
-        limit, usage = _read(group / limit_name).strip(), _read(group / usage_name).strip()
+    """Yields what is left under each limit from this process's control group (version 2) up to the root."""
+    lines = _read(proc / "self" / "cgroup").splitlines()
+    group = next((cgroups / line.removeprefix("0::/") for line in lines if line.startswith("0::/")), None)
+    while group is not None:
+        limit, usage = _read(group / "memory.max").strip(), _read(group / "memory.current").strip()
         if limit.isdigit() and usage.isdigit():
             # The kernel counts page cache as usage, but frees it on demand.
             stat = dict(line.split(maxsplit=1) for line in _read(group / "memory.stat").splitlines())
-            yield max(int(limit) - int(usage) + int(stat.get(reclaimable, "0")), 0)
-        if group == mount or mount not in group.parents:
-            return
-        group = group.parent
+            yield max(int(limit) - int(usage) + int(stat.get("inactive_file", "0")), 0)
+        group = group.parent if cgroups in group.parents else None
 
 
 def _read(file: Path) -> str:

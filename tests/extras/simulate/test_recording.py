@@ -258,18 +258,6 @@ def test_a_file_that_cannot_be_recorded_to_is_refused_at_once_and_left_alone(tmp
     assert notes.read_text() == "buy milk\n"
 
 
-def test_half_a_line_of_another_process_that_was_killed_is_cut_off(path: Path) -> None:
-    recorder = open_recorder(path)
-    note(recorder)
-    wait_for(lambda: path.read_bytes().endswith(b"\n"))
-    with path.open("ab") as other:
-        other.write(path.read_bytes()[:100])
-    for _ in range(2):
-        note(recorder)
-    recorder.close()
-    assert len(read(path)) == 3
-
-
 def test_two_processes_append_whole_lines_to_one_recording(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, flock = list[Any](), fcntl.flock
 

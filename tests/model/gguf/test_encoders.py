@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+import transformers
+from transformers import AutoModelForMultimodalLM
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.fit import needs_of_gguf
@@ -21,18 +21,14 @@ from diskprefix.model.load.projector import preferred_projectors
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
-from tests.model.load.test_gguf_models import BASE, EPSILON, RMS, rope
-from tests.server.picture_models import image_bytes
+from tests.model.load.test_gguf_models import BASE, EPSILON, HEADS, KV_HEADS, RMS, filled, paired, rope, written
+from tests.server.picture_models import VISION_MODELS, TinyPictured, image_bytes
 
 pytestmark = pytest.mark.usefixtures("cache")
 Values = dict[str, Any]
-HEADS, KV_HEADS = 4, 2
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-QWEN = {"hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
-SIGLIP = VISION | {"image_size": 28, "patch_size": 7, "layer_norm_eps": 3e-6}
 CLIP: Values = {
     "vision.embedding_length": 32,
-    "vision.feed_forward_length": 48,
+    "vision.feed_forward_length": 64,
     "vision.block_count": 2,
     "vision.attention.head_count": 2,
     "vision.attention.layer_norm_epsilon": 1e-6,
@@ -42,48 +38,41 @@ CLIP: Values = {
     "vision.image_std": [0.5, 0.25, 0.5],
 }
 OF_SIGLIP = CLIP | {"vision.patch_size": 7, "vision.attention.layer_norm_epsilon": 3e-6, "use_gelu": True}
-QWEN_TOKENS = {
-    f"{name}_token_id": f"<|{text}|>"
-    for name, text in {
-        "image": "image_pad",
-        "video": "video_pad",
-        "vision_start": "vision_start",
-        "vision_end": "vision_end",
-    }.items()
-}
 SECTIONS = {"rope.freq_base": 250000.0, "rope.dimension_sections": [2, 3, 3, 0]}
 HEAD = {"attention.key_length": 16, "attention.value_length": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model of the type `kind` with these parts of its configuration, and what its two files say. `hub` turns names
-    of parameters into those that the `gguf` library knows, as the converter does."""
+    """The tiny model `pictured` with other `text` and `vision`, and what its two files say. `hub` turns names of
+    parameters into those that the `gguf` library knows, as the converter does. `more` are tokens beside its own."""
 
-    kind: str
+    pictured: TinyPictured
     text: Values
-    vision: Values
-    beside: Values = field(default_factory=dict)
-    tokens: dict[str, str]
+    vision: Values = field(default_factory=dict)
+    more: tuple[str, ...] = ()
     architecture: str
     of_text: Values
     projector: str
     of_vision: Values
     hub: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def tokens(self) -> list[str]:
+        return [*self.pictured.special.values(), *self.more]
+
 
 FAMILIES = {
     "Qwen3-VL": Family(
-        kind="qwen3_vl",
-        text={"head_dim": 16, "rope_parameters": rope(mrope_section=[2, 3, 3], mrope_interleaved=True)},
-        vision=QWEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [1], "spatial_merge_size": 2},
-        tokens=QWEN_TOKENS,
+        pictured=VISION_MODELS["qwen3_vl"],
+        text={"rope_parameters": rope(mrope_section=[2, 3, 3], mrope_interleaved=True)},
+        vision={"deepstack_visual_indexes": [1]},
         architecture="qwen3vl",
         of_text=HEAD | SECTIONS | {"n_deepstack_layers": 1},
         projector="qwen3vl_merger",
         of_vision=CLIP
-        | {"vision.patch_size": 4, "use_gelu": True, "vision.spatial_merge_size": 2}
-        | {"vision.is_deepstack_layers": [False, True]},
+        | {"vision.patch_size": 4, "use_gelu": True, "vision.spatial_merge_size": 2, "vision.block_count": 3}
+        | {"vision.is_deepstack_layers": [False, True, False]},
         hub=(
             (r"model\.visual", "visual"),
             (r"visual\.merger\.norm", "visual.merger.ln_q"),
@@ -93,10 +82,9 @@ FAMILIES = {
         ),
     ),
     "Qwen2.5-VL": Family(
-        kind="qwen2_5_vl",
+        pictured=VISION_MODELS["qwen2_5_vl"],
         text={"rope_parameters": rope(mrope_section=[2, 3, 3])},
-        vision=QWEN | {"fullatt_block_indexes": [1], "window_size": 112},
-        tokens=QWEN_TOKENS,
+        vision={"window_size": 112},
         architecture="qwen2vl",
         of_text=SECTIONS,
         projector="qwen2.5vl_merger",
@@ -104,13 +92,11 @@ FAMILIES = {
         hub=((r"model\.visual", "visual"),),
     ),
     "Gemma 3": Family(
-        kind="gemma3",
-        text={"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "tie_word_embeddings": True}
-        | {"rope_parameters": {"sliding_attention": rope(10000.0), "full_attention": rope()}},
-        vision=SIGLIP | {"vision_use_head": False},
-        beside={"mm_tokens_per_image": 4},
-        tokens={"boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}
-        | {"image_token_index": "<image_soft_token>", "_unused": "<unused0>"},
+        pictured=VISION_MODELS["gemma3"],
+        text={"query_pre_attn_scalar": 16, "sliding_window": 16, "tie_word_embeddings": True}
+        | {"rope_parameters": {"sliding_attention": rope(10000.0), "full_attention": rope()}, "layer_types": None},
+        vision={"layer_norm_eps": 3e-6, "vision_use_head": False},
+        more=("<unused0>",),
         architecture="gemma3",
         of_text=HEAD | {"attention.sliding_window": 16, "rope.freq_base": 250000.0},
         projector="gemma3",
@@ -122,21 +108,16 @@ FAMILIES = {
         ),
     ),
     "Gemma 4": Family(
-        kind="gemma4",
-        text={"head_dim": 16, "global_head_dim": 32, "sliding_window": 16, "tie_word_embeddings": True}
-        | {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0}
+        pictured=VISION_MODELS["gemma4"],
+        text={"sliding_window": 16, "tie_word_embeddings": True, "hidden_size_per_layer_input": 0}
         | {
             "rope_parameters": {
                 "sliding_attention": rope(10000.0),
                 "full_attention": rope() | {"rope_type": "proportional"},
             }
         }
-        | {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 0},
-        vision=VISION
-        | {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 128}
-        | {"use_clipped_linears": True, "standardize": True},
-        tokens={"boi_token_id": "<|image>", "eoi_token_id": "<image|>", "image_token_id": "<|image|>"}
-        | {"boa_token_id": "<|audio>", "eoa_token_index": "<audio|>", "audio_token_id": "<|audio|>"},
+        | {"vocab_size_per_layer_input": 0},
+        vision={"use_clipped_linears": True, "standardize": True},
         architecture="gemma4",
         of_text={"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 16}
         | {"attention.key_length_swa": 16, "attention.value_length_swa": 16, "rope.freq_base": 250000.0}
@@ -151,57 +132,45 @@ FAMILIES = {
         ),
     ),
     "Mistral 3": Family(
-        kind="mistral3",
-        text={"model_type": "ministral3", "head_dim": 16, "sliding_window": None}
+        pictured=VISION_MODELS["mistral3"],
+        text={"model_type": "ministral3"}
         | {"rope_parameters": rope(llama_4_scaling_beta=0.0, original_max_position_embeddings=4096)},
-        vision=VISION
-        | {"model_type": "pixtral", "image_size": 56, "patch_size": 7, "head_dim": 16, "hidden_act": "silu"}
-        | {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
-        beside={"spatial_merge_size": 2},
-        tokens={"image_token_index": "[IMG]", "_break": "[IMG_BREAK]", "_end": "[IMG_END]"},
+        vision={"hidden_act": "silu", "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
         architecture="mistral3",
         of_text=HEAD | {"rope.dimension_count": 16, "rope.freq_base": 250000.0},
         projector="pixtral",
         of_vision=CLIP
-        | {"vision.patch_size": 7, "vision.image_size": 56, "vision.attention.layer_norm_epsilon": 1e-5}
+        | {"vision.patch_size": 4, "vision.image_size": 64, "vision.attention.layer_norm_epsilon": 1e-5}
         | {"use_silu": True, "vision.spatial_merge_size": 2},
         hub=((r"model\.(vision_tower|multi_modal_projector)", r"\1"),),
     ),
     "SmolVLM": Family(
-        kind="idefics3",
-        text={"model_type": "llama", "rope_parameters": rope()},
-        vision=SIGLIP,
-        beside={"scale_factor": 2},
-        tokens={"image_token_id": "<image>", "_fake": "<fake_token_around_image>", "_end": "<end_of_utterance>"},
+        pictured=VISION_MODELS["idefics3"],
+        text={"rope_parameters": rope()},
+        vision={"layer_norm_eps": 3e-6},
         architecture="llama",
         of_text={"rope.dimension_count": 16, "rope.freq_base": 250000.0},
         projector="idefics3",
-        of_vision=OF_SIGLIP | {"vision.projector.scale_factor": 2, "vision.preproc_image_size": 56},
+        of_vision=OF_SIGLIP
+        | {"vision.projector.scale_factor": 2, "vision.image_size": 32, "vision.patch_size": 8}
+        | {"vision.preproc_image_size": 64},
     ),
 }
 
 
 def made(family: Family) -> Any:
     """A random model in float32, of numbers that bfloat16 has."""
-    tokens = [*tiny.tokens(), *family.tokens.values()]
-    ids = {name: tokens.index(token) for name, token in family.tokens.items() if name[0] != "_"}
-    text = BASE | EPSILON | {"vocab_size": len(tokens)} | family.text
-    tied = text.get("tie_word_embeddings", False)
-    config = CONFIG_MAPPING[family.kind](
-        text_config=text, vision_config=family.vision, tie_word_embeddings=tied, **ids, **family.beside
+    tokens, one = [*tiny.tokens(), *family.tokens], family.pictured
+    text = BASE | EPSILON | {"vocab_size": len(tokens)} | one.text | family.text
+    config = getattr(transformers, f"{one.kind}Config")(
+        text_config=text,
+        vision_config=one.vision | family.vision,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+        **{name: tokens.index(one.special[token]) for name, token in one.ids.items()},
+        **one.beside,
     )
     torch.manual_seed(0)
-    model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32).eval()
-    for name, tensor in model.state_dict().items():
-        if name.endswith(("_min", "_max")):
-            tensor.fill_(-2.5 if name.endswith("_min") else 2.25)
-        elif tensor.ndim < 2:
-            tensor += 0.2 * torch.randn_like(tensor)
-        else:
-            tensor.normal_(0, 1 if "embed" in name else 1.2 * tensor.shape[-1] ** -0.5)
-        tensor.copy_(tensor.bfloat16())
-    model.tie_weights()
-    return model
+    return filled(AutoModelForMultimodalLM.from_config(config, dtype=torch.float32))
 
 
 def stored_name(kind: Any, num_layers: int, name: str) -> str:
@@ -209,11 +178,6 @@ def stored_name(kind: Any, num_layers: int, name: str) -> str:
     names = gguf.get_tensor_name_map(kind, num_layers)
     # Some have no ending.
     return names.get_name(name) or f"{names.get_name(stem)}.{end}"
-
-
-def paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rotary pairs side by side."""
-    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
 def text_tensors(family: Family, model: Any) -> dict[str, torch.Tensor]:
@@ -257,44 +221,20 @@ def encoder_tensors(family: Family, model: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def write(path: Path, architecture: str, values: Values, tensors: dict[str, torch.Tensor], kind: str = "F32") -> Path:
-    writer = gguf.GGUFWriter(path, architecture)
-    for key, value in values.items():
-        if key == "tokens":
-            tiny.add_tokenizer(writer, more=value)
-            writer.add_pad_token_id(2)
-        elif value is not None:
-            tiny.add_value(writer, f"{architecture}.{key}", value)
-    for name, tensor in tensors.items():
-        form = gguf.GGMLQuantizationType[kind if tensor.ndim > 1 and tensor.shape[-1] % 32 == 0 else "F32"]
-        writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(tensor.numpy()), form), raw_dtype=form)
-    tiny.finish(writer)
-    return path
-
-
 def write_encoder(path: Path, family: Family, tensors: dict[str, torch.Tensor], kind: str = "F32", **more: Any) -> Path:
     values = {"has_vision_encoder": True, "projector_type": family.projector} | family.of_vision
-    return write(path, "clip", values | {key.replace("__", "."): value for key, value in more.items()}, tensors, kind)
+    values |= {key.replace("__", "."): value for key, value in more.items()}
+    return written(path, "clip", None, values, tensors, gguf.GGMLQuantizationType[kind])
 
 
 def write_model(
     folder: Path, family: Family, model: Any, *, encoder: str = "mmproj-F32.gguf", kind: str = "F32"
 ) -> Path:
     """Writes the two files. Returns that of the text, in the type `kind`."""
-    config = model.config.text_config
-    common = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": KV_HEADS,
-        "tokens": [*family.tokens.values()],
-    }
     write_encoder(folder / encoder, family, encoder_tensors(family, model))
-    return write(
-        folder / "tiny.gguf", family.architecture, common | RMS | family.of_text, text_tensors(family, model), kind
-    )
+    config, form, file = model.config.text_config, gguf.GGMLQuantizationType[kind], folder / "tiny.gguf"
+    values, tensors = RMS | family.of_text, text_tensors(family, model)
+    return written(file, family.architecture, config, values, tensors, form, family.tokens)
 
 
 def loaded(file: Path, lines: list[str] | None = None, **settings: Any) -> LoadedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,15 +136,25 @@ def made(model_type: str, sizes: dict[str, Any]) -> PreTrainedModel:
     """A random model in float32, of numbers that bfloat16 has. No bias and no norm is what it starts with."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(BASE | sizes))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, tensor in model.named_parameters():
-        if tensor.ndim < 2:
-            tensor.data += 0.2 * torch.randn_like(tensor)
+    return filled(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def filled(model: PreTrainedModel) -> PreTrainedModel:
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("_min", "_max")):
+            tensor.fill_(-2.5 if name.endswith("_min") else 2.25)
+        elif tensor.ndim < 2:
+            tensor += 0.2 * torch.randn_like(tensor)
         else:
-            tensor.data.normal_(0, 1 if "embed" in name else 1.2 * tensor.shape[-1] ** -0.5)
-        tensor.data = tensor.data.bfloat16().float()
+            tensor.normal_(0, 1 if "embed" in name else 1.2 * tensor.shape[-1] ** -0.5)
+        tensor.copy_(tensor.bfloat16())
     model.tie_weights()
-    return model
+    return model.eval()
+
+
+def paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rotary pairs side by side."""
+    return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
 def tensors_of(model: PreTrainedModel, architecture: str) -> Tensors:
@@ -154,7 +165,7 @@ def tensors_of(model: PreTrainedModel, architecture: str) -> Tensors:
         stem, _, end = name.rpartition(".")
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(stem.rpartition(".")[2], 0)
         if architecture == "llama" and heads:
-            tensor = tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+            tensor = paired(tensor, heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         found[f"{names.get_name(stem)}.{end}"] = tensor
@@ -169,26 +180,33 @@ def names_of(model: PreTrainedModel, architecture: str) -> Any:
 def written(
     path: Path,
     architecture: str,
-    model: PreTrainedModel,
+    config: Any,
     values: dict[str, Any],
     tensors: Tensors,
     kind: gguf.GGMLQuantizationType = F32,
+    more: Sequence[str] = (),
 ) -> Path:
-    """Writes a file whose matrices have this type. `values` replace metadata, or leave them out."""
-    writer, config = gguf.GGUFWriter(path, architecture), model.config
-    common = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-    }
+    """Writes a file whose matrices have this type. `values` replace metadata, or leave them out. `more` are special
+    tokens. An encoder has neither `config` nor tokens."""
+    writer = gguf.GGUFWriter(path, architecture)
+    common: dict[str, Any] = (
+        {}
+        if config is None
+        else {
+            "block_count": config.num_hidden_layers,
+            "context_length": config.max_position_embeddings,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count": config.num_attention_heads,
+            "attention.head_count_kv": config.num_key_value_heads,
+        }
+    )
     for key, value in (common | values).items():
         if value is not None:
             tiny.add_value(writer, f"{architecture}.{key}", value)
-    tiny.add_tokenizer(writer)
-    writer.add_pad_token_id(2)
+    if config is not None:
+        tiny.add_tokenizer(writer, more=more)
+        writer.add_pad_token_id(2)
     for name, tensor in tensors.items():
         numbers = np.ascontiguousarray(tensor.numpy())
         type_ = kind if is_quantised(name, tensor) else F32
@@ -198,7 +216,7 @@ def written(
 
 
 def is_quantised(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.ndim > 1 and "ffn_gate_inp" not in name
+    return tensor.ndim > 1 and tensor.shape[-1] % 32 == 0 and "ffn_gate_inp" not in name
 
 
 def loaded(file: Path, weights: str = "native") -> PreTrainedModel:
@@ -220,7 +238,7 @@ def require_logits_of(model: PreTrainedModel, file: Path) -> None:
 def test_a_file_gives_the_logits_of_its_model(family: str, tmp_path: Path) -> None:
     architecture, model_type, sizes, values = FAMILIES[family]
     model = made(model_type, sizes)
-    file = written(tmp_path / "tiny.gguf", architecture, model, values, tensors_of(model, architecture))
+    file = written(tmp_path / "tiny.gguf", architecture, model.config, values, tensors_of(model, architecture))
     require_logits_of(model, file)
 
 
@@ -234,7 +252,7 @@ def test_the_length_that_phi_was_trained_with_is_that_of_the_file(length: int, t
     values = RMS | {"rope.dimension_count": 12, "rope.scaling.original_context_length": length}
     tensors = tensors_of(model, "phi3")
     tensors |= {f"rope_factors_{name[:-7]}.weight": torch.tensor(numbers) for name, numbers in factors.items()}
-    file = written(tmp_path / "tiny.gguf", "phi3", model, values | {"rope.scaling.attn_factor": 1.3}, tensors)
+    file = written(tmp_path / "tiny.gguf", "phi3", model.config, values | {"rope.scaling.attn_factor": 1.3}, tensors)
     require_logits_of(model, file)
 
 
@@ -242,7 +260,7 @@ def test_a_head_that_rotates_in_part_is_refused_where_the_model_rotates_all(tmp_
     model = made("qwen3", {"head_dim": 32, "rope_parameters": rope(), **EPSILON})
     values = RMS | {"attention.key_length": 32, "attention.value_length": 32, "rope.freq_base": 250000.0}
     values |= {"rope.dimension_count": 16}
-    file = written(tmp_path / "tiny.gguf", "qwen3", model, values, tensors_of(model, "qwen3"))
+    file = written(tmp_path / "tiny.gguf", "qwen3", model.config, values, tensors_of(model, "qwen3"))
     with pytest.raises(ModelError, match=r"qwen3\.rope\.dimension_count is 16, and the model would rotate 32"):
         tiny.read_file(file)
 
@@ -431,7 +449,7 @@ def write(path: Path, model: PreTrainedModel, *, is_split: bool = True, **more: 
     """`values` replace metadata, `tensors` are further ones."""
     values = deepseek_values(model, is_split=is_split) | more.get("values", {})
     tensors = deepseek_tensors(model, is_split=is_split) | more.get("tensors", {})
-    return written(path, "deepseek2", model, values, tensors, type_of(model))
+    return written(path, "deepseek2", model.config, values, tensors, type_of(model))
 
 
 def dequantised(model: PreTrainedModel, *, is_split: bool) -> PreTrainedModel:

@@ -194,16 +194,6 @@ def resident_bytes() -> int:
         ),
         # A group that is over its limit.
         ("0::/", {"memory.max": MIB, "memory.current": 2 * MIB}, 0),
-        # The first version of control groups.
-        (
-            "5:cpu,cpuacct:/x\n4:memory:/docker/x",
-            {
-                "memory/memory.limit_in_bytes": 2 * MIB,
-                "memory/memory.usage_in_bytes": MIB,
-                "memory/memory.stat": f"total_inactive_file {MIB // 2}",
-            },
-            3 * MIB // 2,
-        ),
     ],
 )
 def test_free_is_what_the_machine_and_the_control_groups_leave(
