@@ -93,6 +93,28 @@ def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> l
     return found
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "glm4_moe_lite", "mimo_v2_flash"])
+@torch.inference_mode()
+def test_its_memory_may_lag_within_a_block(name: str) -> None:
+    """Tokens come one by one, with a guess behind each, which is wrong. Now and then its memory is needed."""
+    model, layout = made(name + DRAFTING)
+    ids, (whole, _) = made_up_tokens(model, 5, LENGTH), computed(model, layout, LENGTH)
+    sequence, lags = sequence_of(layout), list[int]()
+    forward(model, sequence, ids[:, :30])
+    for at in range(30, LENGTH):
+        if at in (50, 53):
+            other = sequence_of(layout)
+            forward(model, other, ids[:, :at])
+            assert guesses(model, sequence) == guesses(model, other)
+        run(model, [Rows(sequence, torch.tensor([[int(ids[0, at]), 3]]), 2, may_lag=True)])
+        sequence.take_back(at + 1)
+        lags.append(len(sequence.undrafted))
+        assert sequence.num_drafted >= sequence.num_tokens // 16 * 16, "others read complete blocks"
+    assert max(lags) > 10
+    sequence.settle()
+    assert memory_of(sequence, len(layout.layers)) == memory_of(whole, len(layout.layers))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", WITH_DRAFT_LAYER)
 @torch.inference_mode()
