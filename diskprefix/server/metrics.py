@@ -244,7 +244,6 @@ class ServerMetrics:
             "Guessed tokens that were computed for completed requests (--speculative), and what became of them.",
             ["result"],
         )
-        self._draft_seconds = counter("diskprefix_draft_seconds", "Seconds that a draft model or layer guessed.")
         self._images_encoded = counter("diskprefix_images_encoded", "Pictures that were encoded.")
         self._images_restored = counter(
             "diskprefix_images_restored", "Pictures whose encoder's output was read from the store."
@@ -306,7 +305,6 @@ class ServerMetrics:
         self._reply_tokens.inc(usage.completion_tokens)
         self._draft_tokens.labels("accepted").inc(timings.accepted_tokens)
         self._draft_tokens.labels("rejected").inc(timings.drafted_tokens - timings.accepted_tokens)
-        self._draft_seconds.inc(timings.draft_ms / 1e3)
         self._images_encoded.inc(timings.images_encoded)
         self._images_restored.inc(timings.images_restored)
         self._encode_seconds.inc(timings.encode_ms / 1e3)
