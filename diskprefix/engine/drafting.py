@@ -154,14 +154,3 @@ class ChainProposer(ABC):
     def _end(self, draft: Draft) -> None:
         """Ends the guesses of a reply in this step."""
         del draft
-
-
-def likeliest(logits: torch.Tensor) -> list[tuple[int, float]]:
-    """Returns the likeliest token of each row of `logits`, [rows, vocab], and its probability, which is not finite if
-    the logits are not. Waits for the device once: whether another guess pays depends on the probabilities."""
-    scores = logits.float()
-    best, token_ids = scores.max(dim=-1)
-    probabilities = 1 / (scores - best[:, None]).exp().sum(dim=-1)
-    # One copy for both: float32 has all integers up to 2**24.
-    tokens, found = torch.stack([token_ids.float(), probabilities]).cpu().tolist()
-    return [(int(token), probability) for token, probability in zip(tokens, found, strict=True)]

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from diskprefix.engine.draft_model import DraftModel, DraftSequence
-from diskprefix.engine.drafting import LEAST_SPEEDUP, ChainProposer, Draft, likeliest
+from diskprefix.engine.drafting import LEAST_SPEEDUP, ChainProposer, Draft
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import MAX_ROWS
 from diskprefix.engine.step_times import StepTimes
+from diskprefix.model.exact.drafts import likeliest
 
 FEW = 16
 """The most known tokens that are computed with the first guess."""

@@ -22,7 +22,6 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.engine.draft_model import DraftModel
-from diskprefix.engine.drafting import likeliest
 from diskprefix.engine.guesser import Rates
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.model_proposer import ModelProposer
@@ -33,6 +32,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.step import Run
 from diskprefix.model.exact import runner
+from diskprefix.model.exact.drafts import likeliest
 from diskprefix.nouns import SHARED
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import Payload

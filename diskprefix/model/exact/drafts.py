@@ -85,7 +85,7 @@ def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[
         if row.hidden is None:
             _is_complete(row.state)
     hidden = hidden[[end - 1 for end in accumulate(run.num_rows for run in runs)]]
-    return _likeliest(_head_of(model), hidden), hidden
+    return _guesses(_head_of(model), hidden), hidden
 
 
 @contextmanager
@@ -230,13 +230,20 @@ def _parts_of(module: Any) -> _Head:
     return [(first, partial(linear, weight=weight)) for first, weight in parts]
 
 
-def _likeliest(head: _Head, hidden: torch.Tensor) -> list[tuple[int, float]]:
-    """Returns the likeliest token of each row of hidden states, [rows, hidden_size], and its probability among those
-    that are guessed. Waits for the device once."""
-    scores = torch.cat([multiply(hidden) for _, multiply in head], dim=-1).float()
+def likeliest(scores: torch.Tensor) -> list[tuple[int, float]]:
+    """Returns the place of the highest of each row of scores, [rows, tokens], and its probability, which is not finite
+    if the scores are not. Waits for the device once: whether another guess pays depends on the probabilities."""
+    scores = scores.float()
     best, places = scores.max(dim=-1)
     probabilities = 1 / (scores - best[:, None]).exp().sum(dim=-1)
     # One copy for both: float32 has all integers up to 2**24.
     found = torch.stack([places.float(), probabilities]).T.cpu().tolist()
+    return [(int(place), probability) for place, probability in found]
+
+
+def _guesses(head: _Head, hidden: torch.Tensor) -> list[tuple[int, float]]:
+    """Returns the likeliest token of each row of hidden states, [rows, hidden_size], and its probability among those
+    that are guessed."""
+    found = likeliest(torch.cat([multiply(hidden) for _, multiply in head], dim=-1))
     gap = head[-1][0] - _FREQUENT if len(head) > 1 else 0
-    return [(int(place) + (gap if place >= _FREQUENT else 0), probability) for place, probability in found]
+    return [(place + gap * (place >= _FREQUENT), probability) for place, probability in found]

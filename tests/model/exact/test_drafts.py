@@ -238,7 +238,7 @@ def test_the_likeliest_of_the_tokens_that_are_guessed_is_found(weights: str, mon
     hidden = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     scores = product(compiled, hidden, matrix).float()
     scores[:, 64:352] = -torch.inf
-    found = drafts._likeliest(drafts._parts_of(model.get_output_embeddings()), hidden)
+    found = drafts._guesses(drafts._parts_of(model.get_output_embeddings()), hidden)
     assert [token for token, _ in found] == scores.argmax(dim=-1).tolist()
     assert [chance for _, chance in found] == pytest.approx(scores.softmax(dim=-1).amax(dim=-1).tolist())
     assert {token > 64 for token, _ in found} == {False, True}
