@@ -92,7 +92,6 @@ class DraftModel:
         self.sequences: dict[Reply, DraftSequence] = {}
         """The replies that the model guesses."""
         self._model = model
-        self._packs = cache.layout.packs
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="draft-fetch")
         self._abandoned: list[DraftSequence] = []
         """Sequences that ended before their fetch."""
@@ -157,7 +156,7 @@ class DraftModel:
         """Computes more tokens, int64 [1, n], of some sequences. Returns the next-token logits, [sequences, vocab],
         without waiting for the device."""
         rows = [runner.Rows(sequence.state, ids) for sequence, ids in step]
-        groups = [rows] if self._packs else [[one] for one in rows]
+        groups = [rows] if self.cache.layout.packs else [[one] for one in rows]
         return torch.cat([one for group in groups for one in runner.run(self._model, group)])
 
     def record_prefill(self, sequence: DraftSequence, seconds: float) -> None:
@@ -187,7 +186,7 @@ class DraftModel:
             return
         try:
             self.take_back_guesses(reply)
-        except Exception as error:  # noqa: BLE001 (as in `give_up`)
+        except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
             keep = self._is_kept_not(request.id, error)
         del self.sequences[reply]
         self._end(sequence, token_ids, keep=keep, is_finished=reply.is_finished, name=request.id)
@@ -208,7 +207,7 @@ class DraftModel:
             return 0
         try:
             return self._worked_ahead()
-        except Exception as error:  # noqa: BLE001 (as in `give_up`)
+        except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
             self._is_kept_not("a conversation", error)
             self._lacking.clear()
             ahead, self._ahead = self._ahead, None
@@ -277,7 +276,7 @@ class DraftModel:
         token_ids, state, options = token_ids[: sequence.state.num_tokens], sequence.state, sequence.options
         try:
             self._save(sequence, token_ids, keep=keep, is_finished=is_finished)
-        except Exception as error:  # noqa: BLE001 (as in `give_up`)
+        except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
             keep = self._is_kept_not(name, error)
         state.token_ids = token_ids
         state.num_ready = state.num_exact = len(token_ids)
@@ -310,10 +309,8 @@ class DraftModel:
         finally:
             sequence.cached.close()
 
-    def give_up(self, reply: Reply, error: Exception) -> None:
-        """Drops what was computed for a reply. Raises `DeviceLost`."""
-        raise_if_lost(error)
-        log.warning("[engine] %s goes on without the draft model: %s", reply.running.request.id, first_line(error))
+    def forget(self, reply: Reply) -> None:
+        """Drops what was computed for a reply."""
         if (sequence := self.sequences.pop(reply, None)) is not None:
             self._drop(sequence)
 

@@ -1,20 +1,28 @@
-"""Proposes tokens one after the other, for all replies in one forward: with a draft model, or with the draft layer of
-the served model. It goes on as long as one more guess makes decoding faster."""
+"""Proposers of the next tokens of replies. Some make a chain: one token after the other, for all replies in one
+forward, with a draft model or the draft layer of the served model, as long as one more makes decoding faster."""
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, repeat
 from operator import mul
+from typing import TypeVar
 
 import torch
 
+from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.guesser import MOST_ROWS, Rates
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes, speedup
+from diskprefix.printable import first_line
+
+log = logging.getLogger("diskprefix")
+_T = TypeVar("_T")
 
 LEAST_SPEEDUP = 1.05
 _BORDERS = (0.3, 0.5, 0.7, 0.85, 0.95)
@@ -55,29 +63,58 @@ class Draft:
         self.may_continue = len(self.tokens) < self._most
 
 
-class ChainProposer(ABC):
-    """Proposes chains of tokens. Subclasses compute one more token for each reply."""
+class Proposer:
+    """Proposes the next tokens of replies."""
 
     name: str
+    _FIRST: Sequence[float]
+    """The rates of each kind of guess before anything is known."""
+
+    def __init__(self) -> None:
+        self.rates = Rates(self._FIRST)
+        """Those of all replies."""
+
+    def begin(self, reply: Reply) -> None:
+        """Prepares for guesses of a reply whose prompt is about to be computed."""
+
+    def accept(self, reply: Reply) -> None:
+        """Takes the tokens that a reply has sampled since the last call. Wrong guesses are forgotten."""
+
+    def propose(self, replies: Sequence[Reply], num_decoding: int) -> None:
+        """Gives guesses to the replies' guessers. `num_decoding` replies share the next step."""
+        raise NotImplementedError
+
+    def drop(self, reply: Reply, *, keep: bool) -> None:
+        """Forgets a reply. `keep`: the next turn may begin there."""
+
+    def work_ahead(self) -> int:
+        """Computes something for later replies, because nothing else runs. Returns its rows, 0 if there is nothing to
+        do."""
+        return 0
+
+
+class ChainProposer(Proposer, ABC):
+    """Proposes chains of tokens. Subclasses compute one more token for each reply."""
+
     _FIRST = (0.2, 0.4, 0.6, 0.75, 0.9, 0.97, 0.7)
-    """The rates by probability, and of any guess, before anything is known."""
+    """By probability, and of any guess."""
     _WEIGHT, _FADING = 0.1, 1 / 2048
     _FIRST_COST: float
     """The time of a guess before it is measured, as a share of a step of one row."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.rates = Rates(self._FIRST)
+    def __init__(self, times: StepTimes, clock: Callable[[], float]) -> None:
+        super().__init__()
         self.guess_s = 0.0
         """The seconds of a guess."""
-        self._clock = clock
+        self._times, self._clock = times, clock
 
-    def gain(self, rates: Rates, times: StepTimes, num_decoding: int) -> float:
+    def gain(self, rates: Rates, num_decoding: int) -> float:
         """Returns how many times as fast guesses of these rates make decoding."""
         chances = accumulate(repeat(rates.values[_OF_ANY], MOST_ROWS), mul)
-        return speedup(times, num_decoding, chances, self._cost(times))
+        return speedup(self._times, num_decoding, chances, self._cost)
 
-    def propose(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int) -> None:
-        """See `speculation.Proposer`."""
+    def propose(self, replies: Sequence[Reply], num_decoding: int) -> None:
+        """Computes guesses as long as they pay."""
         if not replies:
             self.rates.fade()
             self.guess_s -= self._FADING * self.guess_s
@@ -85,40 +122,18 @@ class ChainProposer(ABC):
         most = max(1, MOST_ROWS // num_decoding)
         drafts = [
             Draft(reply, reply.guesser.rates[self.name], most)
-            for reply in self._ready(replies, times, num_decoding, most)
+            for reply in self._ready(replies, num_decoding, most)
             if reply.guesser is not None
         ]
-        self._guess(drafts, times, num_decoding)
+        self._guess(drafts, num_decoding)
         for one in drafts:
             self._end(one)
-            guesser = one.reply.guesser
-            if one.tokens and guesser is not None and self.name in guesser.rates:
-                guesser.use(self.name, one.tokens, one.kinds)
 
-    def accept(self, reply: Reply) -> None:
-        """See `speculation.Proposer`."""
-        del reply
-
-    def drop(self, reply: Reply, *, keep: bool) -> None:
-        """See `speculation.Proposer`."""
-        del reply, keep
-
-    def begin(self, reply: Reply, times: StepTimes) -> None:
-        """Prepares for guesses of a reply whose prompt is about to be computed."""
-        del reply, times
-
-    def work_ahead(self, times: StepTimes) -> int:
-        """Computes something for later replies, because nothing else runs. Returns its rows, 0 if there is nothing to
-        do."""
-        del times
-        return 0
-
-    def _guess(self, drafts: list[Draft], times: StepTimes, num_decoding: int) -> None:
-        cost, tokens, num_rows, spent = self._cost(times), float(num_decoding), num_decoding, 0.0
-        continuing = drafts
+    def _guess(self, continuing: list[Draft], num_decoding: int) -> None:
+        times, cost, tokens, num_rows, spent = self._times, self._cost, float(num_decoding), num_decoding, 0.0
         while continuing:
             is_measured, started = spent > 0 or self._is_like_others(continuing), self._clock()
-            found = self._computed(continuing)
+            found = self._tried([one.reply for one in continuing], partial(self._computed, continuing))
             if found is None:
                 return
             if is_measured:
@@ -134,17 +149,36 @@ class ChainProposer(ABC):
                 added = (times.of(num_rows + count) - time + cost) / count
                 continuing = [one for one in continuing if one.chance_of_next * (time + spent) > added * tokens]
 
-    def _cost(self, times: StepTimes) -> float:
-        """Returns the time of a guess as a share of a step of one row."""
-        return self.guess_s / times.row_s if self.guess_s > 0 and times.row_s > 0 else self._FIRST_COST
+    @property
+    def _cost(self) -> float:
+        """The time of a guess as a share of a step of one row."""
+        row_s = self._times.row_s
+        return self.guess_s / row_s if self.guess_s > 0 and row_s > 0 else self._FIRST_COST
+
+    def _tried(self, replies: Sequence[Reply], compute: Callable[[], _T]) -> _T | None:
+        """Returns what `compute` returns; None if it fails: the replies go on without guesses. Raises `DeviceLost`."""
+        try:
+            return compute()
+        except Exception as error:  # noqa: BLE001 (guesses that fail must fail no request)
+            raise_if_lost(error)
+            for reply in replies:
+                name = reply.running.request.id
+                log.warning("[engine] %s goes on without %s guesses: %s", name, self.name, first_line(error))
+                self._give_up(reply)
+            return None
+
+    def _give_up(self, reply: Reply) -> None:
+        """Guesses a reply no more."""
+        if reply.guesser is not None:
+            reply.guesser.give_up(self.name)
 
     @abstractmethod
-    def _ready(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int, most: int) -> list[Reply]:
+    def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
         """Returns the replies that guesses can be computed for, at most `most` each."""
 
     @abstractmethod
-    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]] | None:
-        """Returns the next guess for each draft and its probability, None if that fails."""
+    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
+        """Returns the next guess for each draft and its probability."""
 
     def _is_like_others(self, drafts: Sequence[Draft]) -> bool:
         """Returns whether the first forward of a step takes as long as others."""
@@ -152,5 +186,7 @@ class ChainProposer(ABC):
         return True
 
     def _end(self, draft: Draft) -> None:
-        """Ends the guesses of a reply in this step."""
-        del draft
+        """Gives the guesses of this step to the reply's guesser."""
+        guesser = draft.reply.guesser
+        if draft.tokens and guesser is not None and self.name in guesser.rates:
+            guesser.use(self.name, draft.tokens, draft.kinds)

@@ -3,22 +3,17 @@ memory up (`model.exact.drafts`), so there is nothing to prepare and nothing to 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.drafting import ChainProposer, Draft
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.drafts import DraftRow, draft
-from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-log = logging.getLogger("diskprefix")
 
 
 class LayerProposer(ChainProposer):
@@ -27,26 +22,18 @@ class LayerProposer(ChainProposer):
     name = "mtp"
     _FIRST_COST = 0.15
 
-    def __init__(self, model: PreTrainedModel, clock: Callable[[], float]) -> None:
-        super().__init__(clock)
+    def __init__(self, model: PreTrainedModel, times: StepTimes, clock: Callable[[], float]) -> None:
+        super().__init__(times, clock)
         self._model = model
 
-    def _ready(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int, most: int) -> list[Reply]:
-        del times, num_decoding, most
+    def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
+        del num_decoding, most
         return [
             reply for reply in replies if isinstance(reply.state, KVSequence) and reply.state.has_room(reply.num_known)
         ]
 
-    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]] | None:
-        try:
-            guesses, hidden = draft(self._model, [_row(one) for one in drafts])
-        except Exception as error:  # noqa: BLE001 (requests go on without guesses)
-            raise_if_lost(error)
-            for one in drafts:
-                log.warning("[engine] %s goes on without guesses: %s", one.reply.running.request.id, first_line(error))
-                if one.reply.guesser is not None:
-                    one.reply.guesser.give_up(self.name)
-            return None
+    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
+        guesses, hidden = draft(self._model, [_row(one) for one in drafts])
         for one, of_one in zip(drafts, hidden, strict=True):
             one.hidden = of_one
         return guesses

@@ -4,6 +4,7 @@ runs, or computed in a reply if this one and the next turns will save that time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -28,8 +29,8 @@ class ModelProposer(ChainProposer):
     _TURNS = 2
     """The turns of a conversation that its state is computed for: this one, and at least one more."""
 
-    def __init__(self, model: DraftModel, clock: Callable[[], float]) -> None:
-        super().__init__(clock)
+    def __init__(self, model: DraftModel, times: StepTimes, clock: Callable[[], float]) -> None:
+        super().__init__(times, clock)
         self.model = model
         self.row_s = 0.0
         """The seconds of a known token in a forward of many."""
@@ -46,36 +47,32 @@ class ModelProposer(ChainProposer):
             self._reply_tokens += self._WEIGHT * (len(reply.token_ids) - self._reply_tokens)
         self.model.release(reply, keep=keep)
 
-    def begin(self, reply: Reply, times: StepTimes) -> None:
+    def begin(self, reply: Reply) -> None:
         """Has stored state fetched while the prompt is computed."""
         rates = None if reply.guesser is None else reply.guesser.rates.get(self.name)
-        if rates is not None and self.gain(rates, times, 1) >= LEAST_SPEEDUP:
+        if rates is not None and self.gain(rates, 1) >= LEAST_SPEEDUP:
             self._sequence(reply)
 
-    def work_ahead(self, times: StepTimes) -> int:
+    def work_ahead(self) -> int:
         """Computes a part of what the draft model lacks of the latest conversation."""
-        return self.model.work_ahead() if self.gain(self.rates, times, 1) >= LEAST_SPEEDUP else 0
+        return self.model.work_ahead() if self.gain(self.rates, 1) >= LEAST_SPEEDUP else 0
 
-    def _ready(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int, most: int) -> list[Reply]:
+    def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
         ready, behind = list[Reply](), list[Reply]()
         for reply in replies:
             if (sequence := self._sequence(reply)) is None or reply.guesser is None:
                 continue
-            gain = self.gain(reply.guesser.rates[self.name], times, num_decoding)
+            gain = self.gain(reply.guesser.rates[self.name], num_decoding)
             if self._is_ready(reply):
                 ready.append(reply)
-            elif self._pays(reply, reply.num_known - sequence.state.num_tokens, times.row_s * (1 - 1 / gain)):
+            elif self._pays(reply, reply.num_known - sequence.state.num_tokens, self._times.row_s * (1 - 1 / gain)):
                 behind.append(reply)
         self._catch_up(behind)
         ready += [reply for reply in behind if self._is_ready(reply)]
         return [reply for reply in ready if self._has_room(reply, reply.num_known + most - 1)]
 
     def _sequence(self, reply: Reply) -> DraftSequence | None:
-        try:
-            return self.model.ready_sequence(reply)
-        except Exception as error:  # noqa: BLE001 (a request goes on without the draft model)
-            self._give_up(reply, error)
-            return None
+        return self._tried([reply], partial(self.model.ready_sequence, reply))
 
     def _is_ready(self, reply: Reply) -> bool:
         """Returns whether only a few known tokens are to be computed, none of them of the prompt."""
@@ -103,7 +100,7 @@ class ModelProposer(ChainProposer):
                 step.append((reply, reply.ids(start, end)))
                 room -= end - start
         started = self._clock()
-        if not step or self._compute(step) is None:
+        if not step or self._tried([reply for reply, _ in step], partial(self._compute, step)) is None:
             return
         seconds, num_rows = self._clock() - started, MAX_ROWS - room
         if num_rows >= FEW:
@@ -114,19 +111,14 @@ class ModelProposer(ChainProposer):
     def _has_room(self, reply: Reply, num_tokens: int) -> bool:
         has_room = self.model.has_room(self.model.sequences[reply], num_tokens)
         if not has_room:
-            self._forget(reply)
             self.model.release(reply, keep=True)
+            self._give_up(reply)
         return has_room
 
-    def _compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> list[tuple[int, float]] | None:
-        try:
-            return likeliest(self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step]))
-        except Exception as error:  # noqa: BLE001 (requests go on without the draft model)
-            for reply, _ in step:
-                self._give_up(reply, error)
-            return None
+    def _compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> list[tuple[int, float]]:
+        return likeliest(self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step]))
 
-    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]] | None:
+    def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:
         return self._compute([(one.reply, self._next_ids(one)) for one in drafts])
 
     def _next_ids(self, draft: Draft) -> torch.Tensor:
@@ -143,12 +135,8 @@ class ModelProposer(ChainProposer):
         if (sequence := self.model.sequences.get(draft.reply)) is not None:
             sequence.num_known, sequence.drafted = draft.reply.num_known, list(draft.tokens)
             sequence.state.num_ready = min(sequence.state.num_tokens, sequence.num_known)
+        super()._end(draft)
 
-    def _forget(self, reply: Reply) -> None:
-        if reply.guesser is not None:
-            reply.guesser.give_up(self.name)
-
-    def _give_up(self, reply: Reply, error: Exception) -> None:
-        """Stops guessing a reply. A draft model that fails fails no request. Raises `DeviceLost`."""
-        self._forget(reply)
-        self.model.give_up(reply, error)
+    def _give_up(self, reply: Reply) -> None:
+        super()._give_up(reply)
+        self.model.forget(reply)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diskprefix.engine.guesser import MOST_ROWS, Rates
+from diskprefix.engine.drafting import Proposer
+from diskprefix.engine.guesser import MOST_ROWS
 from diskprefix.engine.running_request import Reply
-from diskprefix.engine.step_times import StepTimes
 
 LONGEST = 32
 """The most tokens that are compared."""
@@ -71,15 +71,15 @@ class Text:
         return Guess(token_ids[:of_text], best)
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes what came before. This takes no time worth measuring."""
 
     name = "ngram"
     _FIRST = (0.15, 0.4, 0.6, 0.8, 0.9)
-    """The rates by the length of the match, before anything is known."""
+    """By the length of the match."""
 
     def __init__(self) -> None:
-        self.rates = Rates(self._FIRST)
+        super().__init__()
         self._texts: dict[Reply, Text] = {}
 
     @classmethod
@@ -88,15 +88,15 @@ class NgramProposer:
         return min(num_agreeing.bit_length() - 2, len(cls._FIRST) - 1)
 
     def accept(self, reply: Reply) -> None:
-        """See `speculation.Proposer`."""
+        """Adds what was sampled to the text."""
         # Not earlier: a long prompt is copied, and the first token is sent before.
         if (text := self._texts.get(reply)) is None:
             text = self._texts[reply] = Text(reply.running.request.prompt.token_ids)
         text.extend(reply.token_ids[len(text) - reply.prompt_tokens :])
 
-    def propose(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int) -> None:
-        """See `speculation.Proposer`."""
-        del times, num_decoding
+    def propose(self, replies: Sequence[Reply], num_decoding: int) -> None:
+        """Searches the text of each reply."""
+        del num_decoding
         for reply in replies:
             assert reply.guesser is not None
             if (found := self._texts[reply].guess(MOST_ROWS)) is not None:
@@ -104,6 +104,6 @@ class NgramProposer:
                 reply.guesser.use(self.name, found.token_ids, kinds)
 
     def drop(self, reply: Reply, *, keep: bool) -> None:
-        """See `speculation.Proposer`."""
+        """Forgets the text."""
         del keep
         self._texts.pop(reply, None)

@@ -28,6 +28,7 @@ from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
 from diskprefix.engine.speculation import Speculation
+from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.hooks import Recorder
 from diskprefix.kv.layout import Layout, is_out_of_memory
@@ -301,11 +302,7 @@ class ServedModel:
 
     def _make_speculation(self) -> Speculation | None:
         """Raises `ModelError` if the proposer that is asked for cannot be had."""
-        wanted, clock, has_layer = (
-            self.cache.settings.speculative,
-            lambda: self.clock(),
-            self.cache.layout.has_draft_layer,
-        )
+        wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
             raise ModelError(
                 f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.model.device.type}; "
@@ -315,10 +312,11 @@ class ServedModel:
             if self.draft is not None or wanted in ("ngram", "mtp"):
                 log.warning("[engine] nothing is guessed: with this model, guesses could change the reply")
             return None
-        chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, clock)]
+        times, clock = StepTimes(), lambda: self.clock()
+        chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, times, clock)]
         if has_layer and self.cache.settings.uses_draft_layer:
-            chains.append(LayerProposer(self.model, clock))
-        return Speculation(None if wanted == "mtp" else NgramProposer(), chains, clock)
+            chains.append(LayerProposer(self.model, times, clock))
+        return Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
 
     def _make_draft(self, draft: LoadedDraft) -> DraftModel:
         pages = self._make_pages(draft.cache, self.cache.layout)

@@ -8,10 +8,9 @@ right, also while none is computed, because each sampled token shows if it was g
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
 
-from diskprefix.engine.drafting import LEAST_SPEEDUP, ChainProposer
-from diskprefix.engine.guesser import Guesser, Rates
+from diskprefix.engine.drafting import LEAST_SPEEDUP, ChainProposer, Proposer
+from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.step_times import StepTimes, speedup, worth_computing
 
@@ -19,27 +18,14 @@ _HYSTERESIS = 1.5
 """A reply without computed guesses begins to compute free ones when they seem this many times as good as needed."""
 
 
-class Proposer(Protocol):
-    """Proposes the next tokens of replies. `rates` are those of all replies."""
-
-    name: str
-    rates: Rates
-
-    def accept(self, reply: Reply) -> None:
-        """Takes the tokens that a reply has sampled since the last call. Wrong guesses are forgotten."""
-
-    def propose(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int) -> None:
-        """Gives guesses to the replies' guessers. `num_decoding` replies share the next step."""
-
-    def drop(self, reply: Reply, *, keep: bool) -> None:
-        """Forgets a reply. `keep`: the next turn may begin there."""
-
-
 class Speculation:
-    """Decides which guesses each step of an engine computes. `free` takes no time, `chains` do."""
+    """Decides which guesses each step of an engine computes. `free` takes no time, `chains` do. `times` are those that
+    the chains have."""
 
-    def __init__(self, free: Proposer | None, chains: Sequence[ChainProposer], clock: Callable[[], float]) -> None:
-        self.times = StepTimes()
+    def __init__(
+        self, free: Proposer | None, chains: Sequence[ChainProposer], times: StepTimes, clock: Callable[[], float]
+    ) -> None:
+        self.times = times
         self._free, self._chains, self._clock = free, chains, clock
         self.proposers: list[Proposer] = [*([] if free is None else [free]), *chains]
 
@@ -49,8 +35,8 @@ class Speculation:
 
     def begin(self, reply: Reply) -> None:
         """Prepares for the guesses of a reply whose prompt is about to be computed."""
-        for chain in self._chains:
-            chain.begin(reply, self.times)
+        for proposer in self.proposers:
+            proposer.begin(reply)
 
     def plan(self, decoding: Sequence[Reply]) -> None:
         """Sets the `draft` of each sequence in the next step: the guesses to compute. All of them have a row in it."""
@@ -62,15 +48,16 @@ class Speculation:
             for proposer in self.proposers:
                 proposer.accept(reply)
         if self._free is not None:
-            self._free.propose(guessing, self.times, len(decoding))
-        best = [None if is_plain else self._best_chain(reply, len(decoding)) for reply in guessing]
+            self._free.propose(guessing, len(decoding))
+        may_ask = bool(self._chains) and not is_plain
+        best = {reply: self._best_chain(reply, len(decoding)) for reply in guessing if may_ask}
         for chain in self._chains if decoding else ():
-            asked = [reply for reply, other in zip(guessing, best, strict=True) if other is chain]
+            asked = [reply for reply, other in best.items() if other is chain]
             started = self._clock()
-            chain.propose(asked, self.times, len(decoding))
+            chain.propose(asked, len(decoding))
             for reply in asked:
                 reply.running.draft_s += (self._clock() - started) / len(asked)
-        chances = [[] if is_plain else self._guessed(reply) for reply in decoding]
+        chances = [[] if is_plain else self._chances(reply) for reply in decoding]
         for reply, count in zip(decoding, worth_computing(chances, self.times), strict=True):
             reply.draft = [] if reply.guesser is None else reply.guesser.token_ids[:count]
             if reply.guesser is not None:
@@ -88,25 +75,25 @@ class Speculation:
     def work_ahead(self) -> int:
         """Computes something for later replies, because nothing else runs. Returns its rows, 0 if there is nothing to
         do."""
-        return next((rows for chain in self._chains if (rows := chain.work_ahead(self.times))), 0)
+        return next((rows for proposer in self.proposers if (rows := proposer.work_ahead())), 0)
 
     def _best_chain(self, reply: Reply, num_decoding: int) -> ChainProposer | None:
         """Returns what makes a reply faster than the guesses that it has. One that does not pay is given up, until its
         rates have faded."""
         guesser, found = reply.guesser, None
-        if guesser is None or not self._chains or reply.room_for_draft < 1:
+        if guesser is None or reply.room_for_draft < 1:
             return None
         best = speedup(self.times, num_decoding, guesser.chances())
         for chain in self._chains:
             if (rates := guesser.rates.get(chain.name)) is not None:
-                gain = chain.gain(rates, self.times, num_decoding)
+                gain = chain.gain(rates, num_decoding)
                 if gain < LEAST_SPEEDUP:
                     rates.fade()
                 elif gain > best:
                     found, best = chain, gain
         return found
 
-    def _guessed(self, reply: Reply) -> list[float]:
+    def _chances(self, reply: Reply) -> list[float]:
         """Returns the chances of a reply's guesses for `worth_computing`."""
         guesser = reply.guesser
         if guesser is None:

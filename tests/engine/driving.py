@@ -17,7 +17,7 @@ import torch
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.device import raise_if_lost
-from diskprefix.engine.guesser import Rates
+from diskprefix.engine.drafting import Proposer
 from diskprefix.engine.inbox import Inbox, Serve, error_event
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import (
@@ -31,7 +31,6 @@ from diskprefix.engine.request import (
     TextEvent,
 )
 from diskprefix.engine.running_request import Reply
-from diskprefix.engine.step_times import StepTimes
 from diskprefix.extras.simulate.recorded_request import RecordedRequest
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
@@ -96,24 +95,18 @@ def tokens_of(events: Iterable[Event], choice: int = 0) -> list[int]:
     return [token for event in texts for token in event.token_ids]
 
 
-class ScriptedProposer:
+class ScriptedProposer(Proposer):
     """Proposes tokens that come next in one of the replies to a prompt, each right with a probability. Its guesses
     always seem good."""
 
-    name = "ngram"
+    name, _FIRST = "ngram", (0.9,)
 
     def __init__(self, replies_to: Callable[[TokenIds], list[list[int]]], right: float = 0.7) -> None:
-        self.rates = Rates([0.9])
+        super().__init__()
         self._replies_to, self._right, self._chance = replies_to, right, random.Random(1)
 
-    def accept(self, reply: Reply) -> None:
-        del reply
-
-    def drop(self, reply: Reply, *, keep: bool) -> None:
-        del reply, keep
-
-    def propose(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int) -> None:
-        del times, num_decoding
+    def propose(self, replies: Sequence[Reply], num_decoding: int) -> None:
+        del num_decoding
         for reply in replies:
             assert reply.guesser is not None
             reply.guesser.rates[self.name].values = [0.9]

@@ -156,7 +156,7 @@ def test_a_layer_that_fails_fails_no_request(engine: Engine, caplog: pytest.LogC
     with patch.object(layer_proposer, "draft", side_effect=RuntimeError("no more")):
         (found,) = run_together(engine, [one])
     assert said(found) == said(expected)
-    assert caplog.text.count("goes on without guesses: no more") == 1
+    assert caplog.text.count("goes on without mtp guesses: no more") == 1
 
 
 def test_a_model_without_such_a_layer_is_refused(tmp_path: Path) -> None:

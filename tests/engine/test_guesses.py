@@ -27,6 +27,7 @@ from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.model_proposer import ModelProposer
 from diskprefix.engine.request import ErrorEvent, GenerateRequest, Reading
 from diskprefix.engine.speculation import Speculation
+from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import ModelError
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
@@ -109,7 +110,8 @@ def drafting(folders: tuple[Path, Path], kv: Path, **settings: Any) -> Engine:
     drafter(engine)._fetcher.shutdown()
     drafter(engine)._fetcher = AtOnce()  # type: ignore[assignment]
     # Its guesses alone.
-    engine.speculation = cheap_rows(Speculation(None, [proposer(engine)], engine.clock))
+    model = proposer(engine)
+    engine.speculation = Speculation(None, [model], model._times, engine.clock)
     return engine
 
 
@@ -172,10 +174,8 @@ def some_are_wrong(client: Client) -> bool:
 def scripted(engine: Engine, clients: Iterable[Client]) -> AbstractContextManager[Any]:
     """Within it, the engine guesses the replies of these clients, with mistakes."""
     replies = [client.tokens for client in clients]
-
-    return patch.object(
-        engine, "speculation", cheap_rows(Speculation(ScriptedProposer(lambda _: replies), [], engine.clock))
-    )
+    guessing = Speculation(ScriptedProposer(lambda _: replies), [], StepTimes(), engine.clock)
+    return patch.object(engine, "speculation", cheap_rows(guessing))
 
 
 def always(token_ids: list[int]) -> Guess:
@@ -688,7 +688,7 @@ def test_a_draft_model_that_fails_fails_no_request(
     found = as_without(plain, draft, ONE, unguessed, patch.object(model, "compute", failing))
     assert found.done.timings.drafted_tokens > 0
     assert num_calls[0] >= 5
-    assert caplog.text.count("goes on without the draft model: no more") == 1
+    assert caplog.text.count("goes on without model guesses: no more") == 1
     assert no_memory_is_busy(draft)
 
 

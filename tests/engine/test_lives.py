@@ -31,6 +31,7 @@ from diskprefix.engine.request import (
 )
 from diskprefix.engine.sampler import draw
 from diskprefix.engine.speculation import Speculation
+from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import CacheError
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import latent, runner
@@ -231,7 +232,7 @@ class Life:
         engine = self.driven.engine
         self.all_memory = engine.pages.pool.limit_bytes
         if engine.speculation is not None:
-            engine.speculation = Speculation(ScriptedProposer(self.alone.replies_to), [], engine.clock)
+            engine.speculation = Speculation(ScriptedProposer(self.alone.replies_to), [], StepTimes(), engine.clock)
 
     def _compute(self, compute: Callable[..., Any], num_sequences: int, *args: Any) -> Any:
         is_alone = num_sequences == 1
@@ -389,7 +390,7 @@ def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(how: str
     expected = Client(driven.inbox, one)
     driven.finish()
     engine.pages.forget_idle()
-    engine.speculation = Speculation(ScriptedProposer(lambda _: [expected.tokens]), [], engine.clock)
+    engine.speculation = Speculation(ScriptedProposer(lambda _: [expected.tokens]), [], StepTimes(), engine.clock)
     found = Client(driven.inbox, one)
 
     def waiting() -> list[running_request.Reply]:

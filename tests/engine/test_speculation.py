@@ -44,7 +44,7 @@ class One:
 
 def of_text() -> Any:
     """It is given the replies of this file."""
-    return Speculation(NgramProposer(), [], lambda: 0.0)
+    return Speculation(NgramProposer(), [], StepTimes(), lambda: 0.0)
 
 
 def times_of(row_cost: float) -> StepTimes:
@@ -238,10 +238,10 @@ class Asked(ChainProposer):
         self.seconds, self.now = seconds, 0.0
         self.last: list[Any] = []
         self._probabilities = probabilities
-        super().__init__(lambda: self.now)
+        super().__init__(StepTimes(), lambda: self.now)
 
-    def _ready(self, replies: Sequence[Reply], times: StepTimes, num_decoding: int, most: int) -> list[Reply]:
-        del times, num_decoding, most
+    def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
+        del num_decoding, most
         self.last = list(replies)
         return self.last
 
@@ -252,7 +252,7 @@ class Asked(ChainProposer):
 
 def test_a_chain_is_asked_where_the_tokens_before_tell_less() -> None:
     asked = Asked()
-    speculation: Any = Speculation(NgramProposer(), [asked], lambda: 0.0)
+    speculation: Any = Speculation(NgramProposer(), [asked], asked._times, lambda: 0.0)
     sequences = [
         One(speculation, REPEATED * 2, 0),
         One(speculation, REPEATED, 1),
@@ -270,7 +270,7 @@ def test_a_chain_is_asked_where_the_tokens_before_tell_less() -> None:
 
 def test_a_chain_ends_where_one_more_guess_does_not_pay_and_is_given_up_where_none_does() -> None:
     asked = Asked((0.99, 0.99, 0.1, 0.99, 0.99))
-    speculation: Any = Speculation(None, [asked], lambda: asked.now)
+    speculation: Any = Speculation(None, [asked], asked._times, lambda: asked.now)
     one = One(speculation, REPEATED)
     speculation.plan([one])
     speculation.record_step([one], 1, 0, 1.0)
