@@ -15,6 +15,7 @@ import torch
 from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.gauges import Activity
+from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Inbox, Ticket, error_event
 from diskprefix.engine.request import Event, GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
@@ -343,7 +344,7 @@ def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:
     """Returns a chunk without its guesses if states cannot be kept for them. Its reply is then guessed no more."""
     reply, num_drafted = chunk.sequence, chunk.num_drafted
     if num_drafted and isinstance(reply.state, KVSequence) and not reply.state.has_spares():
-        reply.guesser = None
+        reply.guesser = Guesser()
         return replace(chunk, end=chunk.end - num_drafted, num_drafted=0)
     return chunk
 

@@ -29,7 +29,7 @@ from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.printable import first_line
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,10 +140,7 @@ class DraftModel:
         if sequence is None or not sequence.drafted:
             return
         sampled = reply.token_ids[sequence.num_known - reply.prompt_tokens :]
-        num_right = next(
-            (n for n, pair in enumerate(zip(sequence.drafted, sampled, strict=False)) if pair[0] != pair[1]),
-            min(len(sequence.drafted), len(sampled)),
-        )
+        num_right = common_prefix_length(as_token_ids(sequence.drafted), as_token_ids(sampled))
         if sequence.num_known + num_right < sequence.state.num_tokens:
             sequence.state.take_back(sequence.num_known + num_right)
         sequence.drafted = []
@@ -172,7 +169,7 @@ class DraftModel:
         computed when nothing else runs. Raises `DeviceLost`."""
         request, sequence = reply.running.request, self.sequences.get(reply)
         token_ids = np.concatenate([request.prompt.token_ids, as_token_ids(reply.token_ids)])
-        if keep and reply.index == 0 and reply.guesser is not None:
+        if keep and reply.index == 0 and reply.guesser.rates:
             num_computed = 0 if sequence is None or sequence.fetch is not None else sequence.state.num_tokens
             owner = self.cache.owner(request.cache.tenant)
             expires_at = time.monotonic() + self.cache.lasts_s(request.cache.ttl_s)
@@ -181,13 +178,11 @@ class DraftModel:
             )
         if sequence is None:
             return
-        if sequence.fetch is not None:
-            self._abandoned.append(self.sequences.pop(reply))
-            return
         try:
             self.take_back_guesses(reply)
         except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
-            keep = self._is_kept_not(request.id, error)
+            _log_lost(request.id, error)
+            keep = False
         del self.sequences[reply]
         self._end(sequence, token_ids, keep=keep, is_finished=reply.is_finished, name=request.id)
 
@@ -208,7 +203,7 @@ class DraftModel:
         try:
             return self._worked_ahead()
         except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
-            self._is_kept_not("a conversation", error)
+            _log_lost("a conversation", error)
             self._lacking.clear()
             ahead, self._ahead = self._ahead, None
             if ahead is not None:
@@ -249,10 +244,7 @@ class DraftModel:
         """Ends what is computed ahead, because a request has come. It goes on later."""
         if self._ahead is not None:
             (one, sequence), self._ahead = self._ahead, None
-            if sequence.fetch is None:
-                self._end(sequence, one.token_ids, keep=True, is_finished=False, name="a conversation")
-            else:
-                self._drop(sequence)
+            self._end(sequence, one.token_ids, keep=True, is_finished=False, name="a conversation")
             self._lacking.append(one)
 
     def drop_gone(self) -> None:
@@ -266,18 +258,17 @@ class DraftModel:
     def _is_gone(self, one: LackingConversation) -> bool:
         return self.cache.is_gone(one.owner) or one.expires_at <= time.monotonic()
 
-    def _is_kept_not(self, name: str, error: Exception) -> bool:
-        raise_if_lost(error)
-        log.warning("[engine] %s: the draft model's state is not kept: %s", name, first_line(error))
-        return False
-
     def _end(self, sequence: DraftSequence, token_ids: TokenIds, *, keep: bool, is_finished: bool, name: str) -> None:
-        """Ends a sequence, which has the first ones of these tokens."""
+        """Ends a sequence, which has the first ones of these tokens: after its fetch."""
+        if sequence.fetch is not None:
+            self._abandoned.append(sequence)
+            return
         token_ids, state, options = token_ids[: sequence.state.num_tokens], sequence.state, sequence.options
         try:
             self._save(sequence, token_ids, keep=keep, is_finished=is_finished)
         except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
-            keep = self._is_kept_not(name, error)
+            _log_lost(name, error)
+            keep = False
         state.token_ids = token_ids
         state.num_ready = state.num_exact = len(token_ids)
         state.expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
@@ -285,12 +276,9 @@ class DraftModel:
 
     def _drop(self, sequence: DraftSequence) -> None:
         """Ends a sequence that failed, or is not wanted any more."""
-        if sequence.fetch is not None:
-            self._abandoned.append(sequence)
-            return
-        sequence.drafted = []
-        self.pages.forget(sequence.state)
-        sequence.state.truncate(0)
+        if sequence.fetch is None:
+            self.pages.forget(sequence.state)
+            sequence.state.truncate(0)
         self._end(sequence, sequence.prompt.token_ids, keep=False, is_finished=False, name="a conversation")
 
     def _count_ready(self, sequence: DraftSequence) -> None:
@@ -345,6 +333,12 @@ class DraftModel:
             if sequence.cached is not None:
                 sequence.cached.close()
             self.pages.end(sequence.state, keep=False)
+
+
+def _log_lost(name: str, error: Exception) -> None:
+    """Logs that the state of `name` is not kept. Raises `DeviceLost`."""
+    raise_if_lost(error)
+    log.warning("[engine] %s: the draft model's state is not kept: %s", name, first_line(error))
 
 
 def _are_fetched(sequences: Sequence[DraftSequence]) -> bool:

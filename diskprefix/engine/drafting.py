@@ -120,11 +120,8 @@ class ChainProposer(Proposer, ABC):
             self.guess_s -= self._FADING * self.guess_s
             return
         most = max(1, MOST_ROWS // num_decoding)
-        drafts = [
-            Draft(reply, reply.guesser.rates[self.name], most)
-            for reply in self._ready(replies, num_decoding, most)
-            if reply.guesser is not None
-        ]
+        ready = self._ready(replies, num_decoding, most)
+        drafts = [Draft(reply, reply.guesser.rates[self.name], most) for reply in ready]
         self._guess(drafts, num_decoding)
         for one in drafts:
             self._end(one)
@@ -169,8 +166,7 @@ class ChainProposer(Proposer, ABC):
 
     def _give_up(self, reply: Reply) -> None:
         """Guesses a reply no more."""
-        if reply.guesser is not None:
-            reply.guesser.give_up(self.name)
+        reply.guesser.give_up(self.name)
 
     @abstractmethod
     def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
@@ -188,5 +184,5 @@ class ChainProposer(Proposer, ABC):
     def _end(self, draft: Draft) -> None:
         """Gives the guesses of this step to the reply's guesser."""
         guesser = draft.reply.guesser
-        if draft.tokens and guesser is not None and self.name in guesser.rates:
+        if draft.tokens and self.name in guesser.rates:
             guesser.use(self.name, draft.tokens, draft.kinds)

@@ -45,12 +45,12 @@ class Rates:
 
 
 class Guesser:
-    """The guesses for one reply. `rates` are its rates by the name of the proposer. `most_computed` is the number of
-    tokens of the finished sequence without its last one."""
+    """The guesses for one reply. `rates` are its rates by the name of the proposer: it is not guessed without any.
+    `most_computed` is the number of tokens of the finished sequence without its last one."""
 
-    def __init__(self, most_computed: int, rates: dict[str, Rates]) -> None:
+    def __init__(self, most_computed: int = 0, rates: dict[str, Rates] | None = None) -> None:
         self.most_computed = most_computed
-        self.rates = rates
+        self.rates = rates or {}
         self.is_computing = False
         """True if the last step computed guesses."""
         self.proposer = ""

@@ -49,7 +49,7 @@ class ModelProposer(ChainProposer):
 
     def begin(self, reply: Reply) -> None:
         """Has stored state fetched while the prompt is computed."""
-        rates = None if reply.guesser is None else reply.guesser.rates.get(self.name)
+        rates = reply.guesser.rates.get(self.name)
         if rates is not None and self.gain(rates, 1) >= LEAST_SPEEDUP:
             self._sequence(reply)
 
@@ -60,7 +60,7 @@ class ModelProposer(ChainProposer):
     def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
         ready, behind = list[Reply](), list[Reply]()
         for reply in replies:
-            if (sequence := self._sequence(reply)) is None or reply.guesser is None:
+            if (sequence := self._sequence(reply)) is None:
                 continue
             gain = self.gain(reply.guesser.rates[self.name], num_decoding)
             if self._is_ready(reply):

@@ -98,7 +98,6 @@ class NgramProposer(Proposer):
         """Searches the text of each reply."""
         del num_decoding
         for reply in replies:
-            assert reply.guesser is not None
             if (found := self._texts[reply].guess(MOST_ROWS)) is not None:
                 kinds = [(self.kind_of(found.num_agreeing + number),) for number in range(len(found.token_ids))]
                 reply.guesser.use(self.name, found.token_ids, kinds)

@@ -80,7 +80,7 @@ class Reply(Sequence):
     state: State | None = None
     token_ids: list[int] = field(default_factory=list)
     """The sampled tokens, without the last one of a reply that has ended."""
-    guesser: Guesser | None = None
+    guesser: Guesser = field(default_factory=Guesser)
     thought_limit: ThoughtLimit | None = None
     sampled_early: tuple[int, FinishReason | None] | None = None
     """The first token, if it was sent while the prompt was being restored, and why the reply ends with it."""
@@ -107,7 +107,7 @@ class Reply(Sequence):
     @property
     def room_for_draft(self) -> int:
         """The number of tokens that may be computed behind the last known one. No memory is allocated for guesses."""
-        if self.guesser is None or not isinstance(self.state, KVSequence):
+        if not isinstance(self.state, KVSequence):
             return 0
         return min(self.guesser.most_computed, self.state.capacity) - self.num_known
 
@@ -212,7 +212,7 @@ class Reply(Sequence):
         """Samples and sends the next tokens. The row behind a guess counts if the guess is the token that was sampled.
         All other guesses are taken back."""
         draft = self.draft[: len(computed.logits) - 1]
-        if draft and self.guesser is not None:
+        if draft:
             self.running.num_drafted += len(draft)
             self.running.drafted_by.add(self.guesser.proposer)
         return self._sample(HeldLogits(computed, draft, had_guesses=bool(draft)))
@@ -242,7 +242,7 @@ class Reply(Sequence):
     def _compute_again(self) -> ReplyState:
         """Has the last token computed without guesses. The state of a guess may be infinite. Then the rows before it
         are wrong too, because attention multiplies it by 0."""
-        self.guesser = None
+        self.guesser = Guesser()
         self.num_computed = self.num_known - 1
         self._take_back_guesses()
         return "computing"
@@ -279,8 +279,7 @@ class Reply(Sequence):
         if reason is None:
             self.token_ids.append(token)
             self.num_known += 1
-            if self.guesser is not None:
-                self.guesser.record_token(token)
+            self.guesser.record_token(token)
         return token, reason
 
     def _send_next(self, logits: torch.Tensor, drawn: Drawn | None = None) -> tuple[int, FinishReason | None]:

@@ -225,10 +225,10 @@ class ServedModel:
         hidden |= self.end_ids.difference(token for _, token in special)
         return TextStream(self.tokenizer, request.sampling.stop, hidden, self.end_ids)
 
-    def guesser(self, request: GenerateRequest) -> Guesser | None:
-        """Returns the guesser of one reply to a request; None if no tokens are guessed."""
+    def guesser(self, request: GenerateRequest) -> Guesser:
+        """Returns the guesser of one reply to a request."""
         if self.speculation is None or request.reading is not None:
-            return None
+            return Guesser()
         return self.speculation.guesser(len(request.prompt.token_ids) + self.reply_limit(request) - 1)
 
     def pictures_of(self, prompt: Prompt) -> PromptPictures | None:

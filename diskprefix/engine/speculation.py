@@ -41,9 +41,8 @@ class Speculation:
     def plan(self, decoding: Sequence[Reply]) -> None:
         """Sets the `draft` of each sequence in the next step: the guesses to compute. All of them have a row in it."""
         is_plain = self.times.needs_plain_step(_names(decoding))
-        guessing = [reply for reply in decoding if reply.guesser is not None]
+        guessing = [reply for reply in decoding if reply.guesser.rates]
         for reply in guessing:
-            assert reply.guesser is not None
             reply.guesser.forget()
             for proposer in self.proposers:
                 proposer.accept(reply)
@@ -59,9 +58,8 @@ class Speculation:
                 reply.running.draft_s += (self._clock() - started) / len(asked)
         chances = [[] if is_plain else self._chances(reply) for reply in decoding]
         for reply, count in zip(decoding, worth_computing(chances, self.times), strict=True):
-            reply.draft = [] if reply.guesser is None else reply.guesser.token_ids[:count]
-            if reply.guesser is not None:
-                reply.guesser.is_computing = count > 0
+            reply.draft = reply.guesser.token_ids[:count]
+            reply.guesser.is_computing = count > 0
 
     def record_step(self, decoding: Sequence[Reply], num_rows: int, num_drafted: int, seconds: float) -> None:
         """Records the time of a step that computed only the rows of these sequences, with guesses."""
@@ -81,7 +79,7 @@ class Speculation:
         """Returns what makes a reply faster than the guesses that it has. One that does not pay is given up, until its
         rates have faded."""
         guesser, found = reply.guesser, None
-        if guesser is None or reply.room_for_draft < 1:
+        if reply.room_for_draft < 1:
             return None
         best = speedup(self.times, num_decoding, guesser.chances())
         for chain in self._chains:
@@ -96,8 +94,6 @@ class Speculation:
     def _chances(self, reply: Reply) -> list[float]:
         """Returns the chances of a reply's guesses for `worth_computing`."""
         guesser = reply.guesser
-        if guesser is None:
-            return []
         is_free = self._free is not None and guesser.proposer == self._free.name
         part = 1 / _HYSTERESIS if is_free and not guesser.is_computing else 1.0
         return [part * chance for chance in guesser.chances()[: max(0, reply.room_for_draft)]]

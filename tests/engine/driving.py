@@ -108,7 +108,6 @@ class ScriptedProposer(Proposer):
     def propose(self, replies: Sequence[Reply], num_decoding: int) -> None:
         del num_decoding
         for reply in replies:
-            assert reply.guesser is not None
             reply.guesser.rates[self.name].values = [0.9]
             guesses = self.guesses(reply)
             reply.guesser.use(self.name, guesses, [(0,)] * len(guesses))

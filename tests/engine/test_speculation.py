@@ -32,12 +32,11 @@ class One:
         self.token_ids: list[int] = []
         self.draft: list[int] = []
         self.room_for_draft = 1000
-        self.guesser: Guesser | None = speculation.guesser(10_000)
+        self.guesser = speculation.guesser(10_000)
         asked = SimpleNamespace(prompt=SimpleNamespace(token_ids=np.array(prompt, np.int32)))
         self.running = SimpleNamespace(request=asked, draft_s=0.0)
 
     def sample(self, token: int) -> None:
-        assert self.guesser is not None
         self.guesser.record_token(token)
         self.token_ids.append(token)
 
@@ -108,7 +107,6 @@ def test_rates_follow_what_was_right_and_fade_to_what_is_usual() -> None:
 def test_each_sampled_token_is_counted_whether_its_guess_was_computed_or_not() -> None:
     speculation = of_text()
     one = One(speculation, [*REPEATED, *REPEATED[:4]])
-    assert one.guesser is not None
     speculation.plan([one])
     assert one.draft == [], "a step to compare with comes first"
     assert one.guesser.token_ids[:3] == REPEATED[4:7]
@@ -206,7 +204,7 @@ def test_text_that_guesses_do_not_fit_switches_them_off_and_on_again() -> None:
 def test_a_draft_fits_the_room_of_its_sequence_and_needs_a_guesser() -> None:
     speculation = of_text()
     one, other = One(speculation), One(speculation, arrived=1)
-    other.guesser, other.draft = None, [1, 2]
+    other.guesser, other.draft = Guesser(), [1, 2]
     speculation.plan([one, other])
     speculation.record_step([one, other], 2, 0, 1.0)
     for room in (5, 1, 0, -3):
@@ -260,7 +258,7 @@ def test_a_chain_is_asked_where_the_tokens_before_tell_less() -> None:
         One(speculation, REPEATED, 3),
         One(speculation, REPEATED, 4),
     ]
-    sequences[3].room_for_draft, sequences[4].guesser = 0, None
+    sequences[3].room_for_draft, sequences[4].guesser = 0, Guesser()
     speculation.plan(sequences)
     assert asked.last == [], "a step to compare with comes first"
     speculation.record_step(sequences, len(sequences), 0, 1.0)
@@ -275,7 +273,6 @@ def test_a_chain_ends_where_one_more_guess_does_not_pay_and_is_given_up_where_no
     speculation.plan([one])
     speculation.record_step([one], 1, 0, 1.0)
     speculation.plan([one])
-    assert one.guesser is not None
     assert len(one.guesser.token_ids) == 3
     assert one.draft == [7, 7], "the third guess is not likely enough for its row"
     # As slow as a step.
