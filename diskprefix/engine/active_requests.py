@@ -256,8 +256,7 @@ class ActiveRequests:
 
     def release(self, reply: Reply, *, keep: bool) -> None:
         """Gives the memory of a reply back. `keep`: the next turn may begin there."""
-        if self._served.speculation is not None:
-            self._served.speculation.drop(reply, keep=keep)
+        self._served.speculation.drop(reply, keep=keep)
         self._scheduler.remove(reply)
         if keep:
             reply.drop_held()

@@ -78,11 +78,10 @@ class Loop:
 
     def _works_ahead(self) -> bool:
         """Computes something for later guesses while there is no request. Returns False if there is nothing to do."""
-        speculation = self._served.speculation
-        if speculation is None or self._active.requests or self._inbox.queue_depth:
+        if self._active.requests or self._inbox.queue_depth:
             return False
         self._inbox.heartbeat.beat(MAX_ROWS)
-        return speculation.work_ahead() > 0
+        return self._served.speculation.work_ahead() > 0
 
     # Between two steps.
 
@@ -194,8 +193,7 @@ class Loop:
             elif is_first and restored.logits is not None and restored.num_tokens == reply.prompt_tokens:
                 self._apply(reply, reply.end_prompt(restored.logits))
             else:
-                if self._served.speculation is not None:
-                    self._served.speculation.begin(reply)
+                self._served.speculation.begin(reply)
                 self._schedule(reply)
 
     def _schedule(self, reply: Reply) -> None:
@@ -243,8 +241,7 @@ class Loop:
     # One step.
 
     def _next_step(self) -> list[Chunk[Reply]]:
-        if self._served.speculation is not None:
-            self._served.speculation.plan(self._scheduler.next_replies())
+        self._served.speculation.plan(self._scheduler.next_replies())
         return self._scheduler.schedule(self._served.pace.most_rows())
 
     def _compute(self, step: list[Chunk[Reply]]) -> bool:

@@ -105,7 +105,6 @@ class ServedModel:
         """The tokens of the longest sequence that is served: as many as the model has positions, and KV memory room."""
         self.draft = None if draft is None else self._make_draft(draft)
         self.speculation = self._make_speculation()
-        """None if no tokens are guessed."""
         self.startup_timings: dict[str, float] = {}
         """The seconds of each step of loading."""
         self.end_ids = _eos_ids(self.model, self.tokenizer)
@@ -227,7 +226,7 @@ class ServedModel:
 
     def guesser(self, request: GenerateRequest) -> Guesser:
         """Returns the guesser of one reply to a request."""
-        if self.speculation is None or request.reading is not None:
+        if request.reading is not None:
             return Guesser()
         return self.speculation.guesser(len(request.prompt.token_ids) + self.reply_limit(request) - 1)
 
@@ -268,7 +267,7 @@ class ServedModel:
         if step[0].sequence.packs:
             prompt_rows = sum(chunk.num_rows for chunk in step if not chunk.sequence.is_decoding)
             self.pace.record_step(len(decoding), prompt_rows, seconds)
-        if self.speculation is not None and len(decoding) == len(step):
+        if len(decoding) == len(step):
             self.speculation.record_step(decoding, num_rows, sum(chunk.num_drafted for chunk in step), seconds)
 
     def record(self, running: RunningRequest, report: CacheReport) -> None:
@@ -300,7 +299,7 @@ class ServedModel:
         encoder = VisionEncoder(self.model, processor.token_id)
         return encoder, EncodedPictures(cache, encoder.levels, encoder.hidden, encoder.dtype)
 
-    def _make_speculation(self) -> Speculation | None:
+    def _make_speculation(self) -> Speculation:
         """Raises `ModelError` if the proposer that is asked for cannot be had."""
         wanted, has_layer = self.cache.settings.speculative, self.cache.layout.has_draft_layer
         if wanted == "mtp" and not has_layer:
@@ -308,11 +307,11 @@ class ServedModel:
                 f"--speculative mtp: {self.model_name} has no draft layer that is used on {self.model.device.type}; "
                 "choose auto, ngram or off"
             )
+        times, clock = StepTimes(), lambda: self.clock()
         if wanted == "off" or not self.packs:
             if self.draft is not None or wanted in ("ngram", "mtp"):
                 log.warning("[engine] nothing is guessed: with this model, guesses could change the reply")
-            return None
-        times, clock = StepTimes(), lambda: self.clock()
+            return Speculation(None, [], times, clock)
         chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, times, clock)]
         if has_layer and self.cache.settings.uses_draft_layer:
             chains.append(LayerProposer(self.model, times, clock))

@@ -16,11 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from diskprefix.engine import layer_proposer
 from diskprefix.engine.loop import Engine
+from diskprefix.engine.speculation import Speculation
+from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.drafts import DraftRow, draft
 from diskprefix.tokens import as_token_ids
 from tests.engine.driving import BLOCK, Client, load, request, run_together, said, tokens, write_model
-from tests.engine.test_guesses import REPLY, REQUESTS, cheap_rows, said_and_saved, some_are_wrong
+from tests.engine.test_guesses import REPLY, REQUESTS, said_and_saved, some_are_wrong
 from tests.model import tiny
 from tests.model.load.test_draft_layer import write_folder
 
@@ -58,7 +60,7 @@ def drafting(folder: Path, kv: Path, **settings: Any) -> Engine:
     engine = load(folder, kv, speculative="mtp", **settings)
     # No step is measured, so that the same guesses are computed each time.
     engine.clock = lambda: 0.0
-    cheap_rows(engine.speculation)
+    engine.speculation.times._FIRST = 0.03
     return engine
 
 
@@ -105,7 +107,7 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
 def test_replies_of_several_requests_at_once_are_those_without(folder: Path, engine: Engine, tmp_path: Path) -> None:
     """Also with what was saved, and with tokens of the layer alone, which are wrong."""
     plain = drafting(folder, tmp_path / "plain")
-    plain.speculation = None
+    plain.speculation = Speculation(None, [], StepTimes(), plain.clock)
     without, expected = said_and_saved(plain, REQUESTS)
     plain.close()
     with helped(without):

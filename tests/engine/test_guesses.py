@@ -101,7 +101,7 @@ def guessing(model: Path, kv: Path, **settings: Any) -> Engine:
     engine = load(model, kv, speculative="ngram", **settings)
     # No step is measured, so that the same guesses are computed each time.
     engine.clock = lambda: 0.0
-    cheap_rows(engine.speculation)
+    engine.speculation.times._FIRST = 0.03
     return engine
 
 
@@ -115,19 +115,12 @@ def drafting(folders: tuple[Path, Path], kv: Path, **settings: Any) -> Engine:
     return engine
 
 
-def cheap_rows(speculation: Speculation | None) -> Speculation | None:
-    if speculation is not None:
-        speculation.times._FIRST = 0.03
-    return speculation
-
-
 def drafter(engine: Engine) -> DraftModel:
     assert engine.draft is not None
     return engine.draft
 
 
 def proposer(engine: Engine) -> ModelProposer:
-    assert engine.speculation is not None
     (found,) = (one for one in engine.speculation.proposers if isinstance(one, ModelProposer))
     return found
 
@@ -174,8 +167,10 @@ def some_are_wrong(client: Client) -> bool:
 def scripted(engine: Engine, clients: Iterable[Client]) -> AbstractContextManager[Any]:
     """Within it, the engine guesses the replies of these clients, with mistakes."""
     replies = [client.tokens for client in clients]
-    guessing = Speculation(ScriptedProposer(lambda _: replies), [], StepTimes(), engine.clock)
-    return patch.object(engine, "speculation", cheap_rows(guessing))
+    times = StepTimes()
+    times._FIRST = 0.03
+    guessing = Speculation(ScriptedProposer(lambda _: replies), [], times, engine.clock)
+    return patch.object(engine, "speculation", guessing)
 
 
 def always(token_ids: list[int]) -> Guess:

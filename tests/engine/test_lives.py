@@ -231,7 +231,7 @@ class Life:
         self.driven = Driven(self.folder, self.kv, "ngram")
         engine = self.driven.engine
         self.all_memory = engine.pages.pool.limit_bytes
-        if engine.speculation is not None:
+        if engine.speculation.proposers:
             engine.speculation = Speculation(ScriptedProposer(self.alone.replies_to), [], StepTimes(), engine.clock)
 
     def _compute(self, compute: Callable[..., Any], num_sequences: int, *args: Any) -> Any:
