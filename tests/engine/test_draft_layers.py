@@ -22,7 +22,7 @@ from diskprefix.errors import ModelError
 from diskprefix.model.exact.drafts import DraftRow, draft
 from diskprefix.tokens import as_token_ids
 from tests.engine.driving import BLOCK, Client, load, request, run_together, said, tokens, write_model
-from tests.engine.test_guesses import REPLY, REQUESTS, said_and_saved, some_are_wrong
+from tests.engine.test_guesses import REPLY, REQUESTS, guessing, said_and_saved, some_are_wrong
 from tests.model import tiny
 from tests.model.load.test_draft_layer import write_folder
 
@@ -56,12 +56,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return WRITE[request.param](tmp_path_factory.mktemp("model") / request.param.replace("/", "-"))
 
 
-def drafting(folder: Path, kv: Path, **settings: Any) -> Engine:
-    engine = load(folder, kv, speculative="mtp", **settings)
-    # No step is measured, so that the same guesses are computed each time.
-    engine.clock = lambda: 0.0
-    engine.speculation.times._FIRST = 0.03
-    return engine
+def drafting(folder: Path, kv: Path) -> Engine:
+    return guessing(folder, kv, speculative="mtp")
 
 
 def helped(clients: Iterable[Client], share: float = 0.8) -> AbstractContextManager[Any]:

@@ -98,7 +98,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def guessing(model: Path, kv: Path, **settings: Any) -> Engine:
-    engine = load(model, kv, speculative="ngram", **settings)
+    engine = load(model, kv, **{"speculative": "ngram"} | settings)
     # No step is measured, so that the same guesses are computed each time.
     engine.clock = lambda: 0.0
     engine.speculation.times._FIRST = 0.03
@@ -139,25 +139,31 @@ def engines(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def plain(engines: dict[str, Engine]) -> Engine:
+def fresh(engines: dict[str, Engine]) -> dict[str, Engine]:
+    """They remember nothing of the tests before."""
     for engine in engines.values():
         engine.pages.forget_idle()
     drafter(engines["draft"]).pages.forget_idle()
     drafter(engines["draft"])._lacking.clear()
     proposer(engines["draft"]).rates = Rates(ModelProposer._FIRST)
-    return engines["plain"]
+    return engines
 
 
 @pytest.fixture
-def ngram(engines: dict[str, Engine]) -> Engine:
+def plain(fresh: dict[str, Engine]) -> Engine:
+    return fresh["plain"]
+
+
+@pytest.fixture
+def ngram(fresh: dict[str, Engine]) -> Engine:
     """It looks for what came before."""
-    return engines["ngram"]
+    return fresh["ngram"]
 
 
 @pytest.fixture
-def draft(engines: dict[str, Engine]) -> Engine:
+def draft(fresh: dict[str, Engine]) -> Engine:
     """It has a draft model."""
-    return engines["draft"]
+    return fresh["draft"]
 
 
 def some_are_wrong(client: Client) -> bool:
@@ -387,17 +393,23 @@ def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, dr
     assert no_memory_is_busy(draft)
 
 
-def computed_by(engine: Engine, plain: Engine, one: GenerateRequest) -> int:
-    """Asserts that the reply is the plain one. Returns how many tokens the draft model computed."""
-    model, counted = drafter(engine), [0]
+def noting(engine: Engine, note: Callable[[int], None]) -> AbstractContextManager[Any]:
+    """Within it, `note` gets the number of tokens of each step of the draft model, before that is computed."""
+    model = drafter(engine)
     compute = model.compute
 
     def noted(step: Any) -> torch.Tensor:
-        counted[0] += sum(ids.shape[1] for _, ids in step)
+        note(sum(ids.shape[1] for _, ids in step))
         return compute(step)
 
-    assert some_are_wrong(as_without(plain, engine, one, helped, patch.object(model, "compute", noted)))
-    return counted[0]
+    return patch.object(model, "compute", noted)
+
+
+def computed_by(engine: Engine, plain: Engine, one: GenerateRequest) -> int:
+    """Asserts that the reply is the plain one. Returns how many tokens the draft model computed."""
+    sizes = list[int]()
+    assert some_are_wrong(as_without(plain, engine, one, helped, noting(engine, sizes.append)))
+    return sum(sizes)
 
 
 def next_turn(plain: Engine, one: GenerateRequest) -> TokenIds:
@@ -479,21 +491,19 @@ def test_from_the_second_turn_on_guesses_begin_with_the_first_token(
     engine.close()
 
 
-def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine, plain: Engine) -> None:
+def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine) -> None:
     model, one = drafter(draft), request(tokens(900, 22), max_tokens=4)
-    assert plain is not draft
-    compute, sizes, clients = model.compute, list[int](), list[Client]()
+    sizes, clients = list[int](), list[Client]()
     with running(draft) as inbox:
 
-        def noted(step: Any) -> torch.Tensor:
-            sizes.append(sum(ids.shape[1] for _, ids in step))
+        def noted(num_tokens: int) -> None:
+            sizes.append(num_tokens)
             if len(sizes) == 2:
                 clients.append(Client(inbox, request(tokens(30, 23), max_tokens=4, scope="off")))
             elif len(sizes) > 2:
                 assert not inbox.queue_depth
-            return compute(step)
 
-        with patch.object(model, "compute", noted), patch.object(proposer(draft), "_pays", return_value=False):
+        with noting(draft, noted), patch.object(proposer(draft), "_pays", return_value=False):
             Client(inbox, one)
             wait_for(lambda: sum(sizes) >= 900)
             wait_for(lambda: model._ahead is None)
@@ -502,9 +512,8 @@ def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine, p
     assert no_memory_is_busy(draft)
 
 
-def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine, plain: Engine) -> None:
+def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine) -> None:
     model, fetcher = drafter(draft), Never()
-    assert plain is not draft
     with patch.object(proposer(draft), "_pays", return_value=False), running(draft) as inbox:
         with patch.object(model, "_fetcher", fetcher):
             Client(inbox, request(tokens(100, 24), max_tokens=4))
@@ -544,9 +553,8 @@ def test_what_was_purged_is_not_computed_ahead(folders: tuple[Path, Path], tmp_p
     engine.close()
 
 
-def test_what_has_expired_is_not_computed_ahead(draft: Engine, plain: Engine) -> None:
+def test_what_has_expired_is_not_computed_ahead(draft: Engine) -> None:
     model = drafter(draft)
-    assert plain is not draft
     over = patch.object(model.cache, "lasts_s", return_value=0.0)
     with (
         over,
@@ -560,9 +568,8 @@ def test_what_has_expired_is_not_computed_ahead(draft: Engine, plain: Engine) ->
     assert not worked.called
 
 
-def test_texts_whose_embeddings_are_asked_for_are_nothing_for_it(draft: Engine, plain: Engine) -> None:
+def test_texts_whose_embeddings_are_asked_for_are_nothing_for_it(draft: Engine) -> None:
     one = request(tokens(100, 28), max_tokens=0)
-    assert plain is not draft
     before = proposer(draft)._reply_tokens
     with patch.object(drafter(draft), "_begun") as begun:
         run_together(draft, [replace(one, reading=Reading(pooling="mean"))])
@@ -624,20 +631,18 @@ def test_what_the_draft_model_lacks_of_a_cancelled_request_is_computed_when_noth
     plain: Engine, draft: Engine
 ) -> None:
     """It is computed in two steps, and the client leaves before the second."""
-    model, num_calls, one = drafter(draft), [0], request(tokens(400, 12), max_tokens=REPLY)
-    compute = model.compute
+    model, sizes, one = drafter(draft), list[int](), request(tokens(400, 12), max_tokens=REPLY)
 
-    def counted(step: Any) -> torch.Tensor:
-        num_calls[0] += 1
-        if num_calls[0] == 1:
+    def leaving(num_tokens: int) -> None:
+        if not sizes:
             next(iter(model.sequences)).running.ticket.cancel()
-        return compute(step)
+        sizes.append(num_tokens)
 
-    with patch.object(model, "compute", counted), running(draft) as inbox:
+    with noting(draft, leaving), running(draft) as inbox:
         Client(inbox, replace(one, sampling=replace(one.sampling, max_tokens=200)))
         wait_until_idle(inbox)
         wait_for(lambda: not model._lacking and model._ahead is None)
-    assert num_calls[0] > 1
+    assert len(sizes) > 1
     assert no_memory_is_busy(draft)
     model.pages.forget_idle()
     assert computed_by(draft, plain, one) < len(one.prompt.token_ids), "it was saved"
@@ -671,18 +676,16 @@ def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_ba
 def test_a_draft_model_that_fails_fails_no_request(
     plain: Engine, draft: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, num_calls = drafter(draft), [0]
-    compute = model.compute
+    sizes = list[int]()
 
-    def failing(step: Any) -> torch.Tensor:
-        num_calls[0] += 1
-        if num_calls[0] > 4:
+    def failing(num_tokens: int) -> None:
+        sizes.append(num_tokens)
+        if len(sizes) > 4:
             raise RuntimeError("no more")
-        return compute(step)
 
-    found = as_without(plain, draft, ONE, unguessed, patch.object(model, "compute", failing))
+    found = as_without(plain, draft, ONE, unguessed, noting(draft, failing))
     assert found.done.timings.drafted_tokens > 0
-    assert num_calls[0] >= 5
+    assert len(sizes) >= 5
     assert caplog.text.count("goes on without model guesses: no more") == 1
     assert no_memory_is_busy(draft)
 
