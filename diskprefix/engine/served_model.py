@@ -313,7 +313,7 @@ class ServedModel:
                 log.warning("[engine] nothing is guessed: with this model, guesses could change the reply")
             return Speculation(None, [], times, clock)
         chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, times, clock)]
-        if has_layer and self.cache.settings.uses_draft_layer:
+        if has_layer:
             chains.append(LayerProposer(self.model, times, clock))
         return Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
 

@@ -215,10 +215,12 @@ class KVSequence:
         run, self._guessed = self._guessed, None
         if self._state_layers and num_tokens < self.num_tokens:
             assert run is not None, "the step kept no states"
+            assert run.start <= num_tokens, "only states of the last step are kept"
             if num_tokens == run.start:
                 self._swap_states()
-            for replay in run.replays or () if num_tokens > run.start else ():
-                replay(num_tokens - run.start)
+            else:
+                for replay in run.replays or ():
+                    replay(num_tokens - run.start)
         # Not before: other threads take idle spares.
         self._needs_spares = False
         self.truncate(num_tokens)

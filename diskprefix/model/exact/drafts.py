@@ -83,7 +83,7 @@ def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[
             layer.length = length
     for row in rows:
         if row.hidden is None:
-            _is_complete(row.state)
+            _count_complete(row.state)
     hidden = hidden[[end - 1 for end in accumulate(run.num_rows for run in runs)]]
     return _guesses(_head_of(model), hidden), hidden
 
@@ -131,10 +131,10 @@ def complete(model: PreTrainedModel, sequences: Sequence[KVSequence]) -> None:
     with suppress(_Stored):
         _computed(model, layer, step, [token for sequence in sequences for token in sequence.undrafted], before)
     for sequence in sequences:
-        _is_complete(sequence)
+        _count_complete(sequence)
 
 
-def _is_complete(sequence: KVSequence) -> None:
+def _count_complete(sequence: KVSequence) -> None:
     sequence.num_drafted += len(sequence.undrafted)
     sequence.undrafted.clear()
 
