@@ -162,13 +162,14 @@ class Settings:
     speculative: str = _model(
         "auto",
         "What guesses the next tokens, where that makes replies faster; they stay the same. ngram: earlier text that a "
-        "reply repeats. mtp: the draft layer that some models have. auto: both. off: nothing.",
+        "reply repeats. mtp: the draft layer that some models have. auto: both. off: nothing. For a model with such a "
+        "layer, off and ngram do not find what auto and mtp saved.",
         is_common=True,
         choices=("off", "ngram", "mtp", "auto"),
     )
     draft_model: str | None = _model(
         None,
-        "A smaller model with the same vocabulary, which guesses the next tokens too.",
+        "A smaller model with the same vocabulary, which guesses the next tokens too. It takes a part of --kv-memory.",
         is_common=True,
         metavar="ID|PATH",
         unset="none",

@@ -62,9 +62,11 @@ def read_toml(path: Path, flag: str) -> tuple[str, dict[str, Any]]:
 
 def checked_value(name: str, value: object, convert: Callable[[str, Any], Any] | None = None) -> Any:
     """Returns the value of a field in a TOML file, after `convert`. Raises `SettingsError` with the reason alone."""
-    is_switch = SETTINGS[name].kind == "switch"
+    setting = SETTINGS[name]
+    is_switch = setting.kind == "switch"
     if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
-        raise SettingsError("must be true or false" if is_switch else "must be a number or a text")
+        wanted = f"one of {', '.join(setting.choices)}, in quotes" if setting.choices else "a number or a text"
+        raise SettingsError("must be true or false" if is_switch else f"must be {wanted}")
     try:
         return value if convert is None else convert(name, value)
     except DiskPrefixError as error:

@@ -67,6 +67,8 @@ class Proposer:
     """Proposes the next tokens of replies."""
 
     name: str
+    what: str
+    """For people: what the guesses come from."""
     _FIRST: Sequence[float]
     """The rates of each kind of guess before anything is known."""
 

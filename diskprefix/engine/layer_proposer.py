@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class LayerProposer(ChainProposer):
     """Proposes tokens of the draft layer of a model, chained: its output is the hidden state of the next guess."""
 
-    name = "mtp"
+    name, what = "mtp", "the model's draft layer"
     _FIRST_COST = 0.15
 
     def __init__(self, model: PreTrainedModel, times: StepTimes, clock: Callable[[], float]) -> None:

@@ -22,7 +22,7 @@ FEW = 16
 class ModelProposer(ChainProposer):
     """Proposes tokens of a draft model, as far as that pays."""
 
-    name = "model"
+    name, what = "model", "the draft model"
     _FIRST_COST = 0.2
     _FIRST_REPLY = 128.0
     """The tokens of a reply before some have ended."""

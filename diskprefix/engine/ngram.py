@@ -74,7 +74,7 @@ class Text:
 class NgramProposer(Proposer):
     """Proposes what came before. This takes no time worth measuring."""
 
-    name = "ngram"
+    name, what = "ngram", "earlier text"
     _FIRST = (0.15, 0.4, 0.6, 0.8, 0.9)
     """By the length of the match."""
 

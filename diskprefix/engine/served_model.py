@@ -210,7 +210,8 @@ class ServedModel:
         """The meaning of `max_positions` in an error."""
         if self.max_positions == self.model_positions:
             return "the positions of this model"
-        return f"the room in KV memory ({format_size(self.pages.pool.limit_bytes)}, see --kv-memory)"
+        beside = "" if self.draft is None else " beside the draft model's"
+        return f"the room in KV memory ({format_size(self.pages.pool.limit_bytes)}{beside}, see --kv-memory)"
 
     def reply_limit(self, request: GenerateRequest) -> int:
         """Returns the most tokens of a reply."""
@@ -315,7 +316,9 @@ class ServedModel:
         chains: list[ChainProposer] = [] if self.draft is None else [ModelProposer(self.draft, times, clock)]
         if has_layer:
             chains.append(LayerProposer(self.model, times, clock))
-        return Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
+        found = Speculation(None if wanted == "mtp" else NgramProposer(), chains, times, clock)
+        log.info("[engine] next tokens are guessed from %s", ", ".join(one.what for one in found.proposers))
+        return found
 
     def _make_draft(self, draft: LoadedDraft) -> DraftModel:
         pages = self._make_pages(draft.cache, self.cache.layout)

@@ -62,7 +62,10 @@ def _listed(path: Path, name: str, table: object) -> ListedModel:
     own = {field: value for field, value in found.items() if field in PER_MODEL}
     for field in own.keys() & {"chat_template", "draft_model"}:
         own[field] = _beside(path, str(own[field]))
-    parsed = build_settings(own)
+    try:
+        parsed = build_settings(own)
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error.message}") from error
     return ListedModel(
         name=name,
         model=_beside(path, found["model"]),
@@ -76,8 +79,10 @@ def _listed(path: Path, name: str, table: object) -> ListedModel:
 def _value(field: str, value: object) -> Any:
     """Returns the value of a key. Raises `SettingsError` with the reason alone."""
     match field, value:
-        case "model", str() if value.strip():
+        case "model" | "draft_model", str() if value.strip():
             return value
+        case "draft_model", _:
+            raise SettingsError("must be a file, a folder or a repository")
         case "aliases", list() if all(isinstance(one, str) and one.strip() for one in value):
             return tuple(value)
         case "pin", bool():
