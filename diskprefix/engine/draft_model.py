@@ -141,8 +141,10 @@ class DraftModel:
             return
         sampled = reply.token_ids[sequence.num_known - reply.prompt_tokens :]
         num_right = common_prefix_length(as_token_ids(sequence.drafted), as_token_ids(sampled))
-        if sequence.num_known + num_right < sequence.state.num_tokens:
-            sequence.state.take_back(sequence.num_known + num_right)
+        # The last known token is computed again, if it was a guess that no row was computed for: its logits are needed.
+        num_valid = min(sequence.num_known + num_right, reply.num_known - 1)
+        if num_valid < sequence.state.num_tokens:
+            sequence.state.take_back(num_valid)
         sequence.drafted = []
 
     def has_room(self, sequence: DraftSequence, num_tokens: int) -> bool:

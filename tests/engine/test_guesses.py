@@ -21,6 +21,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import Node
+from diskprefix.engine import speculation
 from diskprefix.engine.draft_model import DraftModel
 from diskprefix.engine.guesser import Rates
 from diskprefix.engine.loop import Engine, Loop
@@ -391,6 +392,21 @@ def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, dr
     assert list(map(said, found)) == list(map(said, expected))
     assert all(map(some_are_wrong, found))
     assert no_memory_is_busy(draft)
+
+
+def test_guesses_that_had_no_row_may_be_the_next_tokens(
+    plain: Engine, draft: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The draft model has computed them all, and its logits behind the last one are needed again."""
+    (expected,) = run_together(plain, REQUESTS[:1])
+    with (
+        helped(draft, [expected], share=1.0),
+        patch.object(speculation, "worth_computing", lambda chances, _times: [min(1, len(one)) for one in chances]),
+    ):
+        (found,) = run_together(draft, REQUESTS[:1])
+    assert said(found) == said(expected)
+    assert found.done.timings.accepted_tokens > 1
+    assert "goes on without" not in caplog.text
 
 
 def noting(engine: Engine, note: Callable[[int], None]) -> AbstractContextManager[Any]:
