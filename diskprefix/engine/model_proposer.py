@@ -92,7 +92,8 @@ class ModelProposer(ChainProposer):
         step, room = list[tuple[Reply, torch.Tensor]](), MAX_ROWS
         for reply in behind:
             start = self.model.sequences[reply].state.num_tokens
-            end = min(start + room, reply.num_known)
+            # The first guess comes from the logits of the last token.
+            end = min(start + room, reply.num_known - 1)
             if start < reply.prompt_tokens:
                 # The saved prompt ends there.
                 end = min(end, reply.prompt_tokens)

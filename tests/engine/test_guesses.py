@@ -409,6 +409,23 @@ def test_guesses_that_had_no_row_may_be_the_next_tokens(
     assert "goes on without" not in caplog.text
 
 
+def test_many_tokens_that_it_was_not_asked_for_are_computed_before_it_guesses(
+    plain: Engine, draft: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, calls = request(tokens(40, 31), max_tokens=60), list[int]()
+    (expected,) = run_together(plain, [one])
+
+    def gain(*_: object) -> float:
+        calls.append(1)
+        return 0.0 if 12 < len(calls) < 40 else 2.0
+
+    with helped(draft, [expected], share=0.0), patch.object(proposer(draft), "gain", gain):
+        (found,) = run_together(draft, [one])
+    assert said(found) == said(expected)
+    assert len(calls) > 45
+    assert "goes on without" not in caplog.text
+
+
 def noting(engine: Engine, note: Callable[[int], None]) -> AbstractContextManager[Any]:
     """Within it, `note` gets the number of tokens of each step of the draft model, before that is computed."""
     model = drafter(engine)
@@ -434,7 +451,7 @@ def next_turn(plain: Engine, one: GenerateRequest) -> TokenIds:
 
 
 def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft_models_state_comes_back(
-    folders: tuple[Path, Path], plain: Engine, tmp_path: Path
+    folders: tuple[Path, Path], plain: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = tokens(5 * BLOCK + 7, 8)
     first = request(text, max_tokens=REPLY)
@@ -452,6 +469,7 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     again.pages.forget_idle()
     assert computed_by(again, plain, turn) < MOST_GUESSED
     again.close()
+    assert "goes on without" not in caplog.text
 
 
 def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unloaded(
