@@ -1,5 +1,5 @@
-"""Proposes tokens of the layer that some models have for that (multi-token prediction). Each step keeps the layer's
-memory up (`model.exact.drafts`), so there is nothing to prepare and nothing to take back."""
+"""Proposes tokens of the layer that some models have for that (multi-token prediction). The forward of the first guess
+completes the layer's memory (`model.exact.drafts`), so there is nothing to prepare and nothing to take back."""
 
 from __future__ import annotations
 
