@@ -35,8 +35,8 @@ _NOTE_TTL_S = 30 * 86400.0
 
 
 def open_store(settings: Settings, on_wait: Callable[[str], None] = lambda _why: None) -> Store:
-    """Opens the store of a cache; `on_wait` as for `Store`. Raises `CacheError` if the folder cannot be used, but not if
-    it is full or read-only, and `SettingsError` if a key file cannot be read."""
+    """Opens the store of a cache; `on_wait` as for `Store`. Raises `CacheError` if the folder cannot be used, but not
+    if it is full or read-only, and `SettingsError` if a key file cannot be read."""
     key_file = settings.namespace_key_file
     namespace = None if key_file is None else NamespaceKey.read(key_file)
     try:

@@ -16,7 +16,6 @@ import fcntl
 import logging
 import os
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -161,14 +160,14 @@ def _check_place(path: Path, name: str, found: os.stat_result) -> None:
 
 @cache
 def boot_id() -> str:
-    """Returns an id of the time since the machine was started, empty if the system has none."""
+    """Returns an id that the system draws each time it is started, empty if it has none."""
     with suppress(OSError):
-        if sys.platform != "darwin":
-            return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        found, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
-        if not ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", found, ctypes.byref(size), None, 0):
-            return found.value.decode()
-    return ""
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    found, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
+    with suppress(AttributeError):
+        # macOS.
+        ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", found, ctypes.byref(size), None, 0)
+    return found.value.decode(errors="replace")
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -231,8 +230,8 @@ class FolderLock:
         self._path, self._waits, self._create, self._on_wait = path, waits, create, on_wait
         self._fd: int | None = None
         self._is_exclusive = self._is_proven = False
-        self._began: tuple[Mark, Mark] | None = None
-        """The mark that this process wrote when it opened the file, and the one that a clean end leaves."""
+        self._found = self._began = self._left = Mark()
+        """The mark when this process opened the file, the one that it wrote then, and the one that its end leaves."""
         self._take_shared()
 
     @property
@@ -265,11 +264,12 @@ class FolderLock:
 
         A process that is not alone leaves the mark of the others, unless it has checked the file.
         """
-        openings = 0 if is_checked else self.mark.openings
+        found = msgspec.structs.replace(self.mark, holder="")
+        openings = 0 if is_checked else found.openings
         if self._fd is not None and (self._is_exclusive or is_checked):
-            began = Mark(boot_id(), file, openings + 1)
-            _write_mark(self._fd, began)
-            self._began = began, msgspec.structs.replace(began, openings=openings)
+            self._found, self._began = found, Mark(boot_id(), file, openings + 1)
+            self._left = msgspec.structs.replace(self._began, openings=openings)
+            _write_mark(self._fd, self._began)
         self.share()
 
     def prove(self) -> None:
@@ -286,11 +286,12 @@ class FolderLock:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
             self._is_exclusive = False
 
-    def close(self) -> None:
+    def close(self, *, is_refused: bool = False) -> None:
         """Gives the lock back. A process that opened the file and did not write to it takes its own opening out of the
-        mark, if nobody has changed that since. Everything else in the mark stays, whoever closes."""
-        if self._fd is not None and self._began is not None and self.mark == self._began[0]:
-            _write_mark(self._fd, self._began[1])
+        mark, if nobody has changed that since, and all that it wrote if it refused the file. Everything else in the
+        mark stays, whoever closes."""
+        if self._fd is not None and self._began.boot and self.mark == self._began:
+            _write_mark(self._fd, self._found if is_refused else self._left)
         self._close()
 
     def _close(self) -> None:

@@ -210,7 +210,7 @@ class StoreFile:
             self._agree_on_budget(env)
         except BaseException:
             env.close()
-            lock.close()
+            lock.close(is_refused=True)
             raise
         self.names, self._env, self._lock = names, env, lock
 

@@ -1,9 +1,9 @@
 """Checks, without LMDB, that LMDB survives a data file.
 
 LMDB trusts its file: a damaged page number, length or free list may end the process by a signal, or hold it in a loop.
-This module reads the pages of all B-trees with ordinary reads. It checks all that LMDB relies on, and that every page of
-the file is used once or free. It does not read payloads, which have checksums: a store of 64 GiB has about 100 MiB of
-B-tree pages.
+This module reads the pages of all B-trees with ordinary reads. It checks everything that LMDB relies on there, and that
+every page of the file is used once or free. It does not read payloads, which have checksums, nor the headers of their
+pages: `Environment.require_sound_runs` checks these before LMDB uses them.
 
 Names follow LMDB's mdb.c, data version 1: `MDB_meta`, `MDB_db` (here a tree), `MDB_page`, `MDB_node`.
 """
@@ -16,7 +16,7 @@ import struct
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -43,6 +43,11 @@ _PAYLOADS = b"payloads"
 """The database whose overflow pages are not read."""
 _OURS = b"meta"
 """Every store has a database of this name."""
+
+
+_Key: TypeAlias = bytes | int
+_Place: TypeAlias = tuple[int, _Key | None, _Key | None]
+"""A page of a B-tree; the key that its own keys reach at least, and the one that they stay below."""
 
 
 class _Tree(NamedTuple):
@@ -179,7 +184,7 @@ class _FileCheck:
 
     def _leaf_nodes(
         self, tree: _Tree, *, has_numbers: bool = False, reads_runs: bool = True
-    ) -> Iterator[tuple[bytes | int, _Node]]:
+    ) -> Iterator[tuple[_Key, _Node]]:
         """Checks a tree and yields its nodes with their keys, which are numbers if `has_numbers`. Without `reads_runs`,
         the headers of its overflow pages are not read."""
         if tree.root == _NO_PAGE:
@@ -189,17 +194,15 @@ class _FileCheck:
         if not 1 <= tree.depth <= _MAX_DEPTH:
             raise self._damage("a B-tree has a wrong depth")
         num_pages, num_entries, num_overflow = {_BRANCH: 0, _LEAF: 0}, 0, 0
-        level: list[tuple[int, bytes | int | None, bytes | int | None]] = [(tree.root, None, None)]
+        level: list[_Place] = [(tree.root, None, None)]
         for depth in range(1, tree.depth + 1):
             kind = _LEAF if depth == tree.depth else _BRANCH
-            below: list[tuple[int, bytes | int | None, bytes | int | None]] = []
+            below: list[_Place] = []
             num_pages[kind] += len(level)
             for (_, low, high), page in self._pages(level):
                 nodes = self._nodes(page, kind)
-                keys: list[bytes | int] = [
-                    int.from_bytes(node.key, "little") if has_numbers else node.key for node in nodes
-                ]
-                self._require_order(keys[kind == _BRANCH :], low, high, may_be_low=kind == _LEAF)
+                keys: list[_Key] = [int.from_bytes(node.key, "little") if has_numbers else node.key for node in nodes]
+                self._require_order(keys[kind == _BRANCH :], low, high)
                 if kind == _BRANCH:
                     if len(nodes) < 2 and not has_numbers:
                         raise self._damage("a branch page has one child")
@@ -218,20 +221,14 @@ class _FileCheck:
         if not is_counted or not num_overflow <= tree.overflow_pages <= self._meta.last_page:
             raise self._damage("a database has another number of pages or records than it says")
 
-    def _require_order(
-        self, keys: list[bytes | int], low: bytes | int | None, high: bytes | int | None, *, may_be_low: bool
-    ) -> None:
-        """Checks that keys of one kind ascend between those of the page above: otherwise lookups miss keys."""
-        bounded = [*([] if low is None else [low]), *keys, *([] if high is None else [high])]
-        pairs = pairwise(bounded)  # type: ignore[type-var]
-        if may_be_low and low is not None and keys and keys[0] == low:
-            next(pairs)
-        if not all(one < other for one, other in pairs):  # type: ignore[operator]
+    def _require_order(self, keys: list[_Key], low: _Key | None, high: _Key | None) -> None:
+        """Checks that keys ascend, from `low` to below `high`: otherwise lookups miss keys."""
+        bounded = [*keys, *([] if high is None else [high])]
+        is_ordered = all(one < other for one, other in pairwise(bounded))  # type: ignore[operator]
+        if not is_ordered or (low is not None and keys and keys[0] < low):  # type: ignore[operator]
             raise self._damage("keys are not in their order")
 
-    def _pages(
-        self, level: list[tuple[int, bytes | int | None, bytes | int | None]]
-    ) -> Iterator[tuple[tuple[int, bytes | int | None, bytes | int | None], bytes]]:
+    def _pages(self, level: list[_Place]) -> Iterator[tuple[_Place, bytes]]:
         """Yields the pages of one level of a tree in the order of the file."""
         level.sort(key=lambda found: found[0])
         for at, found in enumerate(level):
@@ -256,7 +253,9 @@ class _FileCheck:
             low, high, flags, key_bytes = words[at // 2 : at // 2 + 4].tolist()
             begin, size = at + _NODE_BYTES + key_bytes, low | high << 16
             held_bytes = (8 if flags & _IN_OVERFLOW else size) if kind == _LEAF else 0
-            node = _Node(page[begin - key_bytes : begin], size, flags, page[begin : begin + held_bytes], size | flags << 32)
+            node = _Node(
+                page[begin - key_bytes : begin], size, flags, page[begin : begin + held_bytes], size | flags << 32
+            )
             if len(node.key) > _MAX_KEY_BYTES or (kind == _LEAF and not self._is_sound_record(node)):
                 raise self._damage("a record has wrong flags or a wrong size")
             nodes.append(node)
@@ -303,7 +302,7 @@ class _FileCheck:
             raise self._damage(f"page {first} is not the first one of a long record")
         return int(count)
 
-    def _take_free(self, key: bytes | int, node: _Node) -> None:
+    def _take_free(self, key: _Key, node: _Node) -> None:
         """Records the free pages of one commit: a number, then the pages in descending order."""
         data = node.data
         if node.flags == _IN_OVERFLOW:

@@ -44,10 +44,10 @@ def test_a_lock_file_that_is_replaced_again_and_again_is_not_waited_for_without_
 def test_a_lock_is_exclusive_only_while_nobody_else_has_it(tmp_path: Path) -> None:
     first = FolderLock(tmp_path, waits=False)
     second = FolderLock(tmp_path, waits=False)
-    assert not first.try_exclusive()
+    assert not first.try_exclusive("replacing the file")
     second.close()
-    assert first.try_exclusive()
-    with pytest.raises(StoreUnavailable, match="another process is replacing"):
+    assert first.try_exclusive("replacing the file")
+    with pytest.raises(StoreUnavailable, match="is replacing the file; try again"):
         FolderLock(tmp_path, waits=False)
     first.share()
     FolderLock(tmp_path, waits=False).close()
@@ -206,6 +206,6 @@ def test_reading_creates_and_changes_nothing(place: Path) -> None:
 def test_a_reader_joins_the_lock_files_that_are_there(place: Path) -> None:
     reader = Store(place / "home/kv", read_only=True)
     lock = FolderLock(place / "home/kv", waits=False)
-    assert not lock.try_exclusive()
+    assert not lock.try_exclusive("replacing the file")
     lock.close()
     reader.close()
