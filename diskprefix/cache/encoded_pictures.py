@@ -59,7 +59,7 @@ class EncodedPictures:
         levels, hidden = self._shape
         try:
             rows = torch.empty((levels, picture.num_tokens, hidden), dtype=self._dtype)
-            _, nodes = self._root_of(picture, options.tenant)
+            _, nodes = self._root_of(picture, options.tenant, self._cache.store.secret)
             path = _path(nodes)
             with open_views(self._cache.tiers) as views:
                 if not all(self._read(views, nodes, node, rows) for node in path):
@@ -92,8 +92,10 @@ class EncodedPictures:
         """Submits copies of the rows, whose bytes are reserved, to the writer."""
         cache, left = self._cache, rows.nbytes
         try:
-            record, nodes = self._root_of(picture, options.tenant)
-            publish = publisher(cache.writer, cache.store.store_id, nodes.root, record, is_reserved=True)
+            # Together: another file may take the store's place.
+            names = cache.store.names
+            record, nodes = self._root_of(picture, options.tenant, names.secret)
+            publish = publisher(cache.writer, names.store_id, nodes.root, record, is_reserved=True)
             token_s, token_bytes = encode_s / picture.num_tokens, rows.nbytes // picture.num_tokens
             at_once = max(1, _BATCH_BYTES // (nodes.block_size * token_bytes))
             for some in batches(_path(nodes), at_once):
@@ -106,13 +108,13 @@ class EncodedPictures:
             cache.writer.release(left)
             del self._copied[options.tenant, picture.name]
 
-    def _root_of(self, picture: Picture, tenant: Tenant) -> tuple[RootRecord, PromptNodes]:
+    def _root_of(self, picture: Picture, tenant: Tenant, secret: int) -> tuple[RootRecord, PromptNodes]:
         """Returns the record of a tenant's root of pictures, which differs from that of its prompts in the payloads,
         and the nodes of a picture there."""
         record = self._cache.root_record(tenant)
         record = replace(record, layout=self._text, identity=f"{ENCODED_PICTURES}{self._text} {record.identity}")
         ids, root = picture_ids(picture.name, picture.num_tokens), root_hash(record.identity)
-        return record, PromptNodes(self._cache.store.secret, root, ids, record.block_size, self._layout)
+        return record, PromptNodes(secret, root, ids, record.block_size, self._layout)
 
     def _read(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: torch.Tensor) -> bool:
         """Reads the rows of a block. Returns False if it is not stored, or damaged."""

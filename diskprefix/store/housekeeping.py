@@ -95,11 +95,14 @@ class Housekeeping:
         self._store.try_file()
 
     def notice_purge(self) -> None:
-        """Has memories dropped if a process has purged something since the last time."""
+        """Looks what other processes have written, and has memories dropped if one has purged something since the last
+        time."""
         if self._store.problem is not None:
             return
+        recorded_bytes = self._store.meter.recorded_bytes
         with self._store.snapshot() as snapshot:
             purged_at = snapshot.meta("purged_at")
+            self._store.look_at_written(snapshot, recorded_bytes)
         if purged_at != self._purged_at:
             self._purged_at = purged_at
             forget_hits(self._store)

@@ -281,7 +281,9 @@ class History:
         searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + 4.0
         has_searched = self.scheduler.now > daemon.started_at + searches_s
         # What is left of requests that lost their memory is kept for longer.
-        if not has_searched or self._has_preempted or self.disk.num_failed or self.disk.slow_s or self._has_bucket:
+        # So is what slides out of windows.
+        is_kept = self._has_preempted or any(group.window is not None for group in self._layout.groups)
+        if not has_searched or is_kept or self.disk.num_failed or self.disk.slow_s or self._has_bucket:
             return set()
         return {
             one
