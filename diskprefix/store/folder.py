@@ -195,7 +195,7 @@ def _read_mark(fd: int | None) -> Mark:
 
 def _write_mark(fd: int, mark: Mark) -> None:
     """On a full disk an old mark may stay, or there is none: then the file is checked once more."""
-    content = msgspec.json.encode(mark)
+    content = msgspec.json.encode(mark) if mark != Mark() else b""
     with suppress(OSError):
         os.pwrite(fd, content, 0)
         os.ftruncate(fd, len(content))
@@ -296,6 +296,8 @@ class FolderLock:
 
     def _close(self) -> None:
         if self._fd is not None:
+            if self._is_exclusive:
+                _write_mark(self._fd, msgspec.structs.replace(self.mark, holder=""))
             os.close(self._fd)
             self._fd, self._is_exclusive = None, False
 
