@@ -395,7 +395,7 @@ def _checked_library() -> Any:
         name = require_inner_path(options["filename"])
         # Without the folder, a 404 does not create an empty file below the commit that the answer names.
         found = ask(**options | {"storage_folder": None})
-        tag, commit, revision = *found[1:3], options["revision"]
+        (_, tag, commit, *_rest), revision = found, options["revision"]
         if tag is not None and not re.fullmatch(revision if _COMMIT.fullmatch(revision) else _COMMIT, commit):
             raise ValueError(f"the commit of {name} is {shown(commit)!r}, not the one that was asked for")
         if tag is not None and not _TAG.fullmatch(tag):
