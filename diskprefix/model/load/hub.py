@@ -396,7 +396,7 @@ def _checked_library() -> Any:
         # Without the folder, a 404 does not create an empty file below the commit that the answer names.
         found = ask(**options | {"storage_folder": None})
         (_, tag, commit, *_rest), revision = found, options["revision"]
-        if tag is not None and not re.fullmatch(revision if _COMMIT.fullmatch(revision) else _COMMIT, commit):
+        if tag is not None and (commit != revision if _COMMIT.fullmatch(revision) else not _COMMIT.fullmatch(commit)):
             raise ValueError(f"the commit of {name} is {shown(commit)!r}, not the one that was asked for")
         if tag is not None and not _TAG.fullmatch(tag):
             raise ValueError(f"the tag of {name} is {shown(tag)!r}, which is no digest")
