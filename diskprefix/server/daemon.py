@@ -95,7 +95,13 @@ class Daemon:
             return "failed"
         if self.serving is None:
             return "loading"
-        return "degraded" if self.serving.engine.cache.health[0] == "degraded" else "ok"
+        return "degraded" if self.hang or self.serving.engine.cache.health[0] == "degraded" else "ok"
+
+    @property
+    def hang(self) -> str:
+        """The work beside the engine that should have ended by now, in words; empty if there is none."""
+        seconds = self.threads.overdue_s
+        return f"a prompt has been rendered for {seconds:.0f} s; the chat template may never end" if seconds else ""
 
     @property
     def status_line(self) -> str:
@@ -107,6 +113,7 @@ class Daemon:
         problem = f"; the cache is degraded ({error})" if state == "degraded" else ""
         step_s = inbox.heartbeat.working_s
         hangs = f"; one step has taken {step_s:.0f} s" if step_s >= _LONG_STEP_S else ""
+        hangs += f"; {self.hang}" if self.hang else ""
         return f"{self.doing}; {inbox.num_running} running, {inbox.queue_depth} waiting{problem}{hangs}"
 
     @property

@@ -65,7 +65,8 @@ async def no_icon() -> Response:
     summary="Health",
     **replies(
         "`status`: `ok` and `degraded` (200) serve requests, the others (503) do not. With `--api-keys`, only the key "
-        "named `admin` gets more: `message` while the model loads, `model`, `cache`, `queue_depth` and `running`."
+        "named `admin` gets more: `message` while the model loads or a prompt hangs, `model`, `cache`, `queue_depth` "
+        "and `running`."
     ),
 )
 async def health(request: Request) -> JSONResponse:
@@ -76,7 +77,7 @@ async def health(request: Request) -> JSONResponse:
     content |= dict.fromkeys(("message", "model", "cache", "queue_depth", "running"))
     status_code = 200 if daemon.status in ("ok", "degraded") else 503
     if log_context(request).caller.sees_all:
-        content["message"] = daemon.doing if daemon.status == "loading" else None
+        content["message"] = daemon.doing if daemon.status == "loading" else daemon.hang or None
         content["queue_depth"], content["running"] = daemon.num_arriving, 0
         if serving is not None:
             state, error = serving.engine.cache.health

@@ -32,6 +32,7 @@ from diskprefix.server import streaming
 from diskprefix.server.answer import MAX_LOGPROBS
 from diskprefix.server.process import process
 from diskprefix.server.status import WELCOME
+from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
@@ -189,6 +190,44 @@ def test_a_degraded_cache_is_named_by_health_and_does_not_stop_requests(
         assert health.json()["status"] == "degraded"
         assert health.json()["cache"] == {"state": "degraded", "error": "disk full"}
         assert client.post(CHAT, json=HELLO).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["rendering", "large"])
+def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the_watchdog(
+    kind: Any, server: AppServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, ended = list[dict[str, Any]](), threading.Event()
+    monkeypatch.setattr(process, "notify", lambda **state: told.append(state))
+    now = [0.0]
+    daemon = server.daemon
+    monkeypatch.setattr(daemon.threads, "_clock", lambda: now[0])
+    signs = process.SignsOfLife(daemon, 120)
+    running = daemon.threads._submit(kind, ended.wait, 30)
+    wait_until(lambda: bool(daemon.threads._due), "the work begins")
+    with server.client() as client:
+        try:
+            now[0] = _DEADLINE_S[kind]
+            signs.give()
+            assert client.get("/health").json()["status"] == "ok"
+            assert {"WATCHDOG": 1} in told
+            told.clear()
+            now[0] += 1
+            health = client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (200, "degraded")
+            problem = f"a prompt has been rendered for {now[0]:.0f} s; the chat template may never end"
+            assert health.json()["message"] == problem
+            signs.give()
+            signs.give()
+            assert [state for state in told if "WATCHDOG" in state] == []
+            assert [problem in state["STATUS"] for state in told] == [True]
+            assert sum(problem in record.getMessage() for record in caplog.records) == 1
+            assert client.post(CHAT, json=HELLO).status_code == 200
+        finally:
+            ended.set()
+        assert running.result()
+        signs.give()
+        assert {"WATCHDOG": 1} in told
+        assert client.get("/health").json()["status"] == "ok"
 
 
 def test_a_lost_accelerator_is_not_healthy_and_refuses_requests(

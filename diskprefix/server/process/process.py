@@ -336,9 +336,10 @@ async def give_signs_of_life(daemon: Daemon) -> None:
 class SignsOfLife:
     """The notifications while the daemon runs.
 
-    The watchdog gets a sign of life if the event loop calls `give`, and the engine is idle, has made progress since the
-    last call, or is in a step that may take longer. A hanging step or event loop thus ends with a new process. Loading
-    a model is no step: it may take as long as `TimeoutStartSec=` allows.
+    The watchdog gets a sign of life if the event loop calls `give`, no prompt is rendered for too long, and the engine
+    is idle, has made progress since the last call, or is in a step that may take longer. A hanging step, event loop or
+    chat template thus ends with a new process. Loading a model is no step: it may take as long as `TimeoutStartSec=`
+    allows.
     """
 
     def __init__(self, daemon: Daemon, limit_s: float | None) -> None:
@@ -349,18 +350,15 @@ class SignsOfLife:
 
     def give(self) -> None:
         heartbeat = self._daemon.inbox.heartbeat
-        has_stopped = heartbeat.has_stopped()
+        has_stopped, hang = heartbeat.has_stopped(), self._daemon.hang
         if self._limit_s is not None:
-            if not has_stopped:
+            if not (has_stopped or hang):
                 notify(WATCHDOG=1)
                 self._is_reported = False
-            elif heartbeat.working_s > self._limit_s / 2 and not self._is_reported:
+            elif (hang or heartbeat.working_s > self._limit_s / 2) and not self._is_reported:
                 self._is_reported = True
-                log.error(
-                    "[server] the engine has hung in one step for %.0f s; the watchdog's limit is %.0f s. Its threads:",
-                    heartbeat.working_s,
-                    self._limit_s,
-                )
+                what = hang or f"the engine has hung in one step for {heartbeat.working_s:.0f} s"
+                log.error("[server] %s; the watchdog's limit is %.0f s. The threads:", what, self._limit_s)
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
         status = self._daemon.status_line
         if status != self._status and self._daemon.status in ("ok", "degraded"):
