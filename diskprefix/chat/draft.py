@@ -20,10 +20,22 @@ if TYPE_CHECKING:
 
 
 class Rendering(NamedTuple):
-    """The text that the chat template writes for an input."""
+    """What the chat template writes for an input: as many characters as `text`, some of which are stand-ins."""
 
     template_input: TemplateInput
-    text: str
+    written: str
+
+    @property
+    def text(self) -> str:
+        """The text of the prompt."""
+        stand_ins = self.template_input.stand_ins
+        return self.written if stand_ins is None else stand_ins.text(self.written)
+
+    @property
+    def for_tokens(self) -> str:
+        """The text with stand-ins where it must become no token."""
+        stand_ins = self.template_input.stand_ins
+        return self.written if stand_ins is None else stand_ins.for_tokens(self.written)
 
 
 class ReplySpan(NamedTuple):
@@ -66,10 +78,6 @@ class PromptDraft:
     written_ids: TokenIds = field(default_factory=lambda: as_token_ids([]))
     """The prompt's token ids, -1 for sampled ones: the template did not write those. So have the tokens of a picture,
     except the last."""
-
-    # bound
-    neutral: Rendering | None = None
-    """The conversation rendered without texts of markers in messages; None if no message has one."""
 
     prompt: Prompt = field(default_factory=lambda: Prompt(token_ids=as_token_ids([])))
     """The result. Each step sets its own fields."""
