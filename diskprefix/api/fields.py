@@ -341,7 +341,7 @@ class SamplingFields(Body):
 
 
 class TextFields(Body):
-    """What the texts of a request mean, in every API."""
+    """The field about the texts of a request, in every API."""
 
     special_tokens_in_text: bool | None = Field(
         default=None,

@@ -88,19 +88,21 @@ def _alternatives(texts: Collection[str]) -> str:
     return write(tree) or "(?!)"
 
 
-class Rule(NamedTuple):
-    """What a text of a client must not spell: the tokens `never`. Those that are `doubtful` are tokens, but the text
-    that spells them moves no boundary."""
+class TextRule(NamedTuple):
+    """The tokens that a text of a client must not spell: those of `never`. It may spell those that are `doubtful`, but
+    no boundary is behind them."""
 
     never: TokenTexts
     doubtful: TokenTexts
 
 
-class Rules:
+class TextRules:
     """The rules for the texts of clients, of system messages and of replies. `every` are all tokens of them. With
     `joins`, tokens that a text spells together with its surroundings stay tokens."""
 
-    def __init__(self, client: Rule, system: Rule, reply: Rule, every: TokenTexts, *, joins: bool = False) -> None:
+    def __init__(
+        self, client: TextRule, system: TextRule, reply: TextRule, every: TokenTexts, *, joins: bool = False
+    ) -> None:
         self.client, self.system, self.reply, self.every, self.joins = client, system, reply, every, joins
         characters = "".join(every.texts)
         self.characters = sorted({*characters, *characters.lower(), *characters.upper()})
@@ -108,14 +110,14 @@ class Rules:
         """The stand-ins for clients that use none of these characters themselves."""
 
 
-Change: TypeAlias = Callable[[Rule, str], str]
+Change: TypeAlias = Callable[[TextRule, str], str]
 """Returns a text with stand-ins."""
 
 
 class StandIns:
     """The stand-ins of one prompt, which are not `used` in it. Every function keeps the length of a text."""
 
-    def __init__(self, rules: Rules, used: Collection[str] = ()) -> None:
+    def __init__(self, rules: TextRules, used: Collection[str] = ()) -> None:
         self._rules = rules
         free = (code for code in _PRIVATE if code & 0xFFFF < 0xFFFE and chr(code) not in used)
         kinds = [{ord(char): code for char, code in zip(rules.characters, free)} for _ in range(3)]  # noqa: B905
@@ -131,7 +133,7 @@ class StandIns:
     def are_in(self, text: str) -> bool:
         return self._any.search(text) is not None
 
-    def change(self, rule: Rule, text: str) -> str:
+    def change(self, rule: TextRule, text: str) -> str:
         """Returns a text of a client with stand-ins."""
         text = rule.never.replaced(text, lambda spelled: _translated(spelled, self._never))
         text = self._rules.every.with_ends_replaced(text, lambda spelled: _translated(spelled, self._ends))
@@ -170,7 +172,7 @@ def _translated(spelled: str, stand_ins: Mapping[int, int]) -> str:
     return few if few != spelled else spelled.translate(stand_ins)
 
 
-def with_stand_ins(value: T, rules: Rules, visit: Callable[[T, Change], T]) -> tuple[T, StandIns | None]:
+def with_stand_ins(value: T, rules: TextRules, visit: Callable[[T, Change], T]) -> tuple[T, StandIns | None]:
     """Returns `value` with stand-ins in its texts, which `visit` finds, and the stand-ins; None if it needs none."""
     stand_ins = rules.usual
     changed = visit(value, stand_ins.change)

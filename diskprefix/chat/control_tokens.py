@@ -1,4 +1,4 @@
-"""Which added tokens of a tokenizer are control tokens, which no text of a client may spell."""
+"""The control tokens among the added tokens of a tokenizer: no text of a client may spell them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Rendering(NamedTuple):
-    """What the chat template writes for an input: as many characters as `text`, some of which are stand-ins."""
+    """A text `written` by the chat template for an input. It has as many characters as `text`; some are stand-ins."""
 
     template_input: TemplateInput
     written: str

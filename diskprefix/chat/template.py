@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jinja2.exceptions import TemplateError
 
-from diskprefix.chat.client_text import Rule, Rules, TokenTexts, with_stand_ins
+from diskprefix.chat.client_text import TextRule, TextRules, TokenTexts, with_stand_ins
 from diskprefix.chat.control_tokens import IN_SYSTEM_MESSAGES, control_texts, looks_like_a_marker
 from diskprefix.chat.draft import PromptDraft, Rendering
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
@@ -87,7 +87,7 @@ class ChatTemplate:
         self.form = MessageForm()
         self._markers: dict[str, dict[str, int]] = {}
         self._reply_ends: dict[str, frozenset[str]] = {}
-        self._rules: dict[tuple[str, bool, bool], Rules] = {}
+        self._rules: dict[tuple[str, bool, bool], TextRules] = {}
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
 
@@ -193,14 +193,14 @@ class ChatTemplate:
         return self._reply_ends[template]
 
     @cached_property
-    def text_rules(self) -> Rules:
+    def text_rules(self) -> TextRules:
         """The rules for texts without a conversation: they spell no control token."""
-        rule = Rule(TokenTexts(self._control | self._placeholders), TokenTexts(()))
-        return Rules(rule, rule, rule, rule.never)
+        rule = TextRule(TokenTexts(self._control | self._placeholders), TokenTexts(()))
+        return TextRules(rule, rule, rule, rule.never)
 
     def rules_of(
         self, tools: list[JsonObject] | None, special_tokens_in_text: bool = False, with_pictures: bool = False
-    ) -> Rules:
+    ) -> TextRules:
         """Returns the rules for a conversation's texts."""
         template = self.source_for(tools)
         key = template, special_tokens_in_text, with_pictures
@@ -213,17 +213,17 @@ class ChatTemplate:
             if special_tokens_in_text:
                 # A placeholder without an image is an error.
                 never = self._placeholders if with_pictures else frozenset()
-                rule = Rule(texts(never), texts(markers - never))
-                self._rules[key] = Rules(rule, rule, rule, every, joins=True)
+                rule = TextRule(texts(never), texts(markers - never))
+                self._rules[key] = TextRules(rule, rule, rule, every, joins=True)
             else:
                 documented = control.intersection(chain(*IN_SYSTEM_MESSAGES.values()))
                 turns = turn_texts(self._control, self.special.keys(), self._writer(tools)) | self._placeholders
                 turns |= self.reply_ends_of(tools) | {text for text, i in self.added.items() if i in self._end_ids}
                 documented -= turns
-                client = Rule(texts(control), texts(()))
-                system = Rule(texts(control - documented), texts(documented & markers))
-                reply = Rule(texts(turns), texts(markers - turns))
-                self._rules[key] = Rules(client, system, reply, every)
+                client = TextRule(texts(control), texts(()))
+                system = TextRule(texts(control - documented), texts(documented & markers))
+                reply = TextRule(texts(turns), texts(markers - turns))
+                self._rules[key] = TextRules(client, system, reply, every)
         return self._rules[key]
 
     def _writer(self, tools: list[JsonObject] | None) -> Write:
@@ -306,8 +306,8 @@ def _interpreted(tokens: list[str], write: Write) -> set[str]:
 def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
     content = f"a{'a'.join(tokens)}a"
     every = TokenTexts(tokens)
-    rule = Rule(every, TokenTexts(()))
-    stand_ins = Rules(rule, rule, rule, every).usual
+    rule = TextRule(every, TokenTexts(()))
+    stand_ins = TextRules(rule, rule, rule, every).usual
     messages = [
         [{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2]
         for text in (content, stand_ins.change(rule, content))

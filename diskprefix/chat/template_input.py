@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from diskprefix.chat.client_text import Change, Rules, StandIns
+from diskprefix.chat.client_text import Change, StandIns, TextRules
 from diskprefix.chat.messages import ContentPart, Conversation, JsonObject, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import count_values
@@ -59,7 +59,7 @@ def _part(part: ContentPart) -> JsonObject:
     return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
-def visit_texts(rules: Rules, template_input: TemplateInput, change: Change) -> TemplateInput:
+def visit_texts(rules: TextRules, template_input: TemplateInput, change: Change) -> TemplateInput:
     """Returns the input with each text of the client changed."""
     client = partial(change, rules.client)
     return template_input._replace(
@@ -69,7 +69,7 @@ def visit_texts(rules: Rules, template_input: TemplateInput, change: Change) -> 
     )
 
 
-def _changed_message(rules: Rules, message: JsonObject, change: Change) -> JsonObject:
+def _changed_message(rules: TextRules, message: JsonObject, change: Change) -> JsonObject:
     role = message["role"]
     rule = rules.reply if role == "assistant" else rules.system if role in ("system", "developer") else rules.client
     changed: JsonObject = {"role": role}

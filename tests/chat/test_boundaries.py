@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.boundaries import system_end, template_boundaries
-from diskprefix.chat.client_text import Rule, Rules, StandIns, TokenTexts, with_stand_ins
+from diskprefix.chat.client_text import StandIns, TextRule, TextRules, TokenTexts, with_stand_ins
 from diskprefix.chat.template import template_markers
 from diskprefix.chat.template_input import changed_texts
 from diskprefix.nouns import Prompt
@@ -48,11 +48,11 @@ def chatml(messages: list[dict[str, str]]) -> str:
     return turns + "<|im_start|>assistant\n"
 
 
-RULE = Rule(TokenTexts(MARKERS), TokenTexts(()))
-RULES = Rules(RULE, RULE, RULE, RULE.never)
+RULE = TextRule(TokenTexts(MARKERS), TokenTexts(()))
+RULES = TextRules(RULE, RULE, RULE, RULE.never)
 
 
-def standing_in(value: Any, rules: Rules = RULES) -> tuple[Any, StandIns | None]:
+def standing_in(value: Any, rules: TextRules = RULES) -> tuple[Any, StandIns | None]:
     return with_stand_ins(value, rules, lambda value, change: changed_texts(value, partial(change, rules.client)))
 
 
@@ -91,11 +91,11 @@ def test_no_text_of_a_token_is_left_and_every_text_comes_back(value: Any) -> Non
         assert set(plain) <= set(kept)
 
 
-def spelling(**texts: Any) -> Rules:
-    """Rules for tokens that are never or only doubtfully spelled."""
+def spelling(**texts: Any) -> TextRules:
+    """TextRules for tokens that are never or only doubtfully spelled."""
     every = TokenTexts([text for listed in texts.values() for text in listed])
-    rule = Rule(*(TokenTexts(texts.get(name, ())) for name in ("never", "doubtful")))
-    return Rules(rule, rule, rule, every, joins=not rule.never.texts)
+    rule = TextRule(*(TokenTexts(texts.get(name, ())) for name in ("never", "doubtful")))
+    return TextRules(rule, rule, rule, every, joins=not rule.never.texts)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def spelling(**texts: Any) -> Rules:
         (spelling(doubtful=["<b>"]), "<b><", ["<b>"]),
     ],
 )
-def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: Rules, text: str, found: list[str]) -> None:
+def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: TextRules, text: str, found: list[str]) -> None:
     changed, stand_ins = standing_in([text], rules)
     assert stand_ins is not None
     tokens = re.compile("|".join(map(re.escape, rules.every.texts)))
