@@ -24,10 +24,9 @@ Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
 
 def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Finds the boundaries of the prompt, and the end of its system part."""
-    template_input, written = draft.rendering
+    template_input, written = draft.rendering.template_input, draft.rendering.written
     markers = template.markers_of(template_input.tools)
-    text = draft.rendering.text
-    boundaries = template_boundaries(draft.written_ids, draft.offsets, markers.values(), text, written)
+    boundaries = template_boundaries(draft.written_ids, draft.offsets, markers.values(), draft.rendering.text, written)
     probe = template.try_render(probe_of(template_input), "reply")
     end = system_end(boundaries, draft.offsets, written, probe) if probe else 0
     return draft.with_prompt(boundaries=boundaries, system_end=end)

@@ -150,11 +150,12 @@ class StandIns:
 
     def text(self, written: str) -> str:
         """Returns the text that is written: each character is the client's."""
-        return written.translate(self._originals)
+        return self._any.sub(lambda match: match[0].translate(self._originals), written)
 
     def for_tokens(self, written: str) -> str:
         """Returns what is written with stand-ins only where a token's text must become no token."""
-        text, shown = self.text(written), written.translate(self._doubtful_originals)
+        text = self.text(written)
+        shown = self._any.sub(lambda match: match[0].translate(self._doubtful_originals), written)
 
         def end(match: re.Match[str]) -> str:
             is_text = not self._rules.joins and self._rules.every.spell(text, *match.span())
@@ -163,7 +164,11 @@ class StandIns:
         return self._end.sub(end, shown)
 
 
-def _any_of(codes: Iterable[int]) -> str:
+def _any_of(codes: Collection[int]) -> str:
+    """Returns a pattern for characters. A range is found fast."""
+    first, last = min(codes, default=1), max(codes, default=0)
+    if last - first == len(codes) - 1:
+        return f"[{chr(first)}-{chr(last)}]+"
     return f"[{''.join(map(chr, codes))}]+" if codes else "(?!)"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,19 +20,20 @@ if TYPE_CHECKING:
     from diskprefix.chat.known_parts import OwnedParts
 
 
-class Rendering(NamedTuple):
+@dataclass(frozen=True)
+class Rendering:
     """A text `written` by the chat template for an input. It has as many characters as `text`; some are stand-ins."""
 
     template_input: TemplateInput
     written: str
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The text of the prompt."""
         stand_ins = self.template_input.stand_ins
         return self.written if stand_ins is None else stand_ins.text(self.written)
 
-    @property
+    @cached_property
     def for_tokens(self) -> str:
         """The text with stand-ins where it must become no token."""
         stand_ins = self.template_input.stand_ins

@@ -52,7 +52,9 @@ def mark(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
         return draft
     # With stand-ins: the text of a message must not pass for what the template writes at the end of a message.
     render = partial(template.try_render, ending="none")
-    return draft.with_prompt(marks=find_marks(targets, *draft.rendering, draft.offsets, render))
+    rendering = draft.rendering
+    marks = find_marks(targets, rendering.template_input, rendering.written, draft.offsets, render)
+    return draft.with_prompt(marks=marks)
 
 
 def mark_targets(conversation: Conversation) -> list[MarkTarget]:

@@ -215,9 +215,9 @@ def preview_of_chat(template_input: TemplateInput, pictures: Sequence[Picture]) 
     """Returns the beginnings of the first message and of the newest message of the user, to be shown to people."""
     left, messages, stand_ins = iter(pictures), template_input.messages, template_input.stand_ins
     texts = [_shown(message["content"], left) for message in messages]
-    texts = texts if stand_ins is None else [*map(stand_ins.text, texts)]
     newest = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
-    return _preview(texts[0], texts[newest] if newest else "")
+    first, last = texts[0], texts[newest] if newest else ""
+    return _preview(first, last) if stand_ins is None else _preview(stand_ins.text(first), stand_ins.text(last))
 
 
 def _shown(content: str | Sequence[JsonObject], pictures: Iterator[Picture]) -> str:
