@@ -112,6 +112,7 @@ def test_no_server_at_another_port_gets_the_token(browser: Browser, daemon: Daem
         def log_message(self, *_args: object) -> None:
             """Nobody reads it."""
 
+    ask(daemon, "what the page says of the day needs a request")
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other, opened(browser, daemon) as page:
         threading.Thread(target=other.serve_forever).start()
         assert page.context.cookies() == []
@@ -127,6 +128,7 @@ def test_no_server_at_another_port_gets_the_token(browser: Browser, daemon: Daem
 
 
 def test_a_new_link_in_the_same_tab_takes_the_place_of_an_old_token(browser: Browser, daemon: DaemonProcess) -> None:
+    ask(daemon, "what the page says of the day needs a request")
     page = browser.new_page()
     page.goto(dashboard_link(daemon.url, "diskprefix-owner-of-an-earlier-start"))
     page.locator("#login-why", has_text="which has a new one at each start").wait_for()
