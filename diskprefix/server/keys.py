@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.private_file import read_private
@@ -46,6 +47,18 @@ class Caller:
         any number of bearers."""
         return SHARED if self.name is None else self.tenant
 
+    def require_admin(self) -> None:
+        """Raises `HttpError` 403 for others: figures over all requests show one tenant what another does."""
+        if not self.sees_all:
+            raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
+
+    def require_owner(self) -> None:
+        """Raises `HttpError` as `require_admin`, and without keys 401 for those without the token."""
+        self.require_admin()
+        if not self.is_owner:
+            what = "this shows texts of prompts, or changes something, and needs the daemon's token"
+            raise HttpError(401, f"{what}: {TOKEN_PLACE}")
+
 
 ANYBODY = Caller(sees_all=True)
 """The caller of a request without a bearer, to a daemon without keys."""
@@ -54,7 +67,6 @@ NOBODY = Caller()
 
 
 TOKEN_PLACE = "`diskprefix dashboard` opens the page with it, and programs send the header Authorization: Bearer TOKEN"
-WITHOUT_TOKEN = f"this shows texts of prompts, or changes something, and needs the daemon's token: {TOKEN_PLACE}"
 _TOKEN_MARK = "diskprefix-owner-"
 """What tokens begin with. A token of an earlier start is refused, and not taken for the key of a tenant."""
 

@@ -43,7 +43,7 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
 
     with asyncio.Runner() as runner, ExitStack() as stack:
         with _interrupts_held() as interrupted:
-            token = OwnerToken("of this process", SHARED)
+            token = OwnerToken("of-this-process", SHARED)
             application = create_app(settings, load_engine, token)
             daemon = application.state.daemon
             lifespan = application.router.lifespan_context(application)
