@@ -208,7 +208,7 @@ async def ask(arrival: Arrival) -> Question:
     """Lets the dialect read the body, in a thread. Raises `InvalidRequest`."""
     serving, daemon = arrival.serving, arrival.daemon
     if arrival.body.reads_more:
-        await arrival.held.enter_async_context(daemon.stored_turns.of(arrival.context.caller.tenant))
+        await arrival.held.enter_async_context(daemon.stored_turns.of(arrival.context.caller.account))
     notes = partial(serving.engine.cache.notes, arrival.cache.tenant)
     read, vocab_size = arrival.dialect.read, serving.renderer.vocab_size
     asked = await daemon.threads.run("rendering", read, arrival.body, vocab_size, notes)
@@ -244,7 +244,7 @@ async def submit(parts: Sequence[Rendered]) -> Submitted:
     await arrival.held.aclose()
     make_request = partial(_engine_request, rendered, sampling.n * len(parts), max(part.room for part in parts))
     if rendered.asked.is_constrained:
-        made = await daemon.threads.compile(context.caller.tenant, arrival.request.is_disconnected, make_request)
+        made = await daemon.threads.compile(context.caller.account, arrival.request.is_disconnected, make_request)
     else:
         made = await daemon.threads.run("rendering", make_request)
     if made is None:

@@ -57,7 +57,7 @@ class Bodies:
         # In a thread, because it would block the event loop.
         if len(body) <= LARGE_BYTES:
             return await self._threads.run("parsing", _parse, body, model)
-        caller = log_context(request).caller.tenant
+        caller = log_context(request).caller.account
         await self._turns.take(caller)
         loop = asyncio.get_running_loop()
         took_s, began = 0.0, loop.time()

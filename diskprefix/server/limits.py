@@ -1,6 +1,6 @@
 """The three limits by which callers share a daemon: bytes of a body, requests in flight, and turns.
 
-A caller is an API key, whatever salts its requests have. Without keys, all are one caller.
+A caller is the `account` of a `keys.Caller`: an API key, whatever salts its requests have. Without keys, all are one.
 """
 
 from __future__ import annotations

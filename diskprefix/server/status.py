@@ -6,14 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Depends
-from fastapi.exceptions import HTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import replies
-from diskprefix.server.keys import ADMIN, WITHOUT_TOKEN
 from diskprefix.server.log_context import log_context
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
@@ -24,16 +22,11 @@ WELCOME = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "ch
 
 
 async def require_admin(request: Request) -> None:
-    """Raises `HTTPException` 403 for other callers: figures over all requests show one tenant what another does."""
-    if not log_context(request).caller.sees_all:
-        raise HTTPException(403, f"this shows figures of everybody's requests: only the key named {ADMIN} may read it")
+    log_context(request).caller.require_admin()
 
 
 async def require_owner(request: Request) -> None:
-    """Raises `HTTPException` for other callers, as `require_admin`; without keys 401 for those without the token."""
-    await require_admin(request)
-    if not log_context(request).caller.is_owner:
-        raise HTTPException(401, WITHOUT_TOKEN, {"WWW-Authenticate": "Bearer"})
+    log_context(request).caller.require_owner()
 
 
 def _daemon(request: Request) -> Daemon:

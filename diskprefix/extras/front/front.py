@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, SettingsError
@@ -33,7 +33,7 @@ from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, 
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
-from diskprefix.server.guards import BrowserGuard, caller_of, entered
+from diskprefix.server.guards import BrowserGuard, caller_of
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
 from diskprefix.server.limits import InFlight
 from diskprefix.server.process.systemd import notify, watchdog_s
@@ -295,17 +295,15 @@ class Front:
             raise HttpError(403, refusal)
         # Without a valid key, nothing waits and nothing is loaded.
         caller = caller_of(self._who, scope)
-        if (entrance := entered(self._who, scope)) is not None:
-            return JSONResponse({}, 303, entrance)
         incoming.sees_all = caller.sees_all
         if self._is_stopping:
             raise NotReady("the daemon is stopping")
         if (response := await self._routes.response(scope, caller)) is not None:
             return response
-        with self._in_flight.counted(scope, caller.tenant):
+        with self._in_flight.counted(scope, caller.account):
             known, keep_alive_s = await self._chosen(scope, incoming)
             if not incoming.has_left:
-                await self._pass_on(known, scope, incoming, send, caller.tenant, keep_alive_s)
+                await self._pass_on(known, scope, incoming, send, caller.account, keep_alive_s)
         return None
 
     async def _pass_on(
@@ -412,7 +410,7 @@ class Front:
         place = self._swaps.of(known.name)
         if what == "load":
             if place is None:
-                place = (await self._worker_for(known, caller.tenant)).place
+                place = (await self._worker_for(known, caller.account)).place
                 place.is_ordered = True
                 self._settle()
             return {"model": known.name, "status": "loaded" if place.phase is Phase.READY else "loading"}

@@ -65,7 +65,7 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
         signal.signal(number, signal.SIG_IGN)
     workers = Workers(prepare, work, takes_any_name=listing.only is None)
     settings, listeners = open_listeners(settings)
-    workers.token = made_token(listeners, settings)
+    workers.token = made_token(settings)
     workers.address = announce_listening(listeners, settings, workers.token)
     warn_without_keys(settings, workers.address)
     who = keys or workers.token

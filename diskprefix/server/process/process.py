@@ -30,7 +30,7 @@ from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.listener import open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
-from diskprefix.server.process.token_file import kept
+from diskprefix.server.process.token_file import dashboard_line, kept
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
@@ -131,7 +131,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     token: OwnerToken | None
     if front is None:
         settings, listeners = open_listeners(settings)
-        token = made_token(listeners, settings)
+        token = made_token(settings)
         address = announce_listening(listeners, settings, token)
     else:
         listeners, address, token = [front.listener], front.address, front.token
@@ -172,11 +172,9 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     _end(server.daemon)
 
 
-def made_token(listeners: list[socket.socket], settings: Settings) -> OwnerToken | None:
+def made_token(settings: Settings) -> OwnerToken | None:
     """Returns a new token for the owner of a daemon, None if it has API keys."""
-    is_path = listeners[0].family == socket.AF_UNIX
-    port = settings.port if is_path else listeners[0].getsockname()[1]
-    return OwnerToken.new(port) if settings.api_keys is None else None
+    return OwnerToken.new() if settings.api_keys is None else None
 
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
@@ -184,7 +182,8 @@ def announce_listening(listeners: list[socket.socket], settings: Settings, token
     address = _address_of(listeners[0], settings.host)
     log.info("listening on %s; /health tells when the model is loaded", address)
     # A new token each time: while no daemon runs, another program at its address could be shown the old one.
-    log.info("the dashboard, in a browser: %s/%s", address, f"?token={token.text}" if token else "")
+    if listeners[0].family != socket.AF_UNIX:
+        log.info("%s", dashboard_line(address, token.text if token else ""))
     return address
 
 

@@ -26,7 +26,7 @@ from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
-from diskprefix.nouns import Tenant
+from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.settings import Settings
 from tests.server.test_auth import write_keys
@@ -86,7 +86,7 @@ class ToldWorkers:
         self.on_change(worker)
 
 
-TOKEN = OwnerToken("token", "cookie")
+TOKEN = OwnerToken("token", SHARED)
 
 
 class Told:
