@@ -27,7 +27,7 @@ from diskprefix.nouns import MAX_VALUE, SHARED, CacheReport, Prompt, Selection
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
-from diskprefix.store.store import Publication
+from diskprefix.store.store import Chain, Publication
 from diskprefix.tokens import as_token_ids
 
 log = logging.getLogger("diskprefix")
@@ -247,7 +247,7 @@ class SchedulerSide:
     def _remember(self, tracked: Tracked, namespace: TenantNamespace, names: Sequence[bytes]) -> None:
         namespace.remember(tracked.prompt, b"", names, self._shared.store.clock(), math.inf)
         publication = Publication(
-            store_id=self._shared.store.store_id,
+            chain=Chain(self._shared.store.epoch),
             root=namespace.root,
             root_record=namespace.record,
             nodes=(),
@@ -265,7 +265,7 @@ class SchedulerSide:
         namespace = self._namespaces.get(tracked.tenant)
         tally = Tally(requests=1, prompt_tokens=len(tracked.prompt), restored_tokens=num_tokens)
         last = tracked.names[0][tracked.num_loadable(self._block_size)] if num_tokens else None
-        self._shared.writer.savings.record(namespace.root, namespace.record, tally, last)
+        self._shared.writer.savings.record(self._shared.store.epoch, namespace.root, namespace.record, tally, last)
 
     def _save(self, tracked: Tracked, end: int, blocks: Sequence[Sequence[int]]) -> Save | None:
         """Returns the blocks to save: those that are complete when `end` tokens are computed, wanted, and not stored.
