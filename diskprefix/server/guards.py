@@ -58,7 +58,7 @@ class Auth:
         except DiskPrefixError as error:
             await refuse(scope, receive, send, error, {"WWW-Authenticate": "Bearer"})
             return
-        with counted:
+        with counted as scope["state"]["place"]:
             if entrance is None:
                 await self._app(scope, receive, send)
             else:

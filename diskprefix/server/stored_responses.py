@@ -37,7 +37,7 @@ async def _answer(request: Request, salt: str | None, read: Callable[[ResponseSt
     serving = await daemon.ready()
     store = ResponseStore(serving.engine.cache.notes(caller if salt is None else caller.with_salt(salt)))
     async with daemon.stored_turns.of(caller):
-        content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
+        content = await daemon.threads.run_for(request, "rendering", lambda: json_text(read(store)))
     return Response(content, media_type="application/json")
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
+
+T = TypeVar("T")
 
 _LEAST_KV_BYTES = 1 << 20
 _KV_PART = 4
@@ -40,6 +43,13 @@ class Listing:
         self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
         """Also why they could not be read when it was tried last."""
         self._learning = asyncio.Lock()
+        self._reader = ThreadPoolExecutor(1, "models")
+        """Not the event loop's own threads, for which its end waits."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Returns whether models are read from the disk, which cannot be ended."""
+        return self._learning.locked()
 
     def models(self) -> tuple[KnownModel, ...]:
         return self._catalogue.models() if self._catalogue is not None else (self.only,) if self.only else ()
@@ -61,7 +71,7 @@ class Listing:
         """Looks for new models. Raises `SettingsError` if the list is wrong; all stays as it was then."""
         async with self._learning:
             if self._catalogue is not None:
-                await asyncio.to_thread(self._catalogue.read_again)
+                await self._read(self._catalogue.read_again)
             self._known_needs.clear()
 
     async def learn(self, known: KnownModel) -> None:
@@ -69,12 +79,15 @@ class Listing:
         async with self._learning:
             if self._catalogue is not None and not isinstance(self._known_needs.get(known.name), ModelNeeds):
                 try:
-                    found: ModelNeeds | DiskPrefixError | None = await asyncio.to_thread(self._needs, known.settings)
+                    found: ModelNeeds | DiskPrefixError | None = await self._read(self._needs, known.settings)
                 except DiskPrefixError as error:
                     found = error
                 except OSError as error:
                     found = ModelError(f"cannot read {known.name}: {first_line(error)}")
                 self._known_needs[known.name] = found
+
+    async def _read(self, read: Callable[..., T], *values: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read, *values)
 
     def sized(self, known: KnownModel, settings: Settings, limit_bytes: int) -> tuple[int, list[str], Settings]:
         """Returns the memory that a model needs, the table of its parts, and settings with the KV memory in it.
