@@ -195,11 +195,11 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
     )
 
 
-async def prepare(arrival: Arrival, make: Callable[[Rendered], M]) -> tuple[Rendered, M]:
+async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = "rendering") -> tuple[Rendered, M]:
     """Reads the body, renders its prompts, and returns them with what `make` makes of them.
 
-    A prompt of text takes one turn of its caller. Pictures and constraints have threads of their own, and each of
-    several prompts takes a turn. Raises `InvalidRequest`, and `ClientDisconnect`.
+    A prompt of text takes one turn of its caller for work of this `kind`. Pictures and constraints have threads of
+    their own, and each of several prompts takes a turn. Raises `InvalidRequest`, and `ClientDisconnect`.
     """
     run = partial(arrival.daemon.threads.run_for, arrival.request)
     if arrival.body.reads_more:
@@ -212,15 +212,15 @@ async def prepare(arrival: Arrival, make: Callable[[Rendered], M]) -> tuple[Rend
         rendered = Rendered(arrival, asked, [render(arrival, asked.prompt)])
         return asked, rendered, None if asked.is_constrained else make(rendered)
 
-    asked, rendered, made = await run("rendering", begin)
+    asked, rendered, made = await run(kind, begin)
     if rendered is None:
-        kind: Kind = "images" if _has_pictures(asked.prompt) else "rendering"
+        kind = "images" if _has_pictures(asked.prompt) else kind
         prompts = [await run(kind, render, arrival, wanted) for wanted in (asked.prompt, *asked.more_prompts)]
         rendered = Rendered(arrival, asked, prompts)
     if made is None:
         # A constraint is compiled when its caller's turn comes. The bodies of others do not wait for that.
         await arrival.held.aclose()
-        made = await run("compiling" if asked.is_constrained else "rendering", make, rendered)
+        made = await run("compiling" if asked.is_constrained else kind, make, rendered)
     return rendered, made
 
 
@@ -388,5 +388,5 @@ async def _length(request: Request, dialect: BodyReader[B]) -> int:
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, dialect.body, held)
         arrival = await arrive(request, dialect, body, held)
-        _, length = await prepare(arrival, lambda rendered: len(rendered.prompts[0].prompt.token_ids))
+        _, length = await prepare(arrival, lambda rendered: len(rendered.prompts[0].prompt.token_ids), "counting")
     return length

@@ -142,7 +142,7 @@ async def _answer(request: Request, body: type[B], work: Callable[[PromptRendere
     async with AsyncExitStack() as held:
         read = await daemon.bodies.read_json(request, body, held)
         serving = await daemon.ready()
-        content = await daemon.threads.run_for(request, "rendering", lambda: json_text(work(serving.renderer, read)))
+        content = await daemon.threads.run_for(request, "counting", lambda: json_text(work(serving.renderer, read)))
     return Response(content, media_type="application/json")
 
 

@@ -18,7 +18,9 @@ from diskprefix.server.log_context import log_context
 
 T = TypeVar("T")
 
-Kind: TypeAlias = Literal["parsing", "rendering", "large", "images", "compiling", "writing", "inspecting", "stopping"]
+Kind: TypeAlias = Literal[
+    "parsing", "rendering", "large", "images", "compiling", "counting", "writing", "inspecting", "stopping"
+]
 
 _NUM_THREADS: dict[Kind, int] = {
     "parsing": 2,
@@ -26,13 +28,14 @@ _NUM_THREADS: dict[Kind, int] = {
     "large": 1,
     "images": 1,
     "compiling": 16,
+    "counting": 2,
     "writing": 2,
     "inspecting": 3,
     "stopping": 2,
 }
 """The first image of each size takes up to a second. A thread that compiles waits for a process. Three kinds of work
 inspect the daemon, each one at a time: all of them may wait for a disk."""
-_BEHIND: tuple[Kind, ...] = ("large", "images")
+_BEHIND: tuple[Kind, ...] = ("large", "images", "counting")
 """These threads let the engine go first: its own wait for each other many times in a step, and where another has the
 processor of one of them, all wait for that."""
 _NICE = 10

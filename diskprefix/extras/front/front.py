@@ -94,6 +94,12 @@ class Front:
             response = await self._answer(scope, incoming, send)
         except DiskPrefixError as error:
             response = refusal(scope, error, sees_all=incoming.sees_all)
+        except asyncio.CancelledError:
+            # At the end of a stop, uvicorn cancels the requests that are left. It would log a traceback for each.
+            if not self._is_stopping:
+                raise
+            stopping = NotReady("the daemon is stopping")
+            response = None if incoming.is_answered else refusal(scope, stopping, sees_all=incoming.sees_all)
         finally:
             incoming.drop()
             if incoming.is_large:

@@ -46,7 +46,7 @@ class Incoming:
         self._kept: list[bytes] = []
         self._unsent: list[bytes] = []
         self.place: CountedRequest | None = None
-        self.is_large = False
+        self.is_large = self.is_answered = False
         self._is_whole = False
         self._is_kept = True
         self.has_left = False
@@ -208,6 +208,7 @@ class _Response:
                     self._take()
                     status = event.status_code
                     headers = [(name, value) for name, value in event.headers if name not in _NOT_DOWN]
+                    self._incoming.is_answered = True
                     await send({"type": "http.response.start", "status": status, "headers": headers})
                 case h11.Data():
                     body += event.data

@@ -358,6 +358,25 @@ async def test_bodies_that_wait_for_a_worker_have_a_bound_in_bytes_and_its_memor
 
 
 @in_a_loop
+async def test_a_request_that_is_left_at_the_end_of_a_stop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
+
+    async def passes(*_: Any) -> int:
+        begun.set()
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(passing, "pass_on", passes)
+    told = Told(Listing(Settings(), Models(named("one")), needs))
+    async with told.running():
+        asked = told.ask("one")
+        await begun.wait()
+        told.front.stop()
+        asked.cancel()
+        status, said = await asked
+        assert (status, said["error"]["code"]) == (503, "not_ready")
+
+
+@in_a_loop
 async def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
     admin, other = "a" * 24, "o" * 24
     keys = ApiKeys(write_keys(tmp_path / "keys", f"admin {admin}", f"other {other}"))

@@ -7,6 +7,7 @@ reads the daemon's memory, and counts.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -26,8 +27,8 @@ import httpx
 import numpy as np
 from rich.console import Console
 
-from tests.server.hostile_requests import CHAT
-from tools.faults.hostile.bad_clients import CUT_OFF
+from tests.server.hostile_requests import CHAT, chat
+from tools.faults.hostile.bad_clients import CUT_OFF, Caller
 from tools.faults.hostile.crowd import Attacked, Health, Seen, Turn, bad_key, good_key, run_bad, run_good, run_health
 from tools.faults.hostile.requests import KINDS, SLOW_READER
 from tools.measuring.answers import LiveServerError
@@ -313,6 +314,9 @@ def main(
         with LiveServer(kv_cache_dir=workspace / "kv", log_path=workspace / "server.log", flags=tuple(flags)) as server:
             with step(console, "starting the daemon"):
                 server.start()
+                # The first request loads the model.
+                caller = Caller(server.port, good_key(0))
+                asyncio.run(caller.ask(caller.request(CHAT, chat())))
             report = measure(server, minutes, good, kinds, think, prompt_chars, console)
     report["verdicts"] = verdicts(report)
     print_report(report, as_json, show)
