@@ -481,18 +481,18 @@ async def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_ther
 
 def test_merged_metrics_have_each_family_once() -> None:
     one = '# HELP a_total Help.\n# TYPE a_total counter\na_total{b="x y"} 1.0\na_total 2.0\n'
-    merged = merged_metrics({"m": one, 'n"': one}, {"m": True, "o": False})
+    merged = merged_metrics({"m": one, 'n"': one}, {"m": True, "o": False}).decode()
     assert merged.splitlines() == [
         "# HELP a_total Help.",
         "# TYPE a_total counter",
-        'a_total{model="m",b="x y"} 1.0',
+        'a_total{b="x y",model="m"} 1.0',
         'a_total{model="m"} 2.0',
-        'a_total{model="n\\"",b="x y"} 1.0',
+        'a_total{b="x y",model="n\\""} 1.0',
         'a_total{model="n\\""} 2.0',
         "# HELP diskprefix_model_loaded Whether a model is in memory.",
         "# TYPE diskprefix_model_loaded gauge",
-        'diskprefix_model_loaded{model="m"} 1',
-        'diskprefix_model_loaded{model="o"} 0',
+        'diskprefix_model_loaded{model="m"} 1.0',
+        'diskprefix_model_loaded{model="o"} 0.0',
     ]
 
 
