@@ -54,7 +54,7 @@ class Auth:
         except DiskPrefixError as error:
             await refuse(scope, receive, send, error, {"WWW-Authenticate": "Bearer"})
             return
-        with counted:
+        with counted as scope["state"]["place"]:
             await self._app(scope, receive, send)
 
 

@@ -91,8 +91,8 @@ async def props(request: Request, check: bool = False) -> dict[str, Any]:
     `wrong_pages` says what is wrong with the pages of KV memory: nothing, if all is well."""
     daemon = _daemon(request)
     serving = await daemon.ready()
-    stats = await serving.cache_stats()
-    checked = {"wrong_pages": await daemon.threads.run("rendering", serving.engine.check_memory)} if check else {}
+    stats = await serving.counts.newest(0.0)
+    checked = {"wrong_pages": await daemon.threads.run("inspecting", serving.engine.check_memory)} if check else {}
     return checked | {
         "version": __version__,
         "model": _model_props(serving),

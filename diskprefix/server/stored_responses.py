@@ -38,7 +38,7 @@ async def _answer(request: Request, salt: str | None, read: Callable[[ResponseSt
     tenant = caller.tenant if salt is None else caller.tenant.with_salt(salt)
     store = ResponseStore(serving.engine.cache.notes(tenant))
     async with daemon.stored_turns.of(caller.account):
-        content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
+        content = await daemon.threads.run_for(request, "rendering", lambda: json_text(read(store)))
     return Response(content, media_type="application/json")
 
 

@@ -247,20 +247,22 @@ def test_a_lost_accelerator_is_not_healthy_and_refuses_requests(
         assert answer.json()["error"]["code"] == "not_ready"
 
 
-@pytest.mark.parametrize("path", ["/props", "/metrics"])
-def test_a_disk_that_does_not_answer_stops_neither_health_nor_requests(
-    server: AppServer, engine: ScriptedEngine, path: str
+def test_a_disk_that_does_not_answer_stops_neither_figures_nor_requests_nor_the_end_of_the_daemon(
+    chat_model: Path,
 ) -> None:
-    engine.cache.is_readable.clear()
-    with server.client() as client, ThreadPoolExecutor(2) as readers:
+    engine = ScriptedEngine()
+    with scripted_app(chat_model, engine) as server, server.client() as client:
+        engine.cache.is_readable.clear()
         try:
-            waiting = [readers.submit(client.get, path, timeout=30) for _ in range(2)]
-            assert engine.cache.is_waited_for.wait(30)
-            assert client.get("/health", timeout=5).json()["cache"] == {"state": "ok", "error": None}
-            assert client.post(CHAT, json=HELLO, timeout=5).status_code == 200
+            assert [client.get(path, timeout=10).status_code for path in ("/props", "/props", "/metrics")] == [200] * 3
+            assert engine.cache.is_waited_for.is_set()
+            assert client.get("/health").json()["cache"] == {"state": "ok", "error": None}
+            for stream in (True, False):
+                assert client.post(CHAT, json=HELLO | {"stream": stream}).is_success
+            server.stop()
+            assert server.daemon.threads.are_busy
         finally:
             engine.cache.is_readable.set()
-        assert [answer.result().status_code for answer in waiting] == [200, 200]
 
 
 def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: ScriptedEngine) -> None:
@@ -411,11 +413,11 @@ def test_an_unexpected_exception_in_the_server_is_500_without_its_inside(
 ) -> None:
     engine.stats = {}
     with caplog.at_level(logging.ERROR), server.client() as client:
-        answer = client.get("/metrics")
+        answer = client.get("/props")
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"
         assert "KeyError" not in answer.text
-        assert "GET /metrics failed unexpectedly" in caplog.text
+        assert "GET /props failed unexpectedly" in caplog.text
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 

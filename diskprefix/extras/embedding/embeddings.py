@@ -96,7 +96,7 @@ async def embeddings(request: Request) -> Response:
         purpose.require()
         cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
         serving.engine.give_way()
-        prompts = await daemon.threads.run("rendering", _prompts, serving, purpose, body)
+        prompts = await daemon.threads.run_for(request, "rendering", _prompts, serving, purpose, body)
         await held.aclose()
         reading = Reading(pooling=purpose.pooling)
         options = _options(cache, reading)
@@ -114,7 +114,7 @@ async def embeddings(request: Request) -> Response:
         usage = _count(context, [done for _, done in found])
         fields: JsonObject = {"object": "list", "model": serving.model_name, "usage": usage}
         vectors = [values for values, _ in found]
-        content = await daemon.threads.run("rendering", _written, fields, body, vectors)
+        content = await daemon.threads.run_for(request, "writing", _written, fields, body, vectors)
     return Response(content, media_type="application/json")
 
 

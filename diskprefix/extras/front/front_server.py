@@ -79,7 +79,7 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
     finally:
         for listener in listeners:
             listener.close()
-    if front.exit_code:
-        # Its worker has said why.
+    if front.exit_code or listing.is_reading:
+        # The worker has said why. A thread that waits for a disk would keep the process.
         logging.shutdown()
         os._exit(front.exit_code)

@@ -157,9 +157,9 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         front.turn.wait_for_turn()
         return load_engine(settings, progress)
 
-    def on_ready(serving: Serving, stats: dict[str, Any]) -> None:
+    def on_ready(serving: Serving) -> None:
         server.daemon.doing = f"serving {serving.model_name} on {address}"
-        _announce(serving, stats, settings, address)
+        _announce(serving, serving.counts.last, settings, address)
         gc.freeze()
         gc.enable()
 
@@ -205,6 +205,8 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     from diskprefix.server.limits import InFlight
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
 
+    # A body that does not end tells a failure after the status. What has failed has been logged then.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
     return uvicorn.Config(
         app,
         http=partial(LimitedConnection, InFlight(settings).most + OTHER_CONNECTIONS),  # type: ignore[arg-type]

@@ -326,7 +326,7 @@ def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: Da
         named = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
         assert (named["first_id"], named["last_id"]) == ("ash", "damaged")
         metrics = client.get("/metrics").text
-        assert 'diskprefix_model_loaded{model="ash"} 1\n' in metrics
+        assert 'diskprefix_model_loaded{model="ash"} 1.0\n' in metrics
         assert re.search(r'^diskprefix_requests_total\{model="ash",outcome="completed"\} [1-9]', metrics, re.MULTILINE)
         assert client.get("/props", params={"model": "ash"}).json()["model"]["name"] == "ash"
 
