@@ -164,8 +164,11 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     context.wants_reply = True
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, dialect.body, held)
+        is_stream = bool(body.stream)
         preparing = asyncio.create_task(_response(request, dialect, body, held.pop_all()))
-    return await first_signs(preparing, is_stream=bool(body.stream))
+    # A body may have megabytes of pictures, and the reply may take minutes.
+    del body
+    return await first_signs(preparing, is_stream=is_stream)
 
 
 async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncExitStack) -> Response:
@@ -174,6 +177,7 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
         arrival = await arrive(request, dialect, body, held)
         arrival.serving.engine.give_way()
         submitted = await submit(*await prepare(arrival, _engine_request))
+    del arrival, body
     return await send(submitted)
 
 

@@ -204,7 +204,8 @@ def request_of(body: bytes = b"", caller: Tenant = SHARED, *, has_left: bool = F
 
     scope = {"method": "POST", "path": "/", "headers": []}
     with InFlight(Settings()).counted(scope, caller) as place:
-        state = {"record": LogContext(caller=Caller(tenant=caller)), "place": place}
+        name = None if caller == SHARED else str(caller)
+        state = {"record": LogContext(caller=Caller(name, caller)), "place": place}
     return Request({"type": "http", "method": "POST", "path": "/", "headers": [], "state": state}, receive)
 
 
