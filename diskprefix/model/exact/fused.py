@@ -22,7 +22,7 @@ from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact.attention import HARMLESS, run_in_pages
 from diskprefix.model.exact.mixtures import all_numbers, experts_of
 from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of
-from diskprefix.model.exact.patterns import Pattern
+from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.model.exact.rows import in_whole_vectors
 from diskprefix.native import attention_operator as native
 from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Layer, Norm, StepPlace
@@ -244,9 +244,11 @@ def _in_place(
             past_key_values=past_key_values,
             **others,
         )
-    assert hidden_states.shape[1] == step.num_rows
+    if hidden_states.shape[1] != step.num_rows:
+        raise NotInvariant("attention over other rows than those of the step")
     runs = [
-        _extended(one, run, attention_mask) for one, run in zip(layer.sequences or (layer,), step.runs, strict=True)
+        _extended(one, run, attention_mask, block)
+        for one, run in zip(layer.sequences or (layer,), step.runs, strict=True)
     ]
     cosines, sines = (angles.contiguous() for angles in position_embeddings)
     window, chunk = attention_mask.window or 0, attention_mask.chunk or 0
@@ -254,11 +256,18 @@ def _in_place(
     return (out, None) if part is block else out
 
 
-def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
-    """Extends a layer by the rows of a run, and returns the run in the operator's form."""
-    assert layer.keys.dtype is layer.values.dtype is torch.bfloat16
+def _extended(layer: TokenLayer, run: Run, pattern: Pattern, block: AttentionBlock) -> bytes:
+    """Extends a layer by the rows of a run, and returns the run in the operator's form. Raises `NotInvariant` if the
+    pages have other heads than the block writes."""
+    keys, values = layer.keys, layer.values
+    if not (
+        keys.dtype is values.dtype is torch.bfloat16
+        and (keys.dim, values.dim) == (block.key_dim, block.value_dim)
+        and (keys.heads * keys.dim, values.heads * values.dim) == (block.key.rows, block.value.rows)
+    ):
+        raise NotInvariant("attention with memory of another form than its products")
     layer.length = run.end
-    return run_in_pages(run, pattern, layer.keys, layer.values)
+    return run_in_pages(run, pattern, keys, values)
 
 
 def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: Curves) -> torch.Tensor:
