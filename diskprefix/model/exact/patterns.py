@@ -11,7 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NAME = "diskprefix_2"
+NAME = "diskprefix"
 """The attention of ours, as transformers knows it."""
 
 _OWN_ATTENTION = "attention that computes with its mask"
