@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -29,6 +30,7 @@ from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import with_scans
 from diskprefix.model.exact.rows import each_times, in_whole_vectors, is_curve, linear, spread_of_rows, times
+from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
 from diskprefix.native.library import Operators, described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
@@ -105,6 +107,17 @@ def uninstall(model: PreTrainedModel) -> bool:
 def is_installed(model: PreTrainedModel) -> bool:
     """Returns whether the model computes as `install` makes it."""
     return model in _installed
+
+
+def recognised(model: PreTrainedModel) -> str:
+    """Returns which parts of an installed model the compiled operators compute in one call, for people."""
+    methods: list[Any] = [method for _, _, method in _methods[model][described()]]
+    kinds = Counter(type(part) for one in methods for part in (getattr(one, "func", None), *getattr(one, "args", ())))
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if kinds[Layer] >= num_layers:
+        return f"all {num_layers} layers whole"
+    parts = f"{kinds[AttentionBlock]} attention blocks, {kinds[Gated]} gated products, {kinds[Norm]} norms"
+    return f"{kinds[Layer]} of {num_layers} layers whole; {parts}"
 
 
 @contextmanager

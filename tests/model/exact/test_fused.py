@@ -129,6 +129,19 @@ def test_a_quantised_model_has_the_same_bits_beside_other_sequences(name: str) -
         assert torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("llama", "all 2 layers whole"),
+        ("mixtral", "0 of 2 layers whole; 2 attention blocks, 0 gated products, 5 norms"),
+    ],
+)
+def test_the_log_says_what_was_recognised(name: str, parts: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    layout_of(quantised_model(name))
+    assert f"kernels: {library.described()}, {parts}" in caplog.text
+
+
 def changed(model: PreTrainedModel, path: str, change: Callable[..., Any]) -> PreTrainedModel:
     """Gives modules of that path a class whose forward is changed by `change(forward, module, *args, **kwargs)`."""
     for layer in model.model.layers:
