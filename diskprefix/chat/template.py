@@ -24,7 +24,6 @@ from diskprefix.chat.template_input import (
     variables_for_template,
 )
 from diskprefix.errors import InvalidRequest
-from diskprefix.model.load.template_sandbox import bound_templates
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
@@ -66,7 +65,6 @@ class ChatTemplate:
     """The chat template of one model. Thread-safe. `end_ids` are the tokens with which the model ends a reply."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, end_ids: Collection[int]) -> None:
-        bound_templates()
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}

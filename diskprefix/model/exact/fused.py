@@ -8,8 +8,9 @@ products and the layers of one kind the first are compared.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import permutations
 from types import FunctionType
 from typing import Any
@@ -195,15 +196,34 @@ class Parts:
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """Returns a value that is equal for modules with the same classes, attributes, and forms of tensors."""
+    """Returns a value that is equal for modules that compute the same from their tensors: with the same classes and
+    attributes, and tensors of the same forms. The number of the layer counts where a forward computes with it."""
     return tuple(
         (
             *(name, type(one), str(vars(one).get("form", ""))),
-            *((key, value) for key, value in vars(one).items() if key != "layer_idx" and isinstance(value, _PLAIN)),
+            *(
+                (key, value)
+                for key, value in vars(one).items()
+                if isinstance(value, _PLAIN) and (key != "layer_idx" or _computes_with_number(type(one)))
+            ),
             *((key, part.dtype, part.shape) for key, part in one.named_parameters(recurse=False)),
         )
         for name, one in module.named_modules()
     )
+
+
+@cache
+def _computes_with_number(kind: Hashable) -> bool:
+    """Returns whether the forward of a class uses the number of its layer otherwise than to find its place in the
+    cache."""
+    names = names_in(getattr(kind, "forward", None))
+    return "layer_idx" in names and not any(name.startswith(("update", "get_")) for name in names)
+
+
+def names_in(function: Any) -> set[str]:
+    """Returns the names of functions and attributes in the code of a function."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return set() if code is None else set(code.co_names)
 
 
 def _norm(own: Forward, norm: Norm, operators: Operators, rows: torch.Tensor, *gate: Any) -> Any:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from diskprefix.model.exact import latent
 from diskprefix.model.exact.attention import attend
-from diskprefix.model.exact.fused import Parts
+from diskprefix.model.exact.fused import Parts, names_in
 from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
@@ -156,16 +155,11 @@ def _has_matrices(module: torch.nn.Module) -> bool:
 def _names(module: torch.nn.Module) -> bool:
     """Returns whether the forward of a module itself, or a method that it names, calls one of `_OF_A_TOKEN` or one with
     several codes, such as a gate's sigmoid. Squares are not meant: they have one code."""
-    names = _names_in(type(module).forward)
+    names = names_in(type(module).forward)
     owners = {type(module), *map(type, module.children())}
     methods = [vars(owner).get(name) for owner in owners for name in names if name not in _REPLACED]
-    named = names.union(*map(_names_in, methods))
+    named = names.union(*map(names_in, methods))
     return any(name in _OF_A_TOKEN or (name != "pow" and is_curve(name, torch.float32)) for name in named)
-
-
-def _names_in(function: Any) -> set[str]:
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    return set() if code is None else set(code.co_names)
 
 
 def _linear(parameters: Mapping[str, Any], rows: torch.Tensor) -> torch.Tensor:
