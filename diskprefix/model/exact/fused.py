@@ -204,7 +204,7 @@ def kind_of(module: nn.Module) -> Hashable:
             *(
                 (key, value)
                 for key, value in vars(one).items()
-                if isinstance(value, _PLAIN) and (key != "layer_idx" or _computes_with_number(type(one)))
+                if isinstance(value, _PLAIN) and (key != "layer_idx" or _computes_with_number(type(one).forward))
             ),
             *((key, part.dtype, part.shape) for key, part in one.named_parameters(recurse=False)),
         )
@@ -213,10 +213,9 @@ def kind_of(module: nn.Module) -> Hashable:
 
 
 @cache
-def _computes_with_number(kind: Hashable) -> bool:
-    """Returns whether the forward of a class uses the number of its layer otherwise than to find its place in the
-    cache."""
-    names = names_in(getattr(kind, "forward", None))
+def _computes_with_number(forward: Callable[..., Any]) -> bool:
+    """Returns whether a forward uses the number of its layer otherwise than to find its place in the cache."""
+    names = names_in(forward)
     return "layer_idx" in names and not any(name.startswith(("update", "get_")) for name in names)
 
 
