@@ -32,6 +32,7 @@ from diskprefix.server.process.listener import open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.server.process.token_file import dashboard_line, kept
 from diskprefix.settings import Settings
+from diskprefix.store.folder import crash_file
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
@@ -115,13 +116,20 @@ class Entrance:
         return app
 
 
+def _tell_crashes(settings: Settings) -> None:
+    """Has the process write where its threads were when it crashes, or when the watchdog's SIGABRT ends it. The next
+    start logs that, and checks the store's file, because LMDB may have died of it."""
+    faulthandler.enable()
+    with suppress(OSError):
+        faulthandler.enable(crash_file(settings.kv_cache_dir))
+
+
 def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving.
 
     Behind a `front`, the process takes the requests that the front passes on. Else it opens sockets of its own.
     """
-    # The log tells where each thread was when the process crashed, or was ended by the watchdog's SIGABRT.
-    faulthandler.enable()
+    _tell_crashes(settings)
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
