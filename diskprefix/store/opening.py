@@ -110,9 +110,9 @@ def _check(env: Environment, lock: FolderLock, on_wait: Callable[[str], None], c
     if crash:
         log.warning("[disk-cache] a signal ended a daemon that had the store open. Its threads were here:\n%s", crash)
     lock.say(doing)
-    on_wait(doing)
     begun, is_large = time.monotonic(), env.file_bytes() >= _LARGE_BYTES
     if is_large:
+        on_wait(doing)
         log.info("[disk-cache] %s", doing)
     env.require_survivable()
     if is_large:

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from diskprefix.errors import DeviceLost, DiskPrefixError
+from diskprefix.errors import CacheError, DeviceLost, DiskPrefixError
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.listener import open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.server.process.token_file import dashboard_line, kept
 from diskprefix.settings import Settings
-from diskprefix.store.folder import crash_file
+from diskprefix.store.folder import crash_file, make_folder
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
@@ -120,7 +120,9 @@ def _tell_crashes(settings: Settings) -> None:
     """Has the process write where its threads were when it crashes, or when the watchdog's SIGABRT ends it. The next
     start logs that, and checks the store's file, because LMDB may have died of it."""
     faulthandler.enable()
-    with suppress(OSError):
+    # Of an unusable folder, the start says what is wrong.
+    with suppress(OSError, CacheError):
+        make_folder(settings.kv_cache_dir)
         faulthandler.enable(crash_file(settings.kv_cache_dir))
 
 
