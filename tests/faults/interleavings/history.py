@@ -22,7 +22,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.compact import compact_folder, rewrite_folder
 from diskprefix.store.folder import LOCK
-from diskprefix.store.note_record import NoteKind, note_limit
+from diskprefix.store.note_record import NoteKind, root_limit
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import StoreFile
@@ -155,6 +155,11 @@ class History:
             remote_deadline=choose((0.05, 1.0, 10.0)),
         )
 
+    @property
+    def _has_room(self) -> bool:
+        """Returns whether prompts are saved that follow each other, if nothing fails."""
+        return self.settings.kv_cache_write_buffer > 1_000_000 and not self.settings.write_budget_bytes
+
     def run(self) -> None:
         """Raises `Wrong` with what does not hold."""
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -193,9 +198,11 @@ class History:
             (self._purge, 4),
             (self._use_tool, 0 if is_alone else 6),
             (self._start_beside, 0 if is_alone else 3),
-            (self._put_notes, 3),
+            # A small budget has room for little else.
+            (self._put_notes, 4 if self.settings.kv_cache_budget > 2_000_000 else 0),
             (self._let_reads_hang, 2),
             (self._meet_a_hang, 0 if is_alone else 3),
+            (self._meet_a_purge, 0 if is_alone else 2),
             (self._meet_an_erasure, 0 if is_alone else 2),
             (self._meet_a_full_disk, 0 if is_alone else 2),
             (self._kill, 3),
@@ -391,11 +398,12 @@ class History:
 
     def _put_notes(self) -> None:
         daemon, budget = self.random.choice(self.daemons), self.settings.kv_cache_budget
-        # A share of all roots is that of four roots.
+        # The share of all roots is that of four.
         for _ in range(self.random.randint(1, 40)):
             number, tenants = self.random.randrange(12), self._tenants
             tenant = Tenant.of_key("notes").with_salt(str(number)) if number > 3 else tenants[number % len(tenants)]
-            id_, content = str(self.random.randrange(20)), self.random.randbytes(self.random.randint(1, budget // 600))
+            id_ = str(self.random.randrange(20))
+            content = self.random.randbytes(self.random.randint(1, root_limit(budget) // 9))
             if daemon.cache.notes(tenant).put(NoteKind.RESPONSE, id_, content):
                 self.notes[tenant, id_] = next(self._numbers)
 
@@ -427,22 +435,25 @@ class History:
 
     def _use_tool(self) -> None:
         """Another process uses the folder, beside all that happens, and may be killed."""
-        tool, process, kills = self.random.choice(_TOOLS), object(), self.random.random() < 0.3
+        task = self._spawn_tool(self.random.choice(_TOOLS))
+        if self.random.random() < 0.3:
+            self.scheduler.sleep(self.random.choice((1e-5, 1e-4, 1e-3, 0.01, 0.5)))
+            world.kill(task.process)
+        elif self.random.random() < 0.5:
+            self._join(task, f"{task.name} does not end")
+
+    def _spawn_tool(self, tool: str) -> Task:
+        process = object()
         self.counts[tool] += 1
         self._has_others = True
-        task = self.scheduler.spawn(tool, process, lambda: self._run_tool(tool, process))
-        if kills:
-            self.scheduler.sleep(self.random.choice((1e-5, 1e-4, 1e-3, 0.01, 0.5)))
-            world.kill(process)
-        elif self.random.random() < 0.5:
-            self._join(task, f"{tool} does not end")
+        return self.scheduler.spawn(tool, process, lambda: self._run_tool(tool, process))
 
     def _run_tool(self, tool: str, process: object) -> None:
         """What the commands do. A killed one closes nothing."""
         path = self.settings.kv_cache_dir
         with suppress(CacheError):
-            if tool == "compact":
-                compact_folder(path, self._copying)
+            if tool in ("compact", "rewrite"):
+                (compact_folder if tool == "compact" else rewrite_folder)(path, self._copying)
                 return
             store = Store(path, read_only=tool == "read")
             self.stores.append(store)
@@ -476,7 +487,7 @@ class History:
         daemon, known = choose(self.daemons), [one for one in self.asked if one.saves and len(one.token_ids) > 40]
         if not num_loads or not known:
             return
-        self._await_idle()
+        self._calm()
         is_slow = self.random.random() < 0.5
         self.disk.hangs, self.disk.reading_s = ("", 4.0) if is_slow else ("payloads", 0.0)
         earlier = [choose(known) for _ in range(num_loads)]
@@ -495,14 +506,13 @@ class History:
 
     def _meet_an_erasure(self) -> None:
         """The file is rewritten while prompts are saved."""
-        if len(self.daemons) > 1 or self.settings.write_budget_bytes:
+        if len(self.daemons) > 1 or not self._has_room or self.settings.kv_cache_budget < 2_000_000:
             return
-        self._await_idle()
+        self._calm()
         daemon = self.daemons[0]
-        writer, process = daemon.cache.writer, object()
+        writer = daemon.cache.writer
         before, evicted = writer.dropped, writer.evicted
-        self._has_others = True
-        task = self.scheduler.spawn("erase", process, lambda: rewrite_folder(self.settings.kv_cache_dir, self._copying))
+        task = self._spawn_tool("rewrite")
         for _ in range(self.random.randint(1, 4)):
             self._ask(daemon, self._tenants[0], [self._token() for _ in range(30)])
             self.scheduler.sleep(self.random.random() * 0.3)
@@ -511,11 +521,24 @@ class History:
         if writer.dropped > before and writer.evicted == evicted:
             raise Wrong(f"{writer.dropped - before} prompts are lost because the file was rewritten")
 
+    def _meet_a_purge(self) -> None:
+        """Another process purges what a daemon has answered and not written yet."""
+        self._calm()
+        self.disk.slow_s = 1.0
+        daemon = self.random.choice(self.daemons)
+        over = [self._ask(daemon, self._tenants[0], [self._token() for _ in range(40)]) for _ in range(3)]
+        self._within(PATIENCE_S, lambda: not self._waiting(), "a request never ends")
+        self._join(self._spawn_tool("purge"), "a purge does not end")
+        self._calm()
+        self.scheduler.sleep(3.0)
+        for one in over:
+            self._ask(daemon, one.tenant, one.token_ids)
+
     def _meet_a_full_disk(self) -> None:
         """Who saves nothing because the disk is full says so, and no longer once it saves again."""
-        if not self.settings.kv_cache_min_free:
+        if not self._has_room or not self.settings.kv_cache_min_free:
             return
-        self._await_idle()
+        self._calm()
         daemon = self.random.choice(self.daemons)
         writer = daemon.cache.writer
         for is_full in (True, False):
@@ -536,10 +559,13 @@ class History:
         if not holds():
             raise Wrong(f"{problem}\n{self.scheduler.standing()}")
 
-    def _await_idle(self) -> None:
+    def _calm(self) -> None:
         """Heals the machine, and waits until nothing happens any more."""
         self._heal()
         self.disk.slow_s = 0.0
+        self._await_idle()
+
+    def _await_idle(self) -> None:
         self._within(PATIENCE_S, lambda: not self._waiting(), "a request never ends")
         for daemon in self.daemons:
             self._check_idle(daemon)
@@ -612,7 +638,7 @@ class History:
         """Waits for all requests, and looks at what is left of them."""
         if self.disk.hangs and self.random.random() < 0.5:
             self._within(PATIENCE_S, lambda: not self._waiting(), "a request waits for a read that never ends")
-        self._await_idle()
+        self._calm()
         tools = [task for task in self.scheduler.tasks if task.name in _TOOLS]
         for task in tools:
             self._join(task, f"{task.name} does not end")
@@ -650,7 +676,7 @@ class History:
         self.scheduler.sleep(2.0)
         with daemon.store.snapshot() as snapshot:
             num_bytes = sum(note.num_bytes for note in snapshot.notes())
-        most = note_limit(self.settings.kv_cache_budget)
+        most = 4 * root_limit(self.settings.kv_cache_budget)
         if num_bytes > most and not self._has_others:
             raise Wrong(f"notes take {num_bytes} bytes, of {most}")
         for purged in self._known_purges(daemon):

@@ -153,9 +153,9 @@ def _waiting(read: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _noted_pause(self: WriteQueue) -> None:
-    _pause(self)
     if threads.is_simulated():
         paused_at[self] = scheduler().now
+    _pause(self)
 
 
 def _tried(_command: object, _timeout_s: float) -> None:
