@@ -40,7 +40,7 @@ _AT_ONCE_S = 8.0
 """What needs no read has ended after this time, although reads of others do not answer."""
 _NOTICE_S = 60.0
 """After this time a daemon has noticed what another process has purged."""
-_LEASE_S = 2.0
+_LEASE_S = 2.5
 """A writer does not pause for longer when nobody asks for it again."""
 _TOOLS = ("purge", "purge", "erase", "verify", "compact", "read", "open")
 _TENANTS = (SHARED, Tenant.of_key("one"), Tenant.of_key("one").with_salt("salt"), Tenant.of_key("two"))
@@ -151,7 +151,7 @@ class History:
             kv_cache_budget=choose((1_260_000, 1_320_000, 4_000_000)),
             kv_cache_min_free=choose((0, 1 << 20)),
             kv_memory_keeps=choose((True, True, True, False)),
-            kv_cache_write_buffer=choose((300, 700, 3_000, 1 << 20)),
+            kv_cache_write_buffer=choose((300, 700, 3_000, 1 << 20, 1 << 20)),
             remote_deadline=choose((0.05, 1.0, 10.0)),
         )
 
@@ -190,7 +190,7 @@ class History:
 
     def _drive(self) -> None:
         self._start()
-        is_alone = self._has_bucket
+        is_alone, is_large = self._has_bucket, self.settings.kv_cache_budget > 2_000_000
         events: list[tuple[Callable[[], None], int]] = [
             (self._arrive, 60),
             (self._pass_time, 14),
@@ -199,12 +199,12 @@ class History:
             (self._use_tool, 0 if is_alone else 6),
             (self._start_beside, 0 if is_alone else 3),
             # A small budget has room for little else.
-            (self._put_notes, 4 if self.settings.kv_cache_budget > 2_000_000 else 0),
+            (self._put_notes, 4 if is_large else 0),
             (self._let_reads_hang, 2),
             (self._meet_a_hang, 0 if is_alone else 3),
             (self._meet_a_purge, 0 if is_alone else 2),
-            (self._meet_an_erasure, 0 if is_alone else 2),
-            (self._meet_a_full_disk, 0 if is_alone else 2),
+            (self._meet_an_erasure, 4 if self._has_room and is_large and not is_alone else 0),
+            (self._meet_a_full_disk, 4 if self._has_room and self.settings.kv_cache_min_free and not is_alone else 0),
             (self._kill, 3),
             (self._stop, 3),
             (self._move, 6 if self._has_bucket else 0),
@@ -468,12 +468,15 @@ class History:
             with self._purging(process, store) as chosen:
                 purge(store, chosen, store.clock())
         elif tool == "verify":
-            if problems := verify_index(store).problems:
-                self.scheduler.errors.append(f"verify finds {problems[:3]}")
+            self._verify(store)
             remove_damaged(store)
         else:
             with store.snapshot() if tool == "read" else nullcontext():
                 self.scheduler.sleep(self.random.choice((0.01, 1.0, 10.0)))
+
+    def _verify(self, store: Store) -> None:
+        if problems := verify_index(store).problems:
+            raise Wrong(f"verify finds {problems[:3]}")
 
     def _copying(self, _num_bytes: int) -> None:
         self.scheduler.sleep(self.random.random() * 2)
@@ -506,7 +509,7 @@ class History:
 
     def _meet_an_erasure(self) -> None:
         """The file is rewritten while prompts are saved."""
-        if len(self.daemons) > 1 or not self._has_room or self.settings.kv_cache_budget < 2_000_000:
+        if len(self.daemons) > 1:
             return
         self._calm()
         daemon = self.daemons[0]
@@ -536,8 +539,6 @@ class History:
 
     def _meet_a_full_disk(self) -> None:
         """Who saves nothing because the disk is full says so, and no longer once it saves again."""
-        if not self._has_room or not self.settings.kv_cache_min_free:
-            return
         self._calm()
         daemon = self.random.choice(self.daemons)
         writer = daemon.cache.writer
@@ -648,6 +649,7 @@ class History:
             self._check_reply(one)
         for daemon in self.daemons:
             self._check_notes(daemon)
+        self._verify(self.daemons[0].store)
 
     def _waiting(self) -> list[Asked]:
         return [one for one in self.asked if one.last is None and not one.has_left]

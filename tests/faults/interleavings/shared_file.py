@@ -50,19 +50,16 @@ def wake_writers() -> None:
 class SharedEnvironment:
     """What a simulated process has in the place of `lmdb.Environment`."""
 
-    def __init__(self, place: tuple[int, int], readonly: bool) -> None:
-        self._place, self._is_reader, self.file = place, readonly, _files[place]
+    def __init__(self, place: tuple[int, int]) -> None:
+        self._place, self.file = place, _files[place]
         self.file.num_users += 1
 
     def open_db(self, name: bytes, *, create: bool = True) -> Any:
-        known, env = self.file.databases, self.file.env
-        if name not in known and self._is_reader:
-            with env.begin() as txn:
-                known[name] = env.open_db(name, txn=txn, create=False)
-        elif name not in known:
+        known = self.file.databases
+        if name not in known:
             # In a write transaction.
             with self.file.writing:
-                known[name] = env.open_db(name, create=create)
+                known[name] = self.file.env.open_db(name, create=create)
         return known[name]
 
     def close(self) -> None:
@@ -86,7 +83,7 @@ def opened(path: str, *, readonly: bool, **options: Any) -> Any:
     place = (data.stat().st_dev, data.stat().st_ino)
     if place not in _files:
         _files[place] = _File(lmdb.open(path, **options | {"map_size": _map_bytes[0], "lock": True}))
-    return SharedEnvironment(place, readonly)
+    return SharedEnvironment(place)
 
 
 def flock(fd: int, operation: int) -> None:

@@ -94,6 +94,7 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
             yield txn
         return
     disk, one = _disks[-1], scheduler()
+    shared: Any = self._env
     one.point()
     if _is_dying():
         # A process that was killed begins nothing.
@@ -103,7 +104,7 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
             yield txn
         one.point()
         return
-    with self._env.file.writing, _transaction(self, write=True) as txn:
+    with shared.file.writing, _transaction(self, write=True) as txn:
         yield txn
         if disk.slow_s:
             one.block(one.random.random() * disk.slow_s)
