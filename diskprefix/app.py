@@ -8,8 +8,12 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from diskprefix import hooks
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
     from diskprefix.server.process.front_line import FrontLine
+    from diskprefix.store.store import Store
 
 
 def serve(settings: Settings) -> None:
@@ -113,12 +118,13 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         if begun is not None:
             opened.callback(begun.packing.stop)
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
-        store = open_store(settings)
-        opened.callback(store.close)
-        recorder = hooks.open_recorder(settings, lambda: store.secret)
+        opening = _open_beside(partial(open_store, settings), progress)
+        opened.callback(opening.add_done_callback, _close_store)
+        recorder = hooks.open_recorder(settings, lambda: opening.result().secret)
         if recorder is not None:
             opened.callback(recorder.close)
         loaded = load_model(settings, progress, begun=begun)
+        store = opening.result()
         loaded_at = time.perf_counter()
         if loaded.model.device.type == "cpu":
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
@@ -151,3 +157,33 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     imports_s = loaded.timings["imports"] + imported - started
     engine.startup_timings = loaded.timings | {"imports": imports_s, "warm_up": time.perf_counter() - loaded_at}
     return engine
+
+
+def _open_beside(open_store: Callable[[Callable[[str], None]], Store], progress: Report) -> Future[Store]:
+    """Opens a store on a thread of its own. Returns once it is open, or must wait: its file is checked, or another
+    process replaces it. `progress` is told why. Raises what `open_store` raises before that."""
+    opening: Future[Store] = Future()
+    is_decided = Event()
+
+    def wait(why: str) -> None:
+        progress(f"store: {why}")
+        is_decided.set()
+
+    def run() -> None:
+        try:
+            opening.set_result(open_store(wait))
+        except BaseException as error:  # noqa: BLE001 (the thread that waits raises it)
+            opening.set_exception(error)
+        is_decided.set()
+
+    Thread(target=run, name="store-opening", daemon=True).start()
+    is_decided.wait()
+    if opening.done():
+        opening.result()
+    return opening
+
+
+def _close_store(opening: Future[Store]) -> None:
+    """Closes the store that an `_open_beside` opened, if it did."""
+    if opening.exception() is None:
+        opening.result().close()

@@ -34,9 +34,9 @@ _NOTE_TTL_S = 30 * 86400.0
 """The time to live of notes without `--kv-cache-ttl`. OpenAI keeps responses as long."""
 
 
-def open_store(settings: Settings) -> Store:
-    """Opens the store of a cache. Raises `CacheError` if the folder cannot be used, but not if it is full or
-    read-only, and `SettingsError` if a key file cannot be read."""
+def open_store(settings: Settings, on_wait: Callable[[str], None] = lambda _why: None) -> Store:
+    """Opens the store of a cache; `on_wait` as for `Store`. Raises `CacheError` if the folder cannot be used, but not
+    if it is full or read-only, and `SettingsError` if a key file cannot be read."""
     key_file = settings.namespace_key_file
     namespace = None if key_file is None else NamespaceKey.read(key_file)
     try:
@@ -47,6 +47,7 @@ def open_store(settings: Settings) -> Store:
             min_free_bytes=settings.kv_cache_min_free,
             serving=True,
             namespace=namespace,
+            on_wait=on_wait,
         )
     except StoreUnavailable as error:
         if "already open in this process" in str(error):

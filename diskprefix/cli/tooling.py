@@ -19,7 +19,6 @@ from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.store.folder import DATA
 from diskprefix.store.store import Store
-from diskprefix.store.survival import require_survivable
 from diskprefix.store.tree import EntryInfo
 
 _LONG_S = 3.0
@@ -69,7 +68,6 @@ def opened_store(folder: Path, *, write: bool = False, min_free_bytes: int = 0) 
     """Opens the store in `folder`, read-only unless `write`, and closes it at the end. Raises `CacheError`."""
     require_store(folder)
     with advised():
-        require_survivable(folder)
         store = Store(folder, read_only=not write, min_free_bytes=min_free_bytes)
     try:
         yield store

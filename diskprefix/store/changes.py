@@ -139,9 +139,17 @@ def touches(uses: Mapping[bytes, Use]) -> Part:
 class Changes(Snapshot):
     """A write transaction. It sees its own changes; others see them once it is committed."""
 
-    def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float) -> None:
+    def __init__(
+        self,
+        databases: Mapping[str, Any],
+        txn: lmdb.Transaction,
+        now: float,
+        require_sound_runs: Callable[[bytes], None] = lambda _name: None,
+    ) -> None:
+        """`require_sound_runs` is called with the name of a node before its pieces are deleted."""
         super().__init__(databases, txn)
         self.now = now
+        self._require_sound_runs = require_sound_runs
         self.num_bytes = 0
         """The size of the records that were stored, in whole pages."""
 
@@ -355,6 +363,8 @@ class Changes(Snapshot):
         return None
 
     def _put_payload(self, node: NewNode, codec: Codec) -> list[int]:
+        # LMDB does not overwrite pages that were not checked.
+        self._delete_payload(node.name)
         sizes: list[int] = []
         for index, (raw, piece) in enumerate(zip(node.payload, node.pieces, strict=True)):
             encoded = encode_piece(raw, piece, codec, piece_seed(node.name, index))
@@ -363,6 +373,7 @@ class Changes(Snapshot):
 
     def _delete_payload(self, name: bytes) -> None:
         """Removes all stored pieces. The record that counts them may be damaged, so it is not used."""
+        self._require_sound_runs(name)
         cursor = self._txn.cursor(self._databases["payloads"])
         while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
             cursor.delete()

@@ -33,7 +33,7 @@ from diskprefix.store.folder import (
 )
 from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.survival import require_survivable
+from diskprefix.store.survival import require_sound_meta
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size
@@ -80,11 +80,12 @@ def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
     environment open there. Raises as `compact_folder` does, but not because the store is open.
     """
     check_folder(path)
-    with closing(FolderLock(path, patience_s=0)), file_errors(path):
-        require_survivable(path)
+    with closing(FolderLock(path, waits=False)), file_errors(path):
+        require_sound_meta(path / DATA)
         old = os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with closing(Environment(path, budget_bytes=0, read_only=False, max_databases=len(DATABASES))) as env:
+                env.require_survivable()
                 env.open_databases(DATABASES)
                 # Until the new file is in its place, nobody else writes.
                 with env.transaction(write=True) as txn:
@@ -103,7 +104,7 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
     `compact_folder` does.
     """
     check_folder(path)
-    with closing(FolderLock(path, patience_s=0, create=False)), file_errors(target):
+    with closing(FolderLock(path, waits=False, create=False)), file_errors(target):
         make_folder(target)
         if os.path.lexists(target / DATA):
             raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
@@ -122,8 +123,8 @@ def _unused(path: Path, otherwise: str = " first") -> Iterator[None]:
     """Keeps others from opening the store in folder `path`. Raises `StoreUnavailable` if another process has it open;
     `otherwise` ends the message."""
     check_folder(path)
-    with closing(FolderLock(path, patience_s=0)) as lock, file_errors(path):
-        if not lock.try_exclusive():
+    with closing(FolderLock(path, waits=False)) as lock, file_errors(path):
+        if not lock.try_exclusive("replacing the store's file"):
             raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it{otherwise}")
         yield
 
@@ -147,8 +148,9 @@ def _reading(source: Path) -> Iterator[Snapshot]:
     missing = StoreUnavailable(f"{source} holds no diskprefix store; give its folder with --kv-cache-dir")
     if not (source / DATA).is_file() or not (source / DATA).stat().st_size:
         raise missing
-    require_survivable(source)
+    require_sound_meta(source / DATA)
     with closing(Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))) as env:
+        env.require_survivable()
         if not env.has_database("meta"):
             raise missing
         env.open_databases(DATABASES)

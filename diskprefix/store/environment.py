@@ -6,6 +6,7 @@ And the memory map of a process does not grow by itself when another process let
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -18,19 +19,21 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import numpy as np
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors, places
+from diskprefix.store.survival import is_sound_run, require_survivable
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError, SystemError)
 """The last one comes where the binding did not expect what LMDB said of a page."""
-_LAST_PAGE_AT = 136
-"""The place of the number of the last page in each of the two meta pages (`MDB_meta` in LMDB's mdb.c)."""
 _PAGE_BYTES = 4096
 _DELETE_BYTES = 16 << 20
 """Room for the B-tree pages that a deletion copies, in a file that is larger than its budget."""
 _READER_PATIENCE_S = 5.0
 _READER_POLL_S = 0.01
+_CHECKS = 5
+"""Attempts to check a file that other processes write to."""
 
 
 class Environment:
@@ -48,8 +51,10 @@ class Environment:
         """Why the environment cannot be used before it is closed and opened again; None if it can."""
         self.damage: StoreCorrupt | None = None
         """The error with which LMDB found the file damaged."""
-        self.is_tried = False
-        """A child process went through the file; see `StoreFile.try_file`."""
+        self.is_checked = False
+        """The file was checked since it was opened; see `StoreFile.try_file`."""
+        self.is_ours = False
+        """The mark in the lock file names this file."""
         self.has_lock = True
         """True if readers are in LMDB's lock file. If this process cannot write that file, a writer in another process
         does not know of its readers, and may overwrite the pages that they read."""
@@ -115,6 +120,43 @@ class Environment:
         except OSError:
             return False
 
+    @property
+    def inode(self) -> int:
+        """The inode of the open file."""
+        return os.fstat(self._fd).st_ino
+
+    def require_survivable(self) -> None:
+        """Checks the B-trees of the file as of its last commit; see `survival.py`. For any thread, beside writers.
+
+        Raises `StoreCorrupt`. Without a place in LMDB's lock file, a reader may meet pages that a writer has just
+        written anew, so such a check is tried again.
+        """
+        for attempt in range(_CHECKS):
+            try:
+                with self.transaction() as txn:
+                    if require_survivable(self.path / DATA, self._fd, txn.id()):
+                        self.is_checked = True
+                        return
+            except StoreCorrupt:
+                if self.has_lock or attempt == _CHECKS - 1:
+                    raise
+        raise StoreUnavailable(f"{self.path}: another process writes faster than the file can be checked")
+
+    def require_sound_runs(self, name: bytes) -> None:
+        """Checks what LMDB relies on when it deletes the pieces of a node, and what `require_survivable` does not read:
+        the headers of their pages. Raises `StoreCorrupt`."""
+        with self.transaction() as txn:
+            cursor = txn.cursor(self.databases["payloads"])
+            is_found = cursor.set_range(name)
+            while is_found and bytes(cursor.key()).startswith(name):
+                if not self._is_sound_run(bytes(cursor.key()), cursor.value()):
+                    raise self._damaged(f"the header of a piece of node {name.hex()} is wrong")
+                is_found = cursor.next()
+
+    def _is_sound_run(self, key: bytes, value: memoryview) -> bool:
+        address = np.frombuffer(value, np.uint8).__array_interface__["data"][0] if len(value) else 0
+        return is_sound_run(self._fd, key, len(value), lambda before: ctypes.string_at(address - before, 2 * before))
+
     def let_grow_to(self, file_bytes: int) -> None:
         """Lets the file grow to this size. No transaction of this process may be open."""
         with self._translated():
@@ -175,8 +217,6 @@ class Environment:
         except struct.error as error:
             raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
         except lmdb.Error as error:
-            if getattr(error, "code", 0) == errno.ENOMEM and _names_pages_far_away(self.path / DATA):
-                raise self._damaged(error) from error
             problem = f"--kv-cache-dir {self.path}: {error}; repair it or choose another folder"
             if isinstance(error, lmdb.PanicError):
                 self.broken = problem
@@ -186,7 +226,7 @@ class Environment:
                 raise FolderUnavailable(self.path, OSError(number, str(error))) from error
             raise StoreUnavailable(problem) from error
 
-    def _damaged(self, error: Exception) -> StoreCorrupt:
+    def _damaged(self, error: Exception | str) -> StoreCorrupt:
         self.broken = f"{self.path / DATA} is damaged: {error}"
         self.damage = StoreCorrupt(self.broken)
         return StoreCorrupt(self.broken)
@@ -249,17 +289,6 @@ def other_lmdb(data: Path, what: str) -> StoreUnavailable:
         f"{data} {what}, which LMDB {version} cannot use on this machine; use the Python package lmdb and the kind of "
         "machine that made it, or choose another --kv-cache-dir"
     )
-
-
-def _names_pages_far_away(file: Path) -> bool:
-    """Returns whether a meta page says that the file is far longer than it is. LMDB maps all of it, and says no more
-    than that memory is short."""
-    with file.open("rb") as opened:
-        first = opened.read(2 * _PAGE_BYTES)
-    if len(first) < 2 * _PAGE_BYTES:
-        return False
-    last = max(struct.unpack_from("<Q", first, page + _LAST_PAGE_AT)[0] for page in (0, _PAGE_BYTES))
-    return bool(last * _PAGE_BYTES > 2 * file.stat().st_size + 2**30)
 
 
 def _map_size(path: Path, budget_bytes: int) -> int:

@@ -10,18 +10,25 @@ their paths. So root works in no folder that another user controls.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+
+import msgspec
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.trusted_path import distrusted_by_root
 from diskprefix.units import format_size
+
+log = logging.getLogger("diskprefix")
 
 DATA, LMDB_LOCK, LOCK = "data.mdb", "lock.mdb", "diskprefix.lock"
 REPLACEMENT = "replacement"
@@ -30,7 +37,8 @@ _LMDB_LOCK_BYTES = 8192
 """The size of LMDB's lock file with its default of 126 readers."""
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 """Links are not followed, and a pipe does not block."""
-_POLL_S = 0.05
+_POLL_S, _SAY_AGAIN_S = 0.05, 60.0
+_MAX_MARK_BYTES = 1 << 12
 PASSING = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 """Errors that may end by themselves. A daemon serves without saving until they do."""
 LEAST_FREE = 1 << 20
@@ -150,59 +158,149 @@ def _check_place(path: Path, name: str, found: os.stat_result) -> None:
         raise StoreUnavailable(f"--kv-cache-dir {path}: {problem}, or choose another folder")
 
 
+@cache
+def boot_id() -> str:
+    """Returns an id that the system draws each time it is started, empty if it has none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    found, size = ctypes.create_string_buffer(64), ctypes.c_size_t(64)
+    with suppress(AttributeError):
+        # macOS.
+        ctypes.CDLL(None).sysctlbyname(b"kern.bootsessionuuid", found, ctypes.byref(size), None, 0)
+    return found.value.decode(errors="replace")
+
+
+class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the lock file says; see DISK.md. The file with inode `file` was checked or made by this program in the boot
+    `boot`. `openings` processes in a row have opened it for writing since, and have not written to it. `holder` says
+    which process holds the lock exclusively, and why."""
+
+    boot: str = ""
+    file: int = 0
+    openings: int = 0
+    holder: str = ""
+
+    def needs_check(self, file: int) -> bool:
+        """Returns whether the file with this inode must be checked before LMDB walks its B-trees."""
+        is_of_this_boot = self.boot == boot_id() != ""
+        return not is_of_this_boot or self.file != file or self.openings > 1
+
+
+def _read_mark(fd: int | None) -> Mark:
+    """Returns an empty mark for what is none."""
+    with suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
+        return msgspec.json.decode(os.pread(fd, _MAX_MARK_BYTES, 0) if fd is not None else b"", type=Mark)
+    return Mark()
+
+
+def _write_mark(fd: int, mark: Mark) -> None:
+    """On a full disk an old mark may stay, or there is none: then the file is checked once more."""
+    content = msgspec.json.encode(mark)
+    with suppress(OSError):
+        os.pwrite(fd, content, 0)
+        os.ftruncate(fd, len(content))
+
+
+def mark_made(folder: Path) -> None:
+    """Marks the store's file in `folder`, which this process has just made, as one that needs no check."""
+    with suppress(OSError):
+        fd = _open_regular(folder / LOCK, os.O_RDWR)
+        try:
+            inode, holder = (folder / DATA).stat().st_ino, _read_mark(fd).holder
+            _write_mark(fd, Mark(boot_id(), inode, holder=holder))
+        finally:
+            os.close(fd)
+
+
 class FolderLock:
     """A lock on the folder: shared, or exclusive once `try_exclusive` returned True.
 
     Without `create`, an object holds no lock where no lock file can be read: such a process can only read.
     """
 
-    def __init__(self, path: Path, patience_s: float, *, create: bool = True) -> None:
-        """Takes the lock shared. Waits up to `patience_s` seconds for a process that replaces the file. Raises
-        `FolderUnavailable` if, with `create`, the lock file cannot be written, and `StoreUnavailable` if the wait was
-        too short."""
-        self._path, self._patience_s, self._create = path, patience_s, create
-        self._fd: int | None = None
-        self._take_shared()
-        self.was_marked = self.is_marked
-        """Whether it was when this lock was taken."""
+    def __init__(
+        self, path: Path, *, waits: bool, create: bool = True, on_wait: Callable[[str], None] = lambda _why: None
+    ) -> None:
+        """Takes the lock shared. With `waits`, waits as long as a process holds it exclusively, logs which one, and
+        calls `on_wait` with the reason.
 
-    def try_exclusive(self) -> bool:
-        """Makes the lock exclusive. Returns False, and the lock is shared as before, if another process has the store
-        open. Raises `StoreUnavailable` if that process takes the lock exclusively meanwhile and keeps it."""
+        Raises `FolderUnavailable` if, with `create`, the lock file cannot be written, and `StoreUnavailable` if another
+        process holds the lock exclusively and `waits` is False.
+        """
+        self._path, self._waits, self._create, self._on_wait = path, waits, create, on_wait
+        self._fd: int | None = None
+        self._is_exclusive = self._is_proven = False
+        self._found = self._began = self._left = Mark()
+        """The mark when this process opened the file, the one that it wrote then, and the one that its end leaves."""
+        self._take_shared()
+
+    @property
+    def mark(self) -> Mark:
+        return _read_mark(self._fd)
+
+    def try_exclusive(self, doing: str) -> bool:
+        """Makes the lock exclusive. `doing` is what others are told who wait for it. Returns False, and the lock is
+        shared as before, if another process has the store open. Raises `StoreUnavailable` as `__init__` does."""
         if self._fd is None:
             return False
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             # A conversion that fails has released the old lock.
-            self.close()
+            self._close()
             self._take_shared()
             return False
+        self._is_exclusive = True
+        self.say(doing)
         return True
 
-    @property
-    def is_marked(self) -> bool:
-        """Returns whether a process that marked the folder did not take its mark away: it is still there, or it did not
-        end well. The mark is the length of the lock file, so that a full disk does not matter."""
-        return self._fd is not None and os.fstat(self._fd).st_size > 0
+    def say(self, doing: str) -> None:
+        """Says what this process does while it holds the lock exclusively."""
+        if self._is_exclusive and self._fd is not None:
+            _write_mark(self._fd, msgspec.structs.replace(self.mark, holder=f"process {os.getpid()} is {doing}"))
 
-    def mark(self, is_open: bool) -> None:
-        """Leaves a mark that a process has the store open for writing, or takes it away. Raises `OSError`."""
-        if self._fd is not None:
-            os.ftruncate(self._fd, int(is_open))
+    def begin(self, file: int, *, is_checked: bool) -> None:
+        """Records that this process is about to write to the file with this inode, and then makes the lock shared.
+
+        A process that is not alone leaves the mark of the others, unless it has checked the file.
+        """
+        found = msgspec.structs.replace(self.mark, holder="")
+        openings = 0 if is_checked else found.openings
+        if self._fd is not None and (self._is_exclusive or is_checked):
+            self._found, self._began = found, Mark(boot_id(), file, openings + 1)
+            self._left = msgspec.structs.replace(self._began, openings=openings)
+            _write_mark(self._fd, self._began)
+        self.share()
+
+    def prove(self) -> None:
+        """Records that this process has written to the file and lives."""
+        if not self._is_proven and self._fd is not None:
+            self._is_proven = True
+            if (mark := self.mark).openings:
+                _write_mark(self._fd, msgspec.structs.replace(mark, openings=0))
 
     def share(self) -> None:
         """Makes an exclusive lock shared again."""
-        if self._fd is not None:
+        if self._is_exclusive and self._fd is not None:
+            _write_mark(self._fd, msgspec.structs.replace(self.mark, holder=""))
             fcntl.flock(self._fd, fcntl.LOCK_SH)
+            self._is_exclusive = False
 
-    def close(self) -> None:
+    def close(self, *, is_refused: bool = False) -> None:
+        """Gives the lock back. A process that opened the file and did not write to it takes its own opening out of the
+        mark, if nobody has changed that since, and all that it wrote if it refused the file. Everything else in the
+        mark stays, whoever closes."""
+        if self._fd is not None and self._began.boot and self.mark == self._began:
+            _write_mark(self._fd, self._found if is_refused else self._left)
+        self._close()
+
+    def _close(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
-            self._fd = None
+            self._fd, self._is_exclusive = None, False
 
     def _take_shared(self) -> None:
-        deadline = time.monotonic() + self._patience_s
+        said_at: float | None = None
         while True:
             fd = self._open()
             if fd is None:
@@ -212,12 +310,14 @@ class FolderLock:
                 if self._is_current(fd):
                     self._fd = fd
                     return
+            holder = _read_mark(fd).holder or "another process is replacing the store's file"
             os.close(fd)
-            if time.monotonic() > deadline:
-                raise StoreUnavailable(
-                    f"--kv-cache-dir {self._path}: another process is replacing the store's file (`diskprefix "
-                    "compact`?); try again when it has ended"
-                )
+            if not self._waits:
+                raise StoreUnavailable(f"--kv-cache-dir {self._path}: {holder}; try again when that has ended")
+            if said_at is None or time.monotonic() >= said_at + _SAY_AGAIN_S:
+                said_at = time.monotonic()
+                log.warning("[disk-cache] waiting for --kv-cache-dir %s: %s", self._path, holder)
+                self._on_wait(holder)
             time.sleep(_POLL_S)
 
     def _open(self) -> int | None:
@@ -265,6 +365,7 @@ def put_in_place(folder: Path) -> None:
         new.replace(folder / DATA)
         # It counts the transactions of the old file. LMDB creates a new one.
         (folder / LMDB_LOCK).unlink(missing_ok=True)
+    mark_made(folder)
     sync(folder)
 
 

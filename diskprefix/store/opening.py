@@ -12,7 +12,8 @@ import mmap
 import os
 import shutil
 import struct
-from contextlib import suppress
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
@@ -30,57 +31,82 @@ from diskprefix.store.folder import (
     sync,
 )
 from diskprefix.store.schema import DATABASES
-from diskprefix.store.survival import require_survivable
+from diskprefix.store.survival import require_sound_meta
+from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
 DAMAGED = "damaged.mdb"
 """The name of an unusable file once it is moved aside. It replaces the one that was moved aside before."""
-_LOCK_PATIENCE_S = 10.0
+_LARGE_BYTES = 1 << 30
+"""The check of a larger file is logged."""
 _FIRST_BYTES = 2 * mmap.PAGESIZE
 """The size of a new file: LMDB's two meta pages."""
 
 
-def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple[Environment, FolderLock]:
-    """Opens the environment in folder `path`, created unless read-only, and the lock that goes with it. Raises
-    `StoreUnavailable` (`FolderUnavailable` where the problem may end by itself), or `StoreCorrupt`."""
+def open_environment(
+    path: Path,
+    *,
+    budget_bytes: int,
+    read_only: bool,
+    checks: bool = False,
+    waits: bool = True,
+    on_wait: Callable[[str], None] = lambda _why: None,
+) -> tuple[Environment, FolderLock]:
+    """Opens the environment in folder `path`, created unless read-only, and the lock that goes with it.
+
+    The file is checked if the mark in the lock file asks for it, or always with `checks`. `on_wait` is called with the
+    reason before a check, and before a wait for a process that replaces the file; without `waits`, this is an error.
+
+    Raises `StoreUnavailable` (`FolderUnavailable` where the problem may end by itself), or `StoreCorrupt`.
+    """
     if read_only and not os.path.lexists(path / DATA):
         raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
     if read_only:
         check_folder(path)
     else:
         make_folder(path)
-    lock, env, is_marked = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only), None, False
+    lock, env = FolderLock(path, waits=waits, create=not read_only, on_wait=on_wait), None
     try:
         with file_errors(path):
-            is_alone = not read_only and lock.try_exclusive()
+            is_alone = not read_only and lock.try_exclusive("opening the store")
             if is_alone:
                 # A process that was killed while it wrote a replacement left it behind. The old file is in place.
                 shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
             _require_own_layout(path)
-            if is_alone and lock.is_marked:
-                require_survivable(path, is_alone=True)
-            if not read_only:
-                lock.mark(True)
-                is_marked = True
+            require_sound_meta(path / DATA)
             if os.access(path, os.W_OK):
                 reserve_lmdb_lock(path, create=not read_only)
             env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
+            env.is_ours = lock.mark.file == env.inode
             if not read_only:
                 _make_durable(path / DATA, may_write=is_alone)
                 # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
                 sync(path)
-            lock.share()
+            if checks or lock.mark.needs_check(env.inode):
+                _check(env, lock, on_wait)
+            if not read_only:
+                lock.begin(env.inode, is_checked=env.is_checked)
     except BaseException:
         if env is not None:
             # Otherwise the folder cannot be opened for reading either.
             env.close()
-        if is_marked:
-            with suppress(OSError):
-                lock.mark(False)
         lock.close()
         raise
     return env, lock
+
+
+def _check(env: Environment, lock: FolderLock, on_wait: Callable[[str], None]) -> None:
+    """Checks the file. Says so if that may take long. Raises `StoreCorrupt`."""
+    doing = "checking the store's file, for the first time since the machine was started"
+    lock.say(doing)
+    on_wait(doing)
+    begun, is_large = time.monotonic(), env.file_bytes() >= _LARGE_BYTES
+    if is_large:
+        log.info("[disk-cache] %s", doing)
+    env.require_survivable()
+    if is_large:
+        log.info("[disk-cache] checked %s in %.1f s", format_size(env.file_bytes()), time.monotonic() - begun)
 
 
 def _make_durable(file: Path, *, may_write: bool) -> None:
@@ -99,14 +125,15 @@ def _make_durable(file: Path, *, may_write: bool) -> None:
         os.fsync(opened.fileno())
 
 
-def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
+def set_aside(path: Path, inode: int, error: StoreCorrupt | StoreFormatError, *, waits: bool) -> None:
     """Moves a file that is damaged or has another format out of the way, so that a new one can be created.
 
-    Does nothing if another process has the folder open: that process may have moved the file already.
+    Does nothing if the file no longer has this inode, or if another process has the folder open: that process may have
+    moved the file already. `waits`: as for `open_environment`.
     """
-    lock = FolderLock(path, _LOCK_PATIENCE_S)
+    lock = FolderLock(path, waits=waits)
     try:
-        if not lock.try_exclusive():
+        if not lock.try_exclusive("moving a damaged file aside") or inode_of(path) != inode:
             return
         (path / DATA).replace(path / DAMAGED)
         (path / LMDB_LOCK).unlink(missing_ok=True)
@@ -121,6 +148,14 @@ def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
         path / DAMAGED,
         error,
     )
+
+
+def inode_of(path: Path) -> int:
+    """Returns the inode of the store's file in folder `path`, 0 if there is none."""
+    try:
+        return (path / DATA).stat().st_ino
+    except OSError:
+        return 0
 
 
 _META = struct.Struct("<II16xI")
@@ -148,7 +183,3 @@ def _require_own_layout(path: Path) -> None:
             raise other_lmdb(path / DATA, f"has LMDB's data version {version}")
         if stated_bytes == page_bytes != min(mmap.PAGESIZE, _PAGE_BYTES[-1]):
             raise other_lmdb(path / DATA, f"has pages of {page_bytes} bytes")
-    second = _PAGE_HEADER_BYTES[0] + min(mmap.PAGESIZE, _PAGE_BYTES[-1])
-    has_both = len(start) >= second + _META.size
-    if has_both and _META.unpack_from(start, second) != _META.unpack_from(start, _PAGE_HEADER_BYTES[0]):
-        raise StoreCorrupt(f"{path / DATA} is damaged: its meta pages differ")

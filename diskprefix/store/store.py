@@ -158,6 +158,7 @@ class Store(StoreFile):
         serving: bool = False,
         clock: Callable[[], float] = time.time,
         namespace: NamespaceKey | None = None,
+        on_wait: Callable[[str], None] = lambda _why: None,
     ) -> None:
         """Opens the store in folder `path`, and creates it unless `read_only`. Without `budget_bytes`, which tools
         leave out, the budget is the one of the last daemon.
@@ -170,9 +171,15 @@ class Store(StoreFile):
         with, or it raises `StoreUnavailable`.
 
         `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
-        because `maintain` tries again.
+        because `maintain` tries again. The file is checked then only if it was not checked since the machine was
+        started, or if two processes have ended before they wrote to it. Others always check it.
+
+        `on_wait` is called with the reason before the file is checked, and before a wait for a process that replaces
+        the file.
         """
-        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace, min_free_bytes)
+        super().__init__(
+            path, budget_bytes, read_only, on_corruption, serving, clock, namespace, min_free_bytes, on_wait
+        )
         self.codec = Codec.RAW
         self.evictor = Evictor(self)
         if serving:

@@ -18,11 +18,10 @@ from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock, FolderUnavailable, disk_full
-from diskprefix.store.opening import open_environment, set_aside
+from diskprefix.store.opening import inode_of, open_environment, set_aside
 from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_identity import identify, require_namespace
-from diskprefix.store.survival import require_survivable
 from diskprefix.store.written import WriteMeter
 
 log = logging.getLogger("diskprefix")
@@ -52,6 +51,7 @@ class StoreFile:
         clock: Callable[[], float],
         namespace: NamespaceKey | None,
         min_free_bytes: int,
+        on_wait: Callable[[str], None],
     ) -> None:
         """Opens the folder; for the arguments and errors see `Store`."""
         self.path = path
@@ -70,7 +70,7 @@ class StoreFile:
         self._problem: str | None = None
         self._retry_at = 0.0
         try:
-            self._attach()
+            self._attach(on_wait)
         except FolderUnavailable as error:
             if not (serving and error.passing):
                 raise
@@ -115,28 +115,32 @@ class StoreFile:
         with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
             if not env.is_in_place():
                 raise StoreUnavailable(f"{self.path} was removed or replaced")
-            changes = Changes(env.databases, txn, self.clock())
+            changes = Changes(env.databases, txn, self.clock(), env.require_sound_runs)
             yield changes
+        if self._lock is not None:
+            self._lock.prove()
 
-    def _attach(self) -> None:
-        """Opens the folder. With "quarantine", an unusable file is moved aside first. Raises `CacheError`."""
+    def _attach(self, on_wait: Callable[[str], None] | None = None) -> None:
+        """Opens the folder. With "quarantine", an unusable file is moved aside first. Without `on_wait`, does not wait
+        for a process that replaces the file. Raises `CacheError`."""
+        inode = inode_of(self.path)
         try:
-            self._open(read_only=self._is_reader)
+            self._open(read_only=self._is_reader, on_wait=on_wait)
         except (StoreCorrupt, StoreFormatError) as error:
             if self._on_corruption == "refuse":
                 raise
-            set_aside(self.path, error)
-            self._open(read_only=self._is_reader)
+            set_aside(self.path, inode, error, waits=on_wait is not None)
+            self._open(read_only=self._is_reader, on_wait=on_wait)
         self._problem = None
 
     def try_file(self) -> None:
-        """Lets a child process go through the file, because a record in it was found damaged. If that fails, `reopen`
-        moves the file aside. Once for each time that the file is opened, because it takes long."""
+        """Checks the B-trees of the file, because a record in it was found damaged. If that fails, `reopen` moves the
+        file aside. Once for each time that the file is opened. For any thread, beside the writer."""
         env = self.environment
-        if not env.is_tried:
-            env.is_tried = True
+        if not env.is_checked:
+            env.is_checked = True
             try:
-                require_survivable(self.path)
+                env.require_survivable()
             except StoreCorrupt as error:
                 env.broken, env.damage = str(error), error
 
@@ -147,9 +151,6 @@ class StoreFile:
             self._env = env
             raise StoreUnavailable(f"{self.path}: a reader of this process does not end")
         if self._lock is not None:
-            if env is not None and not env.read_only and env.damage is None:
-                with suppress(OSError):
-                    self._lock.mark(False)
             self._lock.close()
             self._lock = None
 
@@ -159,11 +160,11 @@ class StoreFile:
         if not self._is_due():
             return False
         self._retry_at = time.monotonic() + _RETRY_S
-        damage = self._env.damage if self._env is not None else None
+        damage, inode = (self._env.damage, self._env.inode) if self._env is not None else (None, 0)
         try:
             self.close()
             if damage is not None and self._on_corruption == "quarantine":
-                set_aside(self.path, damage)
+                set_aside(self.path, inode, damage, waits=False)
             self._attach()
         except FolderUnavailable as error:
             self._only_read(error)
@@ -193,18 +194,23 @@ class StoreFile:
         may_be_writable = env is None or (env.read_only and os.access(self.path, os.W_OK))
         return may_be_writable and time.monotonic() >= self._retry_at
 
-    def _open(self, *, read_only: bool) -> None:
-        env, lock = open_environment(self.path, budget_bytes=self.budget_bytes, read_only=read_only)
+    def _open(self, *, read_only: bool, on_wait: Callable[[str], None] | None = None) -> None:
+        env, lock = open_environment(
+            self.path,
+            budget_bytes=self.budget_bytes,
+            read_only=read_only,
+            checks=not self._is_serving,
+            waits=on_wait is not None,
+            on_wait=on_wait or (lambda _why: None),
+        )
         try:
-            names = identify(self.path, env, self.clock(), self._namespace, was_marked=lock.was_marked)
+            names = identify(self.path, env, self.clock(), self._namespace)
             if self._is_serving:
                 require_namespace(self.path, names, self._namespace)
             self._agree_on_budget(env)
         except BaseException:
             env.close()
-            with suppress(OSError):
-                lock.mark(lock.was_marked)
-            lock.close()
+            lock.close(is_refused=True)
             raise
         self.names, self._env, self._lock = names, env, lock
 

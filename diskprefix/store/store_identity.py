@@ -22,26 +22,22 @@ from diskprefix.store.schema import (
     encode_record,
 )
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.survival import require_survivable
 from diskprefix.tokens import HASH_BYTES
 
 _U32 = struct.Struct("<I")
 
 
-def identify(
-    path: Path, env: Environment, now: float, namespace: NamespaceKey | None, *, was_marked: bool
-) -> NamesRecord:
+def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
     """Reads a store's identity, or writes it into a new store at time `now`, then opens all databases. `namespace`
-    seeds the names of a new store; without it they are seeded with a secret of its own. `was_marked`: a process of ours
-    had the file open and did not end well.
+    seeds the names of a new store; without it they are seeded with a secret of its own.
 
     Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
     format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
     """
     if not env.has_database("meta"):
         if not env.is_empty():
-            require_survivable(path)
-            raise _lost(path) if was_marked else foreign_file(path)
+            env.require_survivable()
+            raise _lost(path) if env.is_ours else foreign_file(path)
         if env.read_only:
             raise StoreCorrupt(f"{path} holds no diskprefix store")
     env.open_databases(["meta"])

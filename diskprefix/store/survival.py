@@ -1,108 +1,321 @@
-"""Finds out in a child process whether LMDB survives a data file.
+"""Checks, without LMDB, that LMDB survives a data file.
 
-LMDB trusts its file: a damaged page number, length or free list may end the process by a signal or hold it in a loop.
-So a daemon leaves a mark in the folder while it has the file open for writing (`folder.FolderLock.mark`). Whoever finds
-the mark of a process that is gone lets a child go through the file before it opens it. The child reads every page of
-the B-trees, as LMDB's compacting copy does, which also counts the free pages; the first page of each payload, and all
-other records; and looks each key up. If nobody else has the file open, it also deletes all and fills free pages in a
-transaction that it gives up: so each page is written anew, where LMDB notices that one is both free and in use.
+LMDB trusts its file: a damaged page number, length or free list may end the process by a signal, or hold it in a loop.
+This module reads the pages of all B-trees with ordinary reads. It checks everything that LMDB relies on there, and that
+every page of the file is used once or free. It does not read payloads, which have checksums, nor the headers of their
+pages: `Environment.require_sound_runs` checks these before LMDB uses them.
 
-What is left is damage that LMDB can live with. Records have checksums, so it costs the nodes that it hits.
+Names follow LMDB's mdb.c, data version 1: `MDB_meta`, `MDB_db` (here a tree), `MDB_page`, `MDB_node`.
 """
 
 from __future__ import annotations
 
-import logging
+import mmap
 import os
-import subprocess
-import sys
+import struct
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.folder import DATA, LMDB_LOCK
 
-log = logging.getLogger("diskprefix")
-
-_CHILD = """
-import os, resource, sys
-from errno import EDQUOT, ENOSPC, EROFS
-import lmdb
-
-folder, has_lock, is_alone = sys.argv[1], sys.argv[2] == "lock", sys.argv[3] == "alone"
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-room = os.stat(os.path.join(folder, "data.mdb")).st_size + (1 << 30)
-with lmdb.open(folder, map_size=room, max_dbs=32, create=False, readonly=not is_alone, lock=has_lock) as env:
-    with open(os.devnull, "wb") as nowhere:
-        env.copyfd(nowhere.fileno(), compact=True)
-    with env.begin(buffers=True) as txn:
-        for name in map(bytes, list(txn.cursor().iternext(values=False))):
-            is_read_later = name == b"payloads"
-            database = env.open_db(name, txn=txn, create=False)
-            for key, value in txn.cursor(database):
-                bytes(value[:1] if is_read_later else value)
-                if txn.get(key, db=database) is None:
-                    sys.exit("a key that it lists is not found")
-    if is_alone:
-        try:
-            # The pages that the last commit freed are used by the commit after the next one.
-            for change in (lambda txn: txn.put(b"~", b""), lambda txn: txn.delete(b"~")):
-                with env.begin(write=True) as txn:
-                    change(txn)
-        except lmdb.Error as error:
-            if not isinstance(error, lmdb.DiskError) and getattr(error, "code", 0) not in (ENOSPC, EDQUOT, EROFS):
-                raise
-        with env.begin(write=True) as txn:
-            names = [bytes(name) for name in txn.cursor().iternext(values=False)]
-            for name in names:
-                cursor = txn.cursor(env.open_db(name, txn=txn, create=False))
-                while cursor.first() and cursor.delete():
-                    pass
-            for number in range(4096):
-                size = 3000 if number % 64 else 100000
-                txn.put(number.to_bytes(4, "big"), bytes(size))
-            txn.abort()
-"""
-_ATTEMPTS = 2
-"""Without a place in LMDB's lock file, a reader may meet pages that another process has just written anew."""
-_PATIENCE_S = 60.0
-_BYTES_PER_S = 20e6
-"""A slow disk that is read here and there."""
+_PAGE_BYTES = min(mmap.PAGESIZE, 1 << 15)
+_HEADER_BYTES, _NODE_BYTES = 16, 8
+_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+"""Flags of a page."""
+_IN_OVERFLOW, _IS_TREE = 1, 2
+"""Flags of a node in a leaf: its data is in overflow pages, or is the record of a tree."""
+_INTEGER_KEYS = 8
+"""The flag of the free list's tree."""
+_MAX_KEY_BYTES, _MAX_DEPTH, _NO_PAGE = 511, 32, 2**64 - 1
+_MAX_NODE_BYTES = ((_PAGE_BYTES - _HEADER_BYTES) // 2 & ~1) - 2
+"""A longer record is in overflow pages."""
+_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_META_HEADER, _TREE, _META_END = struct.Struct("<QHHI II16x"), struct.Struct("<IHHQQQQQ"), struct.Struct("<QQ")
+_MAIN_AT = _META_HEADER.size + _TREE.size
+_OVERFLOW_HEADER = struct.Struct("<QHHI")
+_AHEAD = 256
+"""Pages that the kernel is asked to read ahead."""
+_PAYLOADS = b"payloads"
+"""The database whose overflow pages are not read."""
+_OURS = b"meta"
+"""Every store has a database of this name."""
 
 
-def require_survivable(path: Path, *, is_alone: bool = False) -> None:
-    """Returns if LMDB can read the file in folder `path`, if there is one. `is_alone`: no other process has it open,
-    and none opens it meanwhile.
+_Key: TypeAlias = bytes | int
+_Place: TypeAlias = tuple[int, _Key | None, _Key | None]
+"""A page of a B-tree; the key that its own keys reach at least, and the one that they stay below."""
 
-    Raises `StoreCorrupt` if LMDB refuses the file, dies of it or does not come to an end, and `OSError`.
-    """
+
+class _Tree(NamedTuple):
+    pad: int
+    flags: int
+    depth: int
+    branch_pages: int
+    leaf_pages: int
+    overflow_pages: int
+    entries: int
+    root: int
+
+
+class _Meta(NamedTuple):
+    free: _Tree
+    main: _Tree
+    last_page: int
+    txnid: int
+
+
+class _Node(NamedTuple):
+    """`data` is what the page holds: the value, or the number of its first overflow page. `child` is the page below a
+    node of a branch page."""
+
+    key: bytes
+    size: int
+    flags: int
+    data: bytes
+    child: int
+
+
+def require_sound_meta(path: Path) -> None:
+    """Checks both meta pages of the file `path`, unless it is missing or empty. Raises `StoreCorrupt`, or `OSError` if
+    it cannot be read."""
     try:
-        num_bytes = (path / DATA).stat().st_size
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return
-    if not num_bytes:
-        return
-    has_lock = not is_alone and os.access(path / LMDB_LOCK, os.W_OK)
-    command = [sys.executable, "-P", "-c", _CHILD, str(path.absolute())]
-    command += ["lock" if has_lock else "no lock", "alone" if is_alone else "beside others"]
-    for _ in range(_ATTEMPTS):
-        why = _outcome(command, _PATIENCE_S + num_bytes / _BYTES_PER_S)
-        if why is None:
-            return
-    raise StoreCorrupt(f"{path / DATA} is damaged: {why}")
-
-
-def _outcome(command: list[str], timeout_s: float) -> str | None:
-    """Returns why a child failed, None if it did not."""
     try:
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+        if os.fstat(fd).st_size:
+            _read_metas(path, fd)
+    finally:
+        os.close(fd)
+
+
+def require_survivable(path: Path, fd: int, txnid: int) -> bool:
+    """Checks the file `path`, open as `fd`, as of commit `txnid`. An open read transaction must protect the pages of
+    that commit. Returns False if later commits have already overwritten its meta page. For any thread.
+
+    Raises `StoreCorrupt` if the file is damaged or cannot be read.
+    """
+    try:
+        meta = _read_metas(path, fd)[txnid & 1]
+        if meta.txnid != txnid:
+            return False
+        _FileCheck(path, fd, meta).run()
     except OSError as error:
-        log.warning("[disk-cache] the file is opened untried, because Python cannot be started to try it: %s", error)
-        return None
-    except subprocess.TimeoutExpired:
-        return f"LMDB was not through it after {timeout_s:.0f} s"
-    if ended.returncode == 0:
-        return None
-    if ended.returncode < 0:
-        return f"it ended a process that read it (signal {-ended.returncode})"
-    lines = ended.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"a process that read it ended with {ended.returncode}"
+        raise _damaged(path, f"it cannot be read ({error.strerror})") from error
+    return True
+
+
+def is_sound_run(fd: int, key: bytes, value_bytes: int, around: Callable[[int], bytes]) -> bool:
+    """Returns whether the overflow pages of a record have the header that LMDB expects when it deletes the record; True
+    also for a record that has none. `around(n)` returns the n bytes before its value in LMDB's map and n of it."""
+    if _NODE_BYTES + len(key) + value_bytes <= _MAX_NODE_BYTES:
+        return True
+    found = around(_HEADER_BYTES)
+    first, _, kind, count = _OVERFLOW_HEADER.unpack_from(found)
+    # The page that the header names must be the one in which it stands.
+    is_there = first < 1 << 48 and os.pread(fd, len(found), first * _PAGE_BYTES) == found
+    return is_there and kind == _OVERFLOW and count == -(-(_HEADER_BYTES + value_bytes) // _PAGE_BYTES)
+
+
+def _damaged(path: Path, problem: str) -> StoreCorrupt:
+    return StoreCorrupt(f"{path} is damaged: {problem}")
+
+
+def _read_metas(path: Path, fd: int) -> tuple[_Meta, _Meta]:
+    data = os.pread(fd, 2 * _PAGE_BYTES, 0)
+    if len(data) < 2 * _PAGE_BYTES:
+        raise _damaged(path, "it has no meta pages")
+    found = []
+    for number in (0, 1):
+        at = number * _PAGE_BYTES
+        page, _, kind, _, magic, version = _META_HEADER.unpack_from(data, at)
+        free, main = (_Tree(*_TREE.unpack_from(data, at + place)) for place in (_META_HEADER.size, _MAIN_AT))
+        meta = _Meta(free, main, *_META_END.unpack_from(data, at + _MAIN_AT + _TREE.size))
+        is_own = (page, kind, magic, version) == (number, _META, _MAGIC, _VERSION)
+        # Another flag of the free list's tree would have LMDB map the file at an address that the file names.
+        if not is_own or (free.pad, free.flags) != (_PAGE_BYTES, _INTEGER_KEYS):
+            raise _damaged(path, f"meta page {number} is wrong")
+        # LMDB would map as much as the page says.
+        if meta.last_page * _PAGE_BYTES > 2 * os.fstat(fd).st_size + 2**30:
+            raise _damaged(path, f"meta page {number} names pages far behind its end")
+        found.append(meta)
+    # LMDB looks for the last commit by the parity of its number.
+    newest = max(meta.txnid for meta in found)
+    if found[newest & 1].txnid != newest:
+        raise _damaged(path, "the number of the last commit is wrong")
+    return found[0], found[1]
+
+
+class _FileCheck:
+    """One check of a file. `_used` has a byte for each page: 1 once the page was found in use or free."""
+
+    def __init__(self, path: Path, fd: int, meta: _Meta) -> None:
+        self._path, self._fd, self._meta = path, fd, meta
+        self._num_bytes = os.fstat(fd).st_size
+        self._used = np.zeros(meta.last_page + 1, np.uint8)
+        self._used[:2] = 1
+
+    def run(self) -> None:
+        """Raises `StoreCorrupt` or `OSError`."""
+        trees: dict[bytes, _Tree] = {}
+        for _, node in self._leaf_nodes(self._meta.main):
+            if node.flags == _IS_TREE:
+                trees[node.key] = _Tree(*_TREE.unpack(node.data))
+        # Another program may use what a store does not: such a file is refused later, and left alone.
+        has_flags = any(tree.flags for tree in (self._meta.main, *trees.values()))
+        if has_flags and _OURS not in trees:
+            return
+        if has_flags:
+            raise self._damage("a database has unknown flags")
+        for name, tree in trees.items():
+            for _ in self._leaf_nodes(tree, reads_runs=name != _PAYLOADS):
+                pass
+        for key, node in self._leaf_nodes(self._meta.free, has_numbers=True):
+            self._take_free(key, node)
+        if not self._used.all():
+            raise self._damage(f"page {self._used.argmin()} is neither in use nor free")
+
+    def _damage(self, problem: str) -> StoreCorrupt:
+        return _damaged(self._path, problem)
+
+    def _leaf_nodes(
+        self, tree: _Tree, *, has_numbers: bool = False, reads_runs: bool = True
+    ) -> Iterator[tuple[_Key, _Node]]:
+        """Checks a tree and yields its nodes with their keys, which are numbers if `has_numbers`. Without `reads_runs`,
+        the headers of its overflow pages are not read."""
+        if tree.root == _NO_PAGE:
+            if any(tree[2:7]):
+                raise self._damage("an empty database has pages")
+            return
+        if not 1 <= tree.depth <= _MAX_DEPTH:
+            raise self._damage("a B-tree has a wrong depth")
+        num_pages, num_entries, num_overflow = {_BRANCH: 0, _LEAF: 0}, 0, 0
+        level: list[_Place] = [(tree.root, None, None)]
+        for depth in range(1, tree.depth + 1):
+            kind = _LEAF if depth == tree.depth else _BRANCH
+            below: list[_Place] = []
+            num_pages[kind] += len(level)
+            for (_, low, high), page in self._pages(level):
+                nodes = self._nodes(page, kind)
+                keys: list[_Key] = [int.from_bytes(node.key, "little") if has_numbers else node.key for node in nodes]
+                self._require_order(keys[kind == _BRANCH :], low, high)
+                if kind == _BRANCH:
+                    if len(nodes) < 2 and not has_numbers:
+                        raise self._damage("a branch page has one child")
+                    # The first key of a branch page is not used.
+                    bounds = [low, *keys[1:], high]
+                    below += zip([node.child for node in nodes], bounds, bounds[1:], strict=False)
+                    continue
+                num_entries += len(nodes)
+                for key, node in zip(keys, nodes, strict=True):
+                    if node.flags == _IN_OVERFLOW:
+                        num_overflow += self._take_run(node, reads_header=reads_runs)
+                    yield key, node
+            level = below
+        counted = (num_pages[_BRANCH], num_pages[_LEAF], num_entries)
+        is_counted = counted == (tree.branch_pages, tree.leaf_pages, tree.entries)
+        if not is_counted or not num_overflow <= tree.overflow_pages <= self._meta.last_page:
+            raise self._damage("a database has another number of pages or records than it says")
+
+    def _require_order(self, keys: list[_Key], low: _Key | None, high: _Key | None) -> None:
+        """Checks that keys ascend, from `low` to below `high`: otherwise lookups miss keys."""
+        bounded = [*keys, *([] if high is None else [high])]
+        is_ordered = all(one < other for one, other in pairwise(bounded))  # type: ignore[operator]
+        if not is_ordered or (low is not None and keys and keys[0] < low):  # type: ignore[operator]
+            raise self._damage("keys are not in their order")
+
+    def _pages(self, level: list[_Place]) -> Iterator[tuple[_Place, bytes]]:
+        """Yields the pages of one level of a tree in the order of the file."""
+        level.sort(key=lambda found: found[0])
+        for at, found in enumerate(level):
+            if at % _AHEAD == 0 and hasattr(os, "posix_fadvise"):
+                for number, _, _ in level[at : at + _AHEAD]:
+                    os.posix_fadvise(self._fd, number * _PAGE_BYTES, _PAGE_BYTES, os.POSIX_FADV_WILLNEED)
+            self._use(found[0], 1)
+            page = os.pread(self._fd, _PAGE_BYTES, found[0] * _PAGE_BYTES)
+            if int.from_bytes(page[:8], "little") != found[0]:
+                raise self._damage(f"page {found[0]} is another one")
+            yield found, page
+
+    def _nodes(self, page: bytes, kind: int) -> list[_Node]:
+        """Returns the nodes of a page, which fill it from its upper end without gaps."""
+        words = memoryview(page).cast("H")
+        lower, upper = words[6], words[7]
+        is_sound = words[5] == kind and _HEADER_BYTES < lower <= upper <= _PAGE_BYTES and not lower & 1
+        nodes, spans = [], []
+        for at in words[_HEADER_BYTES // 2 : lower // 2].tolist() if is_sound else ():
+            if at & 1 or not upper <= at <= _PAGE_BYTES - _NODE_BYTES:
+                raise self._damage("a page has a wrong offset")
+            low, high, flags, key_bytes = words[at // 2 : at // 2 + 4].tolist()
+            begin, size = at + _NODE_BYTES + key_bytes, low | high << 16
+            held_bytes = (8 if flags & _IN_OVERFLOW else size) if kind == _LEAF else 0
+            node = _Node(
+                page[begin - key_bytes : begin], size, flags, page[begin : begin + held_bytes], size | flags << 32
+            )
+            if len(node.key) > _MAX_KEY_BYTES or (kind == _LEAF and not self._is_sound_record(node)):
+                raise self._damage("a record has wrong flags or a wrong size")
+            nodes.append(node)
+            spans.append((at, (begin + held_bytes + 1) & ~1))
+        spans.sort()
+        ends = [upper, *(end for _, end in spans)]
+        if not nodes or [begin for begin, _ in spans] != ends[:-1] or ends[-1] != _PAGE_BYTES:
+            raise self._damage("a page of a B-tree is wrong")
+        return nodes
+
+    @staticmethod
+    def _is_sound_record(node: _Node) -> bool:
+        if not node.key or _NODE_BYTES + len(node.key) + len(node.data) > _MAX_NODE_BYTES:
+            return False
+        if node.flags == _IS_TREE:
+            return node.size == _TREE.size == len(node.data)
+        return node.flags in (0, _IN_OVERFLOW)
+
+    def _use(self, first: int, count: int) -> None:
+        """Records pages that are in use."""
+        end = first + count
+        if first < 2 or end > len(self._used) or end * _PAGE_BYTES > self._num_bytes:
+            raise self._damage(f"page {first} is not in the file")
+        if self._used[first:end].any():
+            raise self._damage(f"page {first} is used twice")
+        self._used[first:end] = 1
+
+    def _take_run(self, node: _Node, *, reads_header: bool) -> int:
+        """Records the overflow pages of a record. Returns their number."""
+        first, count = int.from_bytes(node.data, "little"), -(-(_HEADER_BYTES + node.size) // _PAGE_BYTES)
+        if reads_header:
+            count = self._run_pages(first, count)
+        self._use(first, count)
+        return count
+
+    def _run_pages(self, first: int, least: int) -> int:
+        """Returns how many pages a run has by its header: more than `least`, where a record was written twice in one
+        transaction, and became shorter."""
+        header = os.pread(self._fd, _OVERFLOW_HEADER.size, first * _PAGE_BYTES) if first < len(self._used) else b""
+        if len(header) < _OVERFLOW_HEADER.size:
+            raise self._damage(f"page {first} is not in the file")
+        number, _, kind, count = _OVERFLOW_HEADER.unpack(header)
+        if (number, kind) != (first, _OVERFLOW) or count < least:
+            raise self._damage(f"page {first} is not the first one of a long record")
+        return int(count)
+
+    def _take_free(self, key: _Key, node: _Node) -> None:
+        """Records the free pages of one commit: a number, then the pages in descending order."""
+        data = node.data
+        if node.flags == _IN_OVERFLOW:
+            at = int.from_bytes(data, "little") * _PAGE_BYTES + _HEADER_BYTES
+            data = os.pread(self._fd, node.size, at)
+        count = int.from_bytes(data[:8], "little")
+        if len(node.key) != 8 or not isinstance(key, int) or key > self._meta.txnid or 8 * (count + 1) > len(data):
+            raise self._damage("the list of free pages is wrong")
+        pages = np.frombuffer(data, np.uint64, count, 8)
+        if not count:
+            return
+        if not (pages[:-1] > pages[1:]).all() or pages[-1] < 2 or pages[0] >= len(self._used):
+            raise self._damage("the list of free pages is wrong")
+        if self._used[pages].any():
+            raise self._damage("a page is both free and in use")
+        self._used[pages] = 1

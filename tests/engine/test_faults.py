@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,15 @@ from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import ErrorEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.served_model import ServedModel
-from diskprefix.errors import DeviceLost, InvalidRequest, NonFiniteLogits, NotReady
+from diskprefix.errors import DeviceLost, InvalidRequest, ModelError, NonFiniteLogits, NotReady
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
+from diskprefix.model.load import loader
+from diskprefix.model.load.loader import load_model
+from diskprefix.store.compact import require_unused
+from diskprefix.store.environment import Environment
+from diskprefix.store.folder import DATA, LOCK
+from diskprefix.store.opening import DAMAGED
 from tests.engine.driving import (
     Client,
     after_steps,
@@ -33,6 +42,59 @@ from tests.engine.driving import (
     tokens,
     wait_until_idle,
 )
+from tests.store.building import open_store
+from tests.waiting import wait_for
+
+# The start.
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_the_model_is_loaded_while_the_file_of_the_store_is_checked(
+    is_damaged: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_loaded, check = threading.Event(), Environment.require_survivable
+
+    def check_later(env: Environment) -> None:
+        assert has_loaded.wait(60)
+        check(env)
+
+    def loaded(*arguments: Any, **options: Any) -> Any:
+        found = load_model(*arguments, **options)
+        has_loaded.set()
+        return found
+
+    open_store(tmp_path / "kv").close()
+    (tmp_path / "kv" / LOCK).write_bytes(b"")
+    if is_damaged:
+        os.truncate(tmp_path / "kv" / DATA, 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(Environment, "require_survivable", check_later)
+    monkeypatch.setattr(loader, "load_model", loaded)
+    engine = load(folder, tmp_path / "kv")
+    assert engine.cache.store.problem is None
+    assert (tmp_path / "kv" / DAMAGED).exists() == is_damaged
+    engine.close()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_folder_free_once_the_check_has_ended(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_failed, check = threading.Event(), Environment.require_survivable
+
+    def check_later(env: Environment) -> None:
+        assert has_failed.wait(60)
+        check(env)
+
+    def failing(*_arguments: Any, **_options: Any) -> None:
+        raise ModelError("no such model")
+
+    monkeypatch.setattr(Environment, "require_survivable", check_later)
+    monkeypatch.setattr(loader, "load_model", failing)
+    with pytest.raises(ModelError):
+        load(folder, tmp_path / "kv")
+    has_failed.set()
+    wait_for(lambda: not any(thread.name == "store-opening" for thread in threading.enumerate()))
+    require_unused(tmp_path / "kv")
+
 
 # One request.
 

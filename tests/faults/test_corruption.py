@@ -65,7 +65,7 @@ def test_no_damage_leads_to_a_wrong_byte_a_crash_a_hang_or_a_crash_loop(tmp_path
         ("extreme numbers in the structure", 1331, "fresh store"),
         ("damaged meta pages", 1338, "fresh store"),
         # The list of free pages is wrong: a commit of the second start dies of it, which the third start finds out.
-        ("extreme numbers in the structure", 1683, "died once"),
+        ("extreme numbers in the structure", 1683, "fresh store"),
     ],
 )
 def test_what_ended_the_writer_or_a_start_is_moved_aside(kind: str, seed: int, verdict: str, tmp_path: Path) -> None:

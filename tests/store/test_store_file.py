@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import errno
 import faulthandler
+import json
 import mmap
 import os
 import random
+import shutil
+import signal
 import stat
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import lmdb
@@ -17,13 +23,14 @@ import pytest
 
 from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store import opening, survival
-from diskprefix.store.folder import DATA, LOCK
+from diskprefix.store.compact import compact_folder, copy_store, rewrite_folder
+from diskprefix.store.environment import Environment
+from diskprefix.store.folder import DATA, LOCK, FolderLock
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import FORMAT_VERSION
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import OnCorruption
-from diskprefix.store.survival import require_survivable
+from tests.faults.file_damage import DataFile
 from tests.faults.isolated import run_isolated
 from tests.faults.power.check import leave_mark
 from tests.store import other_process
@@ -179,42 +186,165 @@ def daemon(folder: Path) -> Store:
     return Store(folder, budget_bytes=32 << 20, on_corruption="quarantine", serving=True)
 
 
-def test_a_sound_file_and_none_survive(folder: Path) -> None:
-    require_survivable(folder)
-    require_survivable(folder, is_alone=True)
-    require_survivable(folder / "none")
-    (folder / DATA).write_bytes(b"")
-    require_survivable(folder)
+def look(folder: Path) -> None:
+    """Opens a store as `inspect` does."""
+    Store(folder, read_only=True).close()
 
 
-@pytest.mark.parametrize("is_alone", [False, True])
-def test_a_file_that_ends_the_process_and_one_that_lmdb_refuses_are_damaged(folder: Path, is_alone: bool) -> None:
+def change_words(folder: Path, **values: object) -> None:
+    """Changes what the lock file says."""
+    said = json.loads((folder / LOCK).read_bytes())
+    (folder / LOCK).write_text(json.dumps(said | values))
+
+
+def words(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / LOCK).read_bytes()))
+
+
+def serve(ready: Path, folder: Path) -> None:
+    """A daemon that saves something, and waits to be killed."""
+    store = daemon(folder)
+    store.publish(publication(store, prompt(2, BLOCK)))
+    ready.touch()
+    time.sleep(3600)
+
+
+def is_killed(work: Callable[[], object]) -> bool:
+    """Does work in another process, which is then killed."""
+
+    def works() -> str:
+        kept = work()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return str(kept)
+
+    return run_isolated(works, 60) == "signal SIGKILL"
+
+
+def saves(folder: Path) -> Store:
+    store = daemon(folder)
+    store.publish(publication(store, prompt(2, BLOCK)))
+    return store
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that this process checks from now on."""
+    checked: list[Path] = []
+    check = Environment.require_survivable
+
+    def counted(env: Environment) -> None:
+        checked.append(env.path)
+        check(env)
+
+    monkeypatch.setattr(Environment, "require_survivable", counted)
+    return checked
+
+
+@pytest.mark.parametrize("open_it", [look, lambda folder: daemon(folder).close()], ids=["inspect", "daemon"])
+def test_a_file_that_lmdb_would_die_of_is_damaged_and_a_daemon_moves_it_aside(
+    folder: Path, open_it: Callable[[Path], None]
+) -> None:
+    change_words(folder, boot="another")
     cut(folder)
-    with pytest.raises(StoreCorrupt, match=r"it ended a process that read it \(signal \d+\)"):
-        require_survivable(folder, is_alone=is_alone)
-    (folder / DATA).write_bytes(b"no file of LMDB" * 1000)
-    with pytest.raises(StoreCorrupt, match=r"is damaged: lmdb\.InvalidError"):
-        require_survivable(folder, is_alone=is_alone)
+    if open_it is look:
+        with pytest.raises(StoreCorrupt, match="is not in the file"):
+            open_it(folder)
+    else:
+        open_it(folder)
+    assert (folder / DAMAGED).exists() == (open_it is not look)
 
 
-def test_a_file_that_lmdb_does_not_get_through_is_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survival, "_CHILD", "import time; time.sleep(60)")
-    monkeypatch.setattr(survival, "_PATIENCE_S", 0.01)
-    with pytest.raises(StoreCorrupt, match="LMDB was not through it"):
-        require_survivable(folder)
-
-
-def test_a_page_that_is_lost_between_the_trees_and_the_free_list_is_noticed(folder: Path) -> None:
-    """Nothing would crash: the meta page just knows one page more."""
+def lose_a_page(folder: Path) -> None:
+    """Nothing would crash: the meta pages just know one page more."""
     data = bytearray((folder / DATA).read_bytes())
     for at in (136, PAGE + 136):
         data[at : at + 8] = (int.from_bytes(data[at : at + 8], "little") + 1).to_bytes(8, "little")
     (folder / DATA).write_bytes(bytes(data) + bytes(PAGE))
-    with pytest.raises(StoreCorrupt, match="is damaged"):
-        require_survivable(folder)
 
 
-def test_a_process_that_dies_of_the_file_leaves_a_mark_and_the_next_one_moves_the_file_aside(folder: Path) -> None:
+def free_a_page_that_is_used(folder: Path) -> None:
+    file = DataFile(bytearray((folder / DATA).read_bytes()))
+    at, _ = file.record_at(file.leaf_nodes(file.root(file.free))[-1])
+    # The numbers descend, so the last one may become the lowest.
+    file.put(at + 8 * file.number(at, 8), sorted(file.structure)[2].to_bytes(8, "little"))
+    (folder / DATA).write_bytes(file.data)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [(lose_a_page, "neither in use nor free"), (free_a_page_that_is_used, "both free and in use")],
+)
+def test_a_page_that_is_lost_or_used_twice_is_noticed(
+    folder: Path, change: Callable[[Path], None], problem: str
+) -> None:
+    change(folder)
+    with pytest.raises(StoreCorrupt, match=problem):
+        look(folder)
+
+
+def test_a_kill_needs_no_check_before_the_machine_is_started_again(folder: Path, checks: list[Path]) -> None:
+    for _ in range(3):
+        assert is_killed(lambda: saves(folder))
+    store = daemon(folder)
+    assert checks == []
+    assert is_whole(store, publication(store, prompt(1, 3 * BLOCK)))
+    store.close()
+    change_words(folder, boot="another")
+    for _ in range(2):
+        daemon(folder).close()
+    assert checks == [folder]
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"x", b'{"boot": 3}', b'{"boot": "", "file": 1}'], ids=["nothing", "no JSON", "types", "no boot"]
+)
+def test_without_a_mark_that_can_be_read_the_file_is_checked(folder: Path, said: bytes, checks: list[Path]) -> None:
+    (folder / LOCK).write_bytes(said)
+    daemon(folder).close()
+    assert checks == [folder]
+
+
+def test_a_system_without_an_id_of_its_boot_checks_at_every_start(
+    folder: Path, checks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.store.folder.boot_id", lambda: "")
+    for _ in range(2):
+        daemon(folder).close()
+    assert len(checks) == 2
+
+
+def test_a_file_in_the_place_of_the_one_that_was_checked_is_checked(folder: Path, checks: list[Path]) -> None:
+    shutil.copy(folder / DATA, folder / "copy")
+    (folder / "copy").replace(folder / DATA)
+    daemon(folder).close()
+    assert checks == [folder]
+
+
+def test_what_rewriting_the_file_made_needs_no_check(folder: Path, checks: list[Path]) -> None:
+    rewrite_folder(folder)
+    compact_folder(folder)
+    checks.clear()
+    daemon(folder).close()
+    assert checks == []
+
+
+def test_two_processes_that_end_before_they_write_cause_a_check_and_one_does_not(
+    folder: Path, checks: list[Path]
+) -> None:
+    assert is_killed(lambda: daemon(folder))
+    # Neither hides nor causes it: a daemon that writes nothing and ends, and a command that is killed.
+    daemon(folder).close()
+    assert is_killed(lambda: Store(folder, read_only=True))
+    assert checks == []
+    assert is_killed(lambda: daemon(folder))
+    daemon(folder).close()
+    assert checks == [folder]
+    daemon(folder).close()
+    assert checks == [folder]
+
+
+def test_a_file_that_lmdb_dies_of_ends_two_processes_and_the_third_moves_it_aside(folder: Path) -> None:
+    """It was damaged after it was checked, so nobody looks at it before LMDB does."""
     cut(folder)
 
     def dies() -> str:
@@ -222,36 +352,98 @@ def test_a_process_that_dies_of_the_file_leaves_a_mark_and_the_next_one_moves_th
         daemon(folder).counts()
         return "lives"
 
-    assert run_isolated(dies, 30).startswith("signal")
+    for _ in range(2):
+        assert run_isolated(dies, 30).startswith("signal")
     store = daemon(folder)
     assert store.counts()["entries"] == 0
     assert (folder / DAMAGED).exists()
     store.close()
 
 
-def test_only_the_mark_of_a_process_that_is_gone_costs_a_child(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Path] = []
-    monkeypatch.setattr(opening, "require_survivable", lambda path, **_: tried.append(path))
+def refused(folder: Path) -> None:
+    with pytest.raises(StoreUnavailable):
+        opened(folder, A)
+
+
+@pytest.mark.parametrize(
+    "other", [lambda folder: Store(folder).close(), look, refused, lambda folder: copy_store(folder, folder / "copy")]
+)
+def test_a_process_that_closes_leaves_what_the_others_need(folder: Path, other: Callable[[Path], None]) -> None:
+    with beside(serve, folder):
+        before = words(folder)
+        other(folder)
+        assert words(folder) == before
+    assert words(folder) == before
+
+
+def test_a_needed_check_is_made_beside_a_command_that_reads(folder: Path, checks: list[Path]) -> None:
+    with beside(other_process.hold, folder, True):
+        change_words(folder, boot="another")
+        daemon(folder).close()
+        assert checks == [folder]
     daemon(folder).close()
-    assert not (folder / LOCK).stat().st_size
-    with beside(other_process.hold, folder, False):
-        assert (folder / LOCK).stat().st_size
-        Store(folder, read_only=True).close()
-    assert tried == []
+    assert checks == [folder]
+
+
+def test_who_comes_second_waits_for_the_check_and_is_told_why(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock, told = FolderLock(folder, waits=False), Queue[str]()
+    assert lock.try_exclusive("checking the store's file")
+    with pytest.raises(StoreUnavailable, match=r"process \d+ is checking the store's file; try again when that has"):
+        compact_folder(folder)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(Store, folder, budget_bytes=BUDGET, serving=True, on_wait=told.put)
+        assert told.get(timeout=60) == f"process {os.getpid()} is checking the store's file"
+        assert not second.done()
+        lock.close()
+        second.result(60).close()
+    assert [record.message for record in caplog.records if "waiting for" in record.message] == [
+        f"[disk-cache] waiting for --kv-cache-dir {folder}: process {os.getpid()} is checking the store's file"
+    ]
+
+
+def test_a_daemon_that_runs_does_not_wait_for_who_replaces_the_file(folder: Path) -> None:
     store = daemon(folder)
-    assert tried == [folder]
-    assert is_whole(store, publication(store, prompt(1, 3 * BLOCK)))
+    (folder / DATA).rename(folder / "away")
+    (folder / LOCK).unlink()
+    lock = FolderLock(folder, waits=False)
+    assert lock.try_exclusive("replacing the store's file")
+    assert not store.maintain()
+    assert "replacing the store's file" in str(store.problem)
+    lock.close()
+    store._retry_at = 0.0
+    assert store.maintain()
     store.close()
-    assert not (folder / LOCK).stat().st_size
 
 
 def test_a_store_that_is_refused_keeps_its_file_and_its_mark(folder: Path) -> None:
     cut(folder)
     leave_mark(folder)
+    before = (folder / LOCK).read_bytes()
     with pytest.raises(StoreCorrupt):
         Store(folder)
-    assert (folder / LOCK).stat().st_size
+    assert words(folder) | {"holder": ""} == json.loads(before) | {"holder": ""}
     assert not (folder / DAMAGED).exists()
+
+
+@pytest.mark.parametrize("place", [0, 10, 12], ids=["number", "kind", "count"])
+def test_pages_whose_header_is_damaged_are_not_deleted_by_lmdb(folder: Path, place: int) -> None:
+    """LMDB would free other pages than those of the piece: a thousand, or as many as memory has room for."""
+    store = daemon(folder)
+    store.publish(pub := publication(store, prompt(3, BLOCK), payload_bytes=100_000))
+    node = pub.nodes[0]
+    store.close()
+    file = DataFile(bytearray((folder / DATA).read_bytes()))
+    for at, size in file.databases[b"payloads"]:
+        if size > PAGE:
+            file.put(at - 16 + place, (file.number(at - 16 + place, 2) + 1000).to_bytes(2, "little"))
+    (folder / DATA).write_bytes(file.data)
+    store = daemon(folder)
+    with pytest.raises(StoreCorrupt, match=r"header of a piece|Located page was wrong type"):
+        store.quarantine(node.name, node.parent)
+    assert store.maintain()
+    assert store.problem is None
+    assert (folder / DAMAGED).exists()
+    store.close()
 
 
 def test_damage_that_is_found_while_a_daemon_runs_moves_the_file_aside(folder: Path) -> None:

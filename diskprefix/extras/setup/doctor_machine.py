@@ -19,7 +19,6 @@ from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder, disk_full
 from diskprefix.store.savings import total_savings
 from diskprefix.store.store import Store
-from diskprefix.store.survival import require_survivable
 from diskprefix.units import counted, format_size
 
 Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
@@ -126,7 +125,6 @@ def store_finding(settings: Settings) -> Finding:
     if not (folder / DATA).is_file():
         return Finding("store", "ok", "no store yet; the first request creates it")
     try:
-        require_survivable(folder)
         store = Store(folder, read_only=True)
     except (CacheError, SettingsError) as error:
         # Others say what to do: a store whose key is missing must stay where it is.

@@ -7,16 +7,18 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
+import msgspec
+
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.folder import DATA, FolderLock
+from diskprefix.store.folder import DATA, LOCK, Mark
 from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.notes import Notes
 from diskprefix.store.opening import DAMAGED
@@ -200,10 +202,12 @@ def _require_clean(store: Store) -> None:
 
 
 def leave_mark(folder: Path) -> None:
-    """Leaves what a process leaves behind that is killed while it has the store open for writing."""
+    """Leaves what a process leaves behind that had the store open for writing before the machine was started."""
     if folder.exists():
-        with closing(FolderLock(folder, 0)) as lock:
-            lock.mark(True)
+        with suppress(FileNotFoundError):
+            mark = Mark(boot="another", file=(folder / DATA).stat().st_ino)
+            (folder / LOCK).touch(mode=0o600)
+            (folder / LOCK).write_bytes(msgspec.json.encode(mark))
 
 
 @contextmanager
