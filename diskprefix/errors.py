@@ -16,11 +16,12 @@
     ├── ModelError                           exit 3  the model cannot be found, fetched, read or fitted
     ├── LoadInterrupted                      exit 130  Ctrl-C while a thread loads the model
     └── CacheError                      500  exit 4  the store cannot be used; a request goes on without it
-        ├── StoreUnavailable                         the folder cannot be created, read, written or locked
+        ├── StoreUnavailable                         the folder cannot be created, read, written or locked, or is full
+        │   └── StoreReplaced                        another process put a new file in the place of the open one
         ├── StoreFormatError                         the store has a format that this version does not read
         ├── StoreCorrupt                             a record or payload fails its checks
-        ├── StoreFull                                a publication does not fit the budget or the disk
-        └── PrefixGone                               a publication continues a prefix that was evicted meanwhile
+        ├── StoreFull                                a publication does not fit the budget
+        └── PrefixGone                               what a publication continues was evicted or purged meanwhile
 
 A message is one line that says what is wrong and what to do next. Errors of a library are translated where the library
 is called, so that no other module needs to know them.
@@ -159,6 +160,10 @@ class CacheError(DiskPrefixError):
 
 class StoreUnavailable(CacheError):
     code = "store_unavailable"
+
+
+class StoreReplaced(StoreUnavailable):
+    code = "store_replaced"
 
 
 class StoreFormatError(CacheError):

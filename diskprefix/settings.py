@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from diskprefix.errors import SettingsError
 from diskprefix.units import format_size, parse_size
 
-MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**50
+MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**46
 _LEAST_WRITTEN = 1024**2
 Kind: TypeAlias = Literal["text", "integer", "size", "duration", "switch", "file", "folder"]
 """`size` is in bytes and `duration` in seconds. People write both with a unit."""

@@ -274,6 +274,6 @@ class Runner:
             rows = stored.load(picture, options)
             if rows is None:
                 rows = encoder.encode(picture, picture.prepare())
-                stored.save(picture, rows, options)
+                stored.save(picture, rows, options, stored.epoch)
             pictures.encoded[number] = rows
         return pictures

@@ -102,6 +102,8 @@ class PrefixCache(CacheResources):
         """Removes what a filter selects: from the store, from this process's memory and, if it selects saved prompts,
         from the shared tier. Waits for all of that. Raises `CacheError` if the store cannot
         be written."""
+        # Prompts that ended before are then not lost with those that are computed. It may take too long: a purge has
+        # what still waits refused.
         self.writer.flush(_PURGE_S)
         purged = purge(self.store, purge_filter, self.store.clock())
         for forget in self.on_forget:
@@ -146,7 +148,10 @@ class PrefixCache(CacheResources):
         how much is kept. The sequence holds the `token_ids`."""
         is_long = len(token_ids) >= max(1, self.settings.kv_cache_min_tokens)
         if is_long and options.save and options.scope.most is None:
-            self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options).hibernate(sequence)
+            request, owner = self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options), sequence.owner
+            # The request is new, its state is not.
+            if not (isinstance(owner, Owner) and owner.purged_at != request.epoch.purged_at):
+                request.hibernate(sequence)
 
     @property
     def health(self) -> tuple[str, str | None]:

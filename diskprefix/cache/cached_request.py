@@ -24,6 +24,7 @@ from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import Break, CacheReport, MissReason, Prompt, Saved, Selection, outcome_of
 from diskprefix.store.note_record import NoteKind
+from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -56,6 +57,11 @@ class CachedRequest:
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
         self._broken: Break | None = None
+
+    @property
+    def epoch(self) -> Epoch:
+        """That of the store when the request began."""
+        return self._context.epoch
 
     @property
     def nodes(self) -> PromptNodes:

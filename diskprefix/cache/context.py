@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from diskprefix.cache.choosing import choose_kept, look
 from diskprefix.cache.matching import Restored
@@ -35,8 +36,8 @@ class RequestContext:
     goes_on: bool = False
 
     def __post_init__(self) -> None:
-        self.names = self.cache.store.names
-        """Id and secret of the store that the request began with."""
+        self.epoch = self.cache.store.epoch
+        """That of the store when the request began."""
         self.spending: Spending | None = None
         """The state of the write budget when the prompt was chosen."""
         self._sighting = Sighting()
@@ -45,7 +46,7 @@ class RequestContext:
     def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
         """Returns the nodes of the prompt, or of the prompt and its reply."""
         block_size, layout = self.cache.settings.block_size, self.cache.payload_layout
-        return PromptNodes(self.names.secret, self.namespace.root, token_ids, block_size, layout)
+        return PromptNodes(self.epoch.secret, self.namespace.root, token_ids, block_size, layout)
 
     def ttl_at(self, position: int) -> float | None:
         """Returns the time to live of what ends at a position; see `planning.ttl_at`."""
@@ -53,7 +54,7 @@ class RequestContext:
 
     def notes(self, ttl_s: float | None = None) -> TenantNotes:
         """Returns the notes of the tenant; see `CacheResources.notes_of`."""
-        return self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s)
+        return self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s, self.epoch)
 
     def choose(self, nodes: PromptNodes, restored: Restored) -> Selection:
         """Returns the part of the prompt to keep, by the policy and by the measured speeds. For the engine thread."""
@@ -129,7 +130,9 @@ class RequestContext:
             restored_tokens=num_tokens,
             saved_s=max(0.0, prefill_s - restored.restore_ms / 1e3),
         )
-        cache.writer.savings.record(namespace.root, namespace.record, counts, blocks[-1] if blocks else None)
+        cache.writer.savings.record(
+            self.epoch, namespace.root, namespace.record, counts, blocks[-1] if blocks else None
+        )
 
     def prefetch(self, nodes: PromptNodes, is_cancelled: Callable[[], bool], have: int) -> Prefetched:
         """Fetches the nodes that the shared tier has and nearer tiers lack into the writer's buffer. Restores read them
@@ -144,7 +147,7 @@ class RequestContext:
         wish = PrefetchRequest(
             nodes=nodes,
             tiers=cache.tiers,
-            publish=publisher(cache.writer, self.names.store_id, namespace.root, namespace.record),
+            publish=publisher(cache.writer, self.epoch, namespace.root, namespace.record),
             most_s=cache.settings.remote_deadline,
             have=have,
             pays=cost_model.pays_remote,
@@ -164,4 +167,5 @@ class RequestContext:
             return
         num_tokens = selection.shared(cache.settings.remote_write, len(nodes.token_ids), restored.num_tokens)
         if num_tokens >= nodes.block_size:
-            cache.remote.upload(Upload(nodes, num_tokens, self.namespace.record, cache.tiers))
+            is_current = partial(cache.store.is_current, self.epoch)
+            cache.remote.upload(Upload(nodes, num_tokens, self.namespace.record, cache.tiers, is_current))

@@ -19,6 +19,7 @@ from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
 from diskprefix.store.schema import ENCODED_PICTURES, RootRecord
+from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import picture_ids, root_hash
 
 log = logging.getLogger("diskprefix")
@@ -59,7 +60,7 @@ class EncodedPictures:
         levels, hidden = self._shape
         try:
             rows = torch.empty((levels, picture.num_tokens, hidden), dtype=self._dtype)
-            _, nodes = self._root_of(picture, options.tenant)
+            _, nodes = self._root_of(picture, options.tenant, self.epoch)
             path = _path(nodes)
             with open_views(self._cache.tiers) as views:
                 if not all(self._read(views, nodes, node, rows) for node in path):
@@ -71,7 +72,14 @@ class EncodedPictures:
         self._cache.writer.touch(path[-1].name, self._cache.store.clock(), options.ttl_s)
         return rows
 
-    def save(self, picture: Picture, rows: torch.Tensor, options: CacheOptions, encode_s: float = 0.0) -> None:
+    @property
+    def epoch(self) -> Epoch:
+        """That of the store now. `save` needs the one in which the output was asked for."""
+        return self._cache.store.epoch
+
+    def save(
+        self, picture: Picture, rows: torch.Tensor, options: CacheOptions, epoch: Epoch, encode_s: float = 0.0
+    ) -> None:
         """Has a copy of an output written, if those of the request `are_saved`.
         `encode_s` is how long computing it took. For the engine's thread; the copy is made on another one."""
         cache, num_bytes = self._cache, rows.nbytes
@@ -83,36 +91,38 @@ class EncodedPictures:
         elif cache.writer.reserve(num_bytes):
             cache.spend(options.tenant, num_bytes)
             self._copied[options.tenant, picture.name] = rows
-            cache.run_aside(partial(self._submit, picture, rows, options, encode_s))
+            cache.run_aside(partial(self._submit, picture, rows, options, epoch, encode_s))
         else:
             cache.count("refused")
             log.warning("[disk-cache] a picture is not saved: the write buffer has no room for it")
 
-    def _submit(self, picture: Picture, rows: torch.Tensor, options: CacheOptions, encode_s: float) -> None:
+    def _submit(
+        self, picture: Picture, rows: torch.Tensor, options: CacheOptions, epoch: Epoch, encode_s: float
+    ) -> None:
         """Submits copies of the rows, whose bytes are reserved, to the writer."""
         cache, left = self._cache, rows.nbytes
         try:
-            record, nodes = self._root_of(picture, options.tenant)
-            publish = publisher(cache.writer, cache.store.store_id, nodes.root, record, is_reserved=True)
+            record, nodes = self._root_of(picture, options.tenant, epoch)
+            publish = publisher(cache.writer, epoch, nodes.root, record, is_reserved=True)
             token_s, token_bytes = encode_s / picture.num_tokens, rows.nbytes // picture.num_tokens
             at_once = max(1, _BATCH_BYTES // (nodes.block_size * token_bytes))
             for some in batches(_path(nodes), at_once):
                 publish(tuple(self._captured(nodes, node, rows, token_s, options.ttl_s) for node in some))
                 left -= token_bytes * sum(node.num_tokens for node in some)
             told = f"{picture.size} {picture.name.hex()}".encode()
-            notes = cache.notes_of(nodes.root, record, options.ttl_s)
+            notes = cache.notes_of(nodes.root, record, options.ttl_s, epoch)
             notes.put(NoteKind.PICTURE, picture.name.hex(), told, nodes.token_ids)
         finally:
             cache.writer.release(left)
             del self._copied[options.tenant, picture.name]
 
-    def _root_of(self, picture: Picture, tenant: Tenant) -> tuple[RootRecord, PromptNodes]:
+    def _root_of(self, picture: Picture, tenant: Tenant, epoch: Epoch) -> tuple[RootRecord, PromptNodes]:
         """Returns the record of a tenant's root of pictures, which differs from that of its prompts in the payloads,
         and the nodes of a picture there."""
         record = self._cache.root_record(tenant)
         record = replace(record, layout=self._text, identity=f"{ENCODED_PICTURES}{self._text} {record.identity}")
         ids, root = picture_ids(picture.name, picture.num_tokens), root_hash(record.identity)
-        return record, PromptNodes(self._cache.store.secret, root, ids, record.block_size, self._layout)
+        return record, PromptNodes(epoch.secret, root, ids, record.block_size, self._layout)
 
     def _read(self, views: Sequence[View], nodes: PromptNodes, node: Node, rows: torch.Tensor) -> bool:
         """Reads the rows of a block. Returns False if it is not stored, or damaged."""

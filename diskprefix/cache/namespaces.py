@@ -9,6 +9,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
@@ -86,9 +87,10 @@ class TenantNamespaces:
         """Guards `_used` and `purged_at`. Never held while the store is read."""
         self.on_forget: Callable[[], None] = lambda: None
         """Called when prompts that `on_prompts` got may be gone."""
-        self.purged_at: bytes | None = None
+        self._epoch = store.epoch
+        """That of which memories are kept."""
+        self.purged_at = self._epoch.purged_at
         """The time of the last `diskprefix purge`, as the store had it when `forget_deleted` looked."""
-        self._forget_what_was_purged()
 
     def get(self, tenant: Tenant) -> TenantNamespace:
         """Returns the tenant's namespace, and marks it as used. Others are dropped if there are too many."""
@@ -123,26 +125,19 @@ class TenantNamespaces:
     def forget_deleted(self) -> None:
         """Drops the tenants with purged or expired prompts. They are read again when needed. Reads the store: to be
         called whenever another process may have purged something, but not by the engine's thread."""
-        self._forget_what_was_purged()
-        now = self._store.clock()
+        with suppress(CacheError):
+            self._store.look_for_purge()
+        epoch, now = self._store.epoch, self._store.clock()
         with self._lock:
+            if epoch != self._epoch:
+                # Something was purged, or the names of blocks are those of another store.
+                self._epoch, self.purged_at = epoch, epoch.purged_at
+                self._used.clear()
+                self.on_forget()
             for tenant, one in list(self._used.items()):
                 if one.has_expired(now):
                     del self._used[tenant]
                     self.on_forget()
-
-    def _forget_what_was_purged(self) -> None:
-        """Drops all tenants if `diskprefix purge` has removed prompts, here or in another process."""
-        try:
-            with self._store.snapshot() as snapshot:
-                purged_at = snapshot.meta("purged_at")
-        except CacheError:
-            return
-        with self._lock:
-            if purged_at != self.purged_at:
-                self.purged_at = purged_at
-                self._used.clear()
-                self.on_forget()
 
     def _new(self, tenant: Tenant) -> TenantNamespace:
         record = self._record_of(tenant)

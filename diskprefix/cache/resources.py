@@ -25,6 +25,7 @@ from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
+from diskprefix.store.store_identity import Epoch
 from diskprefix.store.writer import Writer
 
 log = logging.getLogger("diskprefix")
@@ -146,10 +147,13 @@ class CacheResources:
         if self.settings.api_keys is not None:
             self.tiered.spent.add(tenant.ids[:1], num_bytes, self.store.clock())
 
-    def notes_of(self, root: bytes, record: RootRecord, ttl_s: float | None = None) -> TenantNotes:
+    def notes_of(
+        self, root: bytes, record: RootRecord, ttl_s: float | None = None, epoch: Epoch | None = None
+    ) -> TenantNotes:
         """Returns the notes of a root, for any thread. `ttl_s` is the time to live of new notes, in seconds; with None
-        the daemon's `--kv-cache-ttl` holds."""
-        return TenantNotes(self.writer.notes, root, record, ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S)
+        the daemon's `--kv-cache-ttl` holds. `epoch` is that in which their request began; with None it begins now."""
+        lasts_s = ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S
+        return TenantNotes(self.writer.notes, epoch or self.store.epoch, root, record, lasts_s)
 
     def lasts_s(self, ttl_s: float | None) -> float:
         """Returns the time to live, in seconds, of what a request asks to keep for `ttl_s`."""

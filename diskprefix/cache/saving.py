@@ -64,7 +64,7 @@ class Saver:
         self._cache, self._prompt, self._options = context.cache, context.prompt, context.options
         self.selection = selection
         self._is_chosen = False
-        self.chain = Chain()
+        self.chain = Chain(context.epoch)
         self.pins = ExitStack()
         self.has_published = False
         self._end = ExitStack()
@@ -336,7 +336,7 @@ class Saver:
             reason=self.selection.reason if self._is_chosen else "",
         )
         return Publication(
-            store_id=context.names.store_id,
+            chain=self.chain,
             root=namespace.root,
             root_record=namespace.record,
             nodes=nodes,
@@ -348,7 +348,6 @@ class Saver:
             ttl_s=context.ttl_at(plan.num_tokens),
             anchors=self.selection.anchors if self._is_chosen and self._cache.layout.states else None,
             daemon_ttl_s=self._cache.settings.kv_cache_ttl,
-            chain=self.chain,
             page_bytes=sum(page.num_bytes for page in hold.pages),
             frees=hold.frees,
             on_done=hold.release,

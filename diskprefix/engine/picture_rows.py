@@ -20,6 +20,7 @@ from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.model.exact.vision_encoder import VisionEncoder
 from diskprefix.nouns import CacheOptions, Picture
+from diskprefix.store.store_identity import Epoch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,6 +92,7 @@ class _Job:
 
     picture: Picture
     options: CacheOptions
+    epoch: Epoch
     wanted_by: list[tuple[PromptPictures, int]] = field(default_factory=list)
     inputs: dict[str, Any] | None = None
     rows: torch.Tensor | None = None
@@ -135,7 +137,7 @@ class PictureRowsSource:
             pictures.encoded[number] = rows
             return True
         is_new = key not in self._jobs
-        job = self._jobs.setdefault(key, _Job(picture, options))
+        job = self._jobs.setdefault(key, _Job(picture, options, self._stored.epoch))
         if are_saved(options) and not are_saved(job.options):
             job.options = options
         if (pictures, number) not in job.wanted_by:
@@ -188,7 +190,7 @@ class PictureRowsSource:
             # It holds the rows, and knows the job.
             job.call, job.is_encoded = None, job.rows is not None
             if job.rows is not None:
-                self._stored.save(job.picture, job.rows, job.options, job.encode_s)
+                self._stored.save(job.picture, job.rows, job.options, job.epoch, job.encode_s)
             self._end(job)
         return True
 

@@ -3,6 +3,7 @@ parent counts its children."""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_
 from diskprefix.store.note_record import used_note
 from diskprefix.store.pieces import Payload
 from diskprefix.store.schema import (
+    PURGED_AT,
     EntryRecord,
     Kind,
     ModelRecord,
@@ -51,6 +53,7 @@ NODES_AT_ONCE = 64
 RECORDS_AT_ONCE = 512
 _TRIES = 8
 """Nodes that are looked at to find a longer one. The first one that is sound is it, if there is any."""
+_F64 = struct.Struct("<d")
 _Item = TypeVar("_Item")
 
 
@@ -157,8 +160,12 @@ class Changes(Snapshot):
         self._put("meta", key.encode(), value)
 
     def record_purge(self) -> None:
-        """Tells daemons that records which they keep in memory may be gone."""
-        self.put_meta("purged_at", struct.pack("<d", self.now))
+        """Begins a new epoch: what requests of the one before keep in memory is dropped, and not stored any more."""
+        before, purged_at = self.meta(PURGED_AT) or b"", self.now
+        if len(before) == _F64.size and math.isfinite(last := _F64.unpack(before)[0]):
+            # Two purges at one time, or after the clock was set back, are two.
+            purged_at = max(self.now, math.nextafter(last, math.inf))
+        self.put_meta(PURGED_AT, _F64.pack(purged_at))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Stores the record of a root unless there is a sound one."""

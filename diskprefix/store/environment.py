@@ -181,23 +181,23 @@ class Environment:
             finally:
                 self._count(-1)
 
-    def last_transactions(self) -> tuple[int, int]:
-        """Returns the number of the last transaction that was committed, and that of the oldest one that a reader, of
-        any process, still sees."""
-        last = self._env.info()["last_txnid"]
-        rows = [line.split() for line in self._env.readers().splitlines()[1:]]
-        return last, min([last, *(int(row[-1]) for row in rows if row and row[-1].isdigit())])
-
-    def wait_for_readers(self) -> bool:
-        """Waits until no reader from before the last commit is open. Returns False if one stays open for seconds.
-        Readers of processes that ended are removed."""
+    def wait_for_readers(self) -> int | None:
+        """Waits until no reader from before the last commit is open. Returns None then, or the process of one that
+        stays open for seconds. Readers of processes that ended are removed."""
         self._env.reader_check()
         deadline = time.monotonic() + _READER_PATIENCE_S
-        while True:
-            last, oldest = self.last_transactions()
-            if oldest == last or time.monotonic() > deadline:
-                return oldest == last
+        while (reader := self._old_reader()) is not None and time.monotonic() <= deadline:
             time.sleep(_READER_POLL_S)
+        return reader
+
+    def _old_reader(self) -> int | None:
+        """Returns the process of the reader, of any process, with the oldest transaction, None if that is the last."""
+        last = self._env.info()["last_txnid"]
+        rows = [line.split() for line in self._env.readers().splitlines()[1:]]
+        transaction, process = min(
+            ((int(row[-1]), int(row[0])) for row in rows if row and row[-1].isdigit()), default=(last, 0)
+        )
+        return process if transaction < last else None
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
 from collections import Counter
 
-from diskprefix.errors import StoreCorrupt, StoreFull
+from diskprefix.errors import CacheError, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
-from diskprefix.store.folder import LEAST_FREE, disk_full, file_errors, free_bytes
+from diskprefix.store.folder import LEAST_FREE, FolderUnavailable, disk_full, file_errors, free_bytes
 from diskprefix.store.ghosts import GHOST_SHARE, PROMPTS_AT_ONCE, beyond, forget, has_expired
 from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
@@ -56,8 +57,9 @@ class Evictor:
             return frozenset(self._pins)
 
     def make_room(self, need_bytes: int, keep: frozenset[bytes]) -> int:
-        """Evicts until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes. Raises
-        `StoreFull`, and evicts nothing, if evicting all that may be evicted is not enough."""
+        """Evicts until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes. If
+        evicting all that may be evicted is not enough, evicts nothing, and raises `FolderUnavailable` if the disk is
+        full, or `StoreFull` if the budget is."""
         self._bound_seen()
         with self._file.snapshot() as snapshot:
             used, usable, budget = snapshot.used_bytes(), self.usable_bytes(), self._file.budget_bytes
@@ -77,7 +79,7 @@ class Evictor:
             freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
             if need_bytes and used + need_bytes - freed > usable:
                 busy = "what is stored is in use; raise --kv-cache-budget"
-                raise StoreFull(self._disk_problem() or f"no room for {format_size(need_bytes)}: {busy}")
+                raise self._full(f"no room for {format_size(need_bytes)}: {busy}")
         self._drop_roots(roots)
         self._evict(victims)
         return len(victims)
@@ -107,11 +109,11 @@ class Evictor:
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
-        """Raises `StoreFull` if that much could not be stored even if everything else were evicted."""
+        """Raises what `make_room` does if that much could not be stored even if everything else were evicted."""
         if need_bytes > self.usable_bytes():
             need, budget = format_size(need_bytes), format_size(self._file.budget_bytes)
             cure = f"{need} do not fit --kv-cache-budget {budget}; raise it or save a shorter prefix"
-            raise StoreFull(self._disk_problem() or cure)
+            raise self._full(cure)
 
     def usable_bytes(self) -> int:
         """Returns the bytes that pages with data may take of the budget, or of the space on the disk if that is
@@ -182,14 +184,19 @@ class Evictor:
     def limit(self) -> str:
         """Returns what limits the file, for people."""
         budget = f"the budget of {format_size(self._file.budget_bytes)}"
-        return f"{budget}: {problem}" if (problem := self._disk_problem()) else budget
+        return f"{budget}: {self._full('')}" if self._is_limited_by_disk() else budget
 
     def full_disk(self) -> str | None:
         """Returns the sentence for a disk that has no room for more, None for one that has. Never raises."""
         is_full = free_bytes(self._file.path) < self._min_free_bytes + LEAST_FREE
         return disk_full(self._file.path, self._min_free_bytes) if is_full else None
 
-    def _disk_problem(self) -> str | None:
-        """Returns the same if the disk, and not the budget, limits the file."""
-        is_less = self.disk_limit() < self._file.budget_bytes
-        return disk_full(self._file.path, self._min_free_bytes) if is_less else None
+    def _is_limited_by_disk(self) -> bool:
+        return self.disk_limit() < self._file.budget_bytes
+
+    def _full(self, budget_full: str) -> CacheError:
+        """Returns the error for a file that may not grow: that of a full disk if the disk limits it. If not, its
+        message is `budget_full`."""
+        if self._is_limited_by_disk():
+            return FolderUnavailable(self._file.path, OSError(errno.ENOSPC, ""), self._min_free_bytes)
+        return StoreFull(budget_full)

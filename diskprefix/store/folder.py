@@ -51,14 +51,15 @@ read it."""
 
 class FolderUnavailable(StoreUnavailable):
     """The file system refuses what the store needs. `passing` tells whether this may end by itself: a read-only or full
-    file system may, a wrong path does not. `is_full`: the disk has no room."""
+    file system may, a wrong path does not. `is_full`: the disk has no room, or no more than `min_free_bytes`, which
+    are to stay free."""
 
-    def __init__(self, path: Path, error: OSError) -> None:
+    def __init__(self, path: Path, error: OSError, min_free_bytes: int = 0) -> None:
         self.passing = error.errno in PASSING
         # LMDB knows no more than EIO of a write that a full disk cut short.
         self.is_full = error.errno == errno.ENOSPC or (error.errno == errno.EIO and 0 <= free_bytes(path) < LEAST_FREE)
         why = f"--kv-cache-dir {path}: {error.strerror or error}; repair it or choose another folder"
-        super().__init__(disk_full(path, 0) if self.is_full else why)
+        super().__init__(disk_full(path, min_free_bytes) if self.is_full else why)
 
 
 def free_bytes(path: Path) -> int:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
-from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt
 from diskprefix.store.eviction import expiry_interval_s
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.savings import forget_hits
 from diskprefix.store.schema import ModelRecord, model_key
 from diskprefix.store.store import Store
-from diskprefix.store.verify import remove_damaged
+from diskprefix.store.verify import StoreProblem, remove_problems, verify_index
 
 log = logging.getLogger("diskprefix")
 
@@ -34,25 +34,37 @@ class Housekeeping:
         """Those of which the store has a record."""
         self.on_forget: list[Callable[[], None]] = []
         """Called when records were deleted, by any process, or may have expired: memories of them must go too."""
-        self._purged_at: bytes | None = None
-        """The time of the last purge of any process, as the store has it, after which memories were dropped."""
+        self._epoch = store.epoch
+        """That of which there are memories."""
+        self._checking: threading.Thread | None = None
+        """Looks for damage beside the writing of prompts, as it reads all of the index or of the file."""
+        self._damaged: tuple[StoreProblem, ...] = ()
+        """What it found."""
+        self.is_reading = False
+        """It has the store's records open."""
         self.expired = self.quarantined = 0
         self.error: str | None = None
         """The store's last failure; None once a prompt is saved again."""
         self.look()
 
-    def attempt(self, step: Callable[[], None]) -> None:
-        """Runs a step. The thread survives whatever it raises: a bug shows as a degraded cache and a logged
-        traceback."""
+    def attempt(self, step: Callable[[], None]) -> Exception | None:
+        """Runs a step. Returns what it raised, which the thread survives: a failure of the store is said once, and a
+        bug shows as a degraded cache and a logged traceback."""
         try:
             step()
+        except PrefixGone as error:
+            # Of one prompt, and no failure.
+            return error
         except CacheError as error:
             self._say(self._store.told(error))
             if isinstance(error, StoreCorrupt):
-                self.attempt(partial(self._remove_damaged, error))
+                self._check(with_records=True)
+            return error
         except Exception as error:
             log.exception("[disk-cache] the writer failed")
             self.error = f"internal error: {error!r}"
+            return error
+        return None
 
     def look(self) -> None:
         """Reports what is wrong with the folder, once."""
@@ -92,17 +104,18 @@ class Housekeeping:
     def quarantine(self, name: bytes, parent: bytes) -> None:
         """Removes a damaged node with all that continues it."""
         self.quarantined += self._store.quarantine(name, parent)
-        self._store.try_file()
+        self._check(with_records=False)
+
+    def remove_damaged(self) -> None:
+        """Removes the records that were found damaged. What they hid is found when it makes writing fail."""
+        damaged, self._damaged = self._damaged, ()
+        if damaged:
+            self.quarantined += remove_problems(self._store, damaged).records
 
     def notice_purge(self) -> None:
-        """Has memories dropped if a process has purged something since the last time."""
-        if self._store.problem is not None:
-            return
-        with self._store.snapshot() as snapshot:
-            purged_at = snapshot.meta("purged_at")
-        if purged_at != self._purged_at:
-            self._purged_at = purged_at
-            forget_hits(self._store)
+        """Has memories dropped if a process has purged something, or another store is open, since the last time."""
+        if self._store.problem is None and self._store.look_for_purge() != self._epoch:
+            self._epoch = self._store.epoch
             self._have_forgotten()
 
     def _expire(self) -> None:
@@ -119,13 +132,26 @@ class Housekeeping:
         for forget in self.on_forget:
             forget()
 
-    def _remove_damaged(self, error: StoreCorrupt) -> None:
-        """Removes damaged records that make writing fail. `Store.maintain` deals with damage of the file itself."""
+    def _check(self, *, with_records: bool) -> None:
+        """Begins to look for more damage: in the file, with which `maintain` deals, and in all records if one of them
+        makes writing fail."""
+        if self._checking is None or not self._checking.is_alive():
+            self._checking = threading.Thread(
+                target=self._look_for_damage, args=(with_records,), name="kv-check", daemon=True
+            )
+            self.is_reading = with_records
+            self._checking.start()
+
+    def _look_for_damage(self, with_records: bool) -> None:
         try:
-            self.quarantined += remove_damaged(self._store).records
+            if with_records:
+                self._damaged = verify_index(self._store).problems
+            self.is_reading = False
             self._store.try_file()
-        except CacheError as failure:
-            log.debug("[disk-cache] not removed: %s, because of %s", error, failure)
+        except (CacheError, OSError) as failure:
+            log.debug("[disk-cache] not looked for damage: %s", failure)
+        finally:
+            self.is_reading = False
 
     def _say(self, told: str) -> None:
         if self.error is None:

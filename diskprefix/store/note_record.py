@@ -174,16 +174,21 @@ def sizes_by_root(notes: Iterable[StoredNote]) -> Counter[bytes]:
     return sizes
 
 
-def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int) -> list[bytes]:
+def total_limit(budget_bytes: int) -> int:
+    """Returns what the notes of all roots may take."""
+    return budget_bytes // _TOTAL_SHARE
+
+
+def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int, stored_bytes: int = 0) -> list[bytes]:
     """Returns the keys of the notes that must go so that each root, and all together, keep their shares of the budget:
     logits first, then those that were not used for the longest time. A share that is exceeded is left three quarters
-    full."""
+    full. `stored_bytes` is what all notes take in the file, if that is more than their sizes say."""
     by_age = sorted(notes, key=lambda note: (note.kind != NoteKind.LOGITS, note.times.last_used, note.key))
     of_root = sizes_by_root(by_age)
-    total = of_root.total()
-    limit, total_limit = root_limit(budget_bytes), budget_bytes // _TOTAL_SHARE
+    total = max(of_root.total(), stored_bytes)
+    limit, most = root_limit(budget_bytes), total_limit(budget_bytes)
     allowed = {root: limit * _KEPT if size > limit else limit for root, size in of_root.items()}
-    total_allowed = total_limit * _KEPT if total > total_limit else total_limit
+    total_allowed = most * _KEPT if total > most else most
     gone = []
     for note in by_age:
         if of_root[note.root] > allowed[note.root] or total > total_allowed:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, Part, batches
@@ -30,14 +31,21 @@ from diskprefix.store.note_record import (
     root_limit,
     sizes_by_root,
     surplus_notes,
+    total_limit,
 )
+from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
+from diskprefix.store.store_identity import Epoch, epoch_of
 from diskprefix.tokens import HASH_BYTES, TokenIds, prompt_digest
 
 log = logging.getLogger("diskprefix")
 
 _MAX_WAITING_BYTES = 32 << 20
+_WAITING_BYTES = 256
+"""What a note that waits takes besides its content; of a deletion, all that it takes."""
+_MAX_USED, _MAX_ROOTS = 1 << 14, 1 << 12
+"""Bounds for what is remembered of the uses of notes, and of the sizes of roots. What is forgotten is read again."""
 
 
 class Notes:
@@ -51,21 +59,21 @@ class Notes:
         self._wake = wake
         self._lock = threading.Lock()
         self._written = threading.Condition(self._lock)
-        self._waiting: dict[bytes, bytes | None] = {}
-        """Encoded notes that are not in the store yet; None for one that is to be deleted."""
+        self._waiting: dict[bytes, _Waiting] = {}
+        """The notes that are not in the store yet."""
         self.waiting_bytes = 0
         """The size of the notes that are not in the store yet."""
         self._roots: dict[bytes, RootRecord] = {}
         """The root records of the notes that wait."""
-        self._used: dict[bytes, float] = {}
-        """Times of the last use of notes by this process, by key."""
+        self._used: OrderedDict[bytes, float] = OrderedDict()
+        """Times of the last use of notes by this process, by key, the latest last."""
         self._to_record: set[bytes] = set()
         """Keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
         self._is_new = self._is_being_written = False
         self._not_counted: dict[bytes, int] = {}
         """What notes take that were written since the last `make_fit`, by key."""
-        self._sizes: Counter[bytes] = Counter()
-        """About what the notes of each root take, since they were last counted."""
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        """About what the notes of a root take, for the roots that this process wrote to last."""
         self.dropped = 0
 
     @property
@@ -75,6 +83,7 @@ class Notes:
 
     def put(
         self,
+        epoch: Epoch,
         root: bytes,
         record: RootRecord,
         kind: NoteKind,
@@ -84,21 +93,23 @@ class Notes:
         prompt: TokenIds | None = None,
     ) -> bool:
         """Keeps a note, replacing one with the same kind and id. It is deleted with the `prompt` that it came from.
+        It is not stored in another epoch than its request's.
         Returns False if it is too large, or if the store fails and too much waits already."""
         key, now = note_key(root, kind, id_), self._store.clock()
         times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
         came_from = NO_PROMPT
         if prompt is not None:
-            came_from = NotePrompt(len(prompt), prompt_digest(self._store.secret, root, prompt))
+            came_from = NotePrompt(len(prompt), prompt_digest(epoch.secret, root, prompt))
         value = encode_note(key, content, times, came_from) if len(content) <= MAX_NOTE_BYTES else b""
         fits = bool(value) and note_bytes(len(value)) <= note_limit(self._store.budget_bytes)
         self._store.evictor.may_have_own_ttls |= times.ttl_s < SHORT_TTL_S
         with self._lock:
-            if not fits or self.waiting_bytes + len(value) > _MAX_WAITING_BYTES:
+            fits = fits and self.waiting_bytes + len(value) <= _MAX_WAITING_BYTES
+            if not fits or epoch != self._store.epoch:
                 self.dropped += 1
                 return False
             self._roots[root] = record
-            self._replace(key, value)
+            self._replace(key, _Waiting(epoch, value))
         self._wake()
         return True
 
@@ -120,6 +131,9 @@ class Notes:
             return None
         with self._lock:
             self._used[key] = now
+            self._used.move_to_end(key)
+            if len(self._used) > _MAX_USED:
+                self._to_record.discard(self._used.popitem(last=False)[0])
             if times.is_outdated(now):
                 self._to_record.add(key)
         return content
@@ -150,13 +164,16 @@ class Notes:
             used = {key: self._used[key] for key in self._to_record - waiting.keys()}
             self._to_record = set()
             self._is_being_written = bool(waiting or used)
-        sizes = {key: note_bytes(len(value)) for key, value in waiting.items() if value is not None}
+        sizes = {key: note_bytes(len(one.value)) for key, one in waiting.items() if one.value is not None}
 
         def put(changes: Changes) -> None:
-            for root, record in roots.items():
-                changes.put_root(root, record)
-            for key, value in waiting.items():
-                changes.put_note(key, value)
+            epoch = epoch_of(changes, self._store.names)
+            for key, one in waiting.items():
+                if one.value is not None and one.epoch == epoch:
+                    changes.put_root(key[:HASH_BYTES], roots[key[:HASH_BYTES]])
+                    changes.put_note(key, one.value)
+                elif one.value is None:
+                    changes.put_note(key, None)
             for key, when in used.items():
                 changes.use_note(key, when)
 
@@ -170,7 +187,7 @@ class Notes:
     def _value(self, key: bytes) -> bytes | None:
         with self._lock:
             if key in self._waiting:
-                return self._waiting[key]
+                return self._waiting[key].value
         # What was written meanwhile is in a snapshot that is taken now.
         with self._store.snapshot() as snapshot:
             value = snapshot.record("notes", key)
@@ -178,53 +195,78 @@ class Notes:
 
     def _delete(self, key: bytes) -> None:
         with self._lock:
-            self._replace(key, None)
+            self._replace(key, _Waiting(self._store.epoch, None))
         self._wake()
 
-    def _replace(self, key: bytes, value: bytes | None) -> None:
+    def drop_outdated(self) -> None:
+        """Drops the notes that wait and are not of the store's epoch. For any thread."""
+        with self._lock:
+            late = {key: one for key, one in self._waiting.items() if one.value and one.epoch != self._store.epoch}
+            self.dropped += len(late)
+        self._forget(late)
+
+    def _replace(self, key: bytes, note: _Waiting) -> None:
         """The caller holds the lock."""
         if key in self._waiting:
-            self.waiting_bytes -= _waiting_size(self._waiting[key])
-        self._waiting[key] = value
+            self.waiting_bytes -= self._waiting[key].num_bytes
+        self._waiting[key] = note
         self._is_new = True
-        self.waiting_bytes += _waiting_size(value)
+        self.waiting_bytes += note.num_bytes
 
-    def _forget(self, written: dict[bytes, bytes | None]) -> None:
-        """Drops what was written from what waits, unless it was replaced meanwhile."""
+    def _forget(self, gone: Mapping[bytes, _Waiting]) -> None:
+        """Takes notes out of those that wait, unless they were replaced meanwhile."""
         with self._lock:
-            for key, value in written.items():
-                if self._waiting.get(key, b"") is value:
-                    self.waiting_bytes -= _waiting_size(self._waiting.pop(key))
+            for key, one in gone.items():
+                if self._waiting.get(key) is one:
+                    self.waiting_bytes -= self._waiting.pop(key).num_bytes
             roots = {key[:HASH_BYTES] for key in self._waiting}
             self._roots = {root: record for root, record in self._roots.items() if root in roots}
             self._written.notify_all()
 
     def make_fit(self) -> None:
-        """Removes what exceeds a share. Notes are counted when a root's first one is written, and when a count of this
-        process exceeds its share: then those of other processes and those that went meanwhile count too. Raises
-        `CacheError`."""
-        written, self._not_counted = self._not_counted, {}
-        limit = root_limit(self._store.budget_bytes)
-        for key, size in written.items():
-            self._sizes[key[:HASH_BYTES]] = self._sizes.get(key[:HASH_BYTES], limit) + size
-        if not any(self._sizes[key[:HASH_BYTES]] > limit for key in written):
+        """Removes what exceeds a share. What the notes of a root take is counted when this process writes one and does
+        not know it; what all take is the size of their pages. Raises `CacheError`."""
+        if self._store.problem is not None:
             return
+        written, self._not_counted = self._not_counted, {}
+        budget_bytes, limit = self._store.budget_bytes, root_limit(self._store.budget_bytes)
+        grown: Counter[bytes] = Counter()
+        for key, size in written.items():
+            grown[key[:HASH_BYTES]] += size
         with self._store.snapshot() as snapshot:
-            stored = {note.key: note for note in snapshot.notes()}
+            stored_bytes = snapshot.note_bytes()
+            for root, size in grown.items():
+                is_known = root in self._sizes
+                counted = self._sizes[root] + size if is_known else sizes_by_root(snapshot.notes_of(root))[root]
+                self._sizes[root] = counted
+                self._sizes.move_to_end(root)
+            full = [root for root, size in self._sizes.items() if size > limit]
+            if stored_bytes > total_limit(budget_bytes):
+                notes = list(snapshot.notes())
+            else:
+                stored_bytes, notes = 0, [note for root in full for note in snapshot.notes_of(root)]
         with self._lock:
-            self._used = {key: when for key, when in self._used.items() if key in stored}
-            notes = [note.used(self._used.get(note.key, 0.0)) for note in stored.values()]
-        gone = surplus_notes(notes, self._store.budget_bytes)
-        for some in batches(gone, RECORDS_AT_ONCE):
+            notes = [note.used(self._used.get(note.key, 0.0)) for note in notes]
+        for some in batches(surplus_notes(notes, budget_bytes, stored_bytes), RECORDS_AT_ONCE):
             with self._store.changes() as changes:
+                keep_counts(changes, {key[:HASH_BYTES] for key in some if key[HASH_BYTES] == NoteKind.SAVINGS})
                 changes.forget_notes(some)
-        lost = set(gone)
-        self._sizes = sizes_by_root(note for note in notes if note.key not in lost)
+        for root in {note.root for note in notes}:
+            # They are counted again when something is written.
+            self._sizes.pop(root, None)
+        while len(self._sizes) > _MAX_ROOTS:
+            self._sizes.popitem(last=False)
 
 
-def _waiting_size(value: bytes | None) -> int:
-    """A deletion waits too."""
-    return 1 if value is None else len(value)
+class _Waiting(NamedTuple):
+    """An encoded note that waits, with the epoch of its request. Without a value, the note is to be deleted."""
+
+    epoch: Epoch
+    value: bytes | None
+
+    @property
+    def num_bytes(self) -> int:
+        return _WAITING_BYTES + len(self.value or b"")
 
 
 @dataclass(frozen=True)
@@ -232,13 +274,15 @@ class TenantNotes:
     """The notes of one tenant. See `Notes` for the methods, and for the threads that may call them."""
 
     notes: Notes
+    epoch: Epoch
+    """That in which the request began."""
     root: bytes
     record: RootRecord
     ttl_s: float
     """Time to live of the notes that are put, after their last use, in seconds."""
 
     def put(self, kind: NoteKind, id_: str, content: bytes, prompt: TokenIds | None = None) -> bool:
-        return self.notes.put(self.root, self.record, kind, id_, content, self.ttl_s, prompt)
+        return self.notes.put(self.epoch, self.root, self.record, kind, id_, content, self.ttl_s, prompt)
 
     def get(self, kind: NoteKind, id_: str) -> bytes | None:
         return self.notes.get(self.root, kind, id_)

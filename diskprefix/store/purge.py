@@ -37,7 +37,7 @@ _ROUNDS = 5
 class PurgeFilter:
     """The conditions of a purge. It removes what meets all that are given, or everything if there is none.
 
-    `entries` are names of saved prompts. `salt` is what `tenant.matches` takes.
+    `entries` are names of saved prompts. `salt` is what `tenant_ids.matches` takes.
     """
 
     entries: frozenset[bytes] = frozenset()
@@ -147,24 +147,25 @@ def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> Pur
 def purge(
     store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None] = lambda _bytes: None
 ) -> Purged:
-    """Removes what the filter selects, and has daemons forget what they keep in memory. `advance` is called with the
-    stored bytes that were removed.
+    """Removes what the filter selects, and has daemons forget what they keep in memory. No process stores anything
+    afterwards for a request that began before the end. `advance` is called with the stored bytes that were removed.
 
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
     gone = Purged()
     for rounds_left in reversed(range(_ROUNDS + 1)):
-        with store.snapshot() as snapshot:
-            plan = plan_purge(snapshot, purge_filter, now)
+        # One transaction: what was begun before it is in the plan, or is never stored. The last one finds nothing left.
+        with store.changes() as changes:
+            plan = plan_purge(changes, purge_filter, now)
+            # Of a model, a tenant or everything also if nothing is stored: daemons have in memory what is not saved.
+            if plan or gone.is_something or not (purge_filter.entries or purge_filter.older_than_s):
+                changes.record_purge()
+        store.look_for_purge()
         gone.left_blocks = len(plan.nodes)
         if not (plan and rounds_left):
             break
         gone.texts += plan.texts
         _carry_out(store, plan, gone, advance)
-    # Of a model, a tenant or everything also if nothing was stored: daemons have in memory what could not be saved.
-    if gone.is_something or not (purge_filter.entries or purge_filter.older_than_s):
-        with store.changes() as changes:
-            changes.record_purge()
     return gone
 
 

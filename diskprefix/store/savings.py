@@ -20,6 +20,7 @@ from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encod
 from diskprefix.store.schema import RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import StoreFile
+from diskprefix.store.store_identity import Epoch, epoch_of
 
 _DAYS, _RECENT_HITS = 30, 256
 _TTL_S = 400 * 86400
@@ -145,18 +146,20 @@ class SavingsLog:
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         """Held while counts are on their way to the store. A reader would find them in neither place."""
-        self._waiting: dict[bytes, tuple[RootRecord, Savings]] = {}
+        self._waiting: dict[tuple[Epoch, bytes], tuple[RootRecord, Savings]] = {}
+        """By the epoch in which the requests began, and the root."""
         self.saved_s = 0.0
         """Seconds of computing that restores saved since the start of this process."""
 
-    def record(self, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
-        """Counts a request. `block` is the last full block that it restored, None if it restored none."""
+    def record(self, epoch: Epoch, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
+        """Counts a request that began in `epoch`. `block` is the last full block that it restored, None if it restored
+        none."""
         now = self._store.clock()
         hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
         with self._lock:
             self.saved_s += counts.saved_s
-            if root in self._waiting or len(self._waiting) < _MAX_WAITING:
-                _, waiting = self._waiting.setdefault(root, (record, Savings(since=now)))
+            if (epoch, root) in self._waiting or len(self._waiting) < _MAX_WAITING:
+                _, waiting = self._waiting.setdefault((epoch, root), (record, Savings(since=now)))
                 waiting.add(Savings(since=now, total=counts, days={day_of(now): counts}, hits=hits))
 
     def total(self) -> Savings:
@@ -181,13 +184,19 @@ class SavingsLog:
                 yield Part(len(waiting) * note_bytes(1 << 13), partial(self._add, waiting))
             except BaseException:
                 with self._lock:
-                    for root, (record, new) in self._waiting.items():
-                        waiting.setdefault(root, (record, Savings(since=new.since)))[1].add(new)
+                    for key, (record, new) in self._waiting.items():
+                        waiting.setdefault(key, (record, Savings(since=new.since)))[1].add(new)
                     self._waiting = waiting
                 raise
 
-    def _add(self, waiting: Mapping[bytes, tuple[RootRecord, Savings]], changes: Changes) -> None:
-        for root, (record, new) in waiting.items():
+    def _add(self, waiting: Mapping[tuple[Epoch, bytes], tuple[RootRecord, Savings]], changes: Changes) -> None:
+        now = epoch_of(changes, self._store.names)
+        for (epoch, root), (record, new) in waiting.items():
+            if epoch != now:
+                if not changes.has_record("roots", root):
+                    # All of this root was purged.
+                    continue
+                new.hits = []
             changes.put_root(root, record)
             stored = savings_of(changes, root) or Savings(since=new.since)
             stored.add(new)

@@ -17,7 +17,7 @@ import numpy as np
 from diskprefix.errors import StoreCorrupt
 from diskprefix.tokens import HASH_BYTES, TokenIds, beginning_hashes, block_hash, checksum, root_hash
 
-FORMAT, NAMES = "format", "names"
+FORMAT, NAMES, PURGED_AT = "format", "names", "purged_at"
 """Keys of the database `meta`."""
 MODEL_MARK = b"model "
 ENCODED_PICTURES = "pictures "
@@ -127,7 +127,7 @@ class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a root. `layout` is the canonical text of `kv.layout.Layout`, which payloads have.
 
     `identity` is the text whose hash is the root (`tokens.root_hash`); empty if it is not known. `tenant` is the text
-    of a `tenant.Tenant`, empty for the shared tenant. `tokenizer` is the folder of the tokenizer that made the token
+    of a `nouns.Tenant`, empty for the shared tenant. `tokenizer` is the folder of the tokenizer that made the token
     ids, for people who read them; empty if it is not known.
     """
 

@@ -34,6 +34,7 @@ from diskprefix.store.schema import (
     decode_usage,
     is_node,
     node_kind,
+    node_name,
     node_position,
     node_root,
     piece_index,
@@ -161,6 +162,15 @@ class Snapshot:
         value = self.record("nodes", name)
         return b"" if value is None else bytes(value[:HASH_BYTES])
 
+    def children(self, name: bytes, secret: int) -> list[bytes]:
+        """Returns the stored nodes that continue a node, as the index lists them: first keys begin with its name. Nodes
+        without tokens are in no index, but their names are known. `secret` is the store's."""
+        if len(name) != HASH_BYTES:
+            return []
+        bare = [node_name(secret, name, b"", kind) for kind in (Kind.TAIL, Kind.CHECKPOINT)]
+        found = dict.fromkeys([*bare, *(key[-HASH_BYTES:] for key in self.keys_under("children", name))])
+        return [child for child in found if self.has_record("nodes", child)]
+
     def similar_children(self, parent: bytes, token_ids: bytes) -> Iterator[bytes]:
         """Yields the names of the nodes that continue `parent` and have the first of these token ids (int32,
         little-endian): first those that have most of them in common. Does not verify records, which may be missing."""
@@ -256,6 +266,15 @@ class Snapshot:
         """Yields all notes, without their contents."""
         for key, value in self.records("notes"):
             yield StoredNote.of(key, value)
+
+    def notes_of(self, root: bytes) -> Iterator[StoredNote]:
+        """Yields the notes of a root, without their contents."""
+        for key in self.keys_under("notes", root):
+            yield StoredNote.of(key, self.record("notes", key))
+
+    def note_bytes(self) -> int:
+        """Returns the size of the pages with notes."""
+        return self._bytes_in("notes")
 
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
         """Yields the keys that begin with a root: what was seen under it, its notes, or its first blocks

@@ -8,6 +8,7 @@ let the file outgrow it.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +26,9 @@ from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.ghosts import see
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import OnCorruption, StoreFile
-from diskprefix.store.tree import PrefixTree
+from diskprefix.store.store_identity import Epoch, epoch_of
 from diskprefix.store.written import WRITTEN, WrittenBytes, encode_written, read_written
 from diskprefix.tokens import TokenIds
 from diskprefix.units import counted, format_size
@@ -34,6 +36,7 @@ from diskprefix.units import counted, format_size
 log = logging.getLogger("diskprefix")
 
 _PROMPTS_LOOKED_AT = 1000
+OUTDATED = "something was purged, or the store was replaced, since it began"
 _RECORDED_BYTES = 1 << 16
 """Recording what was written writes less itself."""
 
@@ -41,12 +44,14 @@ _RECORDED_BYTES = 1 << 16
 class Chain:
     """The publications of one request, each of which continues the one before. For any thread.
 
-    Once one of them could not be written (`is_lost`), those that come after it must not be either. Once something
-    could not be submitted (`is_broken`), nothing more is; what was submitted before is written. `is_whole`: nothing was
-    lost, and else `why` says what was lost first, empty if the store failed. `has_nodes`: nodes of it were written.
+    `epoch` is that of the store when the request began: nothing is written in another one. Once a publication could not
+    be written (`is_lost`), those that come after it must not be either. Once something could not be submitted
+    (`is_broken`), nothing more is; what was submitted before is written. `is_whole`: nothing was lost, and else `why`
+    says what was lost first, empty if the store failed. `has_nodes`: nodes of it were written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
         self.is_lost = self._is_broken = self.has_nodes = False
         self.is_whole, self.why = True, ""
         self._lock = threading.Lock()
@@ -77,17 +82,18 @@ class Chain:
 class Publication:
     """The records that one transaction adds to a store: new nodes (parents first), an entry, a prompt that was seen.
 
-    `store_id` names the store whose secret named the nodes. `last_node` is the last node of the request's path, new or
+    `last_node` is the last node of the request's path, new or
     already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the daemon's
     setting holds; `prompt_ttl_s` is the same for the prompt. `prompt_group` is the prompt's group: 8 bytes, or empty.
     New checkpoints remove the conversation's earlier ones, except the last few and those at `anchors`, in tokens; with
     None they remove none. `daemon_ttl_s` is the daemon's time to live, 0 for none. `parts` are written before the rest.
     `page_bytes` of the payloads lie in memory that is there anyhow. `on_done` is called once when nothing reads the
     payloads any more, whether they were written or not, on any thread; `frees` tells whether that would free memory.
-    `is_lost`: its nodes were lost while it waited, and what continues them must not be written.
+    `is_lost`: its nodes were lost while it waited, and what continues them must not be written. `made_at` is a time on
+    the clock of `time.monotonic`.
     """
 
-    store_id: bytes
+    chain: Chain
     root: bytes
     root_record: RootRecord
     nodes: tuple[NewNode, ...]
@@ -100,11 +106,11 @@ class Publication:
     anchors: tuple[int, ...] | None = None
     daemon_ttl_s: float = 0.0
     parts: tuple[Part, ...] = ()
-    chain: Chain = field(default_factory=Chain)
     page_bytes: int = 0
     on_done: Callable[[], None] = lambda: None
     frees: Callable[[], bool] = lambda: True
     is_lost: bool = False
+    made_at: float = field(default_factory=lambda: time.monotonic())
 
     def without_nodes(self) -> Publication:
         """Returns what is left of it if its nodes are lost."""
@@ -204,12 +210,11 @@ class Store(StoreFile):
         """Writes a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.
 
         Raises `StoreFull` if it cannot fit; then nothing was evicted, unless the evicted pages are too scattered.
-        Raises `PrefixGone` if a node that it continues is no longer there, and `StoreUnavailable` if a reader that does
-        not end keeps evicted pages from being reused.
+        Raises `PrefixGone` if a node that it continues is no longer there, or something was purged since its request
+        began, and `StoreUnavailable` if a reader that does not end keeps evicted pages from being reused.
         """
-        if publication.store_id != self.store_id:
-            raise PrefixGone("the store was replaced meanwhile")
         with self.snapshot() as snapshot:
+            self._require_epoch(snapshot, publication)
             if publication.base is not None and snapshot.usage(publication.base) is None:
                 raise PrefixGone("the prefix that it continues was evicted meanwhile")
             need = sum(node.max_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
@@ -222,16 +227,20 @@ class Store(StoreFile):
         # Only in the last case it helps to evict more, so the others are waited out first.
         room = need
         while True:
-            if not self.environment.wait_for_readers():
+            if (process := self.environment.wait_for_readers()) is not None:
+                cure = "tried again when it has ended" if process == os.getpid() else "end it if it is suspended"
                 raise StoreUnavailable(
-                    f"{self.path}: an open reader keeps evicted pages from being reused; end the process that reads "
-                    "(a suspended `diskprefix inspect`?)"
+                    f"{self.path}: an open reader of process {process} keeps evicted pages from being reused; {cure}"
                 )
             self.evictor.let_freed_pages_age()
             if self._try_write(publication):
                 return evicted
             room = 2 * room + 2**20
             evicted += self.evictor.make_room(room, publication.used_names)
+
+    def _require_epoch(self, snapshot: Snapshot, publication: Publication) -> None:
+        if publication.chain.epoch != epoch_of(snapshot, self.names):
+            raise PrefixGone(OUTDATED)
 
     def write(self, parts: Sequence[Part]) -> None:
         """Writes parts in one transaction, after evicting what they need. Raises what `publish` does."""
@@ -253,19 +262,25 @@ class Store(StoreFile):
         return len(self.remove_subtrees({name: parent}).nodes)
 
     def remove_subtrees(self, tops: Mapping[bytes, bytes] | Iterable[bytes]) -> Subtrees:
-        """Removes nodes and all that continues them. A mapping names the nodes that they continue; otherwise their own
-        records do. Reads the whole index, which takes long."""
-        removed = Subtrees([], [])
-        is_done = False
-        while not is_done:
+        """Removes nodes and all that continues them, children first. A mapping names the nodes that they continue;
+        otherwise their own records do."""
+        removed, known = Subtrees([], []), set(tops)
+        left = [(name, tops[name] if isinstance(tops, Mapping) else None) for name in tops]
+        while left:
+            num_removed = len(removed.nodes)
             with self.changes() as changes:
-                stored = (name for name in tops if changes.has_record("nodes", name))
-                parents = tops if isinstance(tops, Mapping) else {name: changes.parent(name) for name in stored}
-                doomed = PrefixTree(changes).subtrees(parents)
-                for name, parent in doomed[:NODES_AT_ONCE]:
+                while left and len(removed.nodes) < num_removed + NODES_AT_ONCE:
+                    name, parent = left[-1]
+                    # A damaged index could lead around in a circle.
+                    children = [child for child in changes.children(name, self.secret) if child not in known]
+                    known.update(children)
+                    left += [(child, name) for child in children]
+                    if children:
+                        continue
+                    left.pop()
+                    parent = changes.parent(name) if parent is None else parent
                     removed.entries.extend([name] if changes.has_record("entries", name) else [])
                     removed.nodes.extend([name] if changes.delete_node(name, parent) else [])
-            is_done = len(doomed) <= NODES_AT_ONCE
         return removed
 
     def counts(self) -> dict[str, int]:
@@ -351,6 +366,8 @@ class Store(StoreFile):
         """Writes a publication in one transaction. Returns False, and nothing is written, if LMDB finds no pages."""
         try:
             with self.changes() as changes:
+                # Here, not only before: no purge can end between this look and the commit.
+                self._require_epoch(changes, publication)
                 for part in publication.parts:
                     part.put(changes)
                 recorded = self._put_written(changes)

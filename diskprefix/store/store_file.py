@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
+from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreReplaced, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
@@ -21,7 +22,7 @@ from diskprefix.store.folder import FolderLock, FolderUnavailable, disk_full
 from diskprefix.store.opening import inode_of, open_environment, set_aside
 from diskprefix.store.schema import NamesRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store_identity import identify, require_namespace
+from diskprefix.store.store_identity import Epoch, epoch_of, identify, require_namespace
 from diskprefix.store.written import WriteMeter
 
 log = logging.getLogger("diskprefix")
@@ -59,6 +60,10 @@ class StoreFile:
         self.budget_bytes = budget_bytes
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
+        self.epoch = Epoch()
+        """That of the file as this process last looked. A request keeps the one that it begins with."""
+        self._looking = threading.Lock()
+        """Held while the file is looked at: none of two threads replaces a newer epoch by an older one."""
         self.meter = WriteMeter()
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
@@ -102,11 +107,24 @@ class StoreFile:
         with env.transaction() as txn:
             yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
 
+    def look_for_purge(self) -> Epoch:
+        """Returns `epoch` as it is in the file now: another process may have purged something. Raises `CacheError`."""
+        with self._looking, self.snapshot() as snapshot:
+            self.epoch = epoch_of(snapshot, self.names)
+            return self.epoch
+
+    def is_current(self, epoch: Epoch) -> bool:
+        """Returns whether nothing was purged since `epoch`, by any process, as far as the file can be read."""
+        try:
+            return self.look_for_purge() == epoch
+        except CacheError:
+            return False
+
     @contextmanager
     def changes(self) -> Iterator[Changes]:
         """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes.
 
-        Raises `StoreUnavailable` if the file was replaced: what is written to the old one would be lost.
+        Raises `StoreReplaced` if the file was replaced: what is written to the old one would be lost.
         """
         env = self.environment
         if env.read_only:
@@ -114,7 +132,7 @@ class StoreFile:
         changes: Changes | None = None
         with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
             if not env.is_in_place():
-                raise StoreUnavailable(f"{self.path} was removed or replaced")
+                raise StoreReplaced(f"{self.path} was removed or replaced")
             changes = Changes(env.databases, txn, self.clock(), env.require_sound_runs)
             yield changes
         if self._lock is not None:
@@ -208,11 +226,14 @@ class StoreFile:
             if self._is_serving:
                 require_namespace(self.path, names, self._namespace)
             self._agree_on_budget(env)
+            with env.transaction() as txn:
+                epoch = epoch_of(Snapshot(env.databases, txn), names)
         except BaseException:
             env.close()
             lock.close(is_refused=True)
             raise
-        self.names, self._env, self._lock = names, env, lock
+        with self._looking:
+            self.names, self._env, self._lock, self.epoch = names, env, lock, epoch
 
     def _agree_on_budget(self, env: Environment) -> None:
         """Stores a daemon's budget in the file; for a tool, which has none, uses the one in the file."""

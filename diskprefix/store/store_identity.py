@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
@@ -17,6 +17,7 @@ from diskprefix.store.schema import (
     FORMAT,
     FORMAT_VERSION,
     NAMES,
+    PURGED_AT,
     NamesRecord,
     decode_record,
     encode_record,
@@ -25,6 +26,15 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
 
 _U32 = struct.Struct("<I")
+
+
+class Epoch(NamedTuple):
+    """The state of a store that a request begins with: its id, the secret that seeds its names, and the time of its
+    last purge as it is stored (None: there was none). What a request wants to store is refused in another epoch."""
+
+    store_id: bytes = b""
+    secret: int = 0
+    purged_at: bytes | None = None
 
 
 def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
@@ -83,6 +93,11 @@ def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> Non
 def names_of(snapshot: Snapshot) -> NamesRecord:
     """Returns what the names of an open store are made with. Raises `StoreCorrupt`."""
     return decode_record(NamesRecord, NAMES.encode(), snapshot.meta(NAMES) or b"")
+
+
+def epoch_of(snapshot: Snapshot, names: NamesRecord) -> Epoch:
+    """Returns the epoch of an open store with these names."""
+    return Epoch(names.store_id, names.secret, snapshot.meta(PURGED_AT))
 
 
 def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:

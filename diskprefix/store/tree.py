@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from diskprefix.tokens import HASH_BYTES
 class PrefixTree:
     """The nodes of one snapshot. A record is read and checked at its first use, and then kept.
 
-    `node`, `path` and `entry` raise `StoreCorrupt` for damaged records. `children`, `subtrees` and `depth_first` use
+    `node`, `path` and `entry` raise `StoreCorrupt` for damaged records. `children` and `depth_first` use
     the parents that the records name, and do not check them.
     """
 
@@ -88,18 +88,6 @@ class PrefixTree:
         for name, value in self._snapshot.records("nodes"):
             children.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
         return children
-
-    def subtrees(self, tops: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        """Returns nodes and everything that continues them, each with its parent, in an order in which they may be
-        deleted. `tops` gives the parents, because a node's own record may be what is damaged."""
-        order = dict(tops)
-        queue = list(order.items())
-        for name, _ in queue:
-            for child in self.children.get(name, ()):
-                if child not in order:
-                    order[child] = name
-                    queue.append((child, name))
-        return queue[::-1]
 
     def depth_first(self) -> Iterator[bytes]:
         """Yields the names of all nodes that can be reached from a root or from a missing node, parents first."""

@@ -75,40 +75,54 @@ class RemovedRecords:
     """The result of a removal: `entries` are the names of saved prompts, `blocks` and `prompts` the numbers of nodes
     and of recent prompts, `records` that of all these and of other records that failed a check."""
 
-    entries: tuple[bytes, ...]
-    blocks: int
-    prompts: int
-    records: int
+    entries: tuple[bytes, ...] = ()
+    blocks: int = 0
+    prompts: int = 0
+    records: int = 0
 
 
 def remove_damaged(store: Store, problems: Sequence[StoreProblem] | None = None) -> RemovedRecords:
-    """Removes what these problems name, and what they hide; without any, what `verify_index` finds. Safe beside running
-    daemons, and may be killed. Raises `CacheError`."""
-    counts: Counter[str] = Counter()
-    entries: list[bytes] = []
+    """Does `remove_problems` for these problems, and for what they hide; without any, for what `verify_index` finds.
+    Raises `CacheError`."""
+    removed = RemovedRecords()
     found = verify_index(store).problems if problems is None else tuple(problems)
     for _ in range(_PASSES):
         if not found:
             break
-        nodes = [bytes.fromhex(problem.key) for problem in found if problem.database == "nodes"]
-        gone = store.remove_subtrees(nodes)
-        counts["nodes"] += len(gone.nodes)
-        entries += gone.entries
-        for some in batches([problem for problem in found if problem.database != "nodes"], RECORDS_AT_ONCE):
-            with store.changes() as changes:
-                check = RecordCheck(changes, store.secret)
-                for problem in some:
-                    key = bytes.fromhex(problem.key)
-                    if not (changes.has_record(problem.database, key) and check.wrong(problem.database, key)):
-                        continue
-                    if problem.database in ("seen", "ghosts") and len(key) >= HASH_BYTES:
-                        counts["seen"] += forget_root(changes, key[:HASH_BYTES], problem.message)
-                    elif changes.delete_record(problem.database, key):
-                        counts[problem.database] += 1
-                        entries += [key] if problem.database == "entries" else []
+        more = remove_problems(store, found)
+        removed = RemovedRecords(
+            entries=removed.entries + more.entries,
+            blocks=removed.blocks + more.blocks,
+            prompts=removed.prompts + more.prompts,
+            records=removed.records + more.records,
+        )
         found = verify_index(store).problems
+    return removed
+
+
+def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRecords:
+    """Removes what problems name: nodes with what continues them, and other records as far as they are still wrong.
+    Safe beside running daemons, and may be killed. Raises `CacheError`."""
+    counts: Counter[str] = Counter()
+    gone = store.remove_subtrees([bytes.fromhex(one.key) for one in problems if one.database == "nodes"])
+    entries = gone.entries
+    for some in batches([one for one in problems if one.database != "nodes"], RECORDS_AT_ONCE):
+        with store.changes() as changes:
+            check = RecordCheck(changes, store.secret)
+            for problem in some:
+                key = bytes.fromhex(problem.key)
+                if not (changes.has_record(problem.database, key) and check.wrong(problem.database, key)):
+                    continue
+                if problem.database in ("seen", "ghosts") and len(key) >= HASH_BYTES:
+                    counts["seen"] += forget_root(changes, key[:HASH_BYTES], problem.message)
+                elif changes.delete_record(problem.database, key):
+                    counts[problem.database] += 1
+                    entries += [key] if problem.database == "entries" else []
     return RemovedRecords(
-        entries=tuple(entries), blocks=counts["nodes"], prompts=counts["seen"], records=counts.total() + len(entries)
+        entries=tuple(entries),
+        blocks=len(gone.nodes),
+        prompts=counts["seen"],
+        records=len(gone.nodes) + counts.total() + len(entries),
     )
 
 

@@ -14,6 +14,8 @@ from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.store import Publication
 
+_PAUSE_S = 2.0
+"""Longer than most steps of a prompt, each of which pauses writing again. One that is cancelled just stops doing so."""
 _MAX_HELD_S = 10.0
 """A kill loses what was computed in that time."""
 
@@ -34,8 +36,8 @@ class WriteQueue:
         self.pending_bytes = self._page_bytes = 0
         """The bytes of payloads that wait, and how many of them take no room in the buffer."""
         self._changed = threading.Condition()
-        self._held_at: float | None = None
-        """The time since which writing is paused, on the clock of `time.monotonic`; None if it is not."""
+        self._held_until = 0.0
+        """The time until which writing is paused, on the clock of `time.monotonic`."""
         self._num_waiting = 0
         """Callers that wait until everything is written."""
         self._views: dict[object, Mapping[bytes, NewNode]] = {}
@@ -62,11 +64,11 @@ class WriteQueue:
         lost if the thread has ended."""
         assert publication.payload_bytes == reserved_bytes + publication.page_bytes
         with self._changed:
-            pending = MappingProxyType(dict(self.pending) | {n.name: n for n in publication.nodes})
+            pending = dict(self.pending) | {n.name: n for n in publication.nodes}
             if publication.base is not None:
                 self._evictor.pin(publication.base)
             self._queue.append(publication)
-            self.pending = pending
+            self.pending = MappingProxyType(pending)
             self.pending_bytes += publication.page_bytes
             self._page_bytes += publication.page_bytes
             self._changed.notify_all()
@@ -89,14 +91,14 @@ class WriteQueue:
             self._finish()
 
     def pause_writing(self) -> None:
-        """Pauses writing until `resume_writing`, because the model needs the processors for a prompt. The pause also
-        ends after ten seconds, when half of the buffer is used, and if a caller waits for the writing."""
-        with self._changed:
-            self._held_at = self._held_at or time.monotonic()
+        """Pauses writing for two seconds or until `resume_writing`, because the model needs the processors for a
+        prompt. Nothing is held for more than ten seconds, when half of the buffer is used, or while a caller waits for
+        the writing."""
+        self._hold(_PAUSE_S)
 
     def resume_writing(self) -> None:
         with self._changed:
-            self._held_at = None
+            self._held_until = 0.0
             self._changed.notify_all()
 
     def touch(self, name: bytes, when: float, ttl_s: float | None = None, *, hits: int = 1) -> None:
@@ -112,6 +114,16 @@ class WriteQueue:
         with self._changed:
             self._damaged[name] = parent
             self._changed.notify_all()
+
+    @contextmanager
+    def _waited_for(self) -> Iterator[None]:
+        """Nothing is held meanwhile. The caller holds the lock."""
+        self._num_waiting += 1
+        self._changed.notify_all()
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
 
     @property
     def num_pending(self) -> int:
@@ -150,10 +162,16 @@ class WriteQueue:
         """Returns the publication to be written now."""
         return self._queue[0] if self._queue and not self._is_held() else None
 
+    def _hold(self, seconds: float) -> bool:
+        """Pauses writing. Returns whether the first publication waits because of it."""
+        with self._changed:
+            self._held_until = time.monotonic() + seconds
+            return self._is_held()
+
     def _is_held(self) -> bool:
-        if self._held_at is None or self._closing or self._num_waiting:
+        if not self._queue or self._closing or self._num_waiting or self.pending_bytes > self._buffer_bytes // 2:
             return False
-        return self.pending_bytes <= self._buffer_bytes // 2 and time.monotonic() < self._held_at + _MAX_HELD_S
+        return time.monotonic() < min(self._held_until, self._queue[0].made_at + _MAX_HELD_S)
 
     def _forget(self, publication: Publication) -> None:
         """Takes a publication that was written, or is lost, out of the queue. Every one leaves by this method."""

@@ -40,7 +40,7 @@ def pictures(runner: Runner) -> EncodedPictures:
 
 
 def save(runner: Runner, one: Picture, options: CacheOptions = AUTO, *, is_flushed: bool = True) -> None:
-    pictures(runner).save(one, rows_of(one), options, encode_s=2.0)
+    pictures(runner).save(one, rows_of(one), options, runner.cache.store.epoch, encode_s=2.0)
     runner.cache.settle()
     if is_flushed:
         runner.flush()
@@ -147,7 +147,7 @@ def test_a_damaged_block_goes_and_the_output_is_saved_again(runner: Runner, numb
 def test_what_is_not_finite_is_never_found(runner: Runner) -> None:
     rows = rows_of(picture())
     rows[1, 20] = torch.nan
-    pictures(runner).save(picture(), rows, AUTO)
+    pictures(runner).save(picture(), rows, AUTO, runner.cache.store.epoch)
     runner.cache.settle()
     assert pictures(runner).load(picture(), AUTO) is None
     runner.flush()

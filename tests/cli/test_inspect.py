@@ -238,7 +238,7 @@ def test_pictures_are_counted_and_named(inspect: Inspect, made: SavedChats, tmp_
     rows = publication(store, ids, root=root, layout=LAYOUT, end_kind=Kind.BLOCK)
     store.publish(replace(rows, root_record=record, last_node=None, entry=None, prompt=None))
     notes = Notes(store, lambda: None)
-    notes.put(root, record, NoteKind.PICTURE, "", f"1920x1080 {'00' * 16}".encode(), 1e6)
+    notes.put(store.epoch, root, record, NoteKind.PICTURE, "", f"1920x1080 {'00' * 16}".encode(), 1e6)
     store.write_from(notes.writing)
     store.close()
     assert pictured.last_node is not None

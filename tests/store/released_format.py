@@ -55,9 +55,8 @@ def write(folder: Path) -> None:
     notes = Notes(store, lambda: None)
     for kind in NoteKind:
         content = f"a note of kind {kind.value}".encode()
-        notes.put(
-            ROOT, RootRecord(model="tiny", block_size=BLOCK, layout=LAYOUT, created_at=0.0), kind, "id", content, 1e9
-        )
+        record = RootRecord(model="tiny", block_size=BLOCK, layout=LAYOUT, created_at=0.0)
+        notes.put(store.epoch, ROOT, record, kind, "id", content, 1e9)
     notes.write()
     store.close()
 

@@ -29,7 +29,7 @@ DAY = 86400.0
 
 
 def of(notes: Notes, root: bytes = ALICE, ttl_s: float = DAY) -> TenantNotes:
-    return TenantNotes(notes, root, RECORD, ttl_s)
+    return TenantNotes(notes, notes._store.epoch, root, RECORD, ttl_s)
 
 
 def new_notes(store: Store) -> Notes:
@@ -99,7 +99,7 @@ def test_a_deletion_is_settled_once_it_is_in_the_store(store: Store) -> None:
 def test_the_record_of_a_root_stays_while_something_is_stored_under_it(store: Store, left: str) -> None:
     notes, pub = new_notes(store), publication(store, prompt(1, BLOCK))
     store.publish(pub)
-    of_pub = TenantNotes(notes, pub.root, pub.root_record, DAY)
+    of_pub = TenantNotes(notes, store.epoch, pub.root, pub.root_record, DAY)
     of_pub.put(RESPONSE, "resp_1", b"content")
     of_pub.put(RESPONSE, "resp_2", b"content")
     notes.write()
@@ -220,7 +220,7 @@ def test_a_note_that_is_too_large_is_refused(store: Store) -> None:
 def test_what_waits_is_bounded_and_counts_what_was_replaced_or_written_no_more(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notes_module, "_MAX_WAITING_BYTES", 1500)
+    monkeypatch.setattr(notes_module, "_MAX_WAITING_BYTES", 2000)
     notes = new_notes(store)
     assert of(notes).put(RESPONSE, "resp_1", noise(1000))
     assert not of(notes).put(RESPONSE, "resp_2", noise(1000))

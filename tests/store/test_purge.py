@@ -280,7 +280,7 @@ def test_a_stop_in_the_middle_leaves_a_store_in_order(store: Store, monkeypatch:
 
 
 def noted(store: Store, pub: Publication, *ids: str) -> TenantNotes:
-    notes = TenantNotes(Notes(store, lambda: None), pub.root, pub.root_record, 1000.0)
+    notes = TenantNotes(Notes(store, lambda: None), store.epoch, pub.root, pub.root_record, 1000.0)
     for id_ in ids:
         notes.put(NoteKind.RESPONSE, id_, b"content")
         notes.notes.write()
@@ -359,7 +359,7 @@ def test_the_last_hits_of_a_purged_prompt_are_not_remembered(store: Store) -> No
     gone, kept = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(2, 2 * BLOCK))
     log = SavingsLog(store)
     for pub in (gone, kept):
-        log.record(pub.root, pub.root_record, Tally(requests=1), pub.nodes[1].name)
+        log.record(store.epoch, pub.root, pub.root_record, Tally(requests=1), pub.nodes[1].name)
     store.write_from(log.writing)
     purge_now(store, PurgeFilter(entries=frozenset({last_node(gone)})))
     with store.snapshot() as snapshot:
@@ -371,7 +371,7 @@ def test_the_last_hits_of_a_purged_prompt_are_not_remembered(store: Store) -> No
 def test_a_tenant_that_has_notes_alone_can_be_purged_and_its_root_goes(store: Store) -> None:
     root, layout, notes = root_hash("x"), layout_of(1000), Notes(store, lambda: None)
     record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0, tenant=str(ALICE))
-    notes.put(root, record, NoteKind.RESPONSE, "resp_1", b"content", 1000.0)
+    notes.put(store.epoch, root, record, NoteKind.RESPONSE, "resp_1", b"content", 1000.0)
     notes.write()
     purged = purge_now(store, PurgeFilter(salt="alice"))
     assert (purged.notes, purged.roots) == (1, 1)
@@ -381,10 +381,10 @@ def test_a_tenant_that_has_notes_alone_can_be_purged_and_its_root_goes(store: St
 def test_by_age_a_root_goes_with_its_last_note_and_stays_for_one_that_is_younger(store: Store, clock: Clock) -> None:
     root, layout, notes = root_hash("x"), layout_of(1000), Notes(store, lambda: None)
     record = RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0)
-    notes.put(root, record, NoteKind.RESPONSE, "old", b"content", 1000.0)
+    notes.put(store.epoch, root, record, NoteKind.RESPONSE, "old", b"content", 1000.0)
     notes.write()
     clock.now += 100
-    notes.put(root, record, NoteKind.RESPONSE, "young", b"content", 1000.0)
+    notes.put(store.epoch, root, record, NoteKind.RESPONSE, "young", b"content", 1000.0)
     notes.write()
     older = PurgeFilter(older_than_s=50.0)
     purged = purge_now(store, older, clock.now)

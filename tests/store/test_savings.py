@@ -41,8 +41,8 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
     store = open_store(tmp_path, clock=clock)
     for _ in range(2):
         log = SavingsLog(store)
-        log.record(ROOT, RECORD, hit(), BLOCK_NAME)
-        log.record(OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
+        log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
+        log.record(store.epoch, OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
         store.write_from(log.writing)
     store.close()
     store = open_store(tmp_path)
@@ -60,7 +60,7 @@ def test_a_process_counts_what_it_saved_since_its_start(store: Store) -> None:
     for _ in range(2):
         log = SavingsLog(store)
         for root in (ROOT, OTHER):
-            log.record(root, RECORD, hit(), BLOCK_NAME)
+            log.record(store.epoch, root, RECORD, hit(), BLOCK_NAME)
             store.write_from(log.writing)
         assert log.saved_s == 2.0, "what others saved, and what was written before, is not in it"
 
@@ -68,7 +68,7 @@ def test_a_process_counts_what_it_saved_since_its_start(store: Store) -> None:
 def test_today_is_counted_apart_and_days_long_past_are_forgotten(store: Store, clock: Clock) -> None:
     log = SavingsLog(store)
     for _ in range(40):
-        log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+        log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
         store.write_from(log.writing)
         clock.now += DAY_S
     found = stored(store)[ROOT]
@@ -79,7 +79,7 @@ def test_today_is_counted_apart_and_days_long_past_are_forgotten(store: Store, c
 
 def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(store: Store) -> None:
     log = SavingsLog(store)
-    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     assert stored(store) == {}
     for _ in range(2):
         assert log.total().total.requests == 1
@@ -89,7 +89,7 @@ def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(store:
 
 def test_counts_that_are_being_written_are_read_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     log = SavingsLog(store)
-    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     add, found = log._add, list[int]()
     reader = threading.Thread(target=lambda: found.append(log.total().total.requests))
 
@@ -106,14 +106,14 @@ def test_counts_that_are_being_written_are_read_too(store: Store, monkeypatch: p
 
 def test_counts_are_in_the_store_though_its_writer_is_never_closed(store: Store) -> None:
     writer = Writer(store, buffer_bytes=1 << 20)
-    writer.savings.record(ROOT, RECORD, hit(), BLOCK_NAME)
+    writer.savings.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     wait_for(lambda: ROOT in stored(store))
     writer.close(30)
 
 
 def test_what_cannot_be_written_is_kept_and_counted_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     log = SavingsLog(store)
-    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
 
     def fail() -> None:
         raise StoreUnavailable("the disk is full")
@@ -122,7 +122,7 @@ def test_what_cannot_be_written_is_kept_and_counted_once(store: Store, monkeypat
         patched.setattr(store, "changes", fail)
         with pytest.raises(StoreUnavailable):
             store.write_from(log.writing)
-    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     store.write_from(log.writing)
     assert stored(store)[ROOT].total.requests == 2
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_written_is_kept_and_counted_once(store: Store, monkeypat
 def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     log = SavingsLog(store)
-    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     store.write_from(log.writing)
     store.close()
     with damaged(tmp_path) as records:
@@ -138,7 +138,7 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert stored(store) == {}
     log = SavingsLog(store)
-    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(store.epoch, ROOT, RECORD, hit(), BLOCK_NAME)
     store.write_from(log.writing)
     assert stored(store)[ROOT].total.requests == 1
     store.close()

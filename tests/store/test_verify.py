@@ -100,7 +100,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     for pub in stored.publications:
         store.publish(pub)
     notes = Notes(store, lambda: None)
-    notes.put(HYBRID_ROOT, hybrid.root_record, NoteKind.RESPONSE, NOTE, b"content", 1000.0)
+    notes.put(store.epoch, HYBRID_ROOT, hybrid.root_record, NoteKind.RESPONSE, NOTE, b"content", 1000.0)
     notes.write()
     store.close()
     return stored

@@ -80,7 +80,7 @@ def test_a_reservation_needs_room_and_a_release_makes_some(store: Store) -> None
 def chained(store: Store, num_blocks: int) -> list[Publication]:
     """A prompt in one publication for each block; the last one brings the entry."""
     whole = publication(store, prompt(1, num_blocks * BLOCK))
-    chain = Chain()
+    chain = Chain(store.epoch)
     beginning = [
         replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None, chain=chain) for node in whole.nodes[:-1]
     ]
@@ -106,7 +106,7 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
         submit(writer, pub)
     assert writer.close(30)
     assert (writer.dropped, writer.pending_bytes) == (1, 0)
-    assert len([record for record in caplog.records if "not saved" in record.message]) == 1
+    assert len([record for record in caplog.records if "without saving" in record.message]) == 1
     # Of the last one, that the prompt was seen is left.
     assert [len(pub.nodes) for pub in written] == [1, 0]
     with store.snapshot() as snapshot:
@@ -203,8 +203,8 @@ def test_what_waits_is_written_in_one_transaction_and_what_fails_keeps_nothing_b
     assert second.last_node is not None
     assert first.last_node is not None
     writer.touch(first.last_node, 5000.0)
-    writer.notes.put(second.root, second.root_record, NoteKind.TURN, "turn", b"x", 3600.0)
-    writer.savings.record(second.root, second.root_record, Tally(requests=1), None)
+    writer.notes.put(store.epoch, second.root, second.root_record, NoteKind.TURN, "turn", b"x", 3600.0)
+    writer.savings.record(store.epoch, second.root, second.root_record, Tally(requests=1), None)
     methods = {"uses": "touch", "notes": "put_note", "publication": "put_node"}
     if broken == "savings":
         monkeypatch.setattr(savings, "put_savings", fail)
@@ -262,7 +262,7 @@ def test_saving_has_recovered_when_a_whole_prompt_is_saved(store: Store, monkeyp
     *beginning, last = chained(store, 3)
     for pub in beginning:
         submit(writer, pub)
-    submit(writer, replace(last, nodes=(), last_node=None, entry=None, chain=Chain()))
+    submit(writer, replace(last, nodes=(), last_node=None, entry=None, chain=Chain(store.epoch)))
     assert writer.flush(30)
     assert writer.error is not None
     submit(writer, last)

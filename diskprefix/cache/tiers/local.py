@@ -22,6 +22,7 @@ from diskprefix.store.pieces import Cut
 from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.store_identity import Epoch
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds, common_prefix_length
 
@@ -32,14 +33,14 @@ _TRIES = 64
 
 
 def publisher(
-    writer: Writer, store_id: bytes, root: bytes, record: RootRecord, *, is_reserved: bool = False
+    writer: Writer, epoch: Epoch, root: bytes, record: RootRecord, *, is_reserved: bool = False
 ) -> Callable[[tuple[NewNode, ...]], bool]:
     """Returns a function that puts nodes of one prompt, parents first, into the buffer of a writer. It returns False if
-    there is no room, unless room `is_reserved`. `store_id` names the store whose secret named the nodes."""
-    chain = Chain()
+    there is no room, unless room `is_reserved`. `epoch` is that in which the nodes were named."""
+    chain = Chain(epoch)
 
     def publish(nodes: tuple[NewNode, ...]) -> bool:
-        publication = Publication(store_id=store_id, root=root, root_record=record, nodes=nodes, chain=chain)
+        publication = Publication(chain=chain, root=root, root_record=record, nodes=nodes)
         has_room = is_reserved or writer.reserve(publication.payload_bytes)
         if has_room:
             writer.submit(publication, reserved_bytes=publication.payload_bytes)

@@ -136,12 +136,14 @@ class PrefetchRequest:
 
 @dataclass(frozen=True)
 class Upload:
-    """A prompt whose first `num_tokens` tokens are to be shared, as far as `tiers` have them."""
+    """A prompt whose first `num_tokens` tokens are to be shared, as far as `tiers` have them, and `is_current`: nothing
+    was purged since its request began."""
 
     nodes: PromptNodes
     num_tokens: int
     record: RootRecord
     tiers: Sequence[Tier]
+    is_current: Callable[[], bool] = lambda: True
 
 
 class SharedTier(Protocol):

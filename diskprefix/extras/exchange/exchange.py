@@ -23,7 +23,7 @@ from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import MAX_PREFILL_S, Kind, ModelRecord, NodeRecord, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Publication, Store
+from diskprefix.store.store import Chain, Publication, Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.verify import stored_pieces
 
@@ -149,6 +149,7 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
     """
     manifest, all_nodes, waiting = reader.manifest, _new_nodes(store.secret, reader), list[NewNode]()
     num_new = new_bytes = evicted = waiting_bytes = 0
+    chain = Chain(store.epoch)
     for index, (node, size) in enumerate(zip(all_nodes, manifest.payload_bytes(), strict=True)):
         with store.snapshot() as snapshot:
             is_there = snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
@@ -160,7 +161,7 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
         if is_last or waiting_bytes >= _BATCH_BYTES:
             evicted += store.publish(
                 Publication(
-                    store_id=store.store_id,
+                    chain=chain,
                     root=manifest.entry.root,
                     root_record=manifest.root,
                     nodes=tuple(waiting),

@@ -32,7 +32,7 @@ from diskprefix.store.schema import Kind
 def write_prompt(
     objects: ObjectStore, key: NamespaceKey, counts: Counts, upload: Upload, is_closing: Callable[[], bool]
 ) -> None:
-    """Writes the missing bundles of a prompt, until `is_closing`. Raises `CacheError`.
+    """Writes the missing bundles of a prompt, until `is_closing` or it is not current. Raises `CacheError`.
 
     Holds no reader of the store while it waits for the network: an open reader keeps freed pages from being used again.
     """
@@ -47,7 +47,7 @@ def write_prompt(
         path = slot_path(key, upload.nodes, slot)
         if counts.is_known(path):
             continue
-        if is_closing():
+        if is_closing() or not upload.is_current():
             counts.count("dropped")
             return
         if not counts.is_bad(path) and objects.has(path):
@@ -62,6 +62,11 @@ def write_prompt(
             is_described = True
         data = encode_bundle(key, upload.nodes, path, payloads, time.time())
         objects.put(path, data)
+        if not upload.is_current():
+            # The purge may have looked at the bucket before this object was there.
+            objects.delete([path])
+            counts.count("dropped")
+            return
         counts.wrote(path, len(data))
 
 

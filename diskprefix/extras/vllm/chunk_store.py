@@ -30,7 +30,7 @@ from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import DTYPES, LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
 from diskprefix.store.schema import Kind, RootRecord, node_name
-from diskprefix.store.store import Publication
+from diskprefix.store.store import Chain, Publication
 from diskprefix.tokens import ID_BYTES, as_token_ids
 
 log = logging.getLogger("diskprefix")
@@ -200,7 +200,7 @@ class ChunkStore:
         try:
             root, record = self._root_of(group)
             publication = Publication(
-                store_id=self._shared.store.store_id,
+                chain=Chain(self._shared.store.epoch),
                 root=root,
                 root_record=record,
                 nodes=tuple(self._captured(key, place) for key, place in chunks),

@@ -27,7 +27,7 @@ from diskprefix.nouns import MAX_VALUE, SHARED, CacheReport, Prompt, Selection
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
-from diskprefix.store.store import Publication
+from diskprefix.store.store import Chain, Publication
 from diskprefix.tokens import as_token_ids
 
 log = logging.getLogger("diskprefix")
@@ -247,7 +247,7 @@ class SchedulerSide:
     def _remember(self, tracked: Tracked, namespace: TenantNamespace, names: Sequence[bytes]) -> None:
         namespace.remember(tracked.prompt, b"", names, self._shared.store.clock(), math.inf)
         publication = Publication(
-            store_id=self._shared.store.store_id,
+            chain=Chain(self._shared.store.epoch),
             root=namespace.root,
             root_record=namespace.record,
             nodes=(),

@@ -144,7 +144,7 @@ class WorkerSide:
         return len(path)
 
     def _save(self, save: Save) -> None:
-        chain = self._chains.setdefault(save.request_id, Chain())
+        chain = self._chains.setdefault(save.request_id, Chain(self._shared.store.epoch))
         if chain.is_broken() or self._shared.store.problem is not None:
             return
         nodes: list[NewNode] = []
@@ -206,13 +206,12 @@ class WorkerSide:
         ttl_s: float | None = None,
     ) -> None:
         publication = Publication(
-            store_id=self._shared.store.store_id,
+            chain=chain,
             root=self._identity.root(tenant),
             root_record=self._identity.record(tenant),
             nodes=tuple(nodes),
             last_node=last_node,
             entry=entry,
             ttl_s=ttl_s,
-            chain=chain,
         )
         self._shared.writer.submit(publication, reserved_bytes=publication.payload_bytes)

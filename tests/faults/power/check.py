@@ -8,7 +8,7 @@ import logging
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,8 @@ from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.notes import Notes
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Publication, Store
+from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.store_identity import Epoch
 from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.power import deeds, prompts
 from tests.faults.power.images import Image
@@ -258,12 +259,12 @@ _publications: dict[tuple[int, int], Publication] = {}
 def _publication(secret: int, store: Store, number: int) -> Publication:
     if (secret, number) not in _publications:
         _publications[secret, number] = prompts.publication(store, number)
-    return _publications[secret, number]
+    return replace(_publications[secret, number], chain=Chain(store.epoch))
 
 
 def warm_up(recorded: Recorded) -> None:
     """Makes what every image is compared with, before a process is forked for each moment."""
-    store: Any = SimpleNamespace(secret=7, store_id=bytes(16))
+    store: Any = SimpleNamespace(secret=7, epoch=Epoch(bytes(16), 7))
     for number in _numbers(recorded):
         _publication(7, store, number)
         _note_content(number)

@@ -91,9 +91,8 @@ class Loop:
         publication = prompts.publication(self.store, number)
         notes = Notes(self.store, lambda: None)
         prompt = prompts.token_ids(number)
-        notes.put(
-            publication.root, publication.root_record, NOTE, str(number), note_content(number), _NOTE_TTL_S, prompt
-        )
+        root, record, epoch = publication.root, publication.root_record, self.store.epoch
+        notes.put(epoch, root, record, NOTE, str(number), note_content(number), _NOTE_TTL_S, prompt)
         notes.write()
         mark(noted=number)
 

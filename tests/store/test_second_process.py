@@ -1,0 +1,159 @@
+"""A writer beside another process that purges its store, or puts a new file in its place."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diskprefix.errors import PrefixGone
+from diskprefix.store import write_queue
+from diskprefix.store.compact import rewrite_folder
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import TenantNotes
+from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.store.savings import Tally, read_savings
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.writer import Writer
+from tests.store.building import BLOCK, is_clean, is_whole, prompt, publication
+from tests.store.other_process import beside
+from tests.waiting import wait_for
+
+
+@pytest.fixture
+def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
+    """That of a daemon, which a prompt may pause for as long as a command takes."""
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 600.0)
+    monkeypatch.setattr(write_queue, "_PAUSE_S", 600.0, raising=False)
+    store = Store(tmp_path, budget_bytes=64 << 20, serving=True)
+    writer = Writer(store, buffer_bytes=64 << 20)
+    yield writer
+    assert writer.close(30)
+    assert is_clean(store)
+    store.close()
+
+
+def submit(writer: Writer, *publications: Publication) -> None:
+    for one in publications:
+        assert writer.reserve(one.payload_bytes)
+        writer.submit(one, reserved_bytes=one.payload_bytes)
+
+
+def diskprefix(writer: Writer, *arguments: str) -> None:
+    """Runs a command on the store of a writer."""
+    folder = str(writer._store.path)
+    command = [sys.executable, "-m", "diskprefix", *arguments, "--kv-cache-dir", folder]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def test_what_waits_while_another_process_purges_is_neither_stored_nor_found_any_more(
+    writer: Writer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = writer._store
+    waiting, computed = publication(store, prompt(1, 3 * BLOCK)), publication(store, prompt(2, 3 * BLOCK))
+    writer.pause_writing()
+    submit(writer, waiting)
+    diskprefix(writer, "purge", "--all", "--yes")
+    wait_for(lambda: not writer.pending)
+    submit(writer, computed)
+    assert writer.flush(30)
+    assert set(store.counts().values()) - {store.counts()[size] for size in ("used_bytes", "file_bytes")} == {0}
+    assert writer.dropped == 2
+    assert len([record for record in caplog.records if "something was purged" in record.message]) == 2
+    assert writer.error is None
+    again = publication(store, prompt(1, 3 * BLOCK))
+    submit(writer, again)
+    assert writer.flush(30)
+    assert is_whole(store, again)
+
+
+def test_a_transaction_that_begins_after_a_purge_stores_nothing_of_before(writer: Writer) -> None:
+    """Also where the writer has not looked for purges yet."""
+    store = writer._store
+    begun = publication(store, prompt(1, 3 * BLOCK))
+    epoch, root, record = store.epoch, begun.root, begun.root_record
+    assert writer.close(30)
+    diskprefix(writer, "purge", "--all", "--yes")
+    with pytest.raises(PrefixGone):
+        store.publish(begun)
+    notes = TenantNotes(writer.notes, epoch, root, record, 1000.0)
+    for kind in NoteKind:
+        assert notes.put(kind, "id", b"content", prompt(1, 3 * BLOCK))
+    writer.savings.record(epoch, root, record, Tally(requests=1), begun.nodes[0].name)
+    for source in (writer.notes.writing, writer.savings.writing):
+        store.write_from(source)
+    with store.snapshot() as snapshot:
+        assert not any(list(snapshot.keys(database)) for database in ("roots", "nodes", "seen", "notes"))
+        assert read_savings(snapshot) == {}
+    assert store.look_for_purge() != epoch
+    assert not notes.put(NoteKind.RESPONSE, "id", b"content")
+
+
+def test_a_hit_that_is_counted_after_a_purge_keeps_no_name_of_a_block(store: Store) -> None:
+    kept, epoch = publication(store, prompt(1, BLOCK)), store.epoch
+    store.publish(kept)
+    writer = Writer(store, buffer_bytes=1 << 20)
+    assert writer.close(30)
+    purge(store, PurgeFilter(salt="nobody"), 0.0)
+    writer.savings.record(epoch, kept.root, kept.root_record, Tally(requests=1), b"g" * 16)
+    store.write_from(writer.savings.writing)
+    with store.snapshot() as snapshot:
+        [found] = read_savings(snapshot).values()
+    assert (found.total.requests, found.hits) == (1, [])
+
+
+def test_two_purges_at_one_time_are_two(store: Store) -> None:
+    epochs = {store.epoch}
+    for _ in range(3):
+        purge(store, PurgeFilter(), 0.0)
+        epochs.add(store.epoch)
+    assert len(epochs) == 4
+
+
+def rewrite(ready: Path, folder: Path, go: Path) -> None:
+    """Rewrites the file of a store, as `purge --erase` does, and waits in the middle for the file `go`."""
+
+    def advance(_num_bytes: int) -> None:
+        ready.touch()
+        wait_for(go.exists)
+
+    rewrite_folder(folder, advance)
+    time.sleep(3600)
+
+
+def test_what_waits_while_another_process_rewrites_the_file_is_stored_in_the_new_one(
+    writer: Writer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = writer._store
+    pubs = [publication(store, prompt(seed, 2 * BLOCK)) for seed in range(5)]
+    submit(writer, pubs[0])
+    assert writer.flush(30)
+    before, go = (tmp_path / "data.mdb").stat().st_ino, tmp_path / "go"
+    with beside(rewrite, tmp_path, go):
+        submit(writer, *pubs[1:])
+        go.touch()
+        wait_for(lambda: not writer.num_pending)
+    assert (tmp_path / "data.mdb").stat().st_ino != before
+    assert [is_whole(store, pub) for pub in pubs] == [True] * 5
+    assert (writer.dropped, writer.error, caplog.records) == (0, None, [])
+
+
+def test_purge_with_erase_leaves_nothing_of_before_and_loses_nothing_of_after(writer: Writer, tmp_path: Path) -> None:
+    store = writer._store
+    before = publication(store, prompt(1, 2 * BLOCK))
+    submit(writer, before)
+    assert writer.flush(30)
+    file = (tmp_path / "data.mdb").stat().st_ino
+    diskprefix(writer, "purge", "--all", "--yes", "--erase")
+    wait_for(lambda: store.epoch.purged_at is not None)
+    after = publication(store, prompt(2, 2 * BLOCK))
+    submit(writer, after)
+    assert writer.flush(30)
+    assert (tmp_path / "data.mdb").stat().st_ino != file
+    assert is_whole(store, after)
+    assert b"".join(before.nodes[0].payload) not in (tmp_path / "data.mdb").read_bytes()
+    assert writer.dropped == 0
