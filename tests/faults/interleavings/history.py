@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,7 +21,7 @@ from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.kv.layout import Layout
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.compact import compact_folder, rewrite_folder
-from diskprefix.store.folder import LOCK
+from diskprefix.store.folder import LOCK, _read_mark
 from diskprefix.store.note_record import NoteKind, root_limit
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.store import Store
@@ -222,7 +222,7 @@ class History:
             event()
             self.scheduler.point()
             self._check_errors()
-            self._check_marks()
+            self._check_marks(self._open_files(self.stores))
         self._finish()
 
     def _start(self) -> None:
@@ -399,7 +399,7 @@ class History:
     def _put_notes(self) -> None:
         daemon, budget = self.random.choice(self.daemons), self.settings.kv_cache_budget
         # The share of all roots is that of four.
-        for _ in range(self.random.randint(1, 40)):
+        for _ in range(self.random.randint(1, 80)):
             number, tenants = self.random.randrange(12), self._tenants
             tenant = Tenant.of_key("notes").with_salt(str(number)) if number > 3 else tenants[number % len(tenants)]
             id_ = str(self.random.randrange(20))
@@ -599,12 +599,11 @@ class History:
 
     def _end(self, daemon: Daemon) -> None:
         """Ends a process, and starts another if it was the last one."""
-        is_open = daemon.store in self._marking()
+        open_files = self._open_files([daemon.store])
         self.daemons.remove(daemon)
         self._has_restarted = True
         world.kill(daemon.process)
-        if is_open and not self._is_marked(daemon.store):
-            raise Wrong("the mark is gone, and a daemon that had the file open was killed")
+        self._check_marks(open_files)
         for one in self.asked:
             if one.ended_at is None and one.daemon is daemon:
                 one.has_left, one.ended_at = True, self.scheduler.now
@@ -644,7 +643,7 @@ class History:
         for task in tools:
             self._join(task, f"{task.name} does not end")
         self._check_errors()
-        self._check_marks()
+        self._check_marks(self._open_files(self.stores))
         for one in self.asked:
             self._check_reply(one)
         for daemon in self.daemons:
@@ -661,16 +660,17 @@ class History:
             if daemon.fatal:
                 raise Wrong(f"the engine ended: {daemon.fatal[0]!r}")
 
-    def _marking(self) -> list[StoreFile]:
-        """Returns the stores that are open for writing."""
-        return [store for store in self.stores if (env := store._env) and not env.read_only and not env._closed]
+    def _open_files(self, stores: Iterable[StoreFile]) -> list[tuple[Path, int]]:
+        """Returns folder and inode of the files in their place that these stores have open for writing."""
+        found = [env for store in stores if (env := store._env) is not None and not env.read_only and not env._closed]
+        return [(env.path, env.inode) for env in found if env.is_in_place()]
 
-    def _is_marked(self, store: StoreFile) -> bool:
-        return (store.path / LOCK).stat().st_size > 0
-
-    def _check_marks(self) -> None:
-        if not all(map(self._is_marked, self._marking())):
-            raise Wrong("the mark is gone, and a process has the file open")
+    def _check_marks(self, open_files: list[tuple[Path, int]]) -> None:
+        """The mark stays while a process has the file open, and when it was killed."""
+        for path, inode in open_files:
+            with (path / LOCK).open("rb") as file:
+                if _read_mark(file.fileno()).file != inode:
+                    raise Wrong("the mark is gone, and a process has the file open or was killed")
 
     def _check_notes(self, daemon: Daemon) -> None:
         """Notes take their share at most, and what was purged is not found."""
@@ -679,7 +679,7 @@ class History:
         with daemon.store.snapshot() as snapshot:
             num_bytes = sum(note.num_bytes for note in snapshot.notes())
         most = 4 * root_limit(self.settings.kv_cache_budget)
-        if num_bytes > most and not self._has_others:
+        if num_bytes > most and not self.counts["start_beside"]:
             raise Wrong(f"notes take {num_bytes} bytes, of {most}")
         for purged in self._known_purges(daemon):
             for tenant, id_, number in purged.notes:

@@ -29,7 +29,7 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.memo import Memo
 from diskprefix.model.exact import runner
 from diskprefix.settings import Settings
-from diskprefix.store import compact, environment, evictor, folder, opening, survival, written
+from diskprefix.store import compact, environment, evictor, folder, opening, written
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock
 from diskprefix.store.write_queue import WriteQueue
@@ -76,7 +76,7 @@ class Disk:
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
-_init_meter, _mark, _pause = WriteMeter.__init__, FolderLock.mark, WriteQueue.pause_writing
+_init_meter, _pause, _check_file = WriteMeter.__init__, WriteQueue.pause_writing, Environment.require_survivable
 meters: list[WriteMeter] = []
 """The counts of written bytes of all processes of a history."""
 paused_at: dict[WriteQueue, float] = {}
@@ -159,9 +159,11 @@ def _noted_pause(self: WriteQueue) -> None:
     _pause(self)
 
 
-def _tried(_command: object, _timeout_s: float) -> None:
-    """In the place of the child that goes through the file: a kill alone damages nothing."""
-    scheduler().block(scheduler().random.random())
+def _checked_slowly(self: Environment) -> None:
+    """In the place of `Environment.require_survivable`."""
+    if threads.is_simulated():
+        scheduler().block(scheduler().random.random())
+    _check_file(self)
 
 
 def _listed_meter(self: WriteMeter) -> None:
@@ -178,13 +180,13 @@ def patched() -> Iterator[None]:
         (Environment, "transaction", _simulated_transaction),
         (Environment, "__init__", _listed(_init_environment)),
         (FolderLock, "__init__", _listed(_init_lock)),
-        (FolderLock, "mark", _living(_mark)),
+        (folder, "_write_mark", _living(folder._write_mark)),
         (WriteMeter, "__init__", _listed_meter),
         (WriteQueue, "pause_writing", _noted_pause),
         (DiskView, "has", _waiting(DiskView.has, "all")),
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
         (DiskView, "_decode", _waiting(DiskView._decode, "payloads")),
-        (survival, "_outcome", _tried),
+        (Environment, "require_survivable", _checked_slowly),
         (environment, "lmdb", Shim(lmdb, open=shared_file.opened)),
         *((module, "fcntl", Shim(module.fcntl, flock=shared_file.flock)) for module in (environment, folder)),
         *((module, "os", Shim(os, **of_disk)) for module in (evictor, folder, compact)),
@@ -235,7 +237,7 @@ def kill(process: object) -> None:
             continue
         _held.remove((owner, held))
         if isinstance(held, FolderLock):
-            held.close()
+            held._close()
         elif not held._closed and hasattr(held, "_env"):
             held._env.close()
             with suppress(AttributeError):
