@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -16,8 +17,9 @@ import httpx
 import pytest
 import torch
 
-from diskprefix.errors import CacheError, StoreFull
+from diskprefix.errors import CacheError
 from diskprefix.store import writer
+from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.closing import needs
@@ -30,7 +32,9 @@ from tests.server.daemon_process import (
     cache_states,
     clean_environment,
     reply_to,
+    running_daemon,
     serve_flags,
+    wait_until,
 )
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
 
@@ -102,10 +106,10 @@ def test_a_disk_with_less_than_is_kept_free_is_called_full_and_the_setting_is_na
     """On a small disk, the default keeps more free than there is."""
     store = Store(disk / "kv", budget_bytes=1 << 30, min_free_bytes=256 << 20)
     said = r"is full: 2\d\.\d MiB are free, and the store leaves 256\.0 MiB; make room, or choose another folder"
-    with pytest.raises(StoreFull, match=said):
+    with pytest.raises(FolderUnavailable, match=said):
         store.publish(publication(store, prompt(1, 3 * BLOCK)))
     # What the models, notes and counts of a daemon need.
-    with pytest.raises(StoreFull, match=said):
+    with pytest.raises(FolderUnavailable, match=said):
         store.evictor.make_room(1, frozenset())
     assert re.search(said, store.evictor.full_disk() or "")
     store.close()
@@ -292,6 +296,21 @@ def require_alike(client: httpx.Client, number: int, reply: dict[str, Any]) -> N
     again = reply_to(client, question(number))
     assert again["choices"] == reply["choices"]
     assert again["prefix_cache"]["restored"] > 0
+
+
+def test_a_daemon_on_a_disk_with_less_than_is_kept_free_says_so_once_and_saves_what_waits_when_there_is_room(
+    disk: Path, chat_model: Path
+) -> None:
+    with running_daemon(chat_model, disk / "kv") as daemon, daemon.wait_ready().client() as client:
+        reply = reply_to(client, question(0))
+        wait_until(lambda: client.get("/health").json()["status"] == "degraded", "/health says that nothing is saved")
+        reply_to(client, question(1))
+        assert "the store leaves 256.0 MiB" in json.dumps(client.get("/health").json())
+        assert "diskprefix_store_degraded 1" in client.get("/metrics").text
+        remount(disk, "size=1g")
+        wait_until(lambda: client.get("/health").json()["status"] == "ok", "what waited is saved")
+        require_alike(client, 0, reply)
+        assert len([line for line in daemon.lines if "is full" in line]) == 1, daemon.lines
 
 
 @thorough

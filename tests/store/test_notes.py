@@ -13,14 +13,16 @@ from diskprefix.errors import StoreFull, StoreUnavailable
 from diskprefix.store import notes as notes_module
 from diskprefix.store.changes import Changes
 from diskprefix.store.ghosts import forget
-from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit
+from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit, total_limit
 from diskprefix.store.notes import Notes, TenantNotes
+from diskprefix.store.savings import Tally, total_savings
 from diskprefix.store.schema import RootRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.verify import verify_index
 from diskprefix.store.writer import Writer
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, Clock, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
 
 ALICE, BOB = b"a" * 16, b"b" * 16
 RESPONSE, TURN = NoteKind.RESPONSE, NoteKind.TURN
@@ -315,3 +317,65 @@ def test_a_flush_waits_for_a_note_that_is_being_written(store: Store, monkeypatc
     assert writer.flush(30)
     assert num_stored(store) == 1
     assert writer.close(30)
+
+
+def test_notes_of_all_roots_together_keep_their_share_and_prompts_stay(store: Store, clock: Clock) -> None:
+    """Each root within its own."""
+    saved = [publication(store, prompt(seed, 3 * BLOCK)) for seed in range(3)]
+    for pub in saved:
+        store.publish(pub)
+    notes, size = new_notes(store), note_limit(store.budget_bytes) // 2
+    roots = [number.to_bytes(16, "big") for number in range(1, 81)]
+    for number in range(3):
+        for root in roots:
+            clock.now += 1
+            assert of(notes, root).put(RESPONSE, str(number), noise(size, number))
+            notes.write()
+            with store.snapshot() as snapshot:
+                assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
+    assert of(notes, roots[-1]).get(RESPONSE, "2") == noise(size, 2)
+    assert of(notes, roots[0]).get(RESPONSE, "0") is None
+    assert all(is_whole(store, pub) for pub in saved)
+
+
+def test_the_notes_of_a_new_root_are_counted_without_reading_those_of_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes_module, "_MAX_ROOTS", 8)
+    monkeypatch.setattr(Snapshot, "notes", lambda _self: pytest.fail("all notes are read"))
+    notes = new_notes(store)
+    for number in range(1, 40):
+        of(notes, number.to_bytes(16, "big")).put(RESPONSE, "resp_1", b"content")
+        notes.write()
+    assert len(notes._sizes) == 8
+
+
+def test_what_is_remembered_of_uses_is_bounded(store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notes_module, "_MAX_USED", 8)
+    notes = new_notes(store)
+    for number in range(20):
+        of(notes).put(RESPONSE, str(number), b"content")
+    notes.write()
+    clock.now += DAY / 2
+    assert all(of(notes).get(RESPONSE, str(number)) for number in range(20))
+    notes.write()
+    assert len(notes._used) == 8
+    with store.snapshot() as snapshot:
+        assert sum(note.times.last_used == clock.now for note in snapshot.notes()) == 8
+
+
+def test_counts_of_many_roots_keep_the_share_of_notes_and_none_is_lost(store: Store, clock: Clock) -> None:
+    """A client makes a root with each salt."""
+    writer, hits = Writer(store, buffer_bytes=1 << 20), 0
+    assert writer.close(30)
+    for batch in range(6):
+        for number in range(400):
+            clock.now += 1
+            hits += 1
+            root = (batch * 400 + number + 1).to_bytes(16, "big")
+            writer.savings.record(store.epoch, root, RECORD, Tally(requests=1), noise(16, hits))
+        store.write_from(writer.savings.writing)
+        writer.notes.make_fit()
+    with store.snapshot() as snapshot:
+        assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
+        assert total_savings(snapshot).total.requests == hits

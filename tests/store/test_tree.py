@@ -55,16 +55,15 @@ def test_a_path_has_the_blocks_in_order_and_an_entry_also_the_checkpoints_behind
     ]
 
 
-def test_a_subtree_comes_children_first_and_without_what_it_shares(store: Store) -> None:
+def test_a_subtree_goes_children_first_and_without_what_it_shares(store: Store) -> None:
     first, second = saved(store), saved(store, fork_at=3 * BLOCK)
     top = first.nodes[[node.position for node in first.nodes].index(3 * BLOCK)]
-    with store.snapshot() as snapshot:
-        doomed = PrefixTree(snapshot).subtrees({top.name: top.parent})
-    assert doomed[-1] == (top.name, top.parent)
-    assert {name for name, _ in doomed} == {node.name for node in first.nodes if node.position >= 3 * BLOCK}
-    assert not {name for name, _ in doomed} & {node.name for node in second.nodes}
-    order = [name for name, _ in doomed]
-    assert all(parent not in order[: order.index(name)] for name, parent in doomed)
+    gone = store.remove_subtrees({top.name: top.parent}).nodes
+    assert gone[-1] == top.name
+    assert set(gone) == {node.name for node in first.nodes if node.position >= 3 * BLOCK}
+    assert not set(gone) & {node.name for node in second.nodes}
+    parents = {node.name: node.parent for node in first.nodes}
+    assert all(parents[name] not in gone[:number] for number, name in enumerate(gone))
 
 
 def test_a_path_with_a_missing_block_and_a_node_under_another_name_are_errors(store: Store, tmp_path: Path) -> None:

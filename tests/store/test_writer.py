@@ -1,24 +1,28 @@
 from __future__ import annotations
 
+import errno
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from diskprefix.errors import StoreFull, StoreUnavailable
-from diskprefix.store import savings, write_queue
+from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
+from diskprefix.store import savings, store_file, write_queue
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes, Part
+from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Tally, read_savings
 from diskprefix.store.schema import Kind, ModelRecord
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Chain, Publication, Store
 from diskprefix.store.verify import verify_index
 from diskprefix.store.writer import Writer
@@ -572,3 +576,115 @@ def test_a_model_that_cannot_be_remembered_fails_no_prompt(store: Store, monkeyp
     assert writer.close(30)
     assert is_whole(store, pub)
     assert writer.error is None
+
+
+def test_a_failure_that_passes_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full queue must not be tried away in a moment."""
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
+    gate = Gate(store, monkeypatch)
+    gate.failure = FolderUnavailable(store.path, OSError(errno.ENOSPC, "full"))
+    writer = Writer(store, buffer_bytes=1 << 30)
+    pubs = [publication(store, prompt(seed, BLOCK)) for seed in range(3)]
+    for pub in pubs:
+        submit(writer, pub)
+    gate.open.set()
+    wait_for(lambda: writer.error is not None)
+    assert writer.num_pending == 3
+    gate.failure = None
+    wait_for(lambda: not writer.num_pending)
+    assert all(is_whole(store, pub) for pub in pubs)
+    assert (writer.dropped, writer.error) == (0, None)
+    assert writer.close(30)
+
+
+@pytest.mark.parametrize("why", ["time", "room", "pages that others need"])
+def test_a_failure_is_waited_out_within_bounds(store: Store, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.05 if why == "time" else 600.0)
+    gate = Gate(store, monkeypatch)
+    gate.failure = StoreUnavailable("gone for good")
+    gate.open.set()
+    pub = publication(store, prompt(1, BLOCK))
+    writer = Writer(store, buffer_bytes=pub.payload_bytes if why == "room" else 1 << 30)
+    if why == "pages that others need":
+        writer.submit(replace(pub, page_bytes=pub.payload_bytes), reserved_bytes=0)
+        assert writer.write_pages(30)
+    else:
+        submit(writer, pub)
+    wait_for(lambda: not writer.num_pending)
+    assert writer.dropped == 1
+    assert writer.close(30)
+
+
+def test_a_pause_that_no_step_renews_ends_and_the_next_prompt_can_pause_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_queue, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 1.0)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    writer.pause_writing()
+    submit(writer, publication(store, prompt(1, BLOCK)))
+    wait_for(lambda: not writer.num_pending)
+    time.sleep(1.0)
+    monkeypatch.setattr(write_queue, "_PAUSE_S", 600.0)
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 600.0)
+    writer.pause_writing()
+    submit(writer, publication(store, prompt(2, BLOCK)))
+    assert writer._next() is None
+    assert writer.close(30)
+
+
+def test_steps_that_pause_again_and_again_hold_nothing_for_longer_than_the_bound(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.1)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    submit(writer, publication(store, prompt(1, BLOCK)))
+    deadline = time.monotonic() + 30
+    while writer.num_pending and time.monotonic() < deadline:
+        writer.pause_writing()
+    assert not writer.num_pending
+    assert writer.close(30)
+
+
+def test_saving_goes_on_while_a_child_reads_a_file_with_a_damaged_node(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read = threading.Event()
+
+    def read(_path: Path) -> None:
+        assert is_read.wait(30)
+        raise StoreCorrupt("the file is damaged")
+
+    monkeypatch.setattr(store_file, "require_survivable", read)
+    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+    first, second = (publication(store, prompt(seed, 2 * BLOCK)) for seed in range(2))
+    store.publish(first)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    writer.quarantine(first.nodes[0].name, first.nodes[0].parent)
+    submit(writer, second)
+    wait_for(lambda: not writer.num_pending)
+    assert is_whole(store, second)
+    assert (writer.house.quarantined, writer.error) == (3, None)
+    monkeypatch.setattr(store, "_on_corruption", "quarantine")
+    is_read.set()
+    wait_for((store.path / "damaged.mdb").exists)
+    assert writer.close(30)
+
+
+def test_removing_a_damaged_node_reads_no_more_of_the_index_than_what_continues_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, other = publication(store, prompt(1, 70 * BLOCK)), publication(store, prompt(2, 3 * BLOCK))
+    bare = publication(store, prompt(1, 60 * BLOCK))
+    for pub in (long, bare, other):
+        store.publish(pub)
+
+    def whole(_self: Snapshot, database: str) -> Iterator[Any]:
+        yield pytest.fail(f"all of {database!r} is read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Snapshot, "records", whole)
+        patched.setattr(Snapshot, "keys", whole)
+        assert store.quarantine(long.nodes[1].name, long.nodes[1].parent) == len(long.nodes)
+    assert not verify_index(store).problems
+    assert is_whole(store, other)
