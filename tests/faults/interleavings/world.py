@@ -76,11 +76,11 @@ class Disk:
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
-_init_meter, _pause, _check_file = WriteMeter.__init__, WriteQueue.pause_writing, Environment.require_survivable
+_init_meter, _hold, _check_file = WriteMeter.__init__, WriteQueue._hold, Environment.require_survivable
 meters: list[WriteMeter] = []
 """The counts of written bytes of all processes of a history."""
-paused_at: dict[WriteQueue, float] = {}
-"""When a writer was last asked to pause."""
+held_at: dict[WriteQueue, float] = {}
+"""When a writer last began to pause, for a prompt or because the store failed."""
 _held: list[tuple[object, Environment | FolderLock]] = []
 """What a process has open that the kernel closes when it is killed."""
 
@@ -153,10 +153,10 @@ def _waiting(read: Callable[..., Any], what: str) -> Callable[..., Any]:
     return waiting
 
 
-def _noted_pause(self: WriteQueue) -> None:
+def _noted_hold(self: WriteQueue, seconds: float) -> bool:
     if threads.is_simulated():
-        paused_at[self] = scheduler().now
-    _pause(self)
+        held_at[self] = scheduler().now
+    return _hold(self, seconds)
 
 
 def _checked_slowly(self: Environment) -> None:
@@ -182,7 +182,7 @@ def patched() -> Iterator[None]:
         (FolderLock, "__init__", _listed(_init_lock)),
         (folder, "_write_mark", _living(folder._write_mark)),
         (WriteMeter, "__init__", _listed_meter),
-        (WriteQueue, "pause_writing", _noted_pause),
+        (WriteQueue, "_hold", _noted_hold),
         (DiskView, "has", _waiting(DiskView.has, "all")),
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
         (DiskView, "_decode", _waiting(DiskView._decode, "payloads")),
@@ -225,7 +225,7 @@ def use(disk: Disk, bucket: SimulatedBucket, map_bytes: int) -> None:
     """Sets the disk and the bucket of the history that begins. `map_bytes`: the size that LMDB's map has."""
     _disks[:], _buckets[:] = [disk], [bucket]
     meters.clear()
-    paused_at.clear()
+    held_at.clear()
     shared_file.reset(map_bytes)
 
 
