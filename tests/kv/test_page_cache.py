@@ -10,7 +10,7 @@ import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.page_cache import Later, PageCache
 from diskprefix.kv.pages import Hold
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
@@ -193,12 +193,15 @@ def test_a_state_that_moved_on_behind_what_is_exact_is_not_kept() -> None:
 def test_a_sequence_that_runs_is_waited_for_if_it_will_have_more(cache: PageCache) -> None:
     whole, least = tokens(range(60)), 39 - LEAST_TOKENS
     running = begun(cache, whole)
-    assert cache.begin(A, whole) == cache.begin(A, whole[:40]) == "later"
+    later = cache.begin(A, whole[:40])
+    assert isinstance(later, Later)
+    assert isinstance(cache.begin(A, whole), Later)
     assert begun(cache, whole[:LEAST_TOKENS]).num_tokens == begun(cache, whole, owner=B).num_tokens == 0
     for end, is_later in ((least, True), (least + 1, False)):
         compute(running, whole, end)
         cache.name_blocks(running)
-        assert (cache.begin(A, whole[:40]) == "later") == is_later
+        # Who waits asks this again and again, and not for a match.
+        assert isinstance(cache.begin(A, whole[:40]), Later) == cache.is_later(later) == is_later
     assert begun(cache, whole[:40]).num_tokens == least + 1
 
 

@@ -350,8 +350,10 @@ class History:
         searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + 4.0
         has_searched = self.scheduler.now > daemon.started_at + searches_s
         # What is left of requests that lost their memory is kept for longer.
+        # So is what slides out of windows.
+        is_kept = self._has_preempted or any(group.window is not None for group in self._layout.groups)
         is_late = self.disk.num_failed or self.disk.slow_s or self._has_others or self._has_bucket
-        if not has_searched or self._has_preempted or is_late:
+        if not has_searched or is_kept or is_late:
             return set()
         return {
             one

@@ -13,8 +13,9 @@ from diskprefix.cache import namespaces
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import CacheResources
 from diskprefix.engine.active_requests import ActiveRequests
+from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.loop import Loop
-from diskprefix.engine.running_request import Reply, RunningRequest
+from diskprefix.engine.running_request import RunningRequest
 from diskprefix.errors import CacheError, StoreFull
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Hold, Page, PagePool
@@ -34,10 +35,8 @@ _hold: Any = Hold.__init__
 _added_to = WriteMeter.added_to
 
 
-def _ended_unheard(self: Loop, reply: Reply, error: Exception | None) -> None:
-    if error is not None:
-        reply.running.error = error
-    self._fetched.append(reply)
+def _ended_unheard(self: Fetches, one: RunningFetch) -> None:
+    self._ended.append(one)
 
 
 def _reserved(self: Writer, size: int) -> bool:
@@ -119,7 +118,9 @@ MUTANTS: dict[str, Mutant] = {
     "the room that is given back": Mutant(
         _LEFT + "{'pending bytes'", ((Writer, "release", lambda _self, _size: None),)
     ),
-    "the wake behind a fetch": Mutant("never ends", ((Loop, "_end_fetch", _ended_unheard),)),
+    "the wake behind a fetch": Mutant(
+        "never ends", ((Fetches, "_end", _ended_unheard), (Fetches, "look_in_s", property(lambda _self: None)))
+    ),
     "the bound of the write buffer": Mutant("bytes wait to be written", ((Writer, "reserve", _reserved),)),
     "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
     "the epoch of a prompt": Mutant(
