@@ -32,7 +32,10 @@ _COUNTERS = {
     "restored_bytes": ("store_read_bytes", "Bytes of state that were restored."),
     "saved_tokens": ("store_written_tokens", "Tokens whose state was written."),
     "saved_bytes": ("store_written_bytes", "Bytes of state that were written, before compression."),
-    "dropped": ("store_dropped_publications", "Prompts not kept as the write buffer or the budget was full."),
+    "dropped": (
+        "store_dropped_publications",
+        "Prompts not kept: the store failed, the buffer, budget or disk was full, or something was purged.",
+    ),
     "unaffordable": ("store_unaffordable_prompts", "Prompts not saved, or not whole, for --kv-cache-write-budget."),
     "process_disk_written_bytes": (
         "store_disk_written_bytes",

@@ -21,6 +21,7 @@ from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import LONG_PROMPT, SHARED, CacheOptions, Mark, Prompt, Scope, Tenant
+from diskprefix.store import write_queue
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.savings import read_savings
@@ -480,3 +481,49 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     runner.wait_for(lambda: runner.cache.is_gone(owner))
     again = runner.run(PROMPT, "auto")
     assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).seen)) == (0, 1)
+
+
+def test_a_purge_that_cannot_wait_for_the_writer_leaves_nothing_of_what_waits(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = runner.cache
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 600.0)
+    monkeypatch.setattr(write_queue, "_PAUSE_S", 600.0)
+    monkeypatch.setattr(cache.writer, "flush", lambda _timeout_s: False)
+    monkeypatch.setattr(cache.writer, "resume_writing", cache.writer.pause_writing)
+    runner.run(PROMPT, "full")
+    assert cache.writer.num_pending
+    cache.purge(PurgeFilter(salt="nobody"))
+    assert runner.run(PROMPT, "off").report.restored == 0
+    assert not cache.writer.pending
+    monkeypatch.undo()
+    cache.writer.resume_writing()
+    runner.flush()
+    counts = cache.store.counts()
+    assert (counts["entries"], counts["blocks"], counts["prompts"], counts["notes"]) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("is_purged", [False, True])
+def test_state_that_only_memory_has_is_left_behind_at_the_end_unless_it_is_of_before_a_purge(
+    runner: Runner, is_purged: bool
+) -> None:
+    cache = runner.cache
+    runner.run(PROMPT[: 4 * BLOCK], "off")
+    runner.sequence.owner = cache.owner(SHARED)
+    if is_purged:
+        cache.purge(PurgeFilter())
+    cache.hibernate(runner.sequence, PROMPT[: 4 * BLOCK], AUTO)
+    runner.flush()
+    assert (cache.store.counts()["blocks"] > 0) == (not is_purged)
+
+
+def test_what_was_seen_goes_with_a_store_that_is_replaced(runner: Runner) -> None:
+    """The names of its blocks are those of another secret."""
+    runner.run(PROMPT, "auto:30")
+    runner.flush()
+    cache = runner.cache
+    seen, store_id = cache.namespaces.get(SHARED).seen, cache.store.store_id
+    assert seen.num_bytes
+    (cache.store.path / "data.mdb").unlink()
+    runner.wait_for(lambda: cache.store.store_id != store_id)
+    runner.wait_for(lambda: cache.namespaces.get(SHARED).seen is not seen)

@@ -15,7 +15,7 @@ from diskprefix.store.changes import Changes
 from diskprefix.store.ghosts import forget
 from diskprefix.store.note_record import NoteKind, note_key, note_limit, root_limit, total_limit
 from diskprefix.store.notes import Notes, TenantNotes
-from diskprefix.store.savings import Tally, total_savings
+from diskprefix.store.savings import SavingsLog, Tally, total_savings
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
@@ -326,15 +326,16 @@ def test_notes_of_all_roots_together_keep_their_share_and_prompts_stay(store: St
         store.publish(pub)
     notes, size = new_notes(store), note_limit(store.budget_bytes) // 2
     roots = [number.to_bytes(16, "big") for number in range(1, 81)]
-    for number in range(3):
+    for number in range(4):
         for root in roots:
             clock.now += 1
-            assert of(notes, root).put(RESPONSE, str(number), noise(size, number))
+            # The first one is small: it is then that a root is new.
+            assert of(notes, root).put(RESPONSE, str(number), noise(size if number else 100, number))
             notes.write()
             with store.snapshot() as snapshot:
                 assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
-    assert of(notes, roots[-1]).get(RESPONSE, "2") == noise(size, 2)
-    assert of(notes, roots[0]).get(RESPONSE, "0") is None
+    assert of(notes, roots[-1]).get(RESPONSE, "3") == noise(size, 3)
+    assert of(notes, roots[0]).get(RESPONSE, "1") is None
     assert all(is_whole(store, pub) for pub in saved)
 
 
@@ -364,18 +365,18 @@ def test_what_is_remembered_of_uses_is_bounded(store: Store, clock: Clock, monke
         assert sum(note.times.last_used == clock.now for note in snapshot.notes()) == 8
 
 
-def test_counts_of_many_roots_keep_the_share_of_notes_and_none_is_lost(store: Store, clock: Clock) -> None:
+def test_counts_of_many_roots_keep_the_share_of_notes_and_none_is_lost(tmp_path: Path, clock: Clock) -> None:
     """A client makes a root with each salt."""
-    writer, hits = Writer(store, buffer_bytes=1 << 20), 0
-    assert writer.close(30)
-    for batch in range(6):
-        for number in range(400):
-            clock.now += 1
-            hits += 1
-            root = (batch * 400 + number + 1).to_bytes(16, "big")
-            writer.savings.record(store.epoch, root, RECORD, Tally(requests=1), noise(16, hits))
-        store.write_from(writer.savings.writing)
-        writer.notes.make_fit()
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    notes, log, num_roots, num_hits = new_notes(store), SavingsLog(store), 1500, 40
+    for number in range(1, num_roots + 1):
+        for hit in range(num_hits):
+            block = noise(16, number * num_hits + hit)
+            log.record(store.epoch, number.to_bytes(16, "big"), RECORD, Tally(requests=1), block)
+        if number % 500 == 0:
+            store.write_from(log.writing)
+            notes.make_fit()
     with store.snapshot() as snapshot:
         assert snapshot.note_bytes() <= total_limit(store.budget_bytes)
-        assert total_savings(snapshot).total.requests == hits
+        assert total_savings(snapshot).total.requests == num_roots * num_hits
+    store.close()

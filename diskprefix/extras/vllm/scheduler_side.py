@@ -265,7 +265,7 @@ class SchedulerSide:
         namespace = self._namespaces.get(tracked.tenant)
         tally = Tally(requests=1, prompt_tokens=len(tracked.prompt), restored_tokens=num_tokens)
         last = tracked.names[0][tracked.num_loadable(self._block_size)] if num_tokens else None
-        self._shared.writer.savings.record(namespace.root, namespace.record, tally, last)
+        self._shared.writer.savings.record(self._shared.store.epoch, namespace.root, namespace.record, tally, last)
 
     def _save(self, tracked: Tracked, end: int, blocks: Sequence[Sequence[int]]) -> Save | None:
         """Returns the blocks to save: those that are complete when `end` tokens are computed, wanted, and not stored.

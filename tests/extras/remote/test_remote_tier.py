@@ -412,3 +412,18 @@ def test_what_was_fetched_tells_how_fast_the_tier_is_if_all_of_it_came_or_too_la
     late = Prefetched(frozenset({b"b"}), 0, 300, 9.0, is_whole=False, is_late=True)
     failed = Prefetched(frozenset({b"c"}), 7, 400, 2.0, is_whole=False)
     assert [one.telling_bytes for one in (whole, late, failed)] == [100, 300, 0]
+
+
+@pytest.mark.parametrize("num_looks", [0, 1])
+def test_a_prompt_of_before_a_purge_is_not_uploaded_and_what_was_just_written_of_it_goes(
+    make: MakeMachine, num_looks: int
+) -> None:
+    """A purge may look at the bucket before the object is there that is being written."""
+    machine, looks = make(), iter([True] * num_looks)
+    machine.save(PROMPT)
+    record = RootRecord(model="tiny", block_size=BLOCK, layout=machine.layout, created_at=0.0)
+    upload = Upload(machine.nodes(PROMPT), len(PROMPT), record, machine.tiers, lambda: next(looks, False))
+    machine.remote.upload(upload)
+    assert machine.remote.flush(30)
+    assert [path for path in machine.remote.objects.list("") if not path.endswith("about")] == []
+    assert machine.remote.counts()["dropped"] == 1
