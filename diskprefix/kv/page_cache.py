@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import Page, PagePool
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
@@ -185,7 +185,8 @@ class PageCache:
         """Returns a sequence with room for a prompt, which begins with what is there of it; None if others must end
         first, a `Later` if a sequence that runs is about to have more of it. Only prompts of the same `owner` begin
         with its pages, and none without. With `leaves_last`, the last token is left to compute in any case. For
-        `expires_at` see `KVSequence`. Raises `ContextTooLong` if the prompt never fits."""
+        `expires_at` see `KVSequence`. Raises `ContextTooLong` if the prompt never fits, and `NotReady` if it does not
+        before a restore has given its pages back that the disk holds up."""
         pool, needed = self.pool, self.pool.sequence_bytes(len(token_ids))
         if needed > pool.limit_bytes:
             raise ContextTooLong(
@@ -218,6 +219,8 @@ class PageCache:
                 sequence = self._begun(found.prefix, len(token_ids))
             if sequence is None and (self.running or any(hold.pages for hold in pool.holds)):
                 return None
+            if sequence is None and self._abandoned:
+                raise NotReady("a restore holds the KV memory that is missing, and the disk does not answer")
             if sequence is None:
                 raise pool.too_long(len(token_ids))
             sequence.owner, sequence.token_ids, sequence.num_exact = owner, token_ids, len(token_ids)

@@ -53,7 +53,7 @@ class Disk:
     slow_s: float = 0.0
     """The longest time that a commit takes."""
     reading_s: float = 0.0
-    """The longest time that a read takes."""
+    """The longest time that a read of a payload takes."""
     hangs: str = ""
     """The reads that do not answer before `answer`: of "payloads", of "all", or none."""
     free_bytes: int = 1 << 40
@@ -62,7 +62,7 @@ class Disk:
 
     def read(self, what: str) -> None:
         one = scheduler()
-        if self.reading_s:
+        if self.reading_s and what == "payloads":
             one.block(one.random.random() * self.reading_s)
         while self.hangs in (what, "all"):
             threads.wait_in(self.waiting, None)
