@@ -36,7 +36,7 @@ _RECLAIMED = 8
 """Pages that are made free at a time: looking for them takes time."""
 
 
-class Counted(NamedTuple):
+class KeptSums(NamedTuple):
     """Sums over blocks: the bytes of pages that nobody else uses, and the bytes and tokens of blocks that no sequence
     uses."""
 
@@ -61,7 +61,7 @@ class KeptBlock:
     states: list[Page] = field(default_factory=list)
     options: CacheOptions | None = None
     """Those of the request, of the end of a sequence."""
-    counted: Counted = field(default_factory=Counted)
+    counted: KeptSums = field(default_factory=KeptSums)
     """What it adds to the sums over all blocks."""
 
     @property
@@ -70,8 +70,8 @@ class KeptBlock:
 
 
 class Later(NamedTuple):
-    """Why a prompt waits: `sequence` is about to have the state of its first `num_tokens` tokens. `block` is the key of
-    the first complete block with which it need not wait any more, None if that is behind its last one."""
+    """The wait of a prompt: `sequence`, of this `owner`, is about to have the state of its first `num_tokens` tokens.
+    `block` is the key of the first complete block with which the wait is over, None if there is none."""
 
     sequence: KVSequence
     owner: Owner
@@ -109,7 +109,7 @@ class PageCache:
         self.layout = layout
         self.pool = PagePool(layout, device, block_size=block_size, limit_bytes=limit_bytes, free_bytes=free_bytes)
         self.pool.reclaim, self.pool.idle_bytes = self._reclaim, self._idle_bytes
-        self._sums = Counted()
+        self._sums = KeptSums()
         """Of all blocks but those in `pool.changed`, which are counted again when the sums are asked for."""
         self.running: set[KVSequence] = set()
         self._abandoned: set[KVSequence] = set()
@@ -432,7 +432,7 @@ class PageCache:
                 mark = b"" if len(node.token_ids) == self._block_size else b"e"
                 if node.name != block_hash(node.owner.secret, node.parent, node.token_ids, mark):
                     found.append("a block has the name of other tokens")
-            counted, exact = self._counted(), Counted(*map(sum, zip(*map(self._count, nodes), strict=True)))
+            counted, exact = self._counted(), KeptSums(*map(sum, zip(*map(self._count, nodes), strict=True)))
             if counted != exact:
                 found.append(f"the blocks are counted as {counted}, and are {exact}")
             return found
@@ -505,7 +505,7 @@ class PageCache:
             del self._children[node.owner, node.parent]
         self._let_go((*node.pages, *node.states))
         self.pool.changed.discard(node)
-        self._sums = self._sum(Counted(), node.counted)
+        self._sums = self._sum(KeptSums(), node.counted)
 
     def _keep(self, node: KeptBlock, pages: Iterable[Page | None]) -> None:
         """Makes a block a user of pages."""
@@ -528,7 +528,7 @@ class PageCache:
         spares = sum(page.num_bytes for sequence in self.running for page in sequence.idle_spares)
         return self._counted().idle_bytes + spares
 
-    def _counted(self) -> Counted:
+    def _counted(self) -> KeptSums:
         """Returns the sums over all blocks. Counts again only blocks whose pages got or lost a user."""
         while self.pool.changed:
             node: KeptBlock = self.pool.changed.pop()
@@ -536,15 +536,15 @@ class PageCache:
             self._sums = self._sum(node.counted, before)
         return self._sums
 
-    def _sum(self, more: Counted, less: Counted) -> Counted:
-        return Counted(*(at + new - old for at, new, old in zip(self._sums, more, less, strict=True)))
+    def _sum(self, more: KeptSums, less: KeptSums) -> KeptSums:
+        return KeptSums(*(at + new - old for at, new, old in zip(self._sums, more, less, strict=True)))
 
-    def _count(self, node: KeptBlock) -> Counted:
+    def _count(self, node: KeptBlock) -> KeptSums:
         idle_bytes = sum(page.num_bytes for page in self._idle(node))
         if any(page.users > page.num_holds + 1 for page in node.pages if page is not None):
-            return Counted(idle_bytes)
+            return KeptSums(idle_bytes)
         kept = sum(page.num_bytes for page in (*node.pages, *node.states) if page is not None)
-        return Counted(idle_bytes, kept, len(node.token_ids))
+        return KeptSums(idle_bytes, kept, len(node.token_ids))
 
     def _idle(self, node: KeptBlock) -> list[Page]:
         """Returns the pages that nobody else uses: all, or those of windows that others have gone on behind."""

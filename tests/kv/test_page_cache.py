@@ -10,7 +10,7 @@ import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.page_cache import Later, PageCache
+from diskprefix.kv.page_cache import KeptBlock, Later, PageCache
 from diskprefix.kv.pages import Hold
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
@@ -84,6 +84,23 @@ def test_pages_for_guesses_go_to_a_prompt_that_needs_them() -> None:
     assert isinstance(cache.begin(B, IDS[:4]), KVSequence)
     assert not first.has_spares()
     assert wrong(first, IDS[:4]) == cache.check() == []
+
+
+@pytest.mark.parametrize("blocks", [16, 64])
+def test_a_page_is_taken_without_a_look_at_all_blocks(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, looks, idle = page_cache(layout_of(), blocks=blocks), list[KeptBlock](), PageCache._idle
+    monkeypatch.setattr(PageCache, "_idle", lambda self, node: looks.append(node) or idle(self, node))
+    for seed in range(blocks // 4):
+        ended(cache, tokens(range(1000 * seed, 1000 * seed + 4 * BLOCK)))
+    assert cache.stats()["kept_tokens"] == blocks * BLOCK
+    looks.clear()
+    sequence = run(cache, tokens(range(900_000, 900_000 + 4 * BLOCK)))
+    # Memory was full. A few blocks were freed at a time, and each was looked at twice.
+    assert 0 < len(looks) <= 32
+    cache.end(sequence, keep=True)
+    assert cache.check() == []
+    cache._sums = cache._sums._replace(idle_bytes=0)
+    assert len(cache.check()) == 1, "a wrong sum is found"
 
 
 # How much is found.
