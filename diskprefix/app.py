@@ -160,8 +160,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
 
 
 def _open_beside(open_store: Callable[[Callable[[str], None]], Store], progress: Report) -> Future[Store]:
-    """Opens a store on a thread of its own. Returns once it is open, or must wait: its file is checked, or another
-    process replaces it. `progress` is told why. Raises what `open_store` raises before that."""
+    """Opens a store on a thread of its own. Returns once it is open, or once that takes long: the file is checked, or
+    another process replaces it. Then `progress` gets the reason. Raises what `open_store` raises until then."""
     opening: Future[Store] = Future()
     is_decided = Event()
 

@@ -171,8 +171,8 @@ def boot_id() -> str:
     return found.value.decode(errors="replace")
 
 
-class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the lock file says; see DISK.md. The file with inode `file` was checked or made by this program in the boot
+class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The content of the lock file; see DISK.md. The data file with inode `file` was checked, or made, in the boot
     `boot`. `openings` processes in a row have opened it for writing since, and have not written to it. `holder` says
     which process holds the lock exclusively, and why."""
 
@@ -187,16 +187,16 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
         return not is_of_this_boot or self.file != file or self.openings > 1
 
 
-def _read_mark(fd: int | None) -> Mark:
+def _read_mark(fd: int | None) -> FileMark:
     """Returns an empty mark for what is none."""
     with suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
-        return msgspec.json.decode(os.pread(fd, _MAX_MARK_BYTES, 0) if fd is not None else b"", type=Mark)
-    return Mark()
+        return msgspec.json.decode(os.pread(fd, _MAX_MARK_BYTES, 0) if fd is not None else b"", type=FileMark)
+    return FileMark()
 
 
-def _write_mark(fd: int, mark: Mark) -> None:
+def _write_mark(fd: int, mark: FileMark) -> None:
     """On a full disk an old mark may stay, or there is none: then the file is checked once more."""
-    content = msgspec.json.encode(mark)
+    content = msgspec.json.encode(mark) if mark != FileMark() else b""
     with suppress(OSError):
         os.pwrite(fd, content, 0)
         os.ftruncate(fd, len(content))
@@ -208,7 +208,7 @@ def mark_made(folder: Path) -> None:
         fd = _open_regular(folder / LOCK, os.O_RDWR)
         try:
             inode, holder = (folder / DATA).stat().st_ino, _read_mark(fd).holder
-            _write_mark(fd, Mark(boot_id(), inode, holder=holder))
+            _write_mark(fd, FileMark(boot_id(), inode, holder=holder))
         finally:
             os.close(fd)
 
@@ -231,16 +231,16 @@ class FolderLock:
         self._path, self._waits, self._create, self._on_wait = path, waits, create, on_wait
         self._fd: int | None = None
         self._is_exclusive = self._is_proven = False
-        self._found = self._began = self._left = Mark()
+        self._found = self._began = self._left = FileMark()
         """The mark when this process opened the file, the one that it wrote then, and the one that its end leaves."""
         self._take_shared()
 
     @property
-    def mark(self) -> Mark:
+    def mark(self) -> FileMark:
         return _read_mark(self._fd)
 
     def try_exclusive(self, doing: str) -> bool:
-        """Makes the lock exclusive. `doing` is what others are told who wait for it. Returns False, and the lock is
+        """Makes the lock exclusive. Processes that wait for it log `doing`. Returns False, and the lock is
         shared as before, if another process has the store open. Raises `StoreUnavailable` as `__init__` does."""
         if self._fd is None:
             return False
@@ -256,7 +256,7 @@ class FolderLock:
         return True
 
     def say(self, doing: str) -> None:
-        """Says what this process does while it holds the lock exclusively."""
+        """Writes what this process does into the lock file, if it holds the lock exclusively."""
         if self._is_exclusive and self._fd is not None:
             _write_mark(self._fd, msgspec.structs.replace(self.mark, holder=f"process {os.getpid()} is {doing}"))
 
@@ -268,7 +268,7 @@ class FolderLock:
         found = msgspec.structs.replace(self.mark, holder="")
         openings = 0 if is_checked else found.openings
         if self._fd is not None and (self._is_exclusive or is_checked):
-            self._found, self._began = found, Mark(boot_id(), file, openings + 1)
+            self._found, self._began = found, FileMark(boot_id(), file, openings + 1)
             self._left = msgspec.structs.replace(self._began, openings=openings)
             _write_mark(self._fd, self._began)
         self.share()
@@ -297,6 +297,8 @@ class FolderLock:
 
     def _close(self) -> None:
         if self._fd is not None:
+            if self._is_exclusive:
+                _write_mark(self._fd, msgspec.structs.replace(self.mark, holder=""))
             os.close(self._fd)
             self._fd, self._is_exclusive = None, False
 

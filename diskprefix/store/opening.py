@@ -14,6 +14,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
@@ -73,6 +74,7 @@ def open_environment(
             if is_alone:
                 # A process that was killed while it wrote a replacement left it behind. The old file is in place.
                 shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
+                _empty_unfinished(path / DATA)
             _require_own_layout(path)
             require_sound_meta(path / DATA)
             if os.access(path, os.W_OK):
@@ -107,6 +109,15 @@ def _check(env: Environment, lock: FolderLock, on_wait: Callable[[str], None]) -
     env.require_survivable()
     if is_large:
         log.info("[disk-cache] checked %s in %.1f s", format_size(env.file_bytes()), time.monotonic() - begun)
+
+
+def _empty_unfinished(file: Path) -> None:
+    """Empties a file that LMDB began and did not finish, because the disk was full: it has one meta page of two."""
+    with suppress(FileNotFoundError), file.open("r+b", buffering=0) as opened:
+        start = opened.read(_FIRST_BYTES)
+        is_begun = len(start) >= _META_AT + _META.size and _META.unpack_from(start, _META_AT)[0] == _MAGIC
+        if is_begun and len(start) < _FIRST_BYTES:
+            opened.truncate(0)
 
 
 def _make_durable(file: Path, *, may_write: bool) -> None:
@@ -160,7 +171,7 @@ def inode_of(path: Path) -> int:
 
 _META = struct.Struct("<II16xI")
 """Magic number, data version and page size, behind the header of a meta page."""
-_MAGIC, _DATA_VERSION, _PAGE_HEADER_BYTES = 0xBEEFC0DE, 1, (16, 24)
+_MAGIC, _DATA_VERSION, _META_AT, _PAGE_HEADER_BYTES = 0xBEEFC0DE, 1, 16, (16, 24)
 """Of LMDB 0.9, but the second header is that of later data versions."""
 _PAGE_BYTES = tuple(1 << n for n in range(12, 16))
 

@@ -18,7 +18,7 @@ import msgspec
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.folder import DATA, LOCK, Mark
+from diskprefix.store.folder import DATA, LOCK, FileMark
 from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.notes import Notes
 from diskprefix.store.opening import DAMAGED
@@ -206,7 +206,7 @@ def leave_mark(folder: Path) -> None:
     """Leaves what a process leaves behind that had the store open for writing before the machine was started."""
     if folder.exists():
         with suppress(FileNotFoundError):
-            mark = Mark(boot="another", file=(folder / DATA).stat().st_ino)
+            mark = FileMark(boot="another", file=(folder / DATA).stat().st_ino)
             (folder / LOCK).touch(mode=0o600)
             (folder / LOCK).write_bytes(msgspec.json.encode(mark))
 
