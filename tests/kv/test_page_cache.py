@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.page_cache import KeptBlock, Later, PageCache
 from diskprefix.kv.pages import Hold
 from diskprefix.kv.sequence import KVSequence, Owner
@@ -373,6 +373,16 @@ def test_others_are_waited_for_and_what_never_fits_is_refused() -> None:
         cache.end(one, keep=True)
     assert begun(cache, IDS, owner=B).num_tokens == 0
     assert cache.check() == []
+
+
+def test_a_prompt_that_a_hanging_restore_leaves_no_memory_for_is_not_called_too_long() -> None:
+    cache = page_cache(layout_of(), blocks=8)
+    hanging = run(cache, IDS)
+    cache.abandon(hanging)
+    with pytest.raises(NotReady, match="the disk does not answer"):
+        cache.begin(B, IDS)
+    cache.end(hanging, keep=False)
+    assert begun(cache, IDS, owner=B).num_tokens == 0
 
 
 def test_a_prompt_waits_for_what_is_being_written_though_nothing_runs() -> None:

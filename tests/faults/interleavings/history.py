@@ -516,6 +516,8 @@ class History:
         self._calm()
         daemon = self.daemons[0]
         writer = daemon.cache.writer
+        # Until it has noticed the last purge.
+        self.scheduler.sleep(2.0)
         before, evicted = writer.dropped, writer.evicted
         task = self._spawn_tool("rewrite")
         for _ in range(self.random.randint(1, 4)):
@@ -568,6 +570,8 @@ class History:
         """Heals the machine, and waits until nothing happens any more."""
         self._heal()
         self.disk.slow_s = 0.0
+        for task in [task for task in self.scheduler.tasks if task.name in _TOOLS]:
+            self._join(task, f"{task.name} does not end")
         self._await_idle()
 
     def _await_idle(self) -> None:
@@ -643,9 +647,6 @@ class History:
         if self.disk.hangs and self.random.random() < 0.5:
             self._within(PATIENCE_S, lambda: not self._waiting(), "a request waits for a read that never ends")
         self._calm()
-        tools = [task for task in self.scheduler.tasks if task.name in _TOOLS]
-        for task in tools:
-            self._join(task, f"{task.name} does not end")
         self._check_errors()
         self._check_marks(self._open_files(self.stores))
         for one in self.asked:

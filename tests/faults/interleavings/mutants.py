@@ -22,7 +22,7 @@ from diskprefix.kv.pages import Hold, Page, PagePool
 from diskprefix.kv.sequence import Owner
 from diskprefix.store import folder, notes, write_queue, writer
 from diskprefix.store.evictor import Evictor
-from diskprefix.store.folder import FolderLock, Mark
+from diskprefix.store.folder import FileMark, FolderLock
 from diskprefix.store.notes import Notes
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
@@ -60,7 +60,7 @@ def _held_nothing(self: Hold, pool: PagePool, pages: Sequence[Page]) -> None:  #
 
 def _unmarked(self: FolderLock, *, is_refused: bool = False) -> None:  # noqa: ARG001 (as the real one)
     if self._fd is not None:
-        folder._write_mark(self._fd, Mark())
+        folder._write_mark(self._fd, FileMark())
     self._close()
 
 
