@@ -66,8 +66,13 @@ def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) ->
 
 def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) -> list[bytes]:
     """Returns `block_hash` of each beginning of the token ids (int32, little-endian), from the empty one on."""
-    whole, ends = parent + token_ids, range(len(parent), len(parent) + len(token_ids) + 1, ID_BYTES)
-    return [xxhash.xxh3_128_digest(whole[:end] + mark, secret) for end in ends]
+    hashed, found = xxhash.xxh3_128(parent, secret), []
+    for start in range(0, len(token_ids) + 1, ID_BYTES):
+        ended = hashed.copy()
+        ended.update(mark)
+        found.append(ended.digest())
+        hashed.update(token_ids[start : start + ID_BYTES])
+    return found
 
 
 def prompt_digest(secret: int, root: bytes, token_ids: TokenIds) -> bytes:

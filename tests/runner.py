@@ -197,10 +197,7 @@ class Runner:
             sequence = self.sequence if have else self.new_sequence(len(token_ids))
             sequence.truncate(have)
             sequence.reserve(len(token_ids))
-            cached.prefetch()
-            cached.fetch(sequence, have)
-            cached.choose(sequence)
-            restored = cached.restored
+            restored = cached.restore(sequence, have)
             logits, num_forwards = restored.logits, 0
             if logits is None:
                 num_forwards = -(-(len(token_ids) - restored.num_tokens) // self.settings.block_size)

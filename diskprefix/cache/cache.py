@@ -19,7 +19,7 @@ from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.loading import READER_THREADS
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
@@ -156,21 +156,23 @@ class PrefixCache(CacheResources):
     @property
     def health(self) -> tuple[str, str | None]:
         """`ok`, `unsupported` or `degraded`, and why it is degraded. Reads nothing from the disk."""
-        error = self.store.problem or self.writer.error
+        error = self.store.problem or self.tiered.stalled or self.writer.error
         return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures for `/props` and `/metrics`. Reads the store, which may take long. Never raises."""
         state, error = self.health
-        written = self.store.written()
         try:
+            if self.tiered.stalled is not None:
+                raise StoreUnavailable(self.tiered.stalled)
+            written = self.store.written()
             counts = self.store.counts() | {"room_bytes": self.store.evictor.room_bytes()}
             savings = self.writer.savings.total()
         except CacheError as failure:
             names = ("entries", "blocks", "prompts", "ghosts", "notes", "ghost_bytes", "used_bytes", "file_bytes")
             counts = dict.fromkeys((*names, "room_bytes"), 0)
             state, error = "degraded", str(failure)
-            savings = None
+            savings, written = None, self.store.written_lately()
         return {
             "scope": str(parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")),
             "dir": str(self.store.path),
@@ -194,6 +196,7 @@ class PrefixCache(CacheResources):
             "process_disk_written_bytes": self.store.meter.total_bytes,
             "disk_written_bytes": written.total,
             "disk_written_last_day_bytes": written.last_day(self.store.clock()),
+            "stalled_reads": self.counters["stalled_reads"],
             "write_budget_bytes": written.budget_bytes,
             "unaffordable": self.counters["unaffordable"],
             "dropped": self.writer.dropped + self.counters["refused"],
@@ -214,7 +217,9 @@ class PrefixCache(CacheResources):
         self.settle(timeout_s)
         # Before the threads, which may take long to end: what waits is written within the time.
         is_written = self.tiered.end_writing(timeout_s)
-        self.readers.shutdown()
+        for threads in (self.readers, self.aside):
+            # A read that hangs is not waited for.
+            threads.shutdown(wait=False)
         self.tiered.close_store()
         return is_written
 

@@ -1,29 +1,24 @@
-"""The steps of one request: prefetch, fetch, choose, publish, close."""
+"""The steps of one request: fetch, choose, publish, close."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import torch
 
 from diskprefix.cache.context import RequestContext
+from diskprefix.cache.fetch import Fetch
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.policy.select import AT_ANY_TOKEN
-from diskprefix.cache.restoration import Restoration
 from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.tier import Prefetched
-from diskprefix.errors import CacheError
-from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import Break, CacheReport, MissReason, Prompt, Saved, Selection, outcome_of
-from diskprefix.store.note_record import NoteKind
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds
 
@@ -40,9 +35,7 @@ class CachedRequest:
         self._context = context
         self.cache, self.namespace = context.cache, context.namespace
         self.prompt, self.options = context.prompt, context.options
-        self._bypass: Literal["unsupported", "off"] | None = None
-        if self.cache.layout.unsupported or self.options.scope.kind == "off":
-            self._bypass = "unsupported" if self.cache.layout.unsupported else "off"
+        self._bypass = context.bypass
         num_tokens, reason = len(self.prompt.token_ids), self._bypass or "off"
         self._saver = Saver(context, Selection(scope=self.options.scope, prompt_tokens=num_tokens, reason=reason))
         self.is_published = False
@@ -50,13 +43,15 @@ class CachedRequest:
         self.reply = self.prompt.token_ids[:0]
         """The tokens of the reply that were run through the model. Set by `publish_reply`."""
         self.restored = Restored()
-        """The result of `fetch`."""
-        self._prefetched = Prefetched()
+        """The result of the fetch. Set by `take`."""
         self._load_s = 0.0
-        """Seconds that `fetch` took to load state, without the wait for `prefetch`."""
+        """Seconds that the fetch took to load state."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
-        self._broken: Break | None = None
+        self._asks_why = False
+        """The reason of a miss is still to be found."""
+        self._broken: Future[Break | None] | None = None
+        """Where the prompt leaves an earlier one although most of what follows is the same."""
 
     @property
     def epoch(self) -> Epoch:
@@ -73,59 +68,57 @@ class CachedRequest:
         """The part of the prompt that is kept. Set by `choose`."""
         return self._saver.selection
 
-    def restore(self, sequence: KVSequence) -> Restored:
-        """Runs `prefetch`, `fetch` and `choose`."""
-        self.prefetch()
-        self.fetch(sequence)
+    def restore(self, sequence: KVSequence, have: int = 0) -> Restored:
+        """Runs all steps of a fetch, and `choose`, for a sequence that has the first `have` tokens."""
+        fetch = self.begin_fetch(sequence, have)
+        fetch.run_step("prefetch")
+        fetch.run()
+        self.take(fetch)
         self.choose(sequence)
         return self.restored
 
-    def prefetch(self, is_cancelled: Callable[[], bool] = lambda: False, have: int = 0) -> None:
-        """Fetches the nodes that only the shared tier has. Waits for the network, so it is for a thread of this
-        request. Does nothing without a shared tier. `have` as in `fetch`."""
-        if self._bypass is None and self.cache.remote is not None:
-            with self._guarded("nothing is fetched from the shared tier"):
-                self._prefetched = self._context.prefetch(self.nodes, is_cancelled, have)
+    def fetch(self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None) -> None:
+        """Runs the steps of a fetch, except for the shared tier's. See `Fetch`."""
+        fetch = self.begin_fetch(sequence, have, logits)
+        fetch.run()
+        self.take(fetch)
 
-    def fetch(
+    def begin_fetch(
         self,
         sequence: KVSequence,
         have: int = 0,
         logits: torch.Tensor | None = None,
         on_logits: Callable[[torch.Tensor], None] = lambda _: None,
         on_block: Callable[[int], None] = lambda _: None,
-    ) -> None:
-        """Copies the longest restorable prefix into the sequence, which has room for the prompt. Copies nothing on a
-        miss.
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Fetch:
+        """Returns a fetch of the prompt, for `take`. Does not wait."""
+        return Fetch(self._context, self.nodes, sequence, have, logits, on_logits, on_block, is_wanted)
 
-        The sequence's first `have` tokens are the prompt's already, with their exact state; only the state behind them
-        is loaded. `logits` are the next-token logits at the prompt's end (shape [vocab]). They are required if the
-        sequence has the whole prompt, unless that is only a beginning. `on_logits` is called with the logits, on any
-        thread, as soon as they are loaded. Loading the rest may still fail; computing it gives the same logits. For
-        `on_block` see `Loader`.
+    def begin_recall(
+        self, sequence: KVSequence, have: int, on_block: Callable[[int], None], is_wanted: Callable[[], bool]
+    ) -> Fetch:
+        """Returns a fetch of what is stored of a sequence that lost its memory, which has its first `have` tokens again
+        and room for all of them. The last one is left to compute."""
+        options = replace(self.options, leaves_last=True)
+        context = replace(self._context, prompt=Prompt(sequence.token_ids), options=options)
+        nodes = context.nodes_of(sequence.token_ids)
+        return Fetch(context, nodes, sequence, have, on_block=on_block, is_wanted=is_wanted)
 
-        For one thread at a time, which need not be the engine's. It changes shared state only where that has its own
-        lock (the writer's queues, the pins, the counters), and the cost model's count of refused restores.
-        """
-        num_tokens = len(self.prompt.token_ids)
-        assert have < num_tokens or logits is not None or self._context.goes_on, (
-            "there must be something to sample from"
-        )
-        sequence.truncate(have)
-        self.restored = held = _held(have, logits)
-        if self._bypass is None:
-            with self._guarded("what was seen before is not known"):
-                self.cache.namespaces.read(self.namespace)
-            restoration = self._restoration(on_logits, on_block)
-            self._miss_reason = "error"
-            with self._guarded("nothing is restored"):
-                restored = restoration.run(sequence, have, logits)
-                self._load_s, waited_ms = restored.restore_ms / 1e3, self._prefetched.seconds * 1e3
-                self.restored = replace(restored, restore_ms=restored.restore_ms + waited_ms)
-                self._miss_reason = None
-            if self.restored is held and restoration.kept < have:
-                self.restored = _held(0, None)
-            sequence.truncate(self.restored.num_tokens)
+    def take(self, fetch: Fetch, *, gave_up: bool = False) -> None:
+        """Takes over the result of a fetch, no step of which runs any more; that of a recall is in the sequence alone.
+        With `gave_up`, the sequence has what it had before: any step but `load` may still run. For the engine's
+        thread."""
+        restored = fetch.held if gave_up else fetch.restored
+        fetch.sequence.truncate(restored.num_tokens)
+        is_recall = fetch.context is not self._context
+        if is_recall and not gave_up:
+            fetch.close()
+        if not is_recall:
+            self.restored, self._load_s = restored, fetch.load_s
+            self._miss_reason = "error" if gave_up else fetch.miss_reason
+        if not is_recall and not gave_up:
+            self._saver.pins.callback(fetch.close)
 
     def choose(self, sequence: KVSequence | None) -> None:
         """Chooses what to save, and counts the result of `fetch`. For the engine thread, before the first step. The
@@ -137,13 +130,15 @@ class CachedRequest:
         self._saver.begin(restored)
         if self._bypass is None:
             self._saver.choose(self._context.choose(self.nodes, restored))
-            self._broken = self._context.find_break(restored, self.selection)
+        if self._bypass is None and self.prompt.source is not None:
+            # It compares whole prompts, and is only reported.
+            self._broken = self.cache.aside.submit(self._context.find_break, restored, self.selection)
         if restored.num_tokens and outcome_of(len(self.prompt.token_ids), restored.num_tokens) != "miss":
             self._miss_reason = None
-        elif self._miss_reason is None:
-            self._miss_reason = self._context.why_missed(restored, self.selection, self._broken)
+        else:
+            self._asks_why = self._miss_reason is None
         if sequence is not None and self._bypass is None:
-            with self._guarded("not all of the prompt is saved"):
+            with self._context.guarded("not all of the prompt is saved"):
                 self._saver.publish_what_slides(sequence)
 
     def after_step(self, sequence: KVSequence) -> None:
@@ -152,7 +147,7 @@ class CachedRequest:
         if self._is_not_saved:
             return
         self.cache.writer.pause_writing()
-        with self._guarded("not all of the prompt is saved"):
+        with self._context.guarded("not all of the prompt is saved"):
             self._saver.after_step(sequence)
 
     def publish(self, sequence: KVSequence, logits: torch.Tensor | None, prefill_s: float) -> None:
@@ -176,7 +171,7 @@ class CachedRequest:
         if logits is not None and not logits.max().isfinite():
             self._saver.record_loss("its next-token logits are not finite")
             return
-        with self._guarded("the prompt is not saved"):
+        with self._context.guarded("the prompt is not saved"):
             plan = self._saver.publish(sequence, logits, prefill_s)
             stored: Saved = "none" if plan.last_node is None else "stored"
             self._saved = "queued" if self._saver.has_published else stored
@@ -189,20 +184,10 @@ class CachedRequest:
         self.reply = token_ids[len(self.prompt.token_ids) :]
         if self._is_not_saved or self.cache.layout.state_kind not in AT_ANY_TOKEN:
             return
-        with self._guarded("the reply is not saved"):
+        with self._context.guarded("the reply is not saved"):
             sequence.settle()
             if self._saver.publish_reply(sequence, self._context.nodes_of(token_ids)):
                 self._saved = "queued"
-
-    def recall(self, sequence: KVSequence, have: int, on_block: Callable[[int], None]) -> None:
-        """Restores what is stored of a sequence that lost its memory, which has its first `have` tokens again and room
-        for all of them. The last one is left to compute. For threads see `fetch`."""
-        context, options = self._context, replace(self.options, leaves_last=True)
-        again = CachedRequest(replace(context, prompt=Prompt(sequence.token_ids), options=options))
-        try:
-            again.fetch(sequence, have, on_block=on_block)
-        finally:
-            again._saver.close()
 
     def leave(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues what was computed so far for a request that is cancelled, or waits for memory. It continues there when
@@ -212,7 +197,7 @@ class CachedRequest:
         if self._bypass is not None or not is_exact or not self._saver.may_leave(sequence):
             # On the grid, decoding computes other bits than a prefill.
             return
-        with self._guarded("what was computed is not kept"):
+        with self._context.guarded("what was computed is not kept"):
             sequence.settle()
             self._saver.leave(sequence, self.restored, self._context.nodes_of(token_ids))
             if self._saver.has_published:
@@ -226,13 +211,15 @@ class CachedRequest:
             stored = replace(self.restored, num_tokens=self.restored.stored_tokens)
             self._saver.begin(stored)
             if self._saver.may_leave(sequence):
-                with self._guarded("what is only in memory is not kept"):
+                with self._context.guarded("what is only in memory is not kept"):
                     self._saver.leave(sequence, stored, self.nodes, least_s=0.0)
         self._saver.close()
 
     def close(self) -> CacheReport:
         """Releases what the request holds, counts it, and returns the report."""
-        restored = self.restored
+        restored, broken = self.restored, None if self._broken is None else self._broken.result()
+        if self._asks_why:
+            self._miss_reason = self._context.why_missed(restored, self.selection, broken)
         if self.cache.remote is not None and self._bypass is None:
             self._saver.close(partial(self._context.upload, self.nodes, self.selection, restored))
         else:
@@ -257,8 +244,8 @@ class CachedRequest:
             restore_ms=restored.restore_ms,
             saved=saved,
             dropped_because=(self._saver.chain.why or _STORE_FAILS) if saved == "dropped" else None,
-            broken=self._broken,
-            broken_line=self.prompt.source.line_at(self._broken.at) if self._broken and self.prompt.source else "",
+            broken=broken,
+            broken_line=self.prompt.source.line_at(broken.at) if broken and self.prompt.source else "",
             rewriting=self.prompt.rewriting,
             replayed=self.prompt.replayed,
         )
@@ -274,38 +261,3 @@ class CachedRequest:
     @property
     def _is_not_saved(self) -> bool:
         return self._bypass is not None or self._saver.is_given_up
-
-    @contextmanager
-    def _guarded(self, consequence: str) -> Iterator[None]:
-        """Turns cache errors into a request without the cache. No other place does."""
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, CacheError) and not is_out_of_memory(error):
-                raise
-            self.cache.count("errors")
-            log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
-
-    def _restoration(self, on_logits: Callable[[torch.Tensor], None], on_block: Callable[[int], None]) -> Restoration:
-        cache, notes = self.cache, self._context.notes()
-        return Restoration(
-            self.nodes,
-            cache.layout,
-            cache.tiers,
-            cache.store.evictor,
-            cache.readers,
-            self._saver.pins,
-            allows=cache.cost_model.allows,
-            pays=cache.cost_model.pays,
-            noted_logits=lambda: notes.get(NoteKind.LOGITS, self.nodes.end_id),
-            on_logits=on_logits,
-            on_block=on_block,
-            needs_logits=not self._context.goes_on,
-            leaves_last=self.options.leaves_last,
-            prefetched=self._prefetched.names,
-        )
-
-
-def _held(have: int, logits: torch.Tensor | None) -> Restored:
-    """Returns the result for a sequence that has the first `have` tokens, if nothing is loaded."""
-    return Restored(num_tokens=have, logits=logits, matched=have, source="memory" if have else "none")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from diskprefix.cache.choosing import choose_kept, look
 from diskprefix.cache.matching import Restored
@@ -18,10 +21,14 @@ from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload
+from diskprefix.errors import CacheError
+from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.nouns import Break, CacheOptions, MissReason, Prompt, Selection
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.savings import Tally
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
+
+log = logging.getLogger("diskprefix")
 
 
 @dataclass(eq=False)
@@ -42,6 +49,24 @@ class RequestContext:
         """The state of the write budget when the prompt was chosen."""
         self._sighting = Sighting()
         """What earlier prompts say about this one. Set by `choose`."""
+
+    @property
+    def bypass(self) -> Literal["unsupported", "off"] | None:
+        """The reason why the request does without the cache."""
+        if self.cache.layout.unsupported:
+            return "unsupported"
+        return "off" if self.options.scope.kind == "off" else None
+
+    @contextmanager
+    def guarded(self, consequence: str) -> Iterator[None]:
+        """Turns cache errors into a request without the cache. No other place does."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, CacheError) and not is_out_of_memory(error):
+                raise
+            self.cache.count("errors")
+            log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
     def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
         """Returns the nodes of the prompt, or of the prompt and its reply."""

@@ -55,7 +55,8 @@ class Matcher(Generic[_Index]):
 
     `indexes` are asked in order. Without `needs_logits`, the prompt may be restored to its end without the next-token
     logits. `has_logits` is asked when all tokens are stored but the tail is not: it returns whether the logits are kept
-    elsewhere. With `leaves_last`, the prompt's last token is left to compute in any case.
+    elsewhere. With `leaves_last`, the prompt's last token is left to compute in any case. `is_wanted` is called before
+    each look-up; if it returns False, nothing more is found.
     """
 
     nodes: PromptNodes
@@ -64,6 +65,7 @@ class Matcher(Generic[_Index]):
     needs_logits: bool = True
     has_logits: Callable[[], bool] = lambda: False
     leaves_last: bool = False
+    is_wanted: Callable[[], bool] = lambda: True
     blocks: list[Node] = field(default_factory=list)
     tail: Node | None = None
     partial_match: PartialMatch | None = None
@@ -140,6 +142,8 @@ class Matcher(Generic[_Index]):
         return self._most_similar()
 
     def _is_stored(self, node: Node) -> bool:
+        if not self.is_wanted():
+            return False
         token_ids = self.nodes.token_bytes(node)
         for index in self.indexes:
             if index.has(node, token_ids):
@@ -151,7 +155,8 @@ class Matcher(Generic[_Index]):
         """Returns the node that continues `blocks` and shares most of the tokens behind them. None if no node shares
         the first one."""
         parent, start = self.nodes.parent(len(self.blocks)), len(self.blocks) * self.nodes.block_size
-        wanted = self.nodes.token_ids[start:]
+        # No node has more tokens.
+        wanted = self.nodes.token_ids[start : start + self.nodes.block_size]
         found: list[PartialMatch] = []
         for index in self.indexes if len(wanted) else ():
             for node, token_ids in index.similar(parent, wanted):

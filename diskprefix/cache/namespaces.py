@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
 from diskprefix.errors import CacheError
 from diskprefix.nouns import Tenant
-from diskprefix.store.ghosts import newest_first
+from diskprefix.store.ghosts import SeenRecord, newest_first
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, root_hash
@@ -103,9 +103,9 @@ class TenantNamespaces:
                 total -= self._used.popitem(last=False)[1].seen.num_bytes
             return self._used[tenant]
 
-    def read(self, namespace: TenantNamespace) -> None:
+    def read(self, namespace: TenantNamespace, on_prompt: Callable[[], object] = lambda: None) -> None:
         """Reads what the store knows of the tenant's earlier prompts, unless that is in memory. May take a second, once
-        for a tenant. Raises `CacheError`; then the next call tries again.
+        for a tenant. Calls `on_prompt` after each prompt. Raises `CacheError`; then the next call tries again.
 
         For one thread at a time, which need not be the engine's. Prompts that still wait to be written are not read, so
         they are missing from a tenant that was dropped and is read again soon.
@@ -113,8 +113,11 @@ class TenantNamespaces:
         if namespace.is_read:
             return
         seen = SeenPrompts(namespace.record.block_size, is_trusting=namespace.seen.is_trusting)
+        prompts = deque[SeenRecord]()
         with self._store.snapshot() as snapshot:
-            prompts = list(newest_first(snapshot, namespace.root, most_bytes=MAX_PROMPT_BYTES))[::-1]
+            for prompt in newest_first(snapshot, namespace.root, most_bytes=MAX_PROMPT_BYTES):
+                prompts.appendleft(prompt)
+                on_prompt()
         if self._on_prompts is not None:
             self._on_prompts(namespace.root, (prompt.token_ids for prompt in prompts))
         for prompt in prompts:

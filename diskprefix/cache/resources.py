@@ -13,7 +13,7 @@ from diskprefix import hooks
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.write_budget import Spending, SpentByKey
-from diskprefix.cache.tiers.loading import READER_THREADS
+from diskprefix.cache.tiers.loading import MOST_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.tier import SharedTier, Tier
 from diskprefix.errors import StoreUnavailable
@@ -70,6 +70,13 @@ class TieredStore:
         self.remote: SharedTier | None = hooks.open_tier(settings)
         self.writer = Writer(store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl)
         self.spent = SpentByKey()
+        self.stalled: str | None = None
+        """A read of the disk does not end. Until it does, nothing else is read. Set by `note_stall`."""
+        # One load more is that of a draft model.
+        num_readers = READER_THREADS * (MOST_LOADS + 1)
+        self.readers = ThreadPoolExecutor(num_readers, thread_name_prefix="kv-reader")
+        self.aside = ThreadPoolExecutor(1, thread_name_prefix="kv-aside")
+        """The thread for small work that reads nothing from the disk."""
         self.tiers: tuple[Tier, ...] = (BufferTier(self.writer), DiskTier(store, self.writer.quarantine))
         """The nearest first."""
 
@@ -87,9 +94,24 @@ class TieredStore:
         return self.writer.close(timeout_s)
 
     def close_store(self) -> None:
-        """Closes the store, if nothing writes any more."""
+        """Closes the store, if nothing writes any more. It stays open if a read does not end."""
         if not self.writer.is_alive:
-            self.store.close()
+            try:
+                self.store.close()
+            except StoreUnavailable as error:
+                log.warning("[disk-cache] not closed: %s", error)
+
+    def note_stall(self, waited_s: float | None) -> None:
+        """Records, and logs once, that a read has not ended for `waited_s` seconds; with None, that all have ended."""
+        if waited_s is not None and self.stalled is None:
+            self.stalled = (
+                f"the disk of --kv-cache-dir {self.store.path} has not answered for {waited_s:.0f} s: "
+                "prompts are computed, and nothing is read until it answers"
+            )
+            log.error("[disk-cache] %s", self.stalled)
+        elif waited_s is None and self.stalled is not None:
+            self.stalled = None
+            log.info("[disk-cache] the disk answers again")
 
 
 class CacheResources:
@@ -108,10 +130,7 @@ class CacheResources:
         self.tiered: TieredStore = TieredStore(settings, store) if beside is None else beside.tiered
         self.store, self.writer = store, self.tiered.writer
         self.tiers, self.remote = self.tiered.tiers, self.tiered.remote
-        if beside is None:
-            self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
-        else:
-            self.readers = beside.readers
+        self.readers, self.aside = self.tiered.readers, self.tiered.aside
         self._aside: set[Future[None]] = set()
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -126,11 +145,11 @@ class CacheResources:
 
     def spending(self, tenant: Tenant = SHARED) -> Spending | None:
         """Returns the state of `--kv-cache-write-budget`, None without one. What waits to be written counts too. With
-        API keys, that of the `tenant`'s key."""
+        API keys, that of the `tenant`'s key. Reads nothing from the disk."""
         limit, now = self.store.meter.budget_bytes, self.store.clock()
         if not limit:
             return None
-        used = self.store.written().last_day(now) + self.writer.pending_bytes
+        used = self.store.written_lately().last_day(now) + self.writer.pending_bytes
         has_share = self.settings.api_keys is not None and tenant != SHARED
         own_bytes, num_keys = self.tiered.spent.of(tenant.ids[:1], now) if has_share else (0, 1)
         return Spending(
@@ -160,8 +179,8 @@ class CacheResources:
         return ttl_s or self.settings.kv_cache_ttl or math.inf
 
     def run_aside(self, work: Callable[[], None]) -> None:
-        """Runs small work on a thread of its own."""
-        future = self.readers.submit(work)
+        """Runs small work on the thread `kv-aside`."""
+        future = self.aside.submit(work)
         self._aside.add(future)
         future.add_done_callback(self._end_aside)
 

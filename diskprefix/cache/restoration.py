@@ -32,8 +32,8 @@ class Restoration:
     restored. `allows(num_tokens)` tells whether restoring is worth it, `pays(num_tokens, num_bytes)` whether loading
     that much more is. `noted_logits` returns the logits at the prompt's end as bytes, if they were kept when its tail
     was replaced. `on_logits` is called with the logits at the prompt's end, shape [vocab], on any thread, before all of
-    the state is loaded, which may still fail. For `on_block` see `Loader`, for `needs_logits` and `leaves_last` see
-    `Matcher`.
+    the state is loaded, which may still fail. `is_wanted` is called before each node and each piece. If it returns
+    False, nothing more is read. For `on_block` see `Loader`, for `needs_logits` and `leaves_last` see `Matcher`.
     """
 
     nodes: PromptNodes
@@ -47,6 +47,7 @@ class Restoration:
     noted_logits: Callable[[], bytes | None]
     on_logits: Callable[[torch.Tensor], None] = lambda _: None
     on_block: Callable[[int], None] = lambda _: None
+    is_wanted: Callable[[], bool] = lambda: True
     needs_logits: bool = True
     leaves_last: bool = False
     prefetched: Collection[bytes] = ()
@@ -58,12 +59,15 @@ class Restoration:
     kept: int = 0
     """The number of tokens whose state the sequence still has if `run` raises."""
 
-    def run(self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None) -> Restored:
+    def run(
+        self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None, *, loads: bool = True
+    ) -> Restored | None:
         """Restores into `sequence`, which has room for the prompt and already has the state of its first `have` tokens.
-        `logits` are those at the prompt's end, if the sequence has all of it.
+        `logits` are those at the prompt's end, if the sequence has all of it. Without `loads`, only looks what is
+        stored. A damaged node is removed, and the next shorter prefix is restored.
 
-        Raises `CacheError`; the state behind the first `kept` tokens is then undefined. A damaged node is removed, and
-        the next shorter prefix is restored.
+        Returns None if not all was loaded, because of `loads` or `is_wanted`. Then, and when it raises `CacheError`,
+        the state behind the first `kept` tokens is undefined.
         """
         self.kept = have
         started = time.perf_counter()
@@ -75,6 +79,7 @@ class Restoration:
                 self.needs_logits,
                 partial(self._has_logits, have),
                 self.leaves_last,
+                self.is_wanted,
             )
             matcher.match()
             self._pin(matcher.deepest)
@@ -87,9 +92,13 @@ class Restoration:
                 missing = [(node, matcher.found_in[node.name]) for node in path if min(node.end, end) > have]
                 first_needed = self._first_needed(matcher, end)
                 on_logits = partial(self._tell_logits, sequence)
-                loader = Loader(self.nodes, missing, have, end, first_needed, sequence, on_logits, self.on_block)
+                loader = Loader(
+                    self.nodes, missing, have, end, first_needed, sequence, on_logits, self.on_block, self.is_wanted
+                )
                 if not missing:
                     break
+                if not loads:
+                    return None
                 self.kept = 0
                 for number in range(len(self.layout.groups)):
                     sequence.prepare_restore(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)
@@ -97,6 +106,8 @@ class Restoration:
                     # Neither are states overwritten, nor have windows moved on.
                     self.kept = have
                 if (bad := loader.run(self.readers)) is None:
+                    if loader.is_cut:
+                        return None
                     break
                 node, view, error = bad
                 view.drop(node, error)

@@ -24,6 +24,7 @@ from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
+from diskprefix.kv.page_cache import Later
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
@@ -95,6 +96,8 @@ class ActiveRequests:
             item = min(numbered, key=lambda item: (callers.count(item[1].request.caller), item[0]))
             numbered.remove(item)
             ticket = item[1]
+            if ticket.later is not None and self._pages.is_later(ticket.later):
+                continue
             is_first = ticket.request.caller not in callers
             has_place = is_first and len(set(callers)) < _CALLERS_PER_SEQUENCE * self._served.max_sequences
             if not has_place and not self.has_place:
@@ -106,14 +109,18 @@ class ActiveRequests:
                 continue
             if memory is None:
                 return
+            if isinstance(memory, Later):
+                ticket.later = memory
+                continue
             if memory == "later":
                 continue
             callers.append(ticket.request.caller)
             if (running := self._accept(ticket, memory)) is not None:
                 yield running
 
-    def _memory_for(self, request: GenerateRequest) -> State | Literal["later"] | None:
-        """Returns the memory of a request; None if others must end first, "later" if only this one must wait.
+    def _memory_for(self, request: GenerateRequest) -> State | Later | Literal["later"] | None:
+        """Returns the memory of a request; None if others must end first, "later" or a `Later` if only this one must
+        wait.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
         memory.
@@ -126,9 +133,7 @@ class ActiveRequests:
             return TransformersState(self._served.model)
         return self._begun(request, request.prompt.token_ids, leaves_last=request.cache.leaves_last)
 
-    def _begun(
-        self, request: GenerateRequest, token_ids: TokenIds, *, leaves_last: bool
-    ) -> KVSequence | Literal["later"] | None:
+    def _begun(self, request: GenerateRequest, token_ids: TokenIds, *, leaves_last: bool) -> KVSequence | Later | None:
         """Returns memory with what is there of these tokens. For the other results see `_memory_for`."""
         options = request.cache
         is_off = options.scope.kind == "off"
@@ -215,6 +220,9 @@ class ActiveRequests:
             youngest = max(ready, key=lambda one: one.arrived, default=reply)
             with self.failing(youngest.running):
                 self.preempt(youngest)
+            if youngest.state is not None:
+                # It failed, and another reply of its request is being fetched.
+                return False
         return reply.state is not None
 
     def _has_pages_from_the_writer(self) -> bool:
@@ -251,6 +259,18 @@ class ActiveRequests:
         self._end_sequence(reply, keep=is_sound, is_sound=is_sound)
         reply.num_computed = 0
         self.preempted.append(reply)
+
+    def abandon_memory(self, reply: Reply) -> None:
+        """Leaves the pages of a reply to a thread that may still write to them. It begins again with others."""
+        running, sequence = reply.running, reply.state
+        assert isinstance(sequence, KVSequence)
+        log.info("[engine] %s is computed: the disk does not answer", running.request.id)
+        self._pages.abandon(sequence)
+        reply.state = None
+        self.preempted.append(reply)
+        with self.failing(running):
+            if running.error is not None:
+                raise running.error
 
     # A request ends.
 

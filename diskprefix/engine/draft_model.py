@@ -42,6 +42,7 @@ LEAST_LACKING = 32
 """The next turn computes fewer tokens at once."""
 _AHEAD_ROWS = 64
 """A request that comes waits for a step of so many rows. Larger ones are hardly faster."""
+_END_S = 5.0
 _AHEAD_S = 0.01
 """A request that comes waits as long for what is fetched ahead."""
 
@@ -102,7 +103,9 @@ class DraftModel:
 
     def close(self) -> None:
         """Ends the thread and the cache, but not the store."""
-        self._fetcher.shutdown()
+        # A disk that does not answer is not waited for.
+        self._fetcher.shutdown(wait=False)
+        wait([one.fetch for one in self._abandoned if one.fetch is not None], _END_S)
         self._release_abandoned()
         self.cache.close(0)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 
 from diskprefix.engine.active_requests import ActiveRequests
+from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.picture_rows import PictureRowsSource
@@ -27,25 +25,18 @@ class Engine(ServedModel):
 
 
 class Loop:
-    """Serves the requests of one inbox, on the thread that calls `run`. Other threads restore state."""
+    """Serves the requests of one inbox, on the thread that calls `run`."""
 
     def __init__(self, served: ServedModel, inbox: Inbox) -> None:
         self._served = served
         self._inbox = inbox
         self._scheduler: Scheduler[Reply] = Scheduler(served.max_rows)
         self._active = ActiveRequests(served, inbox, self._scheduler)
-        self._fetched: deque[Reply] = deque()
-        """Replies whose fetch is over. Filled by the fetch thread."""
-        self._early_logits: deque[tuple[RunningRequest, torch.Tensor]] = deque()
-        """Fully cached requests with their final logits, to sample before the restore ends. Filled as `_fetched`."""
-        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
-        self._prefetchers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-prefetch")
-        """Each thread waits for the shared tier for one request."""
+        self._fetches = Fetches(served, inbox.wake)
         self._rows: PictureRowsSource | None = None
         """What gets the rows of pictures."""
         if served.encoder is not None and served.encoded is not None:
             self._rows = PictureRowsSource(served.encoder, served.encoded, inbox.wake, inbox.heartbeat.beat)
-        self._is_ending = False
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
 
@@ -63,14 +54,13 @@ class Loop:
                     is_idle |= self._inbox.is_over
                     if is_idle and not self._inbox.is_over and self._works_ahead():
                         continue
-                    if is_idle and not self._inbox.wait(self._served.expires_in_s()):
+                    times = [s for s in (self._served.expires_in_s(), self._fetches.look_in_s) if s is not None]
+                    if is_idle and not self._inbox.wait(min(times, default=None)):
                         return
         finally:
-            self._is_ending = True
             if self._served.draft is not None:
                 self._served.draft.stop_ahead()
-            self._prefetchers.shutdown()
-            self._fetcher.shutdown()
+            self._fetches.close()
             if self._rows is not None:
                 self._rows.close()
             for running in self._active.requests:
@@ -94,11 +84,11 @@ class Loop:
         for running in [one for one in active.requests if one.ticket.cancelled and not one.is_fetching]:
             with active.failing(running):
                 active.cancel(running)
-        while self._early_logits:
-            running, logits = self._early_logits.popleft()
-            running.replies[0].sample_early(logits)
-        while self._fetched:
-            self._begin(self._fetched.popleft())
+        while self._fetches.early_logits:
+            reply, logits = self._fetches.early_logits.popleft()
+            reply.sample_early(logits)
+        for one in self._fetches.take():
+            self._end_fetch(one)
         self._take_rows()
         for reply in [reply for running in active.requests for reply in running.replies if reply.held is not None]:
             if not reply.running.is_over:
@@ -122,59 +112,30 @@ class Loop:
             self._begin(reply)
             return
         reply.is_fetching = True
-        # The fetch may take them back.
-        num_adopted, sequence.num_ready = sequence.num_ready, 0
-        if self._served.cache.remote is None or running.is_chosen:
-            self._fetcher.submit(self._fetch, reply, sequence, num_adopted)
-        else:
-            self._prefetchers.submit(self._prefetch, reply, sequence, num_adopted)
+        self._fetches.begin(reply, sequence)
+        if sequence.logits is not None:
+            reply.sample_early(sequence.logits)
 
-    def _prefetch(self, reply: Reply, sequence: KVSequence, num_adopted: int) -> None:
-        """Runs on a thread that waits for this request alone."""
-        running = reply.running
-        try:
-            running.cached.prefetch(lambda: running.ticket.cancelled or self._is_ending, have=num_adopted)
-        except Exception as error:  # noqa: BLE001 (`_begin` raises it)
-            self._end_fetch(reply, error)
+    def _end_fetch(self, one: RunningFetch) -> None:
+        """Begins a reply with what was fetched, or if that is given up, with what memory has. If pages may still be
+        written to, it gets others first; theirs end when the fetch is late."""
+        reply, running, fetch = one.reply, one.reply.running, one.fetch
+        if one.is_late:
+            fetch.close()
+            if one.has_begun_to_load:
+                self._served.pages.end(fetch.sequence, keep=False)
             return
-        self._fetcher.submit(self._fetch, reply, sequence, num_adopted)
-
-    def _fetch(self, reply: Reply, sequence: KVSequence, num_adopted: int) -> None:
-        """Runs on the fetch thread."""
-        running = reply.running
-
-        def on_logits(logits: torch.Tensor) -> None:
-            self._early_logits.append((running, logits))
-            self._inbox.wake()
-
-        def on_block(number: int) -> None:
-            self._served.pages.name_restored(sequence, number)
-            if self._inbox.queue_depth:
-                # One of those may begin with it.
-                self._inbox.wake()
-
-        error = None
-        try:
-            with torch.inference_mode():
-                if running.is_chosen:
-                    running.cached.recall(sequence, num_adopted, on_block)
-                else:
-                    running.cached.fetch(sequence, num_adopted, sequence.logits, on_logits, on_block)
-        except Exception as raised:  # noqa: BLE001 (`_begin` raises it)
-            error = raised
-        self._end_fetch(reply, error)
-
-    def _end_fetch(self, reply: Reply, error: Exception | None) -> None:
-        if error is not None:
-            # Not otherwise: the engine's thread may set one at the same time (`sample_early`).
-            reply.running.error = error
-        self._fetched.append(reply)
-        self._inbox.wake()
+        reply.is_fetching = False
+        running.error = running.error or one.error
+        if one.is_given_up and one.has_begun_to_load:
+            self._active.abandon_memory(reply)
+            return
+        running.cached.take(fetch, gave_up=one.is_given_up)
+        self._begin(reply)
 
     def _begin(self, reply: Reply) -> None:
         """Begins to compute what was not restored."""
         running, state = reply.running, reply.state
-        reply.is_fetching = False
         with self._active.failing(running):
             if running.error is not None:
                 raise running.error

@@ -201,6 +201,8 @@ class Reply(Sequence):
         running = self.running
         # Progress is reported before the first token.
         is_possible = self.is_fetching and not running.request.reports_progress and running.reply_limit > 0
+        # The fetch may be the second one.
+        is_possible = is_possible and self.sampled_early is None and not self.token_ids
         if not is_possible or not self.sampler.is_ready:
             return
         try:
@@ -259,7 +261,7 @@ class Reply(Sequence):
         if not isinstance(state, KVSequence):
             return
         state.num_ready = self.num_computed - len(state.undrafted)
-        if self.num_computed // state.pool.block_size > state.num_named:
+        if state.owner is not None and self.num_computed // state.pool.block_size > state.num_named:
             if self.num_computed > self.prompt_tokens and state.layout.exact_at == "token":
                 state.token_ids = self.computed_ids()
                 state.num_exact = len(state.token_ids)

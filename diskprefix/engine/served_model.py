@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -56,6 +57,7 @@ _TURN_TOKENS = 2048
 """Memory is taken for the longest saved prompt (of 1 000, of any model) and a turn after it."""
 _FLUSH_TIMEOUT_S = 30.0
 _HIBERNATION_S = 20.0
+_LAST_HIBERNATION_S = 5.0
 
 
 class ServedModel:
@@ -163,7 +165,14 @@ class ServedModel:
 
     def hibernate(self, most_s: float = _HIBERNATION_S) -> None:
         """Queues the state that only memory has of sequences that ended, the latest first, for `most_s` seconds at
-        most. What has expired or was purged is left out. The engine's thread must have ended."""
+        most. What has expired or was purged is left out. The engine's thread must have ended. Does not wait for a disk
+        that does not answer."""
+        if self.cache.tiered.stalled is None:
+            hibernating = threading.Thread(target=self._hibernate_all, args=(most_s,), name="hibernate", daemon=True)
+            hibernating.start()
+            hibernating.join(most_s + _LAST_HIBERNATION_S)
+
+    def _hibernate_all(self, most_s: float) -> None:
         deadline = time.monotonic() + most_s
         for cache, _ in self._caches():
             cache.namespaces.forget_deleted()

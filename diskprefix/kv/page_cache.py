@@ -14,12 +14,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pages import Page, PagePool
 from diskprefix.kv.sequence import KVSequence, Owner, Prefix
@@ -34,6 +34,15 @@ _LOOK_S = 1.0
 """Seconds after which it is looked again for what has expired: it may be in use."""
 _RECLAIMED = 8
 """Pages that are made free at a time: looking for them takes time."""
+
+
+class KeptSums(NamedTuple):
+    """Sums over blocks: the bytes of pages that nobody else uses, and the bytes and tokens of blocks that no sequence
+    uses."""
+
+    idle_bytes: int = 0
+    kept_bytes: int = 0
+    kept_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -52,19 +61,32 @@ class KeptBlock:
     states: list[Page] = field(default_factory=list)
     options: CacheOptions | None = None
     """Those of the request, of the end of a sequence."""
+    counted: KeptSums = field(default_factory=KeptSums)
+    """What it adds to the sums over all blocks."""
 
     @property
     def end(self) -> int:
         return self.position + len(self.token_ids)
 
 
+class Later(NamedTuple):
+    """The wait of a prompt: `sequence`, of this `owner`, is about to have the state of its first `num_tokens` tokens.
+    `block` is the key of the first complete block with which the wait is over, None if there is none."""
+
+    sequence: KVSequence
+    owner: Owner
+    num_tokens: int
+    block: tuple[Owner, bytes] | None
+
+
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The beginning of a prompt that is in memory, and the number of its tokens that `later` will be: a sequence that
-    runs is about to have their state. `logits` are those at the prompt's end, shape [vocab]."""
+    """The beginning of a prompt that is in memory, and the number of its tokens that `later` will be: `awaited`, a
+    sequence that runs, is about to have their state. `logits` are those at the prompt's end, shape [vocab]."""
 
     prefix: Prefix = field(default_factory=Prefix)
     later: int = 0
+    awaited: KVSequence | None = None
     logits: torch.Tensor | None = None
 
 
@@ -87,7 +109,11 @@ class PageCache:
         self.layout = layout
         self.pool = PagePool(layout, device, block_size=block_size, limit_bytes=limit_bytes, free_bytes=free_bytes)
         self.pool.reclaim, self.pool.idle_bytes = self._reclaim, self._idle_bytes
+        self._sums = KeptSums()
+        """Of all blocks but those in `pool.changed`, which are counted again when the sums are asked for."""
         self.running: set[KVSequence] = set()
+        self._abandoned: set[KVSequence] = set()
+        """Sequences that nothing computes any more. Threads that hang may still write to their pages."""
         self._block_size = block_size
         self._keeps = keeps
         self._nodes: OrderedDict[tuple[Owner, bytes], KeptBlock] = OrderedDict()
@@ -131,8 +157,9 @@ class PageCache:
             most = len(token_ids) - (logits is None)
             if self.layout.states:
                 found = self._with_states(owner, path, token_ids, most)
-                return PrefixMatch(found, found.num_tokens, logits if found.num_tokens == len(token_ids) else None)
-            common, part, later = self._part(owner, path, token_ids)
+                logits = logits if found.num_tokens == len(token_ids) else None
+                return PrefixMatch(found, found.num_tokens, logits=logits)
+            common, part, later, awaited = self._part(owner, path, token_ids)
             if state_kind != "token" and logits is not None and len(token_ids) % size:
                 # On the grid, only an equal prompt has its last tokens from the same step.
                 equal = self._end_of(owner, names, token_ids)
@@ -149,15 +176,17 @@ class PageCache:
                 end, pages = 0, []
             later = min(later, len(token_ids) - 1)
             later = later if state_kind == "token" else floor_to_grid(later, size)
-            return PrefixMatch(Prefix(end, pages), max(end, later), logits if end == len(token_ids) else None)
+            logits = logits if end == len(token_ids) else None
+            return PrefixMatch(Prefix(end, pages), max(end, later), awaited, logits)
 
     def begin(
         self, owner: Owner | None, token_ids: TokenIds, *, leaves_last: bool = False, expires_at: float = math.inf
-    ) -> KVSequence | Literal["later"] | None:
+    ) -> KVSequence | Later | None:
         """Returns a sequence with room for a prompt, which begins with what is there of it; None if others must end
-        first, "later" if a sequence that runs is about to have more of it. Only prompts of the same `owner` begin with
-        its pages, and none without. With `leaves_last`, the last token is left to compute in any case. For `expires_at`
-        see `KVSequence`. Raises `ContextTooLong` if the prompt never fits."""
+        first, a `Later` if a sequence that runs is about to have more of it. Only prompts of the same `owner` begin
+        with its pages, and none without. With `leaves_last`, the last token is left to compute in any case. For
+        `expires_at` see `KVSequence`. Raises `ContextTooLong` if the prompt never fits, and `NotReady` if it does not
+        before a restore has given its pages back that the disk holds up."""
         pool, needed = self.pool, self.pool.sequence_bytes(len(token_ids))
         if needed > pool.limit_bytes:
             raise ContextTooLong(
@@ -168,8 +197,9 @@ class PageCache:
             found = PrefixMatch()
             if owner is not None:
                 found = self.match_prefix(owner, token_ids, leaves_last=leaves_last)
-            if found.later >= found.prefix.num_tokens + LEAST_TOKENS:
-                return "later"
+            is_later = found.later >= found.prefix.num_tokens + LEAST_TOKENS
+            if owner is not None and found.awaited is not None and is_later:
+                return self._later(owner, token_ids, found.awaited, found.later)
             if found.prefix.num_tokens < LEAST_TOKENS:
                 found = PrefixMatch()
             shared = {page for of in found.prefix.pages for page in of if page is not None}
@@ -189,6 +219,8 @@ class PageCache:
                 sequence = self._begun(found.prefix, len(token_ids))
             if sequence is None and (self.running or any(hold.pages for hold in pool.holds)):
                 return None
+            if sequence is None and self._abandoned:
+                raise NotReady("a restore holds the KV memory that is missing, and the disk does not answer")
             if sequence is None:
                 raise pool.too_long(len(token_ids))
             sequence.owner, sequence.token_ids, sequence.num_exact = owner, token_ids, len(token_ids)
@@ -200,6 +232,13 @@ class PageCache:
             self._use(sequence)
             return sequence
 
+    def is_later(self, later: Later) -> bool:
+        """Returns whether what a prompt waits for is still to come. If not, `begin` tells."""
+        one = later.sequence
+        with self.pool.lock:
+            is_coming = one in self.running and one.owner == later.owner
+            return is_coming and one.num_ready + LEAST_TOKENS <= later.num_tokens and later.block not in self._nodes
+
     def fork(self, source: KVSequence) -> KVSequence | None:
         """Returns a sequence with the state of another one; None if others must end first."""
         with self.pool.lock:
@@ -207,6 +246,13 @@ class PageCache:
             if sequence is not None:
                 sequence.is_purged = source.is_purged
             return sequence
+
+    def _later(self, owner: Owner, token_ids: TokenIds, awaited: KVSequence, num_tokens: int) -> Later:
+        # As long as this block has no name, the prompt shares too few of them.
+        end = floor_to_grid(num_tokens - LEAST_TOKENS, self._block_size) + self._block_size
+        names = owner.block_names(token_ids[:end], self._block_size)
+        block = (owner, names[-1]) if len(names) * self._block_size == end else None
+        return Later(awaited, owner, num_tokens, block)
 
     def _begun(self, prefix: Prefix, num_tokens: int) -> KVSequence | None:
         # Taking pages must not free those.
@@ -263,6 +309,7 @@ class PageCache:
             keep = False
         with self.pool.lock:
             self.running.discard(sequence)
+            self._abandoned.discard(sequence)
             if keep and sequence.owner is not None:
                 self.name_blocks(sequence)
                 self._keep_end(sequence, options)
@@ -272,6 +319,12 @@ class PageCache:
             sequence.close()
             if not self._keeps:
                 self.forget_idle()
+
+    def abandon(self, sequence: KVSequence) -> None:
+        """Takes a sequence out of those that run. Its pages stay until `end`. Nobody waits for what it will have."""
+        with self.pool.lock:
+            self.running.remove(sequence)
+            self._abandoned.add(sequence)
 
     def forget(self, sequence: KVSequence) -> None:
         """Forgets the names of a sequence that failed: what it computed may be the reason."""
@@ -285,7 +338,7 @@ class PageCache:
     def forget_idle(self) -> None:
         """Forgets what no sequence uses."""
         with self.pool.lock:
-            used = {page for sequence in self.running for page in sequence.pages() if page}
+            used = {page for sequence in self._sequences for page in sequence.pages() if page}
             for node in [one for one in self._nodes.values() if used.isdisjoint((*one.pages, *one.states))]:
                 self._remove(node)
             self._logits.clear()
@@ -308,7 +361,7 @@ class PageCache:
                 if key[0].purged_at != purged_at or expires_at <= now:
                     del self._logits[key]
             if is_purged:
-                for one in self.running:
+                for one in self._sequences:
                     # Those of nobody may have begun with what was purged.
                     if one.owner is None or one.owner.purged_at != purged_at:
                         one.owner, one.is_purged = None, True
@@ -349,13 +402,12 @@ class PageCache:
     def stats(self) -> dict[str, int]:
         """Returns sizes in bytes, the number of sequences that run, and the tokens of blocks that none of them uses."""
         with self.pool.lock:
-            used = {page for sequence in self.running for page in sequence.pages() if page}
-            kept = [node for node in self._nodes.values() if not used.intersection(node.pages)]
+            counted = self._counted()
             return {
                 "limit_bytes": self.pool.limit_bytes,
                 "used_bytes": self.pool.used_bytes,
-                "kept_bytes": sum(page.num_bytes for node in kept for page in (*node.pages, *node.states) if page),
-                "kept_tokens": sum(len(node.token_ids) for node in kept),
+                "kept_bytes": counted.kept_bytes,
+                "kept_tokens": counted.kept_tokens,
                 "running": len(self.running),
             }
 
@@ -368,11 +420,11 @@ class PageCache:
             return [{"tokens": count, "num_bytes": of_bytes(count), "busy": is_busy} for count, is_busy in counts]
 
     def check(self) -> list[str]:
-        """Returns what is wrong: users against lists, names against tokens, and what is free."""
+        """Returns what is wrong: users against lists, names against tokens, what is free, and the sums."""
         with self.pool.lock:
             nodes = list(self._nodes.values())
             users = [page for node in nodes for page in (*node.pages, *node.states)]
-            found = self.pool.check([*users, *(page for one in self.running for page in one.pages())])
+            found = self.pool.check([*users, *(page for one in self._sequences for page in one.pages())])
             listed = [node for of in self._children.values() for node in of]
             if len(listed) != len(nodes) or set(listed) != set(nodes):
                 found.append(f"{len(listed)} blocks continue others, of {len(nodes)}")
@@ -380,7 +432,14 @@ class PageCache:
                 mark = b"" if len(node.token_ids) == self._block_size else b"e"
                 if node.name != block_hash(node.owner.secret, node.parent, node.token_ids, mark):
                     found.append("a block has the name of other tokens")
+            counted, exact = self._counted(), KeptSums(*map(sum, zip(*map(self._count, nodes), strict=True)))
+            if counted != exact:
+                found.append(f"the blocks are counted as {counted}, and are {exact}")
             return found
+
+    @property
+    def _sequences(self) -> set[KVSequence]:
+        return self.running | self._abandoned
 
     def _use(self, sequence: KVSequence) -> None:
         """Records a use of all blocks of a sequence, the last one first."""
@@ -425,8 +484,8 @@ class PageCache:
         """Adds a node, which becomes a user of its pages. One that is there takes over the pages that it lacks."""
         known = self._nodes.get((node.owner, node.name))
         if known is None:
-            self.pool.hold((*node.pages, *node.states))
             self._nodes[node.owner, node.name] = node
+            self._keep(node, (*node.pages, *node.states))
             self.expires_at = min(self.expires_at, node.expires_at)
             self._children.setdefault((node.owner, node.parent), []).append(node)
             return
@@ -435,7 +494,7 @@ class PageCache:
         known.options = node.options or known.options
         for number, page in enumerate(node.pages):
             if known.pages[number] is None:
-                self.pool.hold([page])
+                self._keep(known, [page])
                 known.pages[number] = page
 
     def _remove(self, node: KeptBlock) -> None:
@@ -444,7 +503,21 @@ class PageCache:
         siblings.remove(node)
         if not siblings:
             del self._children[node.owner, node.parent]
-        self.pool.release((*node.pages, *node.states))
+        self._let_go((*node.pages, *node.states))
+        self.pool.changed.discard(node)
+        self._sums = self._sum(KeptSums(), node.counted)
+
+    def _keep(self, node: KeptBlock, pages: Iterable[Page | None]) -> None:
+        """Makes a block a user of pages."""
+        for page in (page for page in pages if page is not None):
+            page.kept_in = node
+            self.pool.hold([page])
+
+    def _let_go(self, pages: Iterable[Page | None]) -> None:
+        """Ends the use of pages by their block."""
+        for page in (page for page in pages if page is not None):
+            self.pool.release([page])
+            page.kept_in = None
 
     @staticmethod
     def _is_used(node: KeptBlock) -> bool:
@@ -452,8 +525,26 @@ class PageCache:
         return any(page.users > page.num_holds + 1 for page in (*node.pages, *node.states) if page is not None)
 
     def _idle_bytes(self) -> int:
-        idle = [*map(self._idle, self._nodes.values()), *(sequence.idle_spares for sequence in self.running)]
-        return sum(page.num_bytes for pages in idle for page in pages)
+        spares = sum(page.num_bytes for sequence in self.running for page in sequence.idle_spares)
+        return self._counted().idle_bytes + spares
+
+    def _counted(self) -> KeptSums:
+        """Returns the sums over all blocks. Counts again only blocks whose pages got or lost a user."""
+        while self.pool.changed:
+            node: KeptBlock = self.pool.changed.pop()
+            before, node.counted = node.counted, self._count(node)
+            self._sums = self._sum(node.counted, before)
+        return self._sums
+
+    def _sum(self, more: KeptSums, less: KeptSums) -> KeptSums:
+        return KeptSums(*(at + new - old for at, new, old in zip(self._sums, more, less, strict=True)))
+
+    def _count(self, node: KeptBlock) -> KeptSums:
+        idle_bytes = sum(page.num_bytes for page in self._idle(node))
+        if any(page.users > page.num_holds + 1 for page in node.pages if page is not None):
+            return KeptSums(idle_bytes)
+        kept = sum(page.num_bytes for page in (*node.pages, *node.states) if page is not None)
+        return KeptSums(idle_bytes, kept, len(node.token_ids))
 
     def _idle(self, node: KeptBlock) -> list[Page]:
         """Returns the pages that nobody else uses: all, or those of windows that others have gone on behind."""
@@ -465,17 +556,21 @@ class PageCache:
 
     def _reclaim(self, num_pages: int) -> bool:
         """Makes about so many idle pages free, those of the least recently used blocks, then those of guesses."""
-        num_free = 0
-        for node in list(self._nodes.values()):
+        num_free, found = 0, list[tuple[KeptBlock, list[Page], bool]]()
+        for node in self._nodes.values():
             idle = self._idle(node)
-            if len(idle) == sum(page is not None for page in (*node.pages, *node.states)):
-                self._remove(node)
-            elif idle:
-                node.pages = [None if page in idle else page for page in node.pages]
-                self.pool.release(idle)
+            is_whole = len(idle) == sum(page is not None for page in (*node.pages, *node.states))
+            if idle or is_whole:
+                found.append((node, idle, is_whole))
             num_free += len(idle)
             if num_free >= max(num_pages, _RECLAIMED):
                 break
+        for node, idle, is_whole in found:
+            if is_whole:
+                self._remove(node)
+            else:
+                node.pages = [None if page in idle else page for page in node.pages]
+                self._let_go(idle)
         return num_free > 0 or any(sequence.drop_spares() for sequence in self.running)
 
     # How much of a prompt is there.
@@ -501,24 +596,24 @@ class PageCache:
 
     def _part(
         self, owner: Owner, path: Sequence[KeptBlock], token_ids: TokenIds
-    ) -> tuple[int, Sequence[Page | None], int]:
-        """Returns how many tokens behind the path of a prompt are there, in part of a block, the pages with them, and
-        how many tokens of the prompt will be there."""
+    ) -> tuple[int, Sequence[Page | None], int, KVSequence | None]:
+        """Returns how many tokens behind the path of a prompt are there, in part of a block, the pages with them, how
+        many tokens of the prompt will be there, and the sequence that will have them."""
         parent, start = path[-1].name if path else owner.root, len(path) * self._block_size
-        rest, later = token_ids[start:], 0
+        rest, later, awaited = token_ids[start:], 0, None
         found: list[tuple[int, Sequence[Page | None]]] = [
             (common_prefix_length(node.token_ids, rest), node.pages) for node in self._continuing((owner, parent))
         ]
         for one in self.running:
             if one.owner == owner:
                 common = min(common_prefix_length(one.token_ids, token_ids), one.num_exact)
-                if one.num_ready < common:
-                    later = max(later, common)
+                if one.num_ready < common > later:
+                    later, awaited = common, one
                 ready = min(common, one.num_ready, start + self._block_size - 1) - start
                 if ready > 0:
                     found.append((ready, one.block(len(path))))
         common, pages = max(found, key=lambda one: one[0], default=(0, ()))
-        return common, pages, later
+        return common, pages, later, awaited
 
     def _end_of(self, owner: Owner, names: Sequence[bytes], token_ids: TokenIds) -> Sequence[Page | None] | None:
         """Returns the last page of an equal prompt, whose end is not that of a block; None if there is none."""

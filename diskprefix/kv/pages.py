@@ -45,6 +45,8 @@ class Page:
     """How many of the users are holds."""
     is_secret: bool = False
     """What it holds was purged, and must not stay when its last user is gone."""
+    kept_in: object = None
+    """The block that keeps it by name (`kv.page_cache`)."""
 
     @property
     def num_bytes(self) -> int:
@@ -104,6 +106,8 @@ class PagePool:
         """Called when pages were released that were not those of a sequence or a name, on any thread."""
         self.holds: set[Hold] = set()
         """What holds pages beside sequences and names."""
+        self.changed: set[Any] = set()
+        """The blocks whose pages got or lost a user. Emptied by who counts what they take."""
         self._free_bytes = free_bytes
         self._forms = [
             *(((len(one.specs), one.heads, block_size, one.head_dim), one.dtype) for one in layout.groups),
@@ -170,6 +174,8 @@ class PagePool:
             for page in pages:
                 if page is not None:
                     page.users += 1
+                    if page.kept_in is not None:
+                        self.changed.add(page.kept_in)
 
     def release(self, pages: Iterable[Page | None]) -> None:
         """Takes a user from each page. A page without users is used again."""
@@ -178,6 +184,8 @@ class PagePool:
                 if page is None:
                     continue
                 page.users -= 1
+                if page.kept_in is not None:
+                    self.changed.add(page.kept_in)
                 assert page.users >= 0, "a page has fewer users than are released"
                 if not page.users:
                     self._free[page.group].append(page)

@@ -45,6 +45,7 @@ _COUNTERS = {
     "expired_blocks": ("store_expired_blocks", "Blocks removed as they were not used for their time to live."),
     "quarantined": ("store_quarantined_records", "Records set aside because they failed their checks."),
     "errors": ("cache_errors", "Failures of the cache that became misses."),
+    "stalled_reads": ("cache_stalled_reads", "Reads of the disk that prompts did not wait for, as they hung."),
 }
 """Name of a count in the cache's report → name and help of its metric."""
 _GAUGES = {

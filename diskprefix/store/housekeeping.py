@@ -113,8 +113,14 @@ class Housekeeping:
             self.quarantined += remove_problems(self._store, damaged).records
 
     def notice_purge(self) -> None:
-        """Has memories dropped if a process has purged something, or another store is open, since the last time."""
-        if self._store.problem is None and self._store.look_for_purge() != self._epoch:
+        """Looks what other processes have written. Has memories dropped if one of them has purged something, or if
+        another store is open."""
+        if self._store.problem is not None:
+            return
+        recorded_bytes = self._store.meter.recorded_bytes
+        with self._store.snapshot() as snapshot:
+            self._store.look_at_written(snapshot, recorded_bytes)
+        if self._store.look_for_purge() != self._epoch:
             self._epoch = self._store.epoch
             self._have_forgotten()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import date
 from functools import partial
 
@@ -164,11 +164,14 @@ class SavingsLog:
 
     def total(self) -> Savings:
         """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""
-        with self._writing, self._store.snapshot() as snapshot:
+        with ExitStack() as reading:
+            with self._writing, self._lock:
+                snapshot = reading.enter_context(self._store.snapshot())
+                waiting = [msgspec.msgpack.encode(new) for _, new in self._waiting.values()]
+            # The writer does not wait for the sum.
             total = total_savings(snapshot)
-            with self._lock:
-                for _, new in self._waiting.values():
-                    total.add(new)
+        for new in waiting:
+            total.add(msgspec.msgpack.decode(new, type=Savings))
         return total
 
     @contextmanager

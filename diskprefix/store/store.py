@@ -18,6 +18,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, Part, Use
@@ -188,7 +190,10 @@ class Store(StoreFile):
         )
         self.codec = Codec.RAW
         self.evictor = Evictor(self)
+        self._written = WrittenBytes(), 0
+        """The record as it was last read, and `meter.recorded_bytes` at that time."""
         if serving:
+            self.written()
             self._fit_budget_or_log()
 
     @property
@@ -290,11 +295,23 @@ class Store(StoreFile):
 
     def written(self) -> WrittenBytes:
         """Returns what was written to the file, by all processes as far as they have recorded it. If the store cannot
-        be read, only what this process has not recorded yet."""
-        written, recorded_bytes = WrittenBytes(), self.meter.recorded_bytes
+        be read, what they had recorded when it was last read."""
+        recorded_bytes = self.meter.recorded_bytes
         with suppress(CacheError), self.snapshot() as snapshot:
-            written = read_written(snapshot)
+            self.look_at_written(snapshot, recorded_bytes)
+        return self.written_lately()
+
+    def written_lately(self) -> WrittenBytes:
+        """Returns what `written` returns, without reading the store: what other processes recorded since the last
+        `look_at_written` is missing."""
+        written, recorded_bytes = self._written
+        written = msgspec.structs.replace(written, hours=dict(written.hours))
         return self.meter.added_to(written, self.clock(), recorded_bytes)
+
+    def look_at_written(self, snapshot: Snapshot, recorded_bytes: int) -> None:
+        """Reads the record of written bytes for `written_lately`. `recorded_bytes` is the meter's, from before the
+        snapshot: it may lack what was recorded since."""
+        self._written = read_written(snapshot), recorded_bytes
 
     def record_written(self) -> None:
         """Records what this process has written since its last publication, if the store can be written. Raises

@@ -194,7 +194,9 @@ def test_what_a_sequence_had_that_lost_its_memory_is_recalled(name: str, have: i
     cached.leave(runner.sequence, PROMPT[: 4 * BLOCK])
     compute(runner, PROMPT[:have] if have else PROMPT[::-1].copy())
     runner.sequence.token_ids = PROMPT
-    cached.recall(runner.sequence, have, told.append)
+    recall = cached.begin_recall(runner.sequence, have, told.append, lambda: True)
+    recall.run()
+    cached.take(recall)
     assert (runner.sequence.num_tokens, sorted(told)) == (4 * BLOCK, list(range(have // BLOCK, 4)))
     assert torch.equal(compute(runner, PROMPT, start=4 * BLOCK), expected)
     cached.close()
@@ -229,7 +231,7 @@ def test_a_block_is_told_when_all_that_is_needed_of_it_is_there(
 
     monkeypatch.setattr(KVSequence, "fill", slowly)
     cached = runner.cache.begin(Prompt(prompt), READ_ONLY)
-    cached.fetch(runner.new_sequence(len(prompt)), on_block=on_block)
+    cached.begin_fetch(runner.new_sequence(len(prompt)), on_block=on_block).run()
     cached.close()
     # Two threads read: only the slow one is surely behind those after it.
     assert told[-1] == slow

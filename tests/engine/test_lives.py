@@ -84,7 +84,7 @@ class AtOnce:
         fetch(*args)
         return Future()
 
-    def shutdown(self) -> None:
+    def shutdown(self, **_: bool) -> None:
         pass
 
 
@@ -98,8 +98,7 @@ class Driven:
         self.engine.clock = lambda: 0.0
         self.inbox = Inbox(self.engine.serve)
         self.loop = Loop(self.engine, self.inbox)
-        self.loop._fetcher.shutdown()
-        self.loop._fetcher = AtOnce()  # type: ignore[assignment]
+        self.loop._fetches._pools = dict.fromkeys(self.loop._fetches._pools, AtOnce())  # type: ignore[arg-type]
 
     def step(self) -> bool:
         """Returns whether there is more to do."""

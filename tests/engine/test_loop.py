@@ -16,7 +16,7 @@ import torch
 from llguidance import LLMatcher
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.fetch import Fetch
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.engine.constrained_reply import forbidden_by
 from diskprefix.engine.forward import forward
@@ -266,15 +266,15 @@ def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_what_was_in_mem
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_together(engine, [request(tokens(300), save=True)])
-    fetch = CachedRequest.fetch
+    run_step = Fetch.run_step
     with running(engine) as inbox, monkeypatch.context() as patch:
         clients: list[Client] = []
 
-        def leaving(*args: Any, **kwargs: Any) -> None:
-            fetch(*args, **kwargs)
+        def leaving(*args: Any) -> None:
+            run_step(*args)
             clients[0].ticket.cancel()
 
-        patch.setattr(CachedRequest, "fetch", leaving)
+        patch.setattr(Fetch, "run_step", leaving)
         with inbox._changed:
             clients.append(Client(inbox, request(np.concatenate([tokens(300), tokens(50, 1)]))))
         wait_until_idle(inbox)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.errors import ContextTooLong
-from diskprefix.kv.page_cache import PageCache
+from diskprefix.errors import ContextTooLong, NotReady
+from diskprefix.kv.page_cache import KeptBlock, Later, PageCache
 from diskprefix.kv.pages import Hold
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
@@ -84,6 +84,23 @@ def test_pages_for_guesses_go_to_a_prompt_that_needs_them() -> None:
     assert isinstance(cache.begin(B, IDS[:4]), KVSequence)
     assert not first.has_spares()
     assert wrong(first, IDS[:4]) == cache.check() == []
+
+
+@pytest.mark.parametrize("blocks", [16, 64])
+def test_a_page_is_taken_without_a_look_at_all_blocks(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, looks, idle = page_cache(layout_of(), blocks=blocks), list[KeptBlock](), PageCache._idle
+    monkeypatch.setattr(PageCache, "_idle", lambda self, node: looks.append(node) or idle(self, node))
+    for seed in range(blocks // 4):
+        ended(cache, tokens(range(1000 * seed, 1000 * seed + 4 * BLOCK)))
+    assert cache.stats()["kept_tokens"] == blocks * BLOCK
+    looks.clear()
+    sequence = run(cache, tokens(range(900_000, 900_000 + 4 * BLOCK)))
+    # Memory was full. A few blocks were freed at a time, and each was looked at twice.
+    assert 0 < len(looks) <= 32
+    cache.end(sequence, keep=True)
+    assert cache.check() == []
+    cache._sums = cache._sums._replace(idle_bytes=0)
+    assert len(cache.check()) == 1, "a wrong sum is found"
 
 
 # How much is found.
@@ -193,12 +210,15 @@ def test_a_state_that_moved_on_behind_what_is_exact_is_not_kept() -> None:
 def test_a_sequence_that_runs_is_waited_for_if_it_will_have_more(cache: PageCache) -> None:
     whole, least = tokens(range(60)), 39 - LEAST_TOKENS
     running = begun(cache, whole)
-    assert cache.begin(A, whole) == cache.begin(A, whole[:40]) == "later"
+    later = cache.begin(A, whole[:40])
+    assert isinstance(later, Later)
+    assert isinstance(cache.begin(A, whole), Later)
     assert begun(cache, whole[:LEAST_TOKENS]).num_tokens == begun(cache, whole, owner=B).num_tokens == 0
     for end, is_later in ((least, True), (least + 1, False)):
         compute(running, whole, end)
         cache.name_blocks(running)
-        assert (cache.begin(A, whole[:40]) == "later") == is_later
+        # Who waits asks this again and again, and not for a match.
+        assert isinstance(cache.begin(A, whole[:40]), Later) == cache.is_later(later) == is_later
     assert begun(cache, whole[:40]).num_tokens == least + 1
 
 
@@ -353,6 +373,16 @@ def test_others_are_waited_for_and_what_never_fits_is_refused() -> None:
         cache.end(one, keep=True)
     assert begun(cache, IDS, owner=B).num_tokens == 0
     assert cache.check() == []
+
+
+def test_a_prompt_that_a_hanging_restore_leaves_no_memory_for_is_not_called_too_long() -> None:
+    cache = page_cache(layout_of(), blocks=8)
+    hanging = run(cache, IDS)
+    cache.abandon(hanging)
+    with pytest.raises(NotReady, match="the disk does not answer"):
+        cache.begin(B, IDS)
+    cache.end(hanging, keep=False)
+    assert begun(cache, IDS, owner=B).num_tokens == 0
 
 
 def test_a_prompt_waits_for_what_is_being_written_though_nothing_runs() -> None:

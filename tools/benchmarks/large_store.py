@@ -53,8 +53,7 @@ def build(folder: Path, num_bytes: int) -> None:
             entry = EntryRecord(
                 root=ROOT, num_tokens=len(token_ids), scope="full", preview="", created_at=store.clock()
             )
-            chain = Chain(store.epoch)
-            store.publish(Publication(chain, ROOT, record, tuple(nodes), parent, entry, prompt=token_ids))
+            store.publish(Publication(Chain(store.epoch), ROOT, record, tuple(nodes), parent, entry, prompt=token_ids))
             # Before the kernel writes them.
             _punch(folder / DATA, begin)
 

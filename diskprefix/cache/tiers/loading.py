@@ -19,7 +19,9 @@ from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 
 READER_THREADS = 2
-"""Beside a model that computes on the same cores."""
+"""Of one load, beside a model that computes on the same cores."""
+MOST_LOADS = 3
+"""The loads of a daemon at a time: a short one need not wait for two long ones."""
 
 
 @dataclass
@@ -31,7 +33,8 @@ class Loader:
     `first_needed` gives, for each group of per-token tensors and for the logits, the first token that is needed: layers
     with a window need no earlier ones. `num_bytes` is the size of what was loaded, before encoding. `on_logits` is
     called with the next-token logits as soon as they are loaded, on a reading thread, and `on_block` with the number of
-    each full block. The logits come first, then the nodes one after the other, as they lie in the store.
+    each full block. The logits come first, then the nodes one after the other, as they lie in the store. `is_wanted` is
+    called before each piece. If it returns False, no more is read.
     """
 
     nodes: PromptNodes
@@ -42,6 +45,9 @@ class Loader:
     sink: BlockSink
     on_logits: Callable[[Bytes], None] = lambda _: None
     on_block: Callable[[int], None] = lambda _: None
+    is_wanted: Callable[[], bool] = lambda: True
+    is_cut: bool = False
+    """Pieces are missing because nobody wanted them."""
     logits: Bytes | None = None
     """The next-token logits as bytes, shape [1, bytes], if they were loaded."""
     num_bytes: int = 0
@@ -95,7 +101,8 @@ class Loader:
         while not self._bad:
             with self._taking:
                 number = self._completed(loaded)
-                load = next(self._loads, None)
+                self.is_cut = self.is_cut or not self.is_wanted()
+                load = None if self.is_cut else next(self._loads, None)
                 self.num_bytes += load[1].piece.num_bytes if load else 0
             if number is not None:
                 self.on_block(number)

@@ -1,12 +1,12 @@
-"""One history: what happens to a daemon from a seed, and what must hold all the while."""
+"""One history: what happens from a seed to the processes that share a folder, and what must hold all the while."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -20,16 +20,29 @@ from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequ
 from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.kv.layout import Layout
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from diskprefix.store.purge import PurgeFilter
+from diskprefix.store.compact import compact_folder, rewrite_folder
+from diskprefix.store.folder import LOCK, _read_mark
+from diskprefix.store.note_record import NoteKind, root_limit
+from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.store.store import Store
+from diskprefix.store.store_file import StoreFile
+from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.interleavings import hash_model, threads, world
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.hash_model import Replies, salt_of
-from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
+from tests.faults.interleavings.task_scheduler import Stuck, Task, TaskScheduler
 from tests.faults.interleavings.world import BLOCK, LONGEST, Daemon, Disk
 from tests.made_settings import made_settings
 
 PATIENCE_S = 300.0
 """A request that has not ended after this virtual time never will."""
+_AT_ONCE_S = 8.0
+"""What needs no read has ended after this time, although reads of others do not answer."""
+_NOTICE_S = 60.0
+"""After this time a daemon has noticed what another process has purged."""
+_LEASE_S = 2.5
+"""A writer does not pause for longer when nobody asks for it again."""
+_TOOLS = ("purge", "purge", "erase", "verify", "compact", "read", "open")
 _TENANTS = (SHARED, Tenant.of_key("one"), Tenant.of_key("one").with_salt("salt"), Tenant.of_key("two"))
 _REPLIES = Replies()
 
@@ -50,8 +63,9 @@ class Asked:
     num_replies: int
     saves: bool
     ttl_s: float | None
+    daemon: Daemon
     submitted_at: float
-    gone: frozenset[Asked]
+    gone: frozenset[Asked] = frozenset()
     """The requests that were purged or had expired when it was submitted: it may find nothing of them."""
     is_unaffordable: bool = False
     """All of the write budget was used before it was submitted."""
@@ -60,7 +74,6 @@ class Asked:
     has_left: bool = False
     ended_at: float | None = None
     ticket: Ticket | None = None
-    daemon: Daemon | None = None
 
     @property
     def expected(self) -> list[int]:
@@ -70,6 +83,18 @@ class Asked:
     def all_tokens(self) -> list[int]:
         """The tokens whose state it may have left."""
         return self.token_ids + self.expected
+
+
+@dataclass(frozen=True)
+class Purged:
+    """A purge that has ended. `mark` is what the store then had of it, and `asked` are the requests and notes of which
+    nothing may be found any more."""
+
+    process: object
+    ended_at: float
+    mark: bytes | None
+    asked: frozenset[Asked]
+    notes: frozenset[tuple[Tenant, str, int]]
 
 
 class History:
@@ -83,12 +108,16 @@ class History:
         self.folder = folder
         self.counts: Counter[str] = Counter()
         self.asked: list[Asked] = []
-        self.gone: set[Asked] = set()
-        self.daemon: Daemon | None = None
+        self.purges: list[Purged] = []
+        self.notes: dict[tuple[Tenant, str], int] = {}
+        """For each note the number of the last time that it was put."""
+        self.daemons: list[Daemon] = []
+        self.stores: list[StoreFile] = []
+        """Those that were opened, by daemons and by tools."""
         self.model = hash_model.reset()
         self.disk, self.bucket = Disk(slow_s=self.random.choice((0.0, 0.0, 0.0, 0.3))), SimulatedBucket()
-        self._has_restarted = self._has_preempted = False
-        self._memory: tuple[int, ...] = ()
+        self._has_restarted = self._has_preempted = self._has_others = False
+        self._memory: dict[Daemon, tuple[int, ...]] = {}
         self._numbers = count()
         choose = self.random.choice
         self._documents = [[self._token() for _ in range(LONGEST)] for _ in range(choose((1, 2, 3)))]
@@ -120,11 +149,16 @@ class History:
         vars(self.settings).update(
             block_size=BLOCK,
             kv_cache_budget=choose((1_260_000, 1_320_000, 4_000_000)),
-            kv_cache_min_free=0,
+            kv_cache_min_free=choose((0, 1 << 20)),
             kv_memory_keeps=choose((True, True, True, False)),
-            kv_cache_write_buffer=choose((300, 700, 3_000, 1 << 20)),
+            kv_cache_write_buffer=choose((300, 700, 3_000, 1 << 20, 1 << 20)),
             remote_deadline=choose((0.05, 1.0, 10.0)),
         )
+
+    @property
+    def _has_room(self) -> bool:
+        """Returns whether prompts are saved that follow each other, if nothing fails."""
+        return self.settings.kv_cache_write_buffer > 1_000_000 and not self.settings.write_budget_bytes
 
     def run(self) -> None:
         """Raises `Wrong` with what does not hold."""
@@ -133,7 +167,7 @@ class History:
         if (key := self.settings.namespace_key_file) is not None:
             key.touch(0o600)
             key.write_text("the key that all machines share\n")
-        world.use(self.disk, self.bucket)
+        world.use(self.disk, self.bucket, self.settings.kv_cache_budget)
         failure: list[BaseException] = []
 
         def drive() -> None:
@@ -148,27 +182,29 @@ class History:
             except Stuck as error:
                 failure.append(Wrong(str(error)))
             finally:
-                self._end()
+                world.kill_all()
         if failure:
             raise failure[0]
-
-    def _end(self) -> None:
-        """Frees what is left, in whatever state it is."""
-        for process in {task.process for task in self.scheduler.tasks}:
-            with suppress(Exception):
-                self.scheduler.kill(process)
-        if self.daemon is not None:
-            self.daemon.release()
 
     # What happens.
 
     def _drive(self) -> None:
         self._start()
+        is_alone, is_large = self._has_bucket, self.settings.kv_cache_budget > 2_000_000
         events: list[tuple[Callable[[], None], int]] = [
             (self._arrive, 60),
             (self._pass_time, 14),
             (self._hang_up, 8),
             (self._purge, 4),
+            (self._use_tool, 0 if is_alone else 6),
+            (self._start_beside, 0 if is_alone else 3),
+            # A small budget has room for little else.
+            (self._put_notes, 4 if is_large else 0),
+            (self._let_reads_hang, 2),
+            (self._meet_a_hang, 0 if is_alone else 3),
+            (self._meet_a_purge, 0 if is_alone else 2),
+            (self._meet_an_erasure, 8 if self._has_room and is_large and not is_alone else 0),
+            (self._meet_a_full_disk, 8 if self._has_room and self.settings.kv_cache_min_free and not is_alone else 0),
             (self._kill, 3),
             (self._stop, 3),
             (self._move, 6 if self._has_bucket else 0),
@@ -186,28 +222,39 @@ class History:
             event()
             self.scheduler.point()
             self._check_errors()
+            self._check_marks(self._open_files(self.stores))
         self._finish()
 
     def _start(self) -> None:
         """Starts a daemon. If the disk does not let it, the disk recovers."""
-        self.daemon = self._started()
-        if self.daemon is None and self.disk.failing:
-            self.scheduler.errors.clear()
-            self.disk.failing = 0.0
-            self.daemon = self._started()
-        if self.daemon is None:
+        if not (self._started() or (self.disk.failing and self._recovered() and self._started())):
             raise Wrong(f"the daemon does not start: {self.scheduler.errors}")
 
-    def _started(self) -> Daemon | None:
+    def _started(self) -> bool:
         process, made = object(), list[Daemon]()
         task = self.scheduler.spawn(
             "start", process, lambda: made.append(Daemon(self.settings, self._layout, self._num_sequences, process))
         )
-        if not self.scheduler.join(task, PATIENCE_S):
-            raise Wrong(f"the daemon does not start\n{self.scheduler.standing()}")
+        self._join(task, "the daemon does not start")
         if not made:
-            self.scheduler.kill(process)
-        return made[0] if made else None
+            world.kill(process)
+        self.daemons += made
+        self.stores += [daemon.store for daemon in made]
+        return bool(made)
+
+    def _recovered(self) -> bool:
+        self.scheduler.errors.clear()
+        self.disk.failing = 0.0
+        return True
+
+    def _join(self, task: Task, problem: str) -> None:
+        if not self.scheduler.join(task, PATIENCE_S):
+            raise Wrong(f"{problem}\n{self.scheduler.standing()}")
+
+    def _start_beside(self) -> None:
+        if len(self.daemons) == 1:
+            self._has_others = True
+            self._start()
 
     def _token(self) -> int:
         return self.random.randrange(hash_model.FIRST, hash_model.VOCAB)
@@ -225,30 +272,39 @@ class History:
         return (begin + [self._token() for _ in range(more)])[:most]
 
     def _arrive(self) -> None:
-        daemon = self.daemon
-        assert daemon is not None
-        tenant = self.random.choice(self._tenants)
-        one = Asked(
-            id=f"r{next(self._numbers)}",
-            layout=self._layout,
-            tenant=tenant,
-            token_ids=self._prompt(),
-            most=self.random.choice((1, 2, 4, 9, 16)),
-            num_replies=self.random.choice((1, 1, 1, 1, 2, 3)),
+        choose = self.random.choice
+        self._ask(
+            choose(self.daemons),
+            choose(self._tenants),
+            self._prompt(),
+            most=choose((1, 2, 4, 9, 16)),
+            num_replies=choose((1, 1, 1, 1, 2, 3)),
             saves=self.random.random() < 0.9,
-            ttl_s=self.random.choice((5.0, 60.0)) if self._own_ttls and self.random.random() < 0.5 else None,
+            ttl_s=choose((5.0, 60.0)) if self._own_ttls and self.random.random() < 0.5 else None,
+        )
+
+    def _ask(
+        self,
+        daemon: Daemon,
+        tenant: Tenant,
+        token_ids: list[int],
+        most: int = 2,
+        num_replies: int = 1,
+        saves: bool = True,
+        ttl_s: float | None = None,
+    ) -> Asked:
+        one = Asked(
+            *(f"r{next(self._numbers)}", self._layout, tenant, token_ids, most, num_replies, saves, ttl_s, daemon),
             submitted_at=self.scheduler.now,
-            gone=frozenset(self.gone),
         )
         self.asked.append(one)
-        self.scheduler.spawn(one.id, "clients", lambda: self._ask(one, daemon))
-
-    def _ask(self, one: Asked, daemon: Daemon) -> None:
-        """What `server.answer` does."""
         # The task belongs to the clients, and what it calls to the daemon.
-        assert self.scheduler.current is not None
-        self.scheduler.current.process = daemon.process
-        one.daemon = daemon
+        self.scheduler.spawn(one.id, daemon.process, lambda: self._submit(one))
+        return one
+
+    def _submit(self, one: Asked) -> None:
+        """What `server.answer` does."""
+        daemon = one.daemon
         request = GenerateRequest(
             id=one.id,
             prompt=Prompt(np.array(one.token_ids, np.int32)),
@@ -270,18 +326,34 @@ class History:
                 one.last, one.ended_at = event, self.scheduler.now
 
         one.is_unaffordable = self._written(daemon) >= (self.settings.write_budget_bytes or math.inf)
-        one.submitted_at, one.gone = self.scheduler.now, frozenset(self.gone | self._expired(daemon))
+        one.submitted_at, one.gone = self.scheduler.now, self._purged(daemon) | self._expired(daemon)
         try:
             one.ticket = daemon.inbox.submit(request, emit)
         except (QueueFull, NotReady) as error:
             one.last, one.ended_at = ErrorEvent(error), self.scheduler.now
+
+    def _purged(self, daemon: Daemon) -> frozenset[Asked]:
+        """Returns the requests of which a daemon may find nothing, because it knows that they were purged."""
+        return frozenset(asked for purged in self._known_purges(daemon) for asked in purged.asked)
+
+    def _known_purges(self, daemon: Daemon) -> list[Purged]:
+        now, noticed = self.scheduler.now, daemon.cache.namespaces.purged_at
+        last = max((n for n, purged in enumerate(self.purges) if purged.mark == noticed), default=-1)
+        return [
+            purged
+            for number, purged in enumerate(self.purges)
+            if number <= last or purged.process is daemon.process or now > purged.ended_at + _NOTICE_S
+        ]
 
     def _expired(self, daemon: Daemon) -> set[Asked]:
         """Returns the requests that nothing may be found of, because their time to live is over."""
         searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + 4.0
         has_searched = self.scheduler.now > daemon.started_at + searches_s
         # What is left of requests that lost their memory is kept for longer.
-        if not has_searched or self._has_preempted or self.disk.num_failed or self.disk.slow_s or self._has_bucket:
+        # So is what slides out of windows.
+        is_kept = self._has_preempted or any(group.window is not None for group in self._layout.groups)
+        is_late = self.disk.num_failed or self.disk.slow_s or self._has_others or self._has_bucket
+        if not has_searched or is_kept or is_late:
             return set()
         return {
             one
@@ -301,52 +373,213 @@ class History:
             return sum(meter.total_bytes for meter in world.meters)
 
         least, found, most = counted(), daemon.store.written().total, counted()
-        # A kill loses what is not recorded yet, and what is recorded cannot be read from a store that is closed.
-        is_complete = not self._has_restarted and daemon.store._env is not None
+        # What is not recorded yet another process does not know, and a kill loses it. And what is recorded cannot be
+        # read from a store that is closed.
+        is_complete = not (self._has_restarted or self._has_others) and daemon.store._env is not None
         if found > most or (found < least and is_complete):
             raise Wrong(f"{found} bytes are recorded as written, of {least} to {most}")
         return found
 
     def _hang_up(self) -> None:
-        running = [one for one in self.asked if one.ticket is not None and one.last is None]
-        if running:
-            one = self.random.choice(running)
-            one.has_left = True
-            assert one.ticket is not None
+        if running := [one for one in self.asked if one.ticket is not None and one.last is None]:
+            self._leave(self.random.choice(running))
+
+    def _leave(self, one: Asked) -> None:
+        one.has_left = True
+        if one.ticket is not None:
             one.ticket.cancel()
 
     def _pass_time(self) -> None:
         self.scheduler.sleep(self.random.choice((0.01, 0.01, 0.05, 0.05, 0.2, 0.2, 1.0, 3.0, 12.0, self._longest_s)))
 
     def _look(self) -> None:
-        assert self.daemon is not None
-        self.daemon.cache.stats()
-        self.daemon.inbox.activities()
-        self._written(self.daemon)
+        daemon = self.random.choice(self.daemons)
+        daemon.cache.stats()
+        daemon.inbox.activities()
+        self._written(daemon)
+
+    def _put_notes(self) -> None:
+        daemon, budget = self.random.choice(self.daemons), self.settings.kv_cache_budget
+        # The share of all roots is that of four.
+        for _ in range(self.random.randint(1, 80)):
+            number, tenants = self.random.randrange(12), self._tenants
+            tenant = Tenant.of_key("notes").with_salt(str(number)) if number > 3 else tenants[number % len(tenants)]
+            id_ = str(self.random.randrange(20))
+            content = self.random.randbytes(self.random.randint(1, root_limit(budget) // 9))
+            if daemon.cache.notes(tenant).put(NoteKind.RESPONSE, id_, content):
+                self.notes[tenant, id_] = next(self._numbers)
 
     def _purge(self) -> None:
-        daemon, began_at = self.daemon, self.scheduler.now
-        assert daemon is not None
-        over = [one for one in self.asked if one.ended_at is not None and one.ended_at < began_at]
-        tenant = self.random.choice((None, *(tenant for tenant in self._tenants if tenant.ids)))
-        chosen = PurgeFilter(salt=None if tenant is None else str(tenant))
-        done: list[object] = []
+        daemon = self.random.choice(self.daemons)
 
-        def purge() -> None:
+        def work() -> None:
+            with suppress(CacheError), self._purging(daemon.process, daemon.store) as chosen:
+                daemon.cache.purge(chosen)
+
+        self._join(self.scheduler.spawn("purge", daemon.process, work), "a purge does not end")
+
+    @contextmanager
+    def _purging(self, process: object, store: Store) -> Iterator[PurgeFilter]:
+        """Yields what to purge. Notes that it was purged, unless that fails."""
+        began_at, tenant = self.scheduler.now, self.random.choice((None, *(one for one in self._tenants if one.ids)))
+
+        def is_of(other: Tenant) -> bool:
+            return tenant is None or other.ids[: len(tenant.ids)] == tenant.ids
+
+        over = [one for one in self.asked if one.ended_at is not None and one.ended_at < began_at and is_of(one.tenant)]
+        notes = frozenset((*key, number) for key, number in self.notes.items() if is_of(key[0]))
+        yield PurgeFilter(salt=None if tenant is None else str(tenant))
+        if not self._has_bucket:
+            # Otherwise another machine may have what was shared.
+            with store.snapshot() as snapshot:
+                mark = snapshot.meta("purged_at")
+            self.purges.append(Purged(process, self.scheduler.now, mark, frozenset(over), notes))
+
+    def _use_tool(self) -> None:
+        """Another process uses the folder, beside all that happens, and may be killed."""
+        task = self._spawn_tool(self.random.choice(_TOOLS))
+        if self.random.random() < 0.3:
+            self.scheduler.sleep(self.random.choice((1e-5, 1e-4, 1e-3, 0.01, 0.5)))
+            world.kill(task.process)
+        elif self.random.random() < 0.5:
+            self._join(task, f"{task.name} does not end")
+
+    def _spawn_tool(self, tool: str) -> Task:
+        process = object()
+        self.counts[tool] += 1
+        self._has_others = True
+        return self.scheduler.spawn(tool, process, lambda: self._run_tool(tool, process))
+
+    def _run_tool(self, tool: str, process: object) -> None:
+        """What the commands do. A killed one closes nothing."""
+        path = self.settings.kv_cache_dir
+        with suppress(CacheError):
+            if tool in ("compact", "rewrite"):
+                (compact_folder if tool == "compact" else rewrite_folder)(path, self._copying)
+                return
+            store = Store(path, read_only=tool == "read")
+            self.stores.append(store)
             with suppress(CacheError):
-                done.append(daemon.cache.purge(chosen))
+                self._use_store(tool, process, store)
+            store.close()
+            if tool == "erase":
+                rewrite_folder(path, self._copying)
 
-        task = self.scheduler.spawn("purge", daemon.process, purge)
-        if not self.scheduler.join(task, PATIENCE_S):
-            raise Wrong(f"a purge does not end\n{self.scheduler.standing()}")
-        if done:
+    def _use_store(self, tool: str, process: object, store: Store) -> None:
+        if tool in ("purge", "erase"):
+            with self._purging(process, store) as chosen:
+                purge(store, chosen, store.clock())
+        elif tool == "verify":
+            self._verify(store)
+            remove_damaged(store)
+        else:
+            with store.snapshot() if tool == "read" else nullcontext():
+                self.scheduler.sleep(self.random.choice((0.01, 1.0, 10.0)))
 
-            def is_of(one: Asked) -> bool:
-                return tenant is None or one.tenant.ids[: len(tenant.ids)] == tenant.ids
+    def _verify(self, store: Store) -> None:
+        if problems := verify_index(store).problems:
+            raise Wrong(f"verify finds {problems[:3]}")
 
-            if not self._has_bucket:
-                # Another machine may have what was shared.
-                self.gone |= {one for one in over if is_of(one)}
+    def _copying(self, _num_bytes: int) -> None:
+        self.scheduler.sleep(self.random.random() * 2)
+
+    # What is looked at when nothing else happens.
+
+    def _meet_a_hang(self) -> None:
+        """Reads of payloads do not answer, or are slow. Who needs none does not wait for those who do, and who has hung
+        up ends."""
+        num_loads, choose = int(self._num_sequences - 1), self.random.choice
+        daemon, known = choose(self.daemons), [one for one in self.asked if one.saves and len(one.token_ids) > 40]
+        if not num_loads or not known:
+            return
+        self._calm()
+        is_slow = self.random.random() < 0.5
+        self.disk.hangs, self.disk.reading_s = ("", 4.0) if is_slow else ("payloads", 0.0)
+        earlier = [choose(known) for _ in range(num_loads)]
+        loads = [self._ask(daemon, one.tenant, one.token_ids) for one in earlier]
+        self.scheduler.sleep(0.2)
+        new = self._ask(daemon, Tenant.of_key("new").with_salt(str(next(self._numbers))), self._documents[0][:30])
+        self._within(_AT_ONCE_S, lambda: new.last is not None, "what needs no read waits for one of another")
+        if is_slow:
+            for one in loads:
+                self._leave(one)
+            self._within(_AT_ONCE_S, lambda: not daemon.inbox.num_running, "who has hung up reads on")
+        elif self.random.random() < 0.5:
+            self._stop(daemon)
+        if self.random.random() < 0.7:
+            self._heal()
+
+    def _meet_an_erasure(self) -> None:
+        """The file is rewritten while prompts are saved."""
+        if len(self.daemons) > 1:
+            return
+        self._calm()
+        daemon = self.daemons[0]
+        writer = daemon.cache.writer
+        # Until it has noticed the last purge.
+        self.scheduler.sleep(2.0)
+        before, evicted = writer.dropped, writer.evicted
+        task = self._spawn_tool("rewrite")
+        for _ in range(self.random.randint(1, 4)):
+            self._ask(daemon, self._tenants[0], [self._token() for _ in range(30)])
+            self.scheduler.sleep(self.random.random() * 0.3)
+        self._join(task, "an erasure does not end")
+        self._await_idle()
+        if writer.dropped > before and writer.evicted == evicted:
+            raise Wrong(f"{writer.dropped - before} prompts are lost because the file was rewritten")
+
+    def _meet_a_purge(self) -> None:
+        """Another process purges what a daemon has answered and not written yet."""
+        self._calm()
+        self.disk.slow_s = 1.0
+        daemon = self.random.choice(self.daemons)
+        over = [self._ask(daemon, self._tenants[0], [self._token() for _ in range(40)]) for _ in range(3)]
+        self._within(PATIENCE_S, lambda: not self._waiting(), "a request never ends")
+        if self.settings.kv_cache_budget > 2_000_000:
+            self._put_notes()
+        self._join(self._spawn_tool("purge"), "a purge does not end")
+        self._calm()
+        self.scheduler.sleep(3.0)
+        for one in over:
+            self._ask(daemon, one.tenant, one.token_ids)
+
+    def _meet_a_full_disk(self) -> None:
+        """Who saves nothing because the disk is full says so, and no longer once it saves again."""
+        self._calm()
+        daemon = self.random.choice(self.daemons)
+        writer = daemon.cache.writer
+        for is_full in (True, False):
+            self.disk.free_bytes = 0 if is_full else 1 << 40
+            before = writer.dropped, writer.written_bytes
+            self._ask(daemon, self._tenants[0], [self._token() for _ in range(40)])
+            self._await_idle()
+            state, is_saved = daemon.cache.health[0], writer.written_bytes > before[1]
+            if is_full and writer.dropped > before[0] and not is_saved and state != "degraded":
+                raise Wrong(f"nothing is saved on the full disk, and health says {state}")
+            if not is_full and is_saved and writer.dropped == before[0] and state == "degraded":
+                raise Wrong("health says degraded, and prompts are saved")
+
+    def _within(self, seconds: float, holds: Callable[[], bool], problem: str) -> None:
+        deadline = self.scheduler.now + seconds
+        while not holds() and self.scheduler.now < deadline:
+            self.scheduler.sleep(min(0.2, seconds / 10))
+        if not holds():
+            raise Wrong(f"{problem}\n{self.scheduler.standing()}")
+
+    def _calm(self) -> None:
+        """Heals the machine, and waits until nothing happens any more."""
+        self._heal()
+        self.disk.slow_s = 0.0
+        for task in [task for task in self.scheduler.tasks if task.name in _TOOLS]:
+            self._join(task, f"{task.name} does not end")
+        self._await_idle()
+
+    def _await_idle(self) -> None:
+        self._within(PATIENCE_S, lambda: not self._waiting(), "a request never ends")
+        for daemon in self.daemons:
+            self._check_idle(daemon)
+
+    # What fails, and who ends.
 
     def _let_disk_fail(self) -> None:
         self.disk.failing = self.random.choice((0.1, 0.5, 1.0))
@@ -359,71 +592,68 @@ class History:
     def _let_model_fail(self) -> None:
         self.model.failing = self.random.choice((0.05, 0.3))
 
+    def _let_reads_hang(self) -> None:
+        self.disk.hangs = self.random.choice(("payloads", "all"))
+
     def _heal(self) -> None:
+        self.disk.answer()
+        self.disk.reading_s, self.disk.free_bytes = self.random.choice((0.0, 0.0, 0.1)), 1 << 40
         self.disk.failing, self.disk.slow_s = 0.0, self.random.choice((0.0, 0.01, 0.3))
         self.bucket.failing = self.bucket.damaging = self.model.failing = 0.0
         self.bucket.slow_s = 0.01
 
     def _kill(self) -> None:
-        daemon, self.daemon = self.daemon, None
-        assert daemon is not None
-        self.scheduler.kill(daemon.process)
-        daemon.release()
-        self.disk.lock = threads.SimulatedLock()
-        self._lose()
-        self._start()
+        self._end(self.random.choice(self.daemons))
+
+    def _end(self, daemon: Daemon) -> None:
+        """Ends a process, and starts another if it was the last one."""
+        open_files = self._open_files([daemon.store])
+        self.daemons.remove(daemon)
+        self._has_restarted = True
+        world.kill(daemon.process)
+        self._check_marks(open_files)
+        for one in self.asked:
+            if one.ended_at is None and one.daemon is daemon:
+                one.has_left, one.ended_at = True, self.scheduler.now
+        if not self.daemons:
+            self._start()
 
     def _move(self) -> None:
         """Kills the daemon, and goes on with one on another machine, or on this one again."""
         vars(self.settings)["kv_cache_dir"] = self.folder / self.random.choice(("kv", "kv2"))
         self._kill()
 
-    def _lose(self) -> None:
-        self._has_restarted = True
-        for one in self.asked:
-            if one.ended_at is None:
-                one.has_left, one.ended_at = True, self.scheduler.now
-
-    def _stop(self) -> None:
-        daemon = self.daemon
-        assert daemon is not None
+    def _stop(self, daemon: Daemon | None = None) -> None:
+        daemon = daemon or self.random.choice(self.daemons)
         grace_s, hibernates = self.random.choice((0.0, 0.05, 5.0)), self.random.random() < 0.5
         task = self.scheduler.spawn("stopping", daemon.process, lambda: daemon.stop(grace_s, hibernates=hibernates))
-        if not self.scheduler.join(task, PATIENCE_S):
-            raise Wrong(f"the daemon does not stop\n{self.scheduler.standing()}")
+        self._join(task, "the daemon does not stop")
         self._check_errors()
         # A write to the bucket may take a minute, which nobody waits for.
         tasks = (task for task in self.scheduler.tasks if task.process is daemon.process)
         left = [task for task in tasks if not task.name.startswith("remote-")]
-        if left and not self.disk.failing:
-            deadline = self.scheduler.now + 30
-            while self.scheduler.now < deadline and any(task in self.scheduler.tasks for task in left):
-                self.scheduler.sleep(0.5)
-            if any(task in self.scheduler.tasks for task in left):
-                raise Wrong(f"threads are left after the daemon stopped\n{self.scheduler.standing()}")
-        self.daemon = None
-        self.scheduler.kill(daemon.process)
-        daemon.release()
-        self._lose()
-        self._start()
+        if left and not self.disk.failing and not self.disk.hangs:
+            self._within(
+                30,
+                lambda: not any(task in self.scheduler.tasks for task in left),
+                "threads are left after the daemon stopped",
+            )
+        self._end(daemon)
 
     # What must hold.
 
     def _finish(self) -> None:
         """Waits for all requests, and looks at what is left of them."""
-        self._heal()
-        self.disk.slow_s = 0.0
-        daemon = self.daemon
-        assert daemon is not None
-        deadline = self.scheduler.now + PATIENCE_S
-        while self._waiting() and self.scheduler.now < deadline:
-            self.scheduler.sleep(0.2)
-        if waiting := self._waiting():
-            raise Wrong(f"{waiting[0].id} never ends\n{self.scheduler.standing()}")
+        if self.disk.hangs and self.random.random() < 0.5:
+            self._within(PATIENCE_S, lambda: not self._waiting(), "a request waits for a read that never ends")
+        self._calm()
         self._check_errors()
+        self._check_marks(self._open_files(self.stores))
         for one in self.asked:
             self._check_reply(one)
-        self._check_idle(daemon)
+        for daemon in self.daemons:
+            self._check_notes(daemon)
+        self._verify(self.daemons[0].store)
 
     def _waiting(self) -> list[Asked]:
         return [one for one in self.asked if one.last is None and not one.has_left]
@@ -431,8 +661,35 @@ class History:
     def _check_errors(self) -> None:
         if self.scheduler.errors:
             raise Wrong(self.scheduler.errors[0])
-        if self.daemon is not None and self.daemon.fatal:
-            raise Wrong(f"the engine ended: {self.daemon.fatal[0]!r}")
+        for daemon in self.daemons:
+            if daemon.fatal:
+                raise Wrong(f"the engine ended: {daemon.fatal[0]!r}")
+
+    def _open_files(self, stores: Iterable[StoreFile]) -> list[tuple[Path, int]]:
+        """Returns folder and inode of the files in their place that these stores have open for writing."""
+        found = [env for store in stores if (env := store._env) is not None and not env.read_only and not env._closed]
+        return [(env.path, env.inode) for env in found if env.is_in_place()]
+
+    def _check_marks(self, open_files: list[tuple[Path, int]]) -> None:
+        """The mark stays while a process has the file open, and when it was killed."""
+        for path, inode in open_files:
+            with (path / LOCK).open("rb") as file:
+                if _read_mark(file.fileno()).file != inode:
+                    raise Wrong("the mark is gone, and a process has the file open or was killed")
+
+    def _check_notes(self, daemon: Daemon) -> None:
+        """Notes take their share at most, and what was purged is not found."""
+        daemon.cache.writer.flush(PATIENCE_S)
+        self.scheduler.sleep(2.0)
+        with daemon.store.snapshot() as snapshot:
+            num_bytes = sum(note.num_bytes for note in snapshot.notes())
+        most = 4 * root_limit(self.settings.kv_cache_budget)
+        if num_bytes > most:
+            raise Wrong(f"notes take {num_bytes} bytes, of {most}")
+        for purged in self._known_purges(daemon):
+            for tenant, id_, number in purged.notes:
+                if self.notes[tenant, id_] == number and daemon.cache.notes(tenant).get(NoteKind.RESPONSE, id_):
+                    raise Wrong(f"the note {id_} of {tenant} is found, and was purged")
 
     def _check_reply(self, one: Asked) -> None:
         expected = one.expected
@@ -459,7 +716,7 @@ class History:
         self.counts[f"from {one.last.cache.source}"] += bool(cached)
         self.counts["tokens restored"] += cached
         allowed = max((_common(one, other) for other in self.asked if self._may_find(one, other)), default=0)
-        if one.gone - self.gone:
+        if one.gone - self._purged(one.daemon):
             # A use of a part of a block keeps the whole of it from expiring.
             allowed += -allowed % BLOCK
         if cached > allowed:
@@ -475,24 +732,28 @@ class History:
         )
 
     def _watch_bounds(self) -> None:
-        """Notes a bound of memory that does not hold now."""
-        daemon = self.daemon
-        if daemon is None:
-            return
+        """Notes a bound that does not hold now."""
+        for daemon in self.daemons:
+            self._watch(daemon)
+
+    def _watch(self, daemon: Daemon) -> None:
+        errors = self.scheduler.errors
         self._has_preempted |= daemon.engine.figures.preemptions > 0
         pages, writer, room = daemon.engine.pages, daemon.cache.writer, self.settings.kv_cache_write_buffer
         pool: Any = pages.pool
         pending = writer.pending_bytes - writer._page_bytes
         memory = pool.taken_bytes, pool.used_bytes, len(pool.holds), len(pages.running), len(pages._nodes)
-        if memory != self._memory and not pool.lock.locked():
-            self._memory = memory
+        if memory != self._memory.get(daemon) and not pool.lock.locked():
+            self._memory[daemon] = memory
             lock, pool.lock = pool.lock, nullcontext()
-            self.scheduler.errors += pages.check()
+            errors += pages.check()
             pool.lock = lock
         if pool.taken_bytes > pool.limit_bytes:
-            self.scheduler.errors.append(f"{pool.taken_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
+            errors.append(f"{pool.taken_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
         if not 0 <= pending <= room:
-            self.scheduler.errors.append(f"{pending} bytes wait to be written, of {room}")
+            errors.append(f"{pending} bytes wait to be written, of {room}")
+        if (at := world.held_at.get(writer)) and self.scheduler.now > at + _LEASE_S and writer._is_held():
+            errors.append(f"the writer pauses for nobody since {self.scheduler.now - at:.1f} s")
 
     def _check_idle(self, daemon: Daemon) -> None:
         """Nothing is left of requests that are over."""
@@ -511,7 +772,7 @@ class History:
             }
 
         while any(left().values()) and self.scheduler.now < deadline:
-            self.scheduler.sleep(1.0)
+            self.scheduler.sleep(0.5)
         if any(left().values()):
             raise Wrong(f"left behind: { {name: value for name, value in left().items() if value} }")
 

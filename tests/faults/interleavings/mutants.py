@@ -5,19 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import ANY, patch
 
 from diskprefix.cache import namespaces
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import CacheResources
 from diskprefix.engine.active_requests import ActiveRequests
+from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.loop import Loop
-from diskprefix.engine.running_request import Reply, RunningRequest
+from diskprefix.engine.running_request import RunningRequest
+from diskprefix.errors import CacheError, StoreFull
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Hold, Page, PagePool
 from diskprefix.kv.sequence import Owner
+from diskprefix.store import folder, notes, write_queue, writer
 from diskprefix.store.evictor import Evictor
+from diskprefix.store.folder import FileMark, FolderLock
+from diskprefix.store.notes import Notes
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.tokens import root_hash
@@ -28,10 +35,8 @@ _hold: Any = Hold.__init__
 _added_to = WriteMeter.added_to
 
 
-def _ended_unheard(self: Loop, reply: Reply, error: Exception | None) -> None:
-    if error is not None:
-        reply.running.error = error
-    self._fetched.append(reply)
+def _ended_unheard(self: Fetches, one: RunningFetch) -> None:
+    self._ended.append(one)
 
 
 def _reserved(self: Writer, size: int) -> bool:
@@ -51,6 +56,27 @@ def _made_unheard(self: Loop, served: Any, inbox: Any) -> None:
 
 def _held_nothing(self: Hold, pool: PagePool, pages: Sequence[Page]) -> None:  # noqa: ARG001 (as the real one)
     _hold(self, pool, ())
+
+
+def _unmarked(self: FolderLock, *, is_refused: bool = False) -> None:  # noqa: ARG001 (as the real one)
+    if self._fd is not None:
+        folder._write_mark(self._fd, FileMark())
+    self._close()
+
+
+def _tried_once(self: Writer, publication: Publication) -> bool:
+    if self.house.attempt(partial(self._publish, publication)) is not None:
+        self.dropped += publication.chain.lose()
+    return True
+
+
+def _full_unsaid(self: Writer, publication: Publication) -> bool:
+    try:
+        self._publish(publication)
+    except CacheError as error:
+        self.dropped += publication.chain.lose()
+        self.house.error = None if isinstance(error, StoreFull) else str(error)
+    return True
 
 
 class Mutant(NamedTuple):
@@ -92,9 +118,31 @@ MUTANTS: dict[str, Mutant] = {
     "the room that is given back": Mutant(
         _LEFT + "{'pending bytes'", ((Writer, "release", lambda _self, _size: None),)
     ),
-    "the wake behind a fetch": Mutant("never ends", ((Loop, "_end_fetch", _ended_unheard),)),
+    "the wake behind a fetch": Mutant(
+        "never ends", ((Fetches, "_end", _ended_unheard), (Fetches, "look_in_s", property(lambda _self: None)))
+    ),
     "the bound of the write buffer": Mutant("bytes wait to be written", ((Writer, "reserve", _reserved),)),
     "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
+    "the epoch of a prompt": Mutant(
+        _FOUND,
+        (
+            (Store, "_require_epoch", lambda _self, _snapshot, _publication: None),
+            (Writer, "_check", lambda _self, _publication: None),
+            (Writer, "drop_outdated", lambda _self: None),
+        ),
+    ),
+    "the epoch of a note": Mutant(
+        "is found, and was purged",
+        ((notes, "epoch_of", lambda _snapshot, _names: ANY), (Notes, "drop_outdated", lambda _self: None)),
+    ),
+    "the mark of others": Mutant("the mark is gone", ((FolderLock, "close", _unmarked),)),
+    "the share of all notes": Mutant("notes take", ((notes, "total_limit", lambda _budget_bytes: 1 << 60),)),
+    "the second attempt in a new file": Mutant(
+        "because the file was rewritten",
+        ((Writer, "_publish_alone", _tried_once), (writer, "StoreReplaced", ZeroDivisionError)),
+    ),
+    "the word of a full disk": Mutant("on the full disk, and health says", ((Writer, "_publish_alone", _full_unsaid),)),
+    "the end of a pause": Mutant("the writer pauses for nobody", ((write_queue, "_PAUSE_S", 60.0),)),
     "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self: None),)),
     "the name of who recorded written bytes": Mutant(
         "are recorded as written", ((WriteMeter, "added_to", _added_twice),)

@@ -287,7 +287,7 @@ class SimulatedQueue:
         return not self._items
 
 
-class _Shim(ModuleType):
+class Shim(ModuleType):
     """A module with some names replaced."""
 
     def __init__(self, real: ModuleType, **names: Any) -> None:
@@ -346,7 +346,7 @@ _MODULES = (threading, queue, time, secrets, random)
 def patched() -> Iterator[None]:
     """Replaces what makes and joins threads, and tells the time, in all modules of the package that are imported."""
     shims = {
-        module: _Shim(module, **{name: _REPLACED[value] for name, value in vars(module).items() if _is_replaced(value)})
+        module: Shim(module, **{name: _REPLACED[value] for name, value in vars(module).items() if _is_replaced(value)})
         for module in _MODULES
     }
     undo: list[Callable[[], None]] = []

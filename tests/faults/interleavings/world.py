@@ -3,9 +3,12 @@ killed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import lmdb
@@ -14,6 +17,7 @@ import torch
 from diskprefix import settings as settings_module
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import open_store
+from diskprefix.cache.tiers.local import DiskView
 from diskprefix.engine import forward, served_model
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
@@ -25,12 +29,15 @@ from diskprefix.kv.pages import PagePool
 from diskprefix.memo import Memo
 from diskprefix.model.exact import runner
 from diskprefix.settings import Settings
-from diskprefix.store import written
+from diskprefix.store import compact, environment, evictor, folder, opening, written
 from diskprefix.store.environment import Environment
+from diskprefix.store.folder import FolderLock
+from diskprefix.store.write_queue import WriteQueue
 from diskprefix.store.written import WriteMeter
-from tests.faults.interleavings import hash_model, threads
+from tests.faults.interleavings import hash_model, shared_file, threads
 from tests.faults.interleavings.bucket import SimulatedBucket
-from tests.faults.interleavings.threads import SimulatedLock, scheduler
+from tests.faults.interleavings.task_scheduler import Killed, Task
+from tests.faults.interleavings.threads import Shim, scheduler
 
 BLOCK = 8
 LONGEST = 96
@@ -39,22 +46,43 @@ LONGEST = 96
 
 @dataclass
 class Disk:
-    """The one disk of a history, which may fail."""
+    """The one disk of a history, which may fail, be slow, be full, or not answer."""
 
     failing: float = 0.0
     """The share of writes that fail."""
     slow_s: float = 0.0
-    lock: SimulatedLock = field(default_factory=SimulatedLock)
-    """In the place of LMDB's lock between writers."""
+    """The longest time that a commit takes."""
+    reading_s: float = 0.0
+    """The longest time that a read of a payload takes."""
+    hangs: str = ""
+    """The reads that do not answer before `answer`: of "payloads", of "all", or none."""
+    free_bytes: int = 1 << 40
     num_failed: int = 0
+    waiting: list[Task] = field(default_factory=list)
+
+    def read(self, what: str) -> None:
+        one = scheduler()
+        if self.reading_s and what == "payloads":
+            one.block(one.random.random() * self.reading_s)
+        while self.hangs in (what, "all"):
+            threads.wait_in(self.waiting, None)
+
+    def answer(self) -> None:
+        self.hangs = ""
+        while self.waiting:
+            threads.wake_one(self.waiting)
 
 
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
-_transaction = Environment.transaction
-_init_meter = WriteMeter.__init__
+_transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
+_init_meter, _hold, _check_file = WriteMeter.__init__, WriteQueue._hold, Environment.require_survivable
 meters: list[WriteMeter] = []
 """The counts of written bytes of all processes of a history."""
+held_at: dict[WriteQueue, float] = {}
+"""When a writer last began to pause, for a prompt or because the store failed."""
+_held: list[tuple[object, Environment | FolderLock]] = []
+"""What a process has open that the kernel closes when it is killed."""
 
 
 @contextmanager
@@ -66,19 +94,76 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
             yield txn
         return
     disk, one = _disks[-1], scheduler()
+    shared: Any = self._env
     one.point()
+    if _is_dying():
+        # A process that was killed begins nothing.
+        raise Killed
     if not write:
         with _transaction(self) as txn:
             yield txn
         one.point()
         return
-    with disk.lock, _transaction(self, write=True) as txn:
+    with shared.file.writing, _transaction(self, write=True) as txn:
         yield txn
         if disk.slow_s:
             one.block(one.random.random() * disk.slow_s)
         if disk.failing and one.random.random() < disk.failing:
             disk.num_failed += 1
             raise lmdb.DiskError("mdb_txn_commit: Input/output error")
+
+
+def _is_dying() -> bool:
+    current = scheduler().current
+    return current is not None and current.is_killed
+
+
+def _listed(init: Callable[..., None]) -> Callable[..., None]:
+    """In the place of a constructor of what the kernel closes with its process."""
+
+    def listed(self: Any, *args: Any, **kwargs: Any) -> None:
+        if threads.is_simulated():
+            _held.append((scheduler().current.process, self))  # type: ignore[union-attr]
+        init(self, *args, **kwargs)
+
+    return listed
+
+
+def _living(work: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of a change of the folder: another process may come before it, and one that was killed makes none,
+    though its `finally` blocks run here."""
+
+    def living(*args: Any, **kwargs: Any) -> Any:
+        if not threads.is_simulated():
+            return work(*args, **kwargs)
+        scheduler().point()
+        return None if _is_dying() else work(*args, **kwargs)
+
+    return living
+
+
+def _waiting(read: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """In the place of a function that reads the map."""
+
+    def waiting(*args: Any) -> Any:
+        if threads.is_simulated():
+            _disks[-1].read(what)
+        return read(*args)
+
+    return waiting
+
+
+def _noted_hold(self: WriteQueue, seconds: float) -> bool:
+    if threads.is_simulated():
+        held_at[self] = scheduler().now
+    return _hold(self, seconds)
+
+
+def _checked_slowly(self: Environment) -> None:
+    """In the place of `Environment.require_survivable`."""
+    if threads.is_simulated():
+        scheduler().block(scheduler().random.random())
+    _check_file(self)
 
 
 def _listed_meter(self: WriteMeter) -> None:
@@ -90,9 +175,22 @@ def _listed_meter(self: WriteMeter) -> None:
 @contextmanager
 def patched() -> Iterator[None]:
     """Replaces threads, clocks, the model and the writing of the disk in the package."""
+    of_disk = {"statvfs": lambda _path: SimpleNamespace(f_bavail=_disks[-1].free_bytes, f_frsize=1)}
     replaced: list[tuple[Any, str, Any]] = [
         (Environment, "transaction", _simulated_transaction),
+        (Environment, "__init__", _listed(_init_environment)),
+        (FolderLock, "__init__", _listed(_init_lock)),
+        (folder, "_write_mark", _living(folder._write_mark)),
         (WriteMeter, "__init__", _listed_meter),
+        (WriteQueue, "_hold", _noted_hold),
+        (DiskView, "has", _waiting(DiskView.has, "all")),
+        (DiskView, "similar", _waiting(DiskView.similar, "all")),
+        (DiskView, "_decode", _waiting(DiskView._decode, "payloads")),
+        (Environment, "require_survivable", _checked_slowly),
+        (environment, "lmdb", Shim(lmdb, open=shared_file.opened)),
+        *((module, "fcntl", Shim(module.fcntl, flock=shared_file.flock)) for module in (environment, folder)),
+        *((module, "os", Shim(os, **of_disk)) for module in (evictor, folder, compact)),
+        *((module, "shutil", Shim(shutil, rmtree=_living(shutil.rmtree))) for module in (opening, compact)),
         (forward, "_rows", hash_model.salted_rows),
         (runner, "run", hash_model.run),
         (objects, "_import", lambda: _buckets[-1]),
@@ -123,10 +221,35 @@ def patched() -> Iterator[None]:
                 setattr(holder, name, value)
 
 
-def use(disk: Disk, bucket: SimulatedBucket) -> None:
-    """Sets the disk and the bucket of the history that begins."""
+def use(disk: Disk, bucket: SimulatedBucket, map_bytes: int) -> None:
+    """Sets the disk and the bucket of the history that begins. `map_bytes`: the size that LMDB's map has."""
     _disks[:], _buckets[:] = [disk], [bucket]
     meters.clear()
+    held_at.clear()
+    shared_file.reset(map_bytes)
+
+
+def kill(process: object) -> None:
+    """Ends the tasks of a process, and closes what the kernel closes."""
+    scheduler().kill(process)
+    for owner, held in list(_held):
+        if owner is not process:
+            continue
+        _held.remove((owner, held))
+        if isinstance(held, FolderLock):
+            held._close()
+        elif not held._closed and hasattr(held, "_env"):
+            held._env.close()
+            with suppress(AttributeError):
+                os.close(held._fd)
+    shared_file.wake_writers()
+
+
+def kill_all() -> None:
+    """Ends all processes, in whatever state they are."""
+    for process in dict.fromkeys((*(task.process for task in scheduler().tasks), *(owner for owner, _ in _held))):
+        with suppress(Exception):
+            kill(process)
 
 
 class Daemon:
@@ -136,13 +259,6 @@ class Daemon:
     def __init__(self, settings: Settings, layout: Layout, num_sequences: float, process: object) -> None:
         self.process = process
         self.store = open_store(settings)
-        try:
-            self._open(settings, layout, num_sequences)
-        except BaseException:
-            self.release()
-            raise
-
-    def _open(self, settings: Settings, layout: Layout, num_sequences: float) -> None:
         pool = PagePool(layout, torch.device("cpu"), block_size=BLOCK)
         kv_limit = int(num_sequences * pool.sequence_bytes(LONGEST))
         self.cache = PrefixCache(settings, self.store, layout, "hash/{}".format, "hash")
@@ -158,11 +274,3 @@ class Daemon:
         if hibernates:
             self.engine.hibernate()
         return self.engine.close()
-
-    def release(self) -> None:
-        """Frees what the kernel would free after a kill."""
-        env = self.store._env
-        if env is not None:
-            env._env.close()
-        if self.store._lock is not None:
-            self.store._lock.close()

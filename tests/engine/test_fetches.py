@@ -1,0 +1,266 @@
+"""Restores beside other requests: none waits for the disk but who needs it, and none for ever."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diskprefix.cache.namespaces import TenantNamespaces
+from diskprefix.cache.tiers.loading import MOST_LOADS, READER_THREADS
+from diskprefix.cache.tiers.local import DiskView
+from diskprefix.engine import fetches, served_model
+from diskprefix.engine.loop import Engine
+from diskprefix.engine.request import DoneEvent, ErrorEvent
+from diskprefix.errors import ContextTooLong
+from diskprefix.kv.page_cache import PageCache
+from diskprefix.nouns import SHARED, Tenant
+from diskprefix.store.environment import Environment
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds
+from tests.engine.driving import (
+    Client,
+    after_steps,
+    alone,
+    bound_memory,
+    load,
+    request,
+    run_together,
+    running,
+    tokens,
+    wait_until_idle,
+)
+from tests.waiting import wait_for
+
+STORED = [tokens(900, seed) for seed in range(MOST_LOADS + 1)]
+TURN, NEW = tokens(300, 20), tokens(20, 21)
+SOMEBODY = Tenant.of_key("somebody")
+
+
+class Gate:
+    """In the place of a method: calls wait at it while it is shut."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, holder: type, name: str) -> None:
+        self.opened, self.num_arrived = threading.Event(), 0
+        self.calls: Counter[Any] = Counter()
+        method = getattr(holder, name)
+
+        def waiting(this: Any, *args: Any, **kwargs: Any) -> Any:
+            self.num_arrived += 1
+            self.calls[args[:2] if name == "_decode" else name] += 1
+            assert self.opened.wait(120)
+            return method(this, *args, **kwargs)
+
+        patch.setattr(holder, name, waiting)
+
+    def wait_until_reached(self, times: int = 1) -> None:
+        wait_for(lambda: self.num_arrived >= times)
+
+
+@pytest.fixture(scope="module")
+def stored(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """The folder of a store with the prompts STORED, and the replies to them."""
+    kv = tmp_path_factory.mktemp("stored") / "kv"
+    engine = load(folder, kv)
+    replies = [client.tokens for client in run_together(engine, map(request, STORED))]
+    engine.close()
+    return kv, replies
+
+
+@pytest.fixture
+def engine(
+    folder: Path, stored: tuple[Path, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    """Its store has STORED, and its memory TURN."""
+    shutil.copytree(stored[0], tmp_path / "kv")
+    engine = load(folder, tmp_path / "kv")
+    run_together(engine, [request(TURN)])
+    monkeypatch.setattr(Environment.close, "__defaults__", (0.1,))
+    yield engine
+    monkeypatch.undo()
+    engine.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetches, "_STALL_S", 0.3)
+    monkeypatch.setattr(fetches, "_END_S", 0.1)
+
+
+def is_done(client: Client) -> bool:
+    return bool(client.events) and isinstance(client.events[-1], DoneEvent)
+
+
+def require_nothing_left(engine: Engine) -> None:
+    wait_for(lambda: not engine.pages._sequences and not engine.cache.store.environment._transactions)
+    assert engine.pages.check() == []
+    wait_for(lambda: not engine.cache.store.evictor.pinned())
+
+
+def test_what_needs_nothing_from_the_disk_does_not_wait_for_a_restore(
+    engine: Engine, stored: tuple[Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, DiskView, "_decode")
+    with running(engine) as inbox:
+        restored = Client(inbox, request(STORED[0]))
+        gate.wait_until_reached()
+        beginning = Client(inbox, request(np.concatenate([STORED[0], NEW])))
+        next_turn = np.concatenate([TURN, tokens(20, 3)])
+        others = [Client(inbox, request(ids)) for ids in (next_turn, TURN, NEW)]
+        others += [Client(inbox, request(NEW, tenant=SOMEBODY))]
+        wait_for(lambda: all(map(is_done, others)))
+        assert not is_done(restored)
+        gate.opened.set()
+    assert [client.done.usage.cached_tokens for client in others] == [len(TURN), len(TURN), 0, 0]
+    assert (restored.tokens, restored.done.cache.source) == (stored[1][0], "disk")
+    assert (beginning.done.usage.cached_tokens, set(gate.calls.values())) == (len(STORED[0]), {1}), "it is read once"
+
+
+@pytest.mark.parametrize("hangs", [(TenantNamespaces, "read"), (DiskView, "has"), (DiskView, "_decode")])
+@pytest.mark.usefixtures("impatient")
+def test_a_disk_that_does_not_answer_stops_no_request(
+    hangs: tuple[type, str],
+    engine: Engine,
+    stored: tuple[Path, list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gate = Gate(monkeypatch, *hangs)
+    tenant = SOMEBODY if hangs[0] is TenantNamespaces else SHARED
+    with running(engine) as inbox:
+        clients = [Client(inbox, request(STORED[0], tenant=tenant))]
+        gate.wait_until_reached()
+        clients += [Client(inbox, request(ids)) for ids in (np.concatenate([TURN, NEW]), TURN, NEW)]
+        wait_for(lambda: all(map(is_done, clients)))
+        assert clients[0].tokens == stored[1][0]
+        # What comes now does not try.
+        before = gate.num_arrived
+        clients += [Client(inbox, request(ids)) for ids in STORED[1:]]
+        wait_for(lambda: all(map(is_done, clients)))
+        assert gate.num_arrived == before
+        assert [client.tokens for client in clients[4:]] == stored[1][1:]
+        assert engine.cache.health[0] == engine.cache.stats()["state"] == "degraded"
+        assert engine.cache.stats()["stalled_reads"] >= 1
+        assert engine.pages.check() == []
+        assert len(engine.pages._abandoned) == (hangs[1] == "_decode")
+        gate.opened.set()
+        wait_for(lambda: engine.cache.health[0] == "ok")
+        require_nothing_left(engine)
+        engine.pages.forget_idle()
+        again = Client(inbox, request(STORED[1]))
+        wait_for(lambda: is_done(again))
+    assert again.done.cache.source == "disk"
+    assert sum("has not answered" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.usefixtures("impatient")
+def test_where_a_load_that_hangs_has_all_memory_its_request_fails_and_others_are_served(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound_memory(engine.pages, engine.pages.pool.sequence_bytes(1100))
+    gate = Gate(monkeypatch, DiskView, "_decode")
+    with running(engine) as inbox:
+        hung = Client(inbox, request(STORED[0]))
+        gate.wait_until_reached()
+        other = Client(inbox, request(NEW))
+        wait_for(lambda: is_done(other) and hung.events and isinstance(hung.events[-1], ErrorEvent))
+        gate.opened.set()
+    with pytest.raises(ContextTooLong):
+        hung.done  # noqa: B018
+    require_nothing_left(engine)
+
+
+def test_a_client_that_leaves_ends_its_load_and_does_not_wait_for_its_turn(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, DiskView, "_decode")
+    with running(engine) as inbox:
+        clients = [Client(inbox, request(ids)) for ids in STORED]
+        gate.wait_until_reached(MOST_LOADS * READER_THREADS)
+        clients[-1].ticket.cancel()
+        wait_for(lambda: inbox.num_running == MOST_LOADS)
+        for client in clients:
+            client.ticket.cancel()
+        gate.opened.set()
+        wait_until_idle(inbox)
+    assert gate.num_arrived == MOST_LOADS * READER_THREADS, "no piece more is read"
+    assert not any(map(is_done, clients))
+    require_nothing_left(engine)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_stop_does_not_wait_for_a_disk_that_does_not_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate = Gate(monkeypatch, DiskView, "_decode")
+    with running(engine) as inbox:
+        client = Client(inbox, request(STORED[0]))
+        gate.wait_until_reached()
+        inbox.stop(0)
+        engine.hibernate()
+        assert engine.close()
+    gate.opened.set()
+    assert not is_done(client)
+    assert "a reader of this process does not end" in caplog.text
+    wait_for(lambda: not engine.cache.store.environment._transactions)
+
+
+def test_a_disk_that_hangs_first_when_memory_is_saved_does_not_hold_the_stop(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, DiskView, "has")
+    monkeypatch.setattr(served_model, "_LAST_HIBERNATION_S", 0.1)
+    engine.hibernate(0.1)
+    assert gate.num_arrived
+    gate.opened.set()
+
+
+# What the engine's thread does not do.
+
+
+def test_the_thread_of_the_engine_does_not_read_the_disk(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folder, tmp_path / "kv", kv_cache_write_budget="1GB/day")
+    snapshot, by = Store.snapshot, Counter[str]()
+
+    def noted(self: Store) -> Any:
+        by[threading.current_thread().name.partition("_")[0]] += 1
+        return snapshot(self)
+
+    monkeypatch.setattr(Store, "snapshot", noted)
+    conversation: TokenIds = STORED[0]
+    for seed in range(2):
+        (client,) = run_together(engine, [request(conversation)])
+        conversation = np.concatenate([conversation, np.array(client.tokens, np.int32), tokens(70, seed)])
+    with running(engine) as inbox, monkeypatch.context() as patch:
+        leaving = Client(inbox, request(STORED[1]))
+        after_steps(patch, 1, leaving.ticket.cancel)
+        wait_until_idle(inbox)
+    assert engine.cache.settle()
+    assert by["kv-match"] > 0
+    assert by["engine"] == 0
+    engine.close()
+
+
+def test_a_request_that_waits_for_another_is_matched_when_that_is_far_enough(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    match, matched = PageCache.match_prefix, Counter[int]()
+
+    def noted(self: PageCache, owner: Any, token_ids: TokenIds, **options: Any) -> Any:
+        matched[len(token_ids)] += 1
+        return match(self, owner, token_ids, **options)
+
+    monkeypatch.setattr(PageCache, "match_prefix", noted)
+    prompt = tokens(3000, 30)
+    first, second = run_together(engine, [request(prompt), request(prompt[:2900])])
+    assert (first.done.usage.cached_tokens, second.done.usage.cached_tokens) == (0, 2899)
+    assert matched[2900] == 2
+    assert second.tokens == alone(engine, request(prompt[:2900])).tokens

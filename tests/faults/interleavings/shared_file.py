@@ -1,0 +1,99 @@
+"""Several simulated processes on one LMDB file.
+
+LMDB may open a file once in a process, and all processes of a history live in one. So they share one environment for
+each file (inode), and each has its own view of it: its readers are its own, and closing it closes nothing for others.
+Locks of the folder (flock) belong to file descriptions, so they are the kernel's.
+
+A file that was replaced and the one in its place are two. What is not simulated: LMDB's lock file, which forgets the
+readers of a killed process, and maps of different sizes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from tests.faults.interleavings import threads
+from tests.faults.interleavings.threads import SimulatedLock, scheduler
+
+
+@dataclass
+class _File:
+    """The environment of one file. `writing` is in the place of LMDB's lock between writers."""
+
+    env: Any
+    writing: SimulatedLock = field(default_factory=SimulatedLock)
+    databases: dict[bytes, Any] = field(default_factory=dict)
+    num_users: int = 0
+
+
+_files: dict[tuple[int, int], _File] = {}
+_map_bytes = [0]
+
+
+def reset(map_bytes: int) -> None:
+    assert not _files
+    _map_bytes[:] = [map_bytes]
+
+
+def wake_writers() -> None:
+    """Has all look again that wait for a writer: the one that was woken may have been killed."""
+    for file in _files.values():
+        while file.writing._waiting:
+            threads.wake_one(file.writing._waiting)
+
+
+class SharedEnvironment:
+    """What a simulated process has in the place of `lmdb.Environment`."""
+
+    def __init__(self, place: tuple[int, int]) -> None:
+        self._place, self.file = place, _files[place]
+        self.file.num_users += 1
+
+    def open_db(self, name: bytes, *, create: bool = True) -> Any:
+        known = self.file.databases
+        if name not in known:
+            # In a write transaction.
+            with self.file.writing:
+                known[name] = self.file.env.open_db(name, create=create)
+        return known[name]
+
+    def close(self) -> None:
+        self.file.num_users -= 1
+        if not self.file.num_users:
+            del _files[self._place]
+            self.file.env.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file.env, name)
+
+
+def opened(path: str, *, readonly: bool, **options: Any) -> Any:
+    """In the place of `lmdb.open`."""
+    if not threads.is_simulated():
+        return lmdb.open(path, readonly=readonly, **options)
+    scheduler().point()
+    data = Path(path) / "data.mdb"
+    if not readonly:
+        data.touch(0o600)
+    place = (data.stat().st_dev, data.stat().st_ino)
+    if place not in _files:
+        _files[place] = _File(lmdb.open(path, **options | {"map_size": _map_bytes[0], "lock": True}))
+    return SharedEnvironment(place)
+
+
+def flock(fd: int, operation: int) -> None:
+    """In the place of `fcntl.flock`: who waits is a task."""
+    while threads.is_simulated():
+        scheduler().point()
+        try:
+            return fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if operation & fcntl.LOCK_NB:
+                raise
+        scheduler().block(0.01)
+    return fcntl.flock(fd, operation)
