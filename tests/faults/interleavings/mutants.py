@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,24 +13,27 @@ from unittest.mock import ANY, patch
 from diskprefix.cache import namespaces
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import CacheResources
+from diskprefix.engine import fetches
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
-from diskprefix.errors import CacheError, StoreFull
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Hold, Page, PagePool
 from diskprefix.kv.sequence import Owner
 from diskprefix.store import folder, notes, write_queue, writer
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FileMark, FolderLock
+from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.notes import Notes
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.tokens import root_hash
+from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
+_make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
 _hold: Any = Hold.__init__
 _added_to = WriteMeter.added_to
@@ -70,13 +74,24 @@ def _tried_once(self: Writer, publication: Publication) -> bool:
     return True
 
 
-def _full_unsaid(self: Writer, publication: Publication) -> bool:
-    try:
-        self._publish(publication)
-    except CacheError as error:
-        self.dropped += publication.chain.lose()
-        self.house.error = None if isinstance(error, StoreFull) else str(error)
+def _full_unsaid(self: Housekeeping, told: str) -> None:
+    self.error = None if " is full: " in told else told
+
+
+def _one_thread(self: Fetches, served: Any, wake: Any) -> None:
+    _make_fetches(self, served, wake)
+    self._pools = dict.fromkeys(self._pools, ThreadPoolExecutor(1))
+
+
+def _wanted_by_nobody(_self: Fetches, one: RunningFetch) -> bool:
+    one.moved_at = scheduler().now
     return True
+
+
+def _waited_for(self: Fetches) -> None:
+    self._is_ending = True
+    for pool in self._pools.values():
+        pool.shutdown()
 
 
 class Mutant(NamedTuple):
@@ -141,8 +156,18 @@ MUTANTS: dict[str, Mutant] = {
         "because the file was rewritten",
         ((Writer, "_publish_alone", _tried_once), (writer, "StoreReplaced", ZeroDivisionError)),
     ),
-    "the word of a full disk": Mutant("on the full disk, and health says", ((Writer, "_publish_alone", _full_unsaid),)),
+    "the word of a full disk": Mutant("on the full disk, and health says", ((Housekeeping, "_say", _full_unsaid),)),
     "the end of a pause": Mutant("the writer pauses for nobody", ((write_queue, "_PAUSE_S", 60.0),)),
+    "the threads of each kind of step": Mutant(
+        "what needs no read waits", ((Fetches, "__init__", _one_thread), (fetches, "_STALL_S", 60.0))
+    ),
+    "the end of a load that does not move": Mutant(
+        "a request waits for a read", ((Fetches, "_has_stalled", lambda _self, _one, _now: False),)
+    ),
+    "the end of a load that nobody wants": Mutant(
+        "who has hung up reads on", ((Fetches, "_is_wanted", _wanted_by_nobody),)
+    ),
+    "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
     "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self: None),)),
     "the name of who recorded written bytes": Mutant(
         "are recorded as written", ((WriteMeter, "added_to", _added_twice),)
