@@ -682,7 +682,7 @@ class History:
         daemon.cache.writer.flush(PATIENCE_S)
         self.scheduler.sleep(2.0)
         with daemon.store.snapshot() as snapshot:
-            num_bytes = sum(note.num_bytes for note in snapshot.notes())
+            num_bytes = snapshot.note_bytes()
         most = 4 * root_limit(self.settings.kv_cache_budget)
         if num_bytes > most:
             raise Wrong(f"notes take {num_bytes} bytes, of {most}")

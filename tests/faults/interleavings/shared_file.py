@@ -82,7 +82,9 @@ def opened(path: str, *, readonly: bool, **options: Any) -> Any:
         data.touch(0o600)
     place = (data.stat().st_dev, data.stat().st_ino)
     if place not in _files:
-        _files[place] = _File(lmdb.open(path, **options | {"map_size": _map_bytes[0], "lock": True}))
+        # What a failed transaction has read keeps its place among the readers until it is collected, after the history.
+        shared = {"map_size": _map_bytes[0], "lock": True, "max_readers": 4096}
+        _files[place] = _File(lmdb.open(path, **options | shared))
     return SharedEnvironment(place)
 
 
