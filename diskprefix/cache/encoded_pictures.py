@@ -51,9 +51,10 @@ class EncodedPictures:
         """Outputs that are being copied for the writer."""
 
     def load(self, picture: Picture, options: CacheOptions) -> torch.Tensor | None:
-        """Returns the output for a picture; None if it is not stored whole, or the request's scope is off.
+        """Returns the output for a picture; None if it is not stored whole, the request's scope is
+        off, or the disk does not answer.
         A damaged block is removed. Waits for the disk. For any thread."""
-        if options.scope.kind == "off":
+        if options.scope.kind == "off" or self._cache.tiered.stalled is not None:
             return None
         if (copied := self._copied.get((options.tenant, picture.name))) is not None:
             return copied

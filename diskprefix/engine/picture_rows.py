@@ -199,7 +199,8 @@ class PictureRowsSource:
             if job.call is not None:
                 job.call.close()
         for threads in (self._loader, self._preparer):
-            threads.shutdown(cancel_futures=True)
+            # A disk that does not answer is not waited for.
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, job: _Job) -> None:
         """Runs on the loading thread. Does nothing for prompts that are over."""

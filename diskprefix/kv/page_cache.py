@@ -509,6 +509,8 @@ class PageCache:
 
     def _keep(self, node: KeptBlock, pages: Iterable[Page | None]) -> None:
         """Makes a block a user of pages."""
+        # With states alone, blocks have none.
+        self.pool.changed.add(node)
         for page in (page for page in pages if page is not None):
             page.kept_in = node
             self.pool.hold([page])

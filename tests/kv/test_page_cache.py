@@ -11,7 +11,7 @@ import torch
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.page_cache import KeptBlock, Later, PageCache
-from diskprefix.kv.pages import Hold
+from diskprefix.kv.pages import Hold, Page
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
@@ -89,7 +89,12 @@ def test_pages_for_guesses_go_to_a_prompt_that_needs_them() -> None:
 @pytest.mark.parametrize("blocks", [16, 64])
 def test_a_page_is_taken_without_a_look_at_all_blocks(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, looks, idle = page_cache(layout_of(), blocks=blocks), list[KeptBlock](), PageCache._idle
-    monkeypatch.setattr(PageCache, "_idle", lambda self, node: looks.append(node) or idle(self, node))
+
+    def noted(self: PageCache, node: KeptBlock) -> list[Page]:
+        looks.append(node)
+        return idle(self, node)
+
+    monkeypatch.setattr(PageCache, "_idle", noted)
     for seed in range(blocks // 4):
         ended(cache, tokens(range(1000 * seed, 1000 * seed + 4 * BLOCK)))
     assert cache.stats()["kept_tokens"] == blocks * BLOCK
