@@ -80,13 +80,15 @@ Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 
 @dataclass(frozen=True)
 class Tenant:
-    """The ids of a tenant: that of the API key, then that of the salt. Its text joins them with `/`."""
+    """The ids of a tenant: that of the key, then that of the salt. Its text joins them with `/`."""
 
     ids: tuple[str, ...] = ()
+    is_salted: bool = field(default=False, compare=False)
+    """Not part of the text: whether a client has chosen the tenant for a request, of which there may be any number."""
 
     @classmethod
     def of_key(cls, api_key: str) -> Tenant:
-        """Returns the tenant of an API key."""
+        """Returns the tenant of an API key, or of the bearer that a client sends to a daemon without API keys."""
         return cls((id_of("api key", api_key),))
 
     @classmethod
@@ -99,7 +101,7 @@ class Tenant:
 
     def with_salt(self, salt: str) -> Tenant:
         """Returns the tenant of a user of this tenant. For `SHARED`, that is the tenant of the salt alone."""
-        return Tenant((*self.ids, id_of("salt", salt)))
+        return Tenant((*self.ids, id_of("salt", salt)), is_salted=True)
 
     def __str__(self) -> str:
         return "/".join(self.ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,9 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED, CacheReport, Scope, Selection, Tenant
 from diskprefix.printable import escaped, printable_only, shown
 from diskprefix.progress import progress_bar
+from diskprefix.server.keys import OwnerToken
 from diskprefix.tenant_ids import matches
+from diskprefix.user_key import user_key
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=300)
 
@@ -118,6 +121,47 @@ def test_a_value_is_found_by_another_memo_of_the_same_version_only() -> None:
     Memo("speed", version=1).put("a", [1, 2])
     assert Memo("speed", version=1).get("a") == [1, 2]
     assert Memo("speed", version=2).get("a") is None
+
+
+# The key of a user.
+
+
+def test_a_user_has_one_key_which_others_cannot_read_and_other_daemons_are_not_told(home: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        drawn = set(pool.map(lambda _: user_key(), range(32)))
+    assert drawn == {(home / "key").read_text().strip()}
+    assert ((home / "key").stat().st_mode & 0o777, len(user_key())) == (0o600, 64)
+    theirs = {user_key("127.0.0.1:8642"), user_key("127.0.0.1:8643")}
+    assert len(theirs | drawn) == 3
+    assert user_key("127.0.0.1:8642") in theirs
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        ("a" * 64 + "\n", 0o640, "the key of this user: others may read or write .*; run `chmod 600` on it"),
+        *((text, 0o600, "the key of this user: .* holds none; remove the file") for text in ("x", "a" * 64, "a" * 99)),
+        ("", 0o600, None),
+        (None, 0o600, "the key of this user: cannot make .*: File exists"),
+    ],
+)
+def test_a_file_that_holds_no_key_or_that_others_may_read_is_refused(
+    home: Path, content: str | None, mode: int, words: str | None
+) -> None:
+    if content is None:
+        home.write_text("a file in the place of the folder")
+    else:
+        home.mkdir()
+        (home / "key").write_text(content)
+        (home / "key").chmod(mode)
+    if words is None:
+        # The process that made the file was killed before it wrote.
+        assert len(user_key()) == 64
+        return
+    with pytest.raises(SettingsError, match=words):
+        user_key()
+    # A daemon starts without it.
+    assert OwnerToken.new().tenant.ids
 
 
 @pytest.mark.usefixtures("home")

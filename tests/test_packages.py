@@ -25,7 +25,7 @@ for _row in (
     "units",
     "private_file settings tenant_ids tokens",
     "nouns",
-    "namespace_key memo native",
+    "namespace_key memo native user_key",
     "store",
     "kv",
     "hooks",
@@ -67,6 +67,7 @@ WITHOUT_TORCH = {
     "identity",
     "settings",
     "namespace_key",
+    "user_key",
     "nouns",
     "tenant_ids",
     "tokens",
@@ -281,19 +282,24 @@ def test_no_program_that_is_started_is_looked_for_in_the_current_folder() -> Non
     assert started["extras.clients.launched_daemon"] == ["-P"]
 
 
-def test_the_default_installation_has_what_the_core_imports() -> None:
+def test_every_package_that_is_imported_is_declared() -> None:
+    """For all, or in the optional dependencies of the extra that imports it."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     distributions = packages_distributions()
-    imported = {
-        canonicalize_name(distribution)
-        for module, source in SOURCES.items()
-        if package_of(module) != "extras"
-        for name in imported_names(source)
-        for distribution in distributions.get(package_of(name), [])
-    }
-    known = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
-    # Two come with FastAPI.
-    assert imported <= known | {"starlette", "pydantic-core", "diskprefix"}
+    undeclared = set[tuple[str, str]]()
+    for module, source in SOURCES.items():
+        extra = module.split(".")[1] if module.startswith("extras.") else ""
+        lines = [*project["dependencies"], *project["optional-dependencies"].get(extra, ())]
+        known = {canonicalize_name(Requirement(line).name) for line in lines}
+        tops = (
+            {package_of(name) for name in imported_names(source)}
+            - sys.stdlib_module_names
+            - {"diskprefix", "a computed name"}
+        )
+        undeclared |= {
+            (module, top) for top in tops if known.isdisjoint(map(canonicalize_name, distributions.get(top, [top])))
+        }
+    assert undeclared == set()
 
 
 VLLM_MODULES = sorted(

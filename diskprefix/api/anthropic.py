@@ -183,6 +183,7 @@ class CountTokensRequest(RequestBody, Markable):
             tool_paths=[f"tools.{index}.input_schema" for index, _ in offered],
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
             thinking=None if self.thinking is None else self.thinking.switch,
+            special_tokens_in_text=self.special_tokens_in_text or False,
             ending="continue" if self.messages[-1].is_begun_reply else "reply",
         )
 

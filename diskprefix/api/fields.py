@@ -340,10 +340,20 @@ class SamplingFields(Body):
     )
 
 
+class TextFields(Body):
+    """The field about the texts of a request, in every API."""
+
+    special_tokens_in_text: bool | None = Field(
+        default=None,
+        description="`true`: a text that spells a special token, such as `<|im_end|>`, becomes that token. Absent: it "
+        "stays text, so that no file or web page that a message quotes begins a turn.",
+    )
+
+
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-class RequestBody(CacheFields, SamplingFields):
+class RequestBody(CacheFields, SamplingFields, TextFields):
     """The fields of every request for a reply."""
 
     model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")

@@ -249,7 +249,9 @@ class Completions:
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest.at("best_of", "must be equal to n")
         max_tokens = _MOST_TOKENS if body.max_tokens is None else body.max_tokens
-        first, *more = [self._prompt(prompt, body.suffix) for prompt in body.prompts]
+        if body.special_tokens_in_text is False and not body.suffix:
+            raise InvalidRequest.at("special_tokens_in_text", "needs a suffix; a prompt without one spells tokens")
+        first, *more = [self._prompt(prompt, body) for prompt in body.prompts]
         return Asked(
             prompt=first,
             more_prompts=tuple(more),
@@ -258,12 +260,12 @@ class Completions:
         )
 
     @staticmethod
-    def _prompt(prompt: str | list[int], suffix: str | None) -> str | list[int] | FillIn:
-        if not suffix:
+    def _prompt(prompt: str | list[int], body: CompletionRequest) -> str | list[int] | FillIn:
+        if not body.suffix:
             return prompt
         if not isinstance(prompt, str):
             raise InvalidRequest.at("suffix", "needs a prompt that is text, not token ids")
-        return FillIn(prompt, suffix, "suffix")
+        return FillIn(prompt, body.suffix, "suffix", special_tokens_in_text=body.special_tokens_in_text or False)
 
     def writer(self, body: CompletionRequest, head: Head) -> OpenAIWriter:
         return CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)

@@ -88,6 +88,7 @@ class ChatRequest(OpenAIBody):
             tool_paths=[f"tools.{index}.function.parameters" for index in range(len(tools))],
             reasoning_effort=self.reasoning_effort or (None if self.reasoning is None else self.reasoning.effort),
             template_variables=self.chat_template_kwargs or {},
+            special_tokens_in_text=self.special_tokens_in_text or False,
             ending=self._ending,
         )
 

@@ -404,6 +404,7 @@ class Responses:
             tool_marks=body.offered.marks,
             tool_paths=body.offered.paths,
             reasoning_effort=body.effort,
+            special_tokens_in_text=body.special_tokens_in_text or False,
             path="input",
         )
 

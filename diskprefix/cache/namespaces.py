@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from diskprefix.cache.policy.seen import MAX_PROMPT_BYTES, SeenPrompts
 from diskprefix.errors import CacheError
-from diskprefix.nouns import SHARED, Tenant
+from diskprefix.nouns import Tenant
 from diskprefix.store.ghosts import SeenRecord, newest_first
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
@@ -112,7 +112,8 @@ class TenantNamespaces:
         """
         if namespace.is_read:
             return
-        seen, prompts = _nothing_seen(namespace.record), deque[SeenRecord]()
+        seen = SeenPrompts(namespace.record.block_size, is_trusting=namespace.seen.is_trusting)
+        prompts = deque[SeenRecord]()
         with self._store.snapshot() as snapshot:
             for prompt in newest_first(snapshot, namespace.root, most_bytes=MAX_PROMPT_BYTES):
                 prompts.appendleft(prompt)
@@ -143,8 +144,5 @@ class TenantNamespaces:
 
     def _new(self, tenant: Tenant) -> TenantNamespace:
         record = self._record_of(tenant)
-        return TenantNamespace(root_hash(record.identity), record, _nothing_seen(record))
-
-
-def _nothing_seen(record: RootRecord) -> SeenPrompts:
-    return SeenPrompts(record.block_size, is_trusting=record.tenant == str(SHARED))
+        seen = SeenPrompts(record.block_size, is_trusting=not tenant.is_salted)
+        return TenantNamespace(root_hash(record.identity), record, seen)

@@ -1,22 +1,21 @@
 """Finds the positions at which a prompt may be cut safely: directly behind a marker that the chat template wrote.
 
-`README.md` describes markers. A message may contain the text of one, so the conversation is rendered a second time
-without such texts. Markers at the same place in both renderings were written by the template.
+`README.md` describes markers. The text of a message may spell one, where a request asks for that. It has stand-ins in
+what the template wrote, so it is no boundary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from diskprefix.chat.draft import PromptDraft, Rendering
-from diskprefix.chat.template import ChatTemplate, neutralise
-from diskprefix.chat.template_input import TemplateInput, common_chars, probe_of
+from diskprefix.chat.draft import PromptDraft
+from diskprefix.chat.template import ChatTemplate
+from diskprefix.chat.template_input import common_chars, probe_of
 from diskprefix.tokens import TokenIds, raw_boundaries
 
 Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
@@ -25,43 +24,31 @@ Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
 
 def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     """Finds the boundaries of the prompt, and the end of its system part."""
-    template_input, text = draft.rendering
+    template_input, written = draft.rendering.template_input, draft.rendering.written
     markers = template.markers_of(template_input.tools)
-    neutral_parts, changed = neutralise(list(template_input), markers)
-    neutral_input = TemplateInput(*neutral_parts)
-    neutral = Rendering(neutral_input, template.try_render(neutral_input, draft.ending)) if changed else None
-    boundaries = template_boundaries(
-        draft.written_ids, draft.offsets, markers.values(), text, None if neutral is None else neutral.text
-    )
+    boundaries = template_boundaries(draft.written_ids, draft.offsets, markers.values(), draft.rendering.text, written)
     probe = template.try_render(probe_of(template_input), "reply")
-    end = system_end(boundaries, draft.offsets, text, probe) if probe else 0
-    return replace(draft, neutral=neutral).with_prompt(boundaries=boundaries, system_end=end)
+    end = system_end(boundaries, draft.offsets, written, probe) if probe else 0
+    return draft.with_prompt(boundaries=boundaries, system_end=end)
 
 
 def template_boundaries(
-    token_ids: TokenIds | Sequence[int],
-    offsets: Offsets,
-    marker_ids: Collection[int],
-    rendered: str,
-    neutral_rendered: str | None,
+    token_ids: TokenIds | Sequence[int], offsets: Offsets, marker_ids: Collection[int], text: str, written: str
 ) -> tuple[int, ...]:
     """Returns the positions behind the markers that the chat template wrote, ascending, each at most len(token_ids).
 
-    `token_ids` and `offsets` belong to `rendered`. `neutral_rendered` is None if `neutralise` changed nothing. If it
-    differs in length, because a template trims or escapes text, only markers before the first difference are trusted.
-    Tokens without text (offsets (0, 0)), which the tokenizer adds, count as the template's.
+    `token_ids` and `offsets` belong to `text`; `written` is the same with stand-ins. Tokens without text (offsets
+    (0, 0)), which the tokenizer adds, count as the template's.
     """
     positions = raw_boundaries(token_ids, marker_ids)
-    if neutral_rendered is None:
+    if written == text:
         return positions
-    same_length = len(rendered) == len(neutral_rendered)
-    trusted_chars = len(rendered) if same_length else common_chars(rendered, neutral_rendered)
 
-    def is_trusted(position: int) -> bool:
+    def is_written(position: int) -> bool:
         start, end = offsets[position - 1]
-        return bool(end <= trusted_chars and rendered[start:end] == neutral_rendered[start:end])
+        return written[start:end] == text[start:end]
 
-    return tuple(filter(is_trusted, positions))
+    return tuple(filter(is_written, positions))
 
 
 def text_boundaries(

@@ -62,7 +62,6 @@ def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> Pro
     pictures: list[Picture] = []
     for part in (part for message in draft.conversation.messages for part in message.content):
         if isinstance(part, TextPart):
-            _refuse_placeholders(part, processor)
             continue
         if len(pictures) == _MOST_IMAGES:
             raise InvalidRequest.at(part.path, f"a request may hold at most {_MOST_IMAGES} images")
@@ -74,11 +73,12 @@ def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> Pro
 
 
 class Expanded(NamedTuple):
-    """A part of a rendered text with the texts of its pictures in the place of their marks. `begins` and `ends` have
-    the place of each character in the rendered text (all of a mark for a picture's); they are empty if they are the
-    same."""
+    """A part of a rendered text with the texts of its pictures in the place of their marks. `for_tokens` is the same
+    with stand-ins. `begins` and `ends` have the place of each character in the rendered text (all of a mark for a
+    picture's); they are empty if they are the same."""
 
     text: str
+    for_tokens: str
     begins: npt.NDArray[np.int32] = np.zeros(0, np.int32)
     ends: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
@@ -101,26 +101,28 @@ class PicturePlaces:
         self._mark = processor.mark if processor is not None and draft.pictures else None
         self._token_id = None if processor is None else processor.token_id
 
-    def expanded(self, text: str) -> Expanded:
-        """Returns the next part of the rendered text with its pictures."""
+    def expanded(self, text: str, for_tokens: str) -> Expanded:
+        """Returns the next part of the rendered text with its pictures. `for_tokens` has stand-ins in the place of
+        marks that are texts."""
         if self._mark is None:
-            return Expanded(text)
-        written, places, end = list[str](), list[npt.NDArray[np.int32]](), 0
-        for piece in re.split(f"({re.escape(self._mark)})", text):
+            return Expanded(text, for_tokens)
+        written, places, end = list[tuple[str, str]](), list[npt.NDArray[np.int32]](), 0
+        for piece in re.split(f"({re.escape(self._mark)})", for_tokens):
             begin, end = end, end + len(piece)
             if piece == self._mark:
-                written.append(self._next().text)
-                places.append(np.tile(np.array([[begin], [end]], np.int32), len(written[-1])))
+                written.append((self._next().text,) * 2)
+                places.append(np.tile(np.array([[begin], [end]], np.int32), len(written[-1][0])))
             else:
-                written.append(piece)
+                written.append((text[begin:end], piece))
                 places.append(np.arange(begin, end, dtype=np.int32) + np.array([[0], [1]], np.int32))
         begins, ends = np.concatenate(places, axis=1)
-        return Expanded("".join(written), np.append(begins, np.int32(end)), ends)
+        whole, shown = map("".join, zip(*written, strict=True))
+        return Expanded(whole, shown, np.append(begins, np.int32(end)), ends)
 
     def _next(self) -> Picture:
         if not self._left:
-            problem = "stands for an image here; no thought, call or tool may contain it beside them"
-            raise InvalidRequest.at(self._param, f"{self._mark} {problem}", UNSUPPORTED)
+            problem = "the chat template writes more images than there are; use another one with --chat-template"
+            raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
         self._placed.append(self._left.pop(0))
         return self._placed[-1]
 
@@ -153,14 +155,6 @@ def _refusal(part: ImagePart | OtherPart, processor: PictureProcessor | None) ->
         reason = f"this model takes text and images, no {_WORDS.get(got, got)}"
         reason += "" if got == "audio" else "; send its pages or frames as images"
     return InvalidRequest.at(part.path, f"{reason} (got {got})", UNSUPPORTED)
-
-
-def _refuse_placeholders(part: TextPart, processor: PictureProcessor | None) -> None:
-    """Raises `InvalidRequest` for a placeholder in a text: the processor would take it for an image."""
-    for placeholder in sorted(processor.placeholders) if processor is not None else ():
-        if placeholder in part.text:
-            problem = "stands for an image here, so a request with images must not contain it"
-            raise InvalidRequest.at(part.path, f"{placeholder} {problem}", UNSUPPORTED)
 
 
 def _data_uri(uri: str, param: str) -> bytes:

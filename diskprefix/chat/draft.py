@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,11 +20,24 @@ if TYPE_CHECKING:
     from diskprefix.chat.known_parts import OwnedParts
 
 
-class Rendering(NamedTuple):
-    """The text that the chat template writes for an input."""
+@dataclass(frozen=True)
+class Rendering:
+    """A text `written` by the chat template for an input. It has as many characters as `text`; some are stand-ins."""
 
     template_input: TemplateInput
-    text: str
+    written: str
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the prompt."""
+        stand_ins = self.template_input.stand_ins
+        return self.written if stand_ins is None else stand_ins.text(self.written)
+
+    @cached_property
+    def for_tokens(self) -> str:
+        """The text with stand-ins where it must become no token."""
+        stand_ins = self.template_input.stand_ins
+        return self.written if stand_ins is None else stand_ins.for_tokens(self.written)
 
 
 class ReplySpan(NamedTuple):
@@ -66,10 +80,6 @@ class PromptDraft:
     written_ids: TokenIds = field(default_factory=lambda: as_token_ids([]))
     """The prompt's token ids, -1 for sampled ones: the template did not write those. So have the tokens of a picture,
     except the last."""
-
-    # bound
-    neutral: Rendering | None = None
-    """The conversation rendered without texts of markers in messages; None if no message has one."""
 
     prompt: Prompt = field(default_factory=lambda: Prompt(token_ids=as_token_ids([])))
     """The result. Each step sets its own fields."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer
 
 from diskprefix.chat.content import PicturePlaces
+from diskprefix.chat.control_tokens import control_texts
 from diskprefix.chat.draft import PromptDraft, ReplySpan
 from diskprefix.chat.known_parts import Encoding, OwnedParts
 from diskprefix.chat.template import ChatTemplate, render
@@ -19,7 +21,6 @@ from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
     from diskprefix.model.load.picture_processor import PictureProcessor
@@ -27,13 +28,19 @@ if TYPE_CHECKING:
 PART_CHARS = 4096
 """The least length of a part, except the last. A shorter one is encoded as fast as it is found."""
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
+_GUARDS = range(0x10F000, 0x10FFFE)
+"""Characters that hardly any text has."""
 _PROBED_CHARS_PER_POSITION = 32
 """The characters that are encoded first in a longer text. Real text has about four characters per token."""
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Encoding]:
     """Encodes texts in parallel, without the tokens that the tokenizer adds."""
-    batch = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    return encoded_by(tokenizer.backend_tokenizer, texts)
+
+
+def encoded_by(backend: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
+    batch = backend.encode_batch(texts, add_special_tokens=False)
     return [Encoding(np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2)) for one in batch]
 
 
@@ -59,7 +66,7 @@ def encode(encoder: Encoder, template: ChatTemplate, draft: PromptDraft) -> Prom
 
 
 def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
-    text, param = draft.rendering.text, draft.conversation.path
+    text, for_tokens, param = draft.rendering.text, draft.rendering.for_tokens, draft.conversation.path
     pictures = PicturePlaces(encoder.processor, draft)
     end_of_text = ReplySpan(len(text), len(text), ())
     parts: list[tuple[int, Encoding]] = []
@@ -67,8 +74,10 @@ def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
     begin = 0
     for span in (*draft.spans, end_of_text):
         adds_special = not begin and encoder.adds_bos(text)
-        expanded = pictures.expanded(text[begin : span.begin])
-        part = encoder.encode(expanded.text, adds_special=adds_special, param=param, known=draft.known)
+        expanded = pictures.expanded(text[begin : span.begin], for_tokens[begin : span.begin])
+        part = encoder.encode(
+            expanded.text, expanded.for_tokens, adds_special=adds_special, param=param, known=draft.known
+        )
         parts += [(begin, part._replace(offsets=expanded.rendered(part.offsets))), (span.begin, _sampled(span))]
         written_ids += [part.token_ids, np.full(len(span.token_ids), -1, np.int32)]
         begin = span.end
@@ -142,6 +151,91 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
     ]
 
 
+class PlainTexts:
+    """Encodes texts in which some added tokens must not be found. All else is encoded as by the tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._contents = {index: token.content for index, token in added.items()}
+        self._added = np.array(sorted(added), np.int32)
+        control = control_texts(added)
+        self._control = {index for index, token in added.items() if token.content in control}
+        self.has_normalized = self._backend.normalizer is not None and any(one.normalized for one in added.values())
+        """Whether a text may become a token that it does not spell."""
+
+    def encode(self, text: str, for_tokens: str, found: Encoding) -> Encoding:
+        """Returns the tokens of a text. `found` are those of `for_tokens`, in which the added tokens are right."""
+        parts: list[tuple[int, Encoding]] = []
+        pieces: list[tuple[int, int]] = []
+        begin = 0
+        for index, (start, end) in self._added_in(found):
+            if self._contents[index] in for_tokens[start:end]:
+                pieces.append((begin, start))
+                parts.append((start, Encoding(np.array([index], np.int32), np.array([[0, end - start]], np.int32))))
+                begin = end
+        pieces.append((begin, len(text)))
+        # A token before a text: the beginning of a text may be encoded in another way than what follows a token.
+        guard = next(char for char in map(chr, _GUARDS) if char not in text)
+        backend = self.without_tokens(guard)
+        texts = [text[begin:end] if not begin else guard + text[begin:end] for begin, end in pieces]
+        for (begin, _), written, one in zip(
+            pieces, texts, backend.encode_batch(texts, add_special_tokens=False), strict=True
+        ):
+            num = int(begin > 0)
+            ids = np.array(one.ids[num:], np.int32)
+            offsets = np.array(one.offsets[num:], np.int32).reshape(-1, 2) - num
+            parts.append((begin, self._spelled(Encoding(ids, offsets), written[num:])))
+        return joined(sorted(parts, key=lambda part: part[0]))
+
+    def checked(self, text: str, for_tokens: str, found: Encoding) -> Encoding:
+        """Returns the tokens of a text without those that it does not spell: `＜s＞` may be `<s>` in the end."""
+        for index, (start, end) in self._added_in(found):
+            if index in self._control and self._contents[index] not in text[start:end] and start < end:
+                for_tokens = for_tokens[:start] + chr(_GUARDS[-1]) * (end - start) + for_tokens[end:]
+        if for_tokens == text:
+            return found
+        [right] = encoded_by(self._backend, [for_tokens])
+        return self.encode(text, for_tokens, right)
+
+    def without_tokens(self, guard: str) -> Tokenizer:
+        """Returns the tokenizer without added tokens, except `guard`."""
+        backend = Tokenizer(self._backend.model)
+        backend.normalizer, backend.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+        if guard:
+            backend.add_tokens([AddedToken(guard, normalized=False)])
+        return backend
+
+    def _added_in(self, found: Encoding) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Returns the added tokens with the places of their texts."""
+        for at in np.flatnonzero(np.isin(found.token_ids, self._added)):
+            start, end = found.offsets[at].tolist()
+            yield int(found.token_ids[at]), (start, end)
+
+    def _spelled(self, found: Encoding, text: str) -> Encoding:
+        """Returns the tokens of a text with the characters of control tokens in their place: a vocabulary may have
+        their texts as pieces of its own."""
+        spelled = [
+            at
+            for at in np.flatnonzero(np.isin(found.token_ids, self._added)).tolist()
+            if (index := int(found.token_ids[at])) in self._control
+            and self._contents[index] in text[slice(*found.offsets[at].tolist())]
+        ]
+        parts, begin = [], 0
+        for at in spelled:
+            characters = self._characters(int(found.token_ids[at]))
+            parts.append(Encoding(found.token_ids[begin:at], found.offsets[begin:at]))
+            parts.append(Encoding(characters, np.tile(found.offsets[at], (len(characters), 1))))
+            begin = at + 1
+        parts.append(Encoding(found.token_ids[begin:], found.offsets[begin:]))
+        return joined((0, part) for part in parts)
+
+    def _characters(self, index: int) -> TokenIds:
+        model = self._backend.model
+        spelled = [token.id for char in self._backend.id_to_token(index) for token in model.tokenize(char)]
+        return np.array(spelled, np.int32)
+
+
 class Encoder:
     """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `positions_limit` says in an error
     why no more than `max_positions` are served. With a `processor` each prompt begins with a BOS, as the processors of
@@ -171,11 +265,20 @@ class Encoder:
         self.encode("warm up", param="")
         _ = self._longest_token
 
-    def encode(self, text: str, *, adds_special: bool = False, param: str, known: OwnedParts | None = None) -> Encoding:
+    def encode(
+        self,
+        text: str,
+        for_tokens: str | None = None,
+        *,
+        adds_special: bool = False,
+        param: str,
+        known: OwnedParts | None = None,
+    ) -> Encoding:
         """Returns the tokens of `text`, and with `adds_special` those that the tokenizer adds, such as BOS.
 
-        Long parts of the text are looked up in `known`, and kept there. Raises `InvalidRequest` for a text without
-        tokens or with half a character, and `ContextTooLong`.
+        Added tokens are looked for in `for_tokens`, which is `text` with stand-ins where none may be found; in all of
+        `text` if it is None. Long parts of the text are looked up in `known`, and kept there. Raises `InvalidRequest`
+        for a text without tokens or with half a character, and `ContextTooLong`.
         """
         if (least := self._least(text)) >= self._max_positions:
             raise self._too_long(f"at least {least}", param)
@@ -185,13 +288,21 @@ class Encoder:
             problem = f"half of a surrogate pair in the prompt (its character {error.start}); send whole characters"
             raise InvalidRequest.at(param, problem) from error
         self._probe(text, param)
-        parts = self._parts.of(text)
-        long = [k for k, part in enumerate(parts) if len(part) >= PART_CHARS] if known is not None else []
-        encodings = {k: found for k in long if known is not None and (found := known.get(parts[k])) is not None}
+        begins = [0, *accumulate(map(len, parts := self._parts.of(text if for_tokens is None else for_tokens)))]
+        texts = [text[begin:end] for begin, end in pairwise(begins)]
+        # No text has the half of a surrogate pair: a part with stand-ins is not taken for another one.
+        keys = [own if own == part else f"{own}\ud800{part}" for own, part in zip(texts, parts, strict=True)]
+        long = [k for k, own in enumerate(texts) if len(own) >= PART_CHARS] if known is not None else []
+        encodings = {k: found for k in long if known is not None and (found := known.get(keys[k])) is not None}
         missing = [k for k in range(len(parts)) if k not in encodings]
         encodings |= zip(missing, self._encoded([parts[k] for k in missing]), strict=True)
-        begins = accumulate(map(len, parts), initial=0)
-        encoding = joined(zip(begins, map(encodings.__getitem__, range(len(parts))), strict=False))
+        for k in missing:
+            if texts[k] != parts[k]:
+                encodings[k] = self._plain.encode(texts[k], parts[k], encodings[k])
+        right = [encodings[k] for k in range(len(parts))]
+        if for_tokens is not None and self._plain.has_normalized:
+            right = [*map(self._plain.checked, texts, parts, right)]
+        encoding = joined(zip(begins, right, strict=False))
         if adds_special:
             encoding = encoding.between(*self.added)
         if not len(encoding.token_ids):
@@ -199,8 +310,12 @@ class Encoder:
         self.check_positions(len(encoding.token_ids), param)
         if known is not None:
             for k in long:
-                known.put(parts[k], encodings[k])
+                known.put(keys[k], encodings[k])
         return encoding
+
+    @cached_property
+    def _plain(self) -> PlainTexts:
+        return PlainTexts(self._tokenizer)
 
     def adds_bos(self, text: str) -> bool:
         """Returns whether the tokenizer must add a BOS that the template did not write."""
@@ -250,5 +365,7 @@ class Encoder:
     def count(self, texts: Sequence[str]) -> list[int]:
         """Returns the number of tokens of each text; a lower bound for a text that cannot fit."""
         short = [text if self._least(text) < self._max_positions else "" for text in texts]
-        found = self._tokenizer(short, add_special_tokens=False, verbose=False)["input_ids"]
-        return [len(ids) if text else self._least(whole) for ids, text, whole in zip(found, short, texts, strict=True)]
+        found = self._plain.without_tokens("").encode_batch(short, add_special_tokens=False)
+        return [
+            len(one.ids) if text else self._least(whole) for one, text, whole in zip(found, short, texts, strict=True)
+        ]

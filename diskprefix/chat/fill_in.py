@@ -5,8 +5,8 @@ The tags are those that llama.cpp's server knows (`llama-vocab.cpp`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 from diskprefix.errors import InvalidRequest
 
@@ -14,13 +14,21 @@ from diskprefix.errors import InvalidRequest
 @dataclass(frozen=True)
 class FillIn:
     """A text with a gap behind `before`. `files` are others, by name, that the model may look at. `begun` is the
-    beginning of what is written into the gap. `path` is the field of the request that asks for it."""
+    beginning of what is written into the gap. `path` is the field of the request that asks for it. With
+    `special_tokens_in_text`, the texts may spell control tokens."""
 
     before: str
     behind: str
     path: str
     files: tuple[tuple[str, str], ...] = ()
     begun: str = ""
+    special_tokens_in_text: bool = False
+
+    def changed(self, change: Callable[[str], str]) -> FillIn:
+        """Returns the gap with each of its texts changed."""
+        files = tuple((change(name), change(text)) for name, text in self.files)
+        before, behind, begun = map(change, (self.before, self.behind, self.begun))
+        return replace(self, before=before, behind=behind, begun=begun, files=files)
 
 
 @dataclass(frozen=True)

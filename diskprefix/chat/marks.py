@@ -50,12 +50,11 @@ def mark(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     targets = mark_targets(draft.said)
     if not targets:
         return draft
-    rendering = draft.rendering
-    if draft.neutral is not None and draft.neutral.text and len(draft.neutral.text) == len(rendering.text):
-        # The text of a message must not pass for what the template writes at the end of a message.
-        rendering = draft.neutral
+    # With stand-ins: the text of a message must not pass for what the template writes at the end of a message.
     render = partial(template.try_render, ending="none")
-    return draft.with_prompt(marks=find_marks(targets, *rendering, draft.offsets, render))
+    rendering = draft.rendering
+    marks = find_marks(targets, rendering.template_input, rendering.written, draft.offsets, render)
+    return draft.with_prompt(marks=marks)
 
 
 def mark_targets(conversation: Conversation) -> list[MarkTarget]:

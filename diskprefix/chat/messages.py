@@ -109,7 +109,8 @@ class Conversation:
 
     `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` are those marks
     with the index of the tool, `tool_paths` the paths of the schemas of the tools' arguments. `reasoning_effort` and
-    `thinking` are variables of templates that know them. `template_variables` are set by the client, and win.
+    `thinking` are variables of templates that know them. `template_variables` are set by the client, and win. With
+    `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it.
     """
 
     messages: Sequence[Message]
@@ -119,6 +120,7 @@ class Conversation:
     reasoning_effort: str | None = None
     thinking: bool | None = None
     template_variables: JsonObject = field(default_factory=dict)
+    special_tokens_in_text: bool = False
     ending: Ending = "reply"
     path: str = "messages"
 

@@ -84,19 +84,19 @@ def normalise(normalisers: Normalisers, draft: PromptDraft) -> PromptDraft:
     return replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
 
 
-_LABEL = re.compile(r"\W*[A-Za-z][\w .'/-]{0,40}[:=]")
-_KEY = re.compile(r"([A-Za-z][\w.-]{0,40}(?==|\":))")
+_NAME = re.compile(
+    r"""((?<![\w.+/-])[A-Za-z_-]{1,24}(?==["'\w/-])"""  # `name=value`; base64 ends with `=`, and has `+` and `/`
+    r"""|(?<=")[A-Za-z_-]{1,24}(?=":)|\A\W*[A-Za-z_-]{1,24}(?=:))"""
+)
 _SHAPE_CHARS = 100
 
 
 def shape_of(line: str) -> str:
-    """Returns a line with only its label and its keys (`key=`, `"key":`); all other digits are 0, letters are a. The
-    result is written to the log, and a prompt may hold secrets."""
-    line = " ".join(line[: 4 * _SHAPE_CHARS].split())
-    label = _LABEL.match(line)
-    end = label.end() if label else 0
-    # Values and keys in turn.
-    pieces = _KEY.split(line[end:])
+    """Returns a line in which all digits are 0 and all letters a, except in names: `name=value`, `"name":`, and `name:`
+    at the beginning. The result is written to the log, and a prompt may hold secrets, so a name has at most 24 letters,
+    `_` and `-`, and no digits."""
+    # Values and names in turn.
+    pieces = _NAME.split(" ".join(line[: 4 * _SHAPE_CHARS].split()))
     pieces[::2] = [re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "0", value)) for value in pieces[::2]]
-    text = "".join(char for char in line[:end] + "".join(pieces) if char.isprintable())
+    text = "".join(char for char in "".join(pieces) if char.isprintable())
     return text if len(text) <= _SHAPE_CHARS else f"{text[: _SHAPE_CHARS - 1]}…"

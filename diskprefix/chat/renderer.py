@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
+from diskprefix.chat.client_text import with_stand_ins
 from diskprefix.chat.content import place_pictures, read_pictures
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
@@ -73,7 +74,8 @@ class PromptRenderer:
         """The encoded texts of earlier prompts."""
         self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
         self.vocab_size = vocab_size
-        self._template = ChatTemplate(tokenizer, self.end_ids)
+        placeholders = () if processor is None or processor.problem else {*processor.placeholders, processor.mark}
+        self._template = ChatTemplate(tokenizer, self.end_ids, placeholders)
         if processor is not None and self._template.exists:
             self._template.form = MessageForm(parts_only=self._template.loses_plain_text())
         self.output_format: OutputFormat = PlainText()
@@ -83,9 +85,9 @@ class PromptRenderer:
         """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for that."""
         template = self._template
         if template.exists:
-            template.markers_of(None)
             self.output_format, form = self._verified_format()
             template.form = replace(form, parts_only=template.form.parts_only)
+            template.rules_of(None)
         self._encoder.warm_up()
 
     def _verified_format(self) -> Chosen:
@@ -146,28 +148,42 @@ class PromptRenderer:
         return fill_in_tags(self._template.added, gap).ends
 
     def completion(
-        self, prompt: str | list[int] | FillIn, known: OwnedParts | None = None, *, param: str = "prompt"
+        self,
+        prompt: str | list[int] | FillIn,
+        known: OwnedParts | None = None,
+        *,
+        special_tokens_in_text: bool = True,
+        param: str = "prompt",
     ) -> Prompt:
         """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template. Texts that
-        are `known` are not encoded again. `param` is its path in the body. Raises `InvalidRequest` for an unknown token
+        are `known` are not encoded again. A text spells control tokens only with `special_tokens_in_text`, that around
+        a gap only if the gap says so. `param` is its path in the body. Raises `InvalidRequest` for an unknown token
         id, an empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`."""
-        num_added = 0, 0
-        if isinstance(prompt, FillIn):
-            prompt = fill_in_tags(self._template.added, prompt).text_of(prompt)
-        if isinstance(prompt, str):
-            text = prompt
-            token_ids = self._encoder.encode(text, adds_special=True, param=param, known=known).token_ids
-            num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
-        else:
+        template, bos_id, num_added = self._template, self._tokenizer.bos_token_id, (0, 0)
+        markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
+        if isinstance(prompt, list):
             self._encoder.check_positions(len(prompt), param=param)
             self._encoder.check_vocabulary(prompt, param=param)
             token_ids = as_token_ids(prompt)
             ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
             text = str(self._tokenizer.decode(ends))
-        template, bos_id = self._template, self._tokenizer.bos_token_id
-        markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
+        else:
+            text, for_tokens = self._text_of(prompt, special_tokens_in_text)
+            token_ids = self._encoder.encode(text, for_tokens, adds_special=True, param=param, known=known).token_ids
+            num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
         boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
         return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview_of_text(text))
+
+    def _text_of(self, prompt: str | FillIn, special_tokens_in_text: bool) -> tuple[str, str | None]:
+        """Returns a text, and the same with stand-ins where it spells tokens; None if it may spell them."""
+        gap = prompt if isinstance(prompt, FillIn) else FillIn(prompt, "", "", (), "", special_tokens_in_text)
+        write = fill_in_tags(self._template.added, gap).text_of if gap is prompt else _before
+        if gap.special_tokens_in_text:
+            return write(gap), None
+        rules = self._template.text_rules
+        gap, stand_ins = with_stand_ins(gap, rules, lambda gap, change: gap.changed(partial(change, rules.client)))
+        written = write(gap)
+        return (written, written) if stand_ins is None else (stand_ins.text(written), stand_ins.for_tokens(written))
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""
@@ -188,17 +204,20 @@ class PromptRenderer:
 def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:
     """Sets what people read of the prompt: a preview and, if `keeps_source`, its text."""
     source = SourceText.of(draft.rendering.text, draft.offsets) if keeps_source else None
-    return draft.with_prompt(
-        text=preview_of_chat(draft.rendering.template_input.messages, draft.pictures), source=source
-    )
+    return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input, draft.pictures), source=source)
 
 
-def preview_of_chat(messages: Sequence[JsonObject], pictures: Sequence[Picture]) -> str:
+def _before(gap: FillIn) -> str:
+    return gap.before
+
+
+def preview_of_chat(template_input: TemplateInput, pictures: Sequence[Picture]) -> str:
     """Returns the beginnings of the first message and of the newest message of the user, to be shown to people."""
-    left = iter(pictures)
+    left, messages, stand_ins = iter(pictures), template_input.messages, template_input.stand_ins
     texts = [_shown(message["content"], left) for message in messages]
     newest = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=len(messages) - 1)
-    return _preview(texts[0], texts[newest] if newest else "")
+    first, last = texts[0], texts[newest] if newest else ""
+    return _preview(first, last) if stand_ins is None else _preview(stand_ins.text(first), stand_ins.text(last))
 
 
 def _shown(content: str | Sequence[JsonObject], pictures: Iterator[Picture]) -> str:

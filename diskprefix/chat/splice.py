@@ -37,7 +37,7 @@ def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDra
             return draft
         tools, text = draft.conversation.tools, draft.rendering.text
         read = partial(readings, output_format, tools or (), template.special, text)
-        spans = find_spans(text, draft.remembered, template.reply_ends_of(tools), read)
+        spans = find_spans(text, draft.rendering.written, draft.remembered, template.reply_ends_of(tools), read)
         if len(spans) == len(draft.remembered):
             return replace(draft, spans=tuple(spans.values()))
         if tries_left:
@@ -47,6 +47,7 @@ def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDra
 
 def find_spans(
     rendered: str,
+    written: str,
     found: Mapping[int, SampledTurn],
     endings: Collection[str],
     readings: Callable[[int, int], Iterable[Turn]],
@@ -54,7 +55,8 @@ def find_spans(
     """Returns the spans of those replies in `found` that fit, by the index of their message.
 
     A reply fits if the text before it is the same as when it was sampled, and if one of the `readings` of its text
-    (from begin to end, in characters) has its words. `endings` are the texts that may stand behind it.
+    (from begin to end, in characters) has its words. `endings` are the texts that may stand behind it in `written`, the
+    rendered text with stand-ins.
     """
     text_hash, end_of_last, spans = TextHash(rendered), 0, {}
     pattern = re.compile("|".join(map(re.escape, sorted(endings, key=len, reverse=True))) or "(?!)")
@@ -63,7 +65,7 @@ def find_spans(
         if begin < end_of_last or text_hash.place(begin) != sampled.place:
             continue
         wanted = sampled.turn.canonical()
-        ends = (match.start() for match in islice(pattern.finditer(rendered, begin), _ENDS_TRIED))
+        ends = (match.start() for match in islice(pattern.finditer(written, begin), _ENDS_TRIED))
         end = next((end for end in ends if any(turn.canonical() == wanted for turn in readings(begin, end))), None)
         if end is not None:
             spans[index] = ReplySpan(begin, end, sampled.token_ids)

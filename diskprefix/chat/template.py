@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
 import re
-import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jinja2.exceptions import TemplateError
 
+from diskprefix.chat.client_text import TextRule, TextRules, TokenTexts, with_stand_ins
+from diskprefix.chat.control_tokens import IN_SYSTEM_MESSAGES, control_texts, looks_like_a_marker
 from diskprefix.chat.draft import PromptDraft, Rendering
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.template_input import (
@@ -22,8 +25,10 @@ from diskprefix.chat.template_input import (
     message_for_template,
     text_for_template,
     variables_for_template,
+    visit_texts,
 )
 from diskprefix.errors import InvalidRequest
+from diskprefix.model.load.template_sandbox import bound_templates
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
@@ -41,6 +46,9 @@ _TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", 
 _LATE_SYSTEM = TemplateInput([_TURNS[0], _SYSTEM, *_TURNS[1:]], None, {})
 _SECOND_SYSTEM = TemplateInput([_SYSTEM | {"content": "x"}, _SYSTEM, *_TURNS], None, {})
 _ANSWER = "A reply."
+_CHANGES_CASE = re.compile("upper|lower|capitalize|title|swapcase")
+_CUTS = re.compile(r"""(?:split|replace)\(\s*('[^'\\]+'|"[^"\\]+"|'\\n'|"\\n")""")
+"""Texts that a template takes out of others, which it may then join."""
 
 Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
 """Renders messages with the chat template, with the beginning of a reply if the second argument is true.
@@ -62,9 +70,13 @@ _GROWING = (
 
 
 class ChatTemplate:
-    """The chat template of one model. Thread-safe. `end_ids` are the tokens with which the model ends a reply."""
+    """The chat template of one model. Thread-safe. `end_ids` are the tokens with which the model ends a reply,
+    `placeholders` the texts that stand for images."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, end_ids: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, end_ids: Collection[int], placeholders: Collection[str] = ()
+    ) -> None:
+        bound_templates()
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         special = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
@@ -72,9 +84,12 @@ class ChatTemplate:
         """Token ids of the special tokens, by their texts."""
         self.added = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()} | self.special
         """Token ids of all added tokens, by their texts."""
+        self._placeholders = frozenset(placeholders)
+        self._control = control_texts(tokenizer.added_tokens_decoder) | {text for text in self.special if text.strip()}
         self.form = MessageForm()
         self._markers: dict[str, dict[str, int]] = {}
         self._reply_ends: dict[str, frozenset[str]] = {}
+        self._rules: dict[tuple[str, bool, bool], TextRules] = {}
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
         self._warned_of_tools = False
 
@@ -105,15 +120,19 @@ class ChatTemplate:
             raise InvalidRequest.at(f"chat_template_kwargs.{name}", problem)
         developer_is_known = "developer" in template
         messages = [message_for_template(one, developer_is_known, with_pictures) for one in conversation.messages]
-        return TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
+        template_input = TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
+        rules = self.rules_of(tools, conversation.special_tokens_in_text, with_pictures)
+        changed, stand_ins = with_stand_ins(template_input, rules, partial(visit_texts, rules))
+        return changed._replace(stand_ins=stand_ins)
 
     def render(self, template_input: TemplateInput, ending: Ending) -> str:
         """Returns the text of the messages. Raises `InvalidRequest` if the template refuses them."""
         return self._apply(template_input._replace(messages=self.form.applied(template_input.messages)), ending)
 
     def _apply(self, template_input: TemplateInput, ending: Ending) -> str:
+        stand_ins = template_input.stand_ins
         try:
-            return str(
+            written = str(
                 self._tokenizer.apply_chat_template(
                     template_input.messages,
                     tools=template_input.tools,
@@ -124,9 +143,11 @@ class ChatTemplate:
                 )
             )
         except _TEMPLATE_FAULTS as error:
-            reason = shown(" ".join(str(error).split()), _REASON_CHARS) or type(error).__name__
+            said = str(error) if stand_ins is None else stand_ins.text(str(error))
+            reason = shown(" ".join(said.split()), _REASON_CHARS) or type(error).__name__
             problem = f"the chat template refuses the messages: {reason}"
             raise InvalidRequest.at(template_input.path, problem, "template_error") from error
+        return written if stand_ins is None else stand_ins.unescaped(written)
 
     def try_render(self, template_input: TemplateInput, ending: Ending) -> str:
         """Renders to find boundaries. Returns an empty text, which leads to no boundary, if the template refuses."""
@@ -173,6 +194,40 @@ class ChatTemplate:
             self._reply_ends[template] = end_texts(self.added, self._end_ids, self._writer(tools), self._first_token)
         return self._reply_ends[template]
 
+    @cached_property
+    def text_rules(self) -> TextRules:
+        """The rules for texts without a conversation: they spell no control token."""
+        rule = TextRule(TokenTexts(self._control | self._placeholders), TokenTexts(()))
+        return TextRules(rule, rule, rule, rule.never)
+
+    def rules_of(
+        self, tools: list[JsonObject] | None, special_tokens_in_text: bool = False, with_pictures: bool = False
+    ) -> TextRules:
+        """Returns the rules for a conversation's texts."""
+        template = self.source_for(tools)
+        key = template, special_tokens_in_text, with_pictures
+        if key not in self._rules:
+            # A template may write a text in other letters.
+            texts = partial(TokenTexts, ignores_case=_CHANGES_CASE.search(template) is not None)
+            markers = frozenset(self.markers_of(tools))
+            control = self._control | self._placeholders
+            every = texts(control | markers, cuts={ast.literal_eval(cut) for cut in _CUTS.findall(template)})
+            if special_tokens_in_text:
+                # A placeholder without an image is an error.
+                never = self._placeholders if with_pictures else frozenset()
+                rule = TextRule(texts(never), texts(markers - never))
+                self._rules[key] = TextRules(rule, rule, rule, every, joins=True)
+            else:
+                documented = control.intersection(chain(*IN_SYSTEM_MESSAGES.values()))
+                turns = turn_texts(self._control, self.special.keys(), self._writer(tools)) | self._placeholders
+                turns |= self.reply_ends_of(tools) | {text for text, i in self.added.items() if i in self._end_ids}
+                documented -= turns
+                client = TextRule(texts(control), texts(()))
+                system = TextRule(texts(control - documented), texts(documented & markers))
+                reply = TextRule(texts(turns), texts(markers - turns))
+                self._rules[key] = TextRules(client, system, reply, every)
+        return self._rules[key]
+
     def _writer(self, tools: list[JsonObject] | None) -> Write:
         """Returns a function that renders made-up conversations with the template for `tools`."""
         # An empty list selects the same template as the real tools.
@@ -198,32 +253,19 @@ def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
     return replace(draft, rendering=Rendering(template_input, write(template_input, draft.ending)), spans=())
 
 
-def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
-    """Returns a copy of `value` without marker texts, and whether anything was replaced: in strings in lists, tuples
-    and dicts (keys too).
-
-    A marker text is replaced by letters or digits of the same length, so that the template writes as many characters as
-    before. Of overlapping texts the leftmost is replaced, then the longest, as tokenizers do.
-    """
-    texts = sorted({text for text in marker_texts if text}, key=len, reverse=True)
-    if not texts:
-        return value, False
-    marker = re.compile("|".join(map(re.escape, texts)))
-    # A character that occurs in no marker, so that the replacement cannot complete another marker.
-    candidates = "x" + string.ascii_letters + string.digits
-    filler = next((char for char in candidates if not any(char in text for text in texts)), "x")
-
-    def visit(node: Any) -> Any:
-        if isinstance(node, str):
-            return marker.sub(lambda match: filler * len(match[0]), node)
-        if isinstance(node, dict):
-            return dict(zip(map(visit, node.keys()), map(visit, node.values()), strict=True))
-        if isinstance(node, list | tuple):
-            return type(node)(map(visit, node))
-        return node
-
-    neutral = visit(value)
-    return neutral, bool(neutral != value)
+def turn_texts(control: Collection[str], special: Collection[str], write: Write) -> set[str]:
+    """Returns the texts of the tokens that begin or end turns: those that the template writes around plain messages
+    and results of calls. Tags of thoughts and calls are none. For a template that refuses plain conversations, all
+    special tokens count."""
+    plain = write((_USER, _REPLY, _USER), False)
+    if not plain:
+        return set(control) & set(special)
+    around = {text for text in control if text in plain}
+    tags = _interpreted(sorted(around - set(special)), write)
+    # Some templates react to the end of a thought only.
+    around -= tags | {tag.replace("/", "", 1) for tag in tags}
+    called, answered = (write(messages, False) for messages in ((_USER, _CALL), (_USER, _CALL, _RESULT)))
+    return around | {text for text in control if text in answered and text not in called}
 
 
 def template_markers(special_texts: Collection[str], other_texts: Collection[str], write: Write) -> frozenset[str]:
@@ -241,15 +283,10 @@ def template_markers(special_texts: Collection[str], other_texts: Collection[str
         return special
     unseparated = [text for text in common if max(map(text.rfind, special), default=-1) < text.rfind(_TEXT)]
     others = {
-        token for token in other_texts if _looks_like_a_marker(token) and any(token in text for text in unseparated)
+        token for token in other_texts if looks_like_a_marker(token) and any(token in text for text in unseparated)
     }
     separating = {token for token in special if any(token in text for text in common)}
     return special.union(others) - (_interpreted(sorted(special.union(others)), write) - separating)
-
-
-def _looks_like_a_marker(text: str) -> bool:
-    """Returns whether `text` is neither a word nor blanks, which may be added tokens but are no separators."""
-    return any(map(str.isalpha, text)) and any(not (c.isalnum() or c.isspace() or c in "_▁") for c in text)
 
 
 def _interpreted(tokens: list[str], write: Write) -> set[str]:
@@ -270,12 +307,15 @@ def _interpreted(tokens: list[str], write: Write) -> set[str]:
 
 def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
     content = f"a{'a'.join(tokens)}a"
-    neutral, _ = neutralise(content, tokens)
+    every = TokenTexts(tokens)
+    rule = TextRule(every, TokenTexts(()))
+    stand_ins = TextRules(rule, rule, rule, every).usual
     messages = [
-        [{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2] for text in (content, neutral)
+        [{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2]
+        for text in (content, stand_ins.change(rule, content))
     ]
-    rendered, neutral_rendered = (write(listed, False) for listed in messages)
-    return bool(neutralise(rendered, tokens)[0] != neutralise(neutral_rendered, tokens)[0])
+    rendered, written = (write(listed, False) for listed in messages)
+    return rendered != stand_ins.text(written)
 
 
 def end_texts(

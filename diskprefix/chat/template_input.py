@@ -6,11 +6,13 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from diskprefix.chat.client_text import Change, StandIns, TextRules
 from diskprefix.chat.messages import ContentPart, Conversation, JsonObject, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import count_values
@@ -31,6 +33,8 @@ class TemplateInput(NamedTuple):
     variables: JsonObject
     path: str = "messages"
     """The path of the messages in the client's body."""
+    stand_ins: StandIns | None = None
+    """The stand-ins in its texts; None if it has none."""
 
     @property
     def leading_system(self) -> list[JsonObject]:
@@ -53,6 +57,35 @@ def message_for_template(message: Message, developer_is_known: bool, with_pictur
 
 def _part(part: ContentPart) -> JsonObject:
     return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+
+
+def visit_texts(rules: TextRules, template_input: TemplateInput, change: Change) -> TemplateInput:
+    """Returns the input with each text of the client changed."""
+    client = partial(change, rules.client)
+    return template_input._replace(
+        messages=[_changed_message(rules, message, change) for message in template_input.messages],
+        tools=changed_texts(template_input.tools, client),
+        variables=changed_texts(template_input.variables, client),
+    )
+
+
+def _changed_message(rules: TextRules, message: JsonObject, change: Change) -> JsonObject:
+    role = message["role"]
+    rule = rules.reply if role == "assistant" else rules.system if role in ("system", "developer") else rules.client
+    changed: JsonObject = {"role": role}
+    for name in message.keys() - {"role"}:
+        rule_of_field = rule if name in ("content", "reasoning_content") else rules.client
+        changed[name] = changed_texts(message[name], partial(change, rule_of_field))
+    return {name: changed[name] for name in message}
+
+
+def changed_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a copy of `value` with changed texts. A key that is a word stays: templates look for it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key if key.isalnum() else change(key): changed_texts(one, change) for key, one in value.items()}
+    return [changed_texts(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
 def variables_for_template(conversation: Conversation) -> JsonObject:

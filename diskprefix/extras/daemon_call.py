@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
 from diskprefix.server.process.token_file import token_of_peer
+from diskprefix.user_key import user_key
 
 Say = Callable[[str], None]
 """Takes a line that says what the command waits for."""
@@ -102,13 +104,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
 def _connected(
     url: str, api_key: str | None, otherwise: str
 ) -> Callable[[str, str, object], AbstractContextManager[http.client.HTTPResponse]]:
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise SettingsError(f"--url: {url!r} is not a URL such as http://127.0.0.1:8642")
+    parts = _parts(url)
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
         if not (api_key.isascii() and api_key.isprintable()):
@@ -122,21 +118,56 @@ def _connected(
     def answered(method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
         data = None if body is None else json.dumps(body)
         try:
-            with closing(kind(parts.hostname or "", port, timeout=_CONNECT_S)) as connection:
+            with closing(kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)) as connection:
                 connection.connect()
                 connection.sock.settimeout(_CONNECT_S if path == "/health" else _SILENCE_S)
-                token = token_of_peer(connection.sock) if api_key is None else None
-                shown_token = {"Authorization": f"Bearer {token}"} if token else {}
-                connection.request(method, prefix + path, data, headers | shown_token)
+                own = token_of_peer(connection.sock) if api_key is None else None
+                if api_key is None and own is None and method == "POST":
+                    # For a cache on which other users of that daemon can test no guesses.
+                    own = user_key(parts.netloc)
+                shown_key = {"Authorization": f"Bearer {own}"} if own else {}
+                connection.request(method, prefix + path, data, headers | shown_key)
                 yield connection.getresponse()
         except (OSError, UnicodeError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise NotReady(
-                f"no daemon answers at {url} ({shown(reason)}); start one with `diskprefix serve`, or give its "
-                f"address with --url{otherwise}"
-            ) from error
+            raise _not_there(url, error, otherwise) from error
 
     return answered
+
+
+def _parts(url: str) -> SplitResult:
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = -1
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+        raise SettingsError(f"--url: {url!r} is not a URL such as http://127.0.0.1:8642")
+    return parts
+
+
+def _not_there(url: str, error: Exception, otherwise: str = "") -> NotReady:
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return NotReady(
+        f"no daemon answers at {url} ({shown(reason)}); start one with `diskprefix serve`, or give its "
+        f"address with --url{otherwise}"
+    )
+
+
+def token_of(url: str) -> str | None:
+    """Returns the token of the daemon at `url`, "" if that has API keys, None if no daemon of this user listens there.
+    Raises `NotReady` if nothing does, and `SettingsError` for an invalid URL."""
+    parts = _parts(url)
+    port = parts.port or {"http": http.client.HTTP_PORT, "https": http.client.HTTPS_PORT}[parts.scheme]
+    try:
+        with socket.create_connection((parts.hostname, port), _CONNECT_S) as connected:
+            return token_of_peer(connected)
+    except (OSError, UnicodeError) as error:
+        raise _not_there(url, error) from error
+
+
+def key_for(url: str) -> str:
+    """Returns the key that agents of this user send to the daemon at `url`. Raises as `token_of` and `user_key`."""
+    return user_key(_parts(url).netloc if token_of(url) is None else None)
 
 
 def wait_ready(call: Call, url: str, say: Say) -> None:

@@ -12,6 +12,7 @@ from diskprefix.native import require
 from diskprefix.native.attention_operator import DTYPES
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
+from diskprefix.native.unseen import unseen
 
 _NORM = struct.Struct("@4q 3P d q P")
 _GATED = struct.Struct("@q P 3P P P q P")
@@ -32,6 +33,7 @@ class Norm:
     kind: int
     epsilon: float
 
+    @unseen
     def __call__(self, operators: Operators, rows: torch.Tensor) -> torch.Tensor:
         """Returns the norm of rows [.., width], in their dtype, which is that of the weight."""
         require(rows.dtype is self.weight.dtype and rows.shape[-1] == len(self.weight), rows, self.weight)
@@ -58,6 +60,7 @@ class Gated:
     down: Matrix
     curve: torch.Tensor
 
+    @unseen
     def __call__(self, operators: Operators, rows: torch.Tensor) -> torch.Tensor:
         """Returns bfloat16 [.., rows of down] for bfloat16 [.., columns of gate and up]."""
         require(rows.dtype is torch.bfloat16 and rows.shape[-1] == self.gate.columns, rows)
@@ -105,6 +108,7 @@ class AttentionBlock:
     key_norm: Norm | None
     sinks: torch.Tensor | None
 
+    @unseen
     def __call__(self, operators: Operators, rows: torch.Tensor, place: StepPlace) -> torch.Tensor:
         """Returns bfloat16 [1, rows, rows of last] for bfloat16 [1, rows, columns of query]."""
         require(rows.dtype is torch.bfloat16 and rows.shape == (1, rows.shape[1], self.query.columns), rows)
@@ -149,6 +153,7 @@ class Layer:
     """The end of the operator's argument, which is that of the last step if that had as many rows. While Python makes
     it the threads of a step wait."""
 
+    @unseen
     def __call__(self, operators: Operators, rows: torch.Tensor, place: StepPlace) -> torch.Tensor:
         """Returns bfloat16 [1, rows, width] for bfloat16 of that shape."""
         num_rows = rows.shape[1]

@@ -12,6 +12,7 @@ import torch
 from diskprefix.native import require
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
+from diskprefix.native.unseen import unseen
 
 _EXPERTS = struct.Struct("@3q 3P 3P 2P P q P")
 """`Experts` of `source/interface.h`."""
@@ -44,6 +45,7 @@ class RoutedExperts:
         )
         return gate, up, down
 
+    @unseen
     def __call__(
         self, operators: Operators, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:

@@ -18,6 +18,7 @@ VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2_vnni", "avx2", "neon_bf16", "n
 """Kinds of CPU for which there may be operators. `source/library.cpp` says what each needs."""
 
 _NUM_ARGUMENTS = {
+    "require_matrix": 2,
     "attention": 2,
     "product": 1,
     "norm": 1,
@@ -48,6 +49,7 @@ class Operators:
     variant: str
     compiler: str
     source: str
+    require_matrix: Any
     attention: Any
     product: Any
     norm: Any

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from diskprefix.native import COLUMNS, ROWS, require
-from diskprefix.native.library import Operators
+from diskprefix.native.library import Operators, operators
+from diskprefix.native.unseen import unseen
 
 _MATRIX = struct.Struct("@7q 3P")
 _PRODUCT = struct.Struct("@2q P 3P 3P q P")
@@ -39,8 +40,13 @@ class Matrix:
         bias: torch.Tensor | None = None,
     ) -> None:
         """`weights` are bfloat16 of that size, or with fewer bits uint8, packed as `model.quants.quant_form` describes.
-        `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a number for each row."""
-        require(weights.is_contiguous(), weights)
+        `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a number for each row.
+
+        Raises `ValueError` if the compiled product does not know the form, or if `weights` or `bias` have another
+        size than it would read.
+        """
+        require(weights.is_contiguous() and (weights.dtype is torch.bfloat16) == (bits == 16), weights)
+        require(bias is None or bias.shape == size[:1], weights, bias)
         self.rows, self.columns = size
         table = (
             torch.tensor([*numbers] * (_TABLE // len(numbers)), dtype=torch.float32)
@@ -53,6 +59,8 @@ class Matrix:
             *(0 if part is None else part.data_ptr() for part in self._kept),
         )
         self._describe(found)
+        compiled, num_bytes = operators(), struct.pack("@q", weights.numel() * weights.itemsize)
+        require(compiled is not None and not compiled.require_matrix(self._described, num_bytes), weights)
 
     def _describe(self, found: bytes) -> None:
         self._described = ctypes.create_string_buffer(found, len(found))
@@ -74,6 +82,7 @@ def fills_blocks(weight: torch.Tensor) -> bool:
     return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0
 
 
+@unseen
 def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     """Returns bfloat16 [.., rows of the matrix] for bfloat16 [.., columns of the matrix]. Raises `MemoryError`."""
     require(rows.dtype is torch.bfloat16 and rows.shape[-1] == matrix.columns, rows)
@@ -88,6 +97,7 @@ def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.T
     return out
 
 
+@unseen
 def rows_of(operators: Operators, matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
     """Returns rows of a quantised matrix, bfloat16 [.., columns] for `ids`, int64 [..]. All variants round them.
 

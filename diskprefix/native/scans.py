@@ -11,6 +11,7 @@ import torch
 from diskprefix.native import require
 from diskprefix.native.attention_operator import DTYPES
 from diskprefix.native.library import Operators
+from diskprefix.native.unseen import unseen
 
 _RUN = struct.Struct("@q 2P")
 _CONVOLUTION = struct.Struct("@6q 3P P q P")
@@ -25,6 +26,7 @@ Runs = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
 may be the same tensor."""
 
 
+@unseen
 def convolution(
     operators: Operators,
     rows: torch.Tensor,
@@ -51,6 +53,7 @@ def convolution(
     return out
 
 
+@unseen
 def delta_rule(
     operators: Operators,
     query: torch.Tensor,
@@ -90,6 +93,7 @@ def delta_rule(
     return out
 
 
+@unseen
 def state_space(
     operators: Operators,
     rows: torch.Tensor,

@@ -49,10 +49,12 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 response_started = True
                 record.status = message["status"]
-                # The names that the clients of OpenAI and Anthropic read.
                 request_id = record.request_id.encode()
                 message["headers"] = [
                     *message["headers"],
+                    # Another site's page could show the routes of /docs in a frame, and lead clicks to them.
+                    (b"x-frame-options", b"DENY"),
+                    # The names that the clients of OpenAI and Anthropic read.
                     (b"x-request-id", request_id),
                     (b"request-id", request_id),
                 ]

@@ -1,6 +1,7 @@
-"""The routes that generate, and the way of a request: `arrive`, `ask`, `render`, `submit`, `send`.
+"""The routes that generate, and the way of a request: `arrive`, `prepare`, `submit`, `send`.
 
-Each step takes one value and returns the next. They are the same for every API, whose `Dialect` makes the difference.
+Each step takes what the one before has returned. The steps are the same for every API, whose `Dialect` makes the
+difference.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from fastapi import APIRouter
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.anthropic import CountTokensRequest, Messages
@@ -41,10 +42,12 @@ from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.remembering import RememberingReader, known_parts, reply_memory, stored_turns
 from diskprefix.server.serving import Serving
-from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
+from diskprefix.server.streaming import EventStream, Write, first_signs, json_reply
+from diskprefix.server.threads import Kind
 from diskprefix.store.notes import TenantNotes
 
 B = TypeVar("B", bound=RequestBody)
+M = TypeVar("M")
 
 MAX_LOGPROBS = 2**19
 """The most log probabilities of a reply, over all choices, tokens and alternatives. Each takes 200 to 300 bytes."""
@@ -122,35 +125,22 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A request in neutral words."""
-
-    arrival: Arrival
-    asked: Asked
-
-    @property
-    def parts(self) -> list[Question]:
-        """A question for each of the prompts."""
-        prompts = (self.asked.prompt, *self.asked.more_prompts)
-        return [Question(self.arrival, replace(self.asked, prompt=one, more_prompts=())) for one in prompts]
-
-
-@dataclass(frozen=True)
 class Rendered:
-    """A request with its prompt as token ids."""
+    """A request in neutral words, with its prompts as token ids."""
 
     arrival: Arrival
     asked: Asked
-    replayed: Replayed
+    prompts: Sequence[Replayed]
 
     @property
     def dialect(self) -> Dialect[Any]:
         return cast("Dialect[Any]", self.arrival.dialect)
 
     @property
-    def room(self) -> int:
-        """The number of tokens that the model's positions leave for the reply."""
-        return self.arrival.serving.engine.max_positions - len(self.replayed.prompt.token_ids)
+    def rooms(self) -> list[int]:
+        """The numbers of tokens that the model's positions leave for the replies."""
+        positions = self.arrival.serving.engine.max_positions
+        return [positions - len(one.prompt.token_ids) for one in self.prompts]
 
 
 @dataclass(frozen=True)
@@ -160,6 +150,7 @@ class Submitted:
     generation: Generation | Generations
     reader: RememberingReader
     writer: ReplyWriter
+    write: Write
     is_stream: bool
 
 
@@ -173,8 +164,11 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     context.wants_reply = True
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, dialect.body, held)
+        is_stream = bool(body.stream)
         preparing = asyncio.create_task(_response(request, dialect, body, held.pop_all()))
-    return await first_signs(preparing, is_stream=bool(body.stream))
+    # A body may have megabytes of pictures, and the reply may take minutes.
+    del body
+    return await first_signs(preparing, is_stream=is_stream)
 
 
 async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncExitStack) -> Response:
@@ -182,8 +176,9 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
     async with held:
         arrival = await arrive(request, dialect, body, held)
         arrival.serving.engine.give_way()
-        question = await ask(arrival)
-        return send(await submit([await render(one) for one in question.parts]))
+        submitted = await submit(*await prepare(arrival, _engine_request))
+    del arrival, body
+    return await send(submitted)
 
 
 async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncExitStack) -> Arrival:
@@ -204,62 +199,72 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
     )
 
 
-async def ask(arrival: Arrival) -> Question:
-    """Lets the dialect read the body, in a thread. Raises `InvalidRequest`."""
-    serving, daemon = arrival.serving, arrival.daemon
+async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = "rendering") -> tuple[Rendered, M]:
+    """Reads the body, renders its prompts, and returns them with what `make` makes of them.
+
+    A prompt of text takes one turn of its caller for work of this `kind`. Pictures and constraints have threads of
+    their own, and each of several prompts takes a turn. Raises `InvalidRequest`, and `ClientDisconnect`.
+    """
+    run = partial(arrival.daemon.threads.run_for, arrival.request)
     if arrival.body.reads_more:
-        await arrival.held.enter_async_context(daemon.stored_turns.of(arrival.context.caller.tenant))
-    notes = partial(serving.engine.cache.notes, arrival.cache.tenant)
-    read, vocab_size = arrival.dialect.read, serving.renderer.vocab_size
-    asked = await daemon.threads.run("rendering", read, arrival.body, vocab_size, notes)
-    return Question(arrival, asked)
+        await arrival.held.enter_async_context(arrival.daemon.stored_turns.of(arrival.context.caller.account))
+
+    def begin() -> tuple[Asked, Rendered | None, M | None]:
+        asked = ask(arrival)
+        if asked.more_prompts or _has_pictures(asked.prompt):
+            return asked, None, None
+        rendered = Rendered(arrival, asked, [render(arrival, asked.prompt)])
+        return asked, rendered, None if asked.is_constrained else make(rendered)
+
+    asked, rendered, made = await run(kind, begin)
+    if rendered is None:
+        kind = "images" if _has_pictures(asked.prompt) else kind
+        prompts = [await run(kind, render, arrival, wanted) for wanted in (asked.prompt, *asked.more_prompts)]
+        rendered = Rendered(arrival, asked, prompts)
+    if made is None:
+        # A constraint is compiled when its caller's turn comes. The bodies of others do not wait for that.
+        await arrival.held.aclose()
+        made = await run("compiling" if asked.is_constrained else kind, make, rendered)
+    return rendered, made
 
 
-async def render(question: Question) -> Rendered:
-    """Renders the prompt in a thread."""
-    arrival, wanted = question.arrival, question.asked.prompt
+def ask(arrival: Arrival) -> Asked:
+    """Lets the dialect read the body. May take long. Raises `InvalidRequest`."""
+    notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
+    return arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
+
+
+def render(arrival: Arrival, wanted: Conversation | str | list[int] | FillIn) -> Replayed:
+    """Renders a prompt. May take long. Raises `InvalidRequest`."""
     serving, cache = arrival.serving, arrival.cache
-
-    def make_prompt() -> Replayed:
-        renderer, known = serving.renderer, known_parts(serving, cache)
-        if isinstance(wanted, Conversation):
-            return renderer.replay(wanted, stored_turns(serving, cache), known)
-        return Replayed(renderer.completion(wanted, known))
-
-    has_pictures = isinstance(wanted, Conversation) and wanted.has_pictures
-    replayed = await arrival.daemon.threads.run("images" if has_pictures else "rendering", make_prompt)
-    return Rendered(arrival, question.asked, replayed)
+    renderer, known = serving.renderer, known_parts(serving, cache)
+    if isinstance(wanted, Conversation):
+        return renderer.replay(wanted, stored_turns(serving, cache), known)
+    return Replayed(renderer.completion(wanted, known))
 
 
-async def submit(parts: Sequence[Rendered]) -> Submitted:
+def _has_pictures(wanted: Conversation | str | list[int] | FillIn) -> bool:
+    return isinstance(wanted, Conversation) and wanted.has_pictures
+
+
+async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequest]) -> Submitted:
     """Gives the request to the engine: that of the first prompt, and those of others when the one before has ended.
 
-    Raises `QueueFull` if the waiting pictures are too large, `NotReady`, `InvalidRequest` for a constraint that cannot
-    be compiled, and `ClientDisconnect`.
+    Raises `QueueFull` if the waiting pictures are too large, and `NotReady`.
     """
-    rendered = parts[0]
-    arrival, prompt, sampling = rendered.arrival, rendered.replayed.prompt, rendered.asked.sampling
+    arrival, prompts, sampling = rendered.arrival, rendered.prompts, rendered.asked.sampling
     daemon, context, serving = arrival.daemon, arrival.context, arrival.serving
-    # A constraint is compiled when its caller's turn comes. The bodies of others do not wait for that.
-    await arrival.held.aclose()
-    make_request = partial(_engine_request, rendered, sampling.n * len(parts), max(part.room for part in parts))
-    if rendered.asked.is_constrained:
-        made = await daemon.threads.compile(context.caller.tenant, arrival.request.is_disconnected, make_request)
-    else:
-        made = await daemon.threads.run("rendering", make_request)
-    if made is None:
-        raise ClientDisconnect
     reader, generate = made
-    least = min(part.room for part in parts)
+    least = min(rendered.rooms)
     head = Head(
         id=generate.id,
         created=int(time.time()),
         model=serving.model_name,
         fingerprint=serving.fingerprint,
-        prompt_tokens=sum(len(part.replayed.prompt.token_ids) for part in parts),
+        prompt_tokens=sum(len(one.prompt.token_ids) for one in prompts),
         request_id=context.request_id,
         clamped_to=None if sampling.max_tokens is None or sampling.max_tokens <= least else least,
-        prompt=prompt.token_ids,
+        prompt=generate.prompt.token_ids,
     )
     context.generation_id = generate.id
     all_done: list[DoneEvent] = []
@@ -278,27 +283,29 @@ async def submit(parts: Sequence[Rendered]) -> Submitted:
 
     writer = rendered.dialect.writer(arrival.body, head)
     requests = [
-        generate if part is rendered else replace(generate, id=f"{generate.id}-{index}", prompt=part.replayed.prompt)
-        for index, part in enumerate(parts)
+        replace(generate, id=f"{generate.id}-{index}" if index else generate.id, prompt=one.prompt)
+        for index, one in enumerate(prompts)
     ]
     begins = [partial(begin, request) for request in requests]
-    generation = begin(generate) if len(parts) == 1 else Generations(begins, sampling.n)
-    return Submitted(generation, reader, writer, bool(arrival.body.stream))
+    generation = begin(generate) if len(prompts) == 1 else Generations(begins, sampling.n)
+    write = partial(daemon.threads.run_for, arrival.request, "writing")
+    return Submitted(generation, reader, writer, write, bool(arrival.body.stream))
 
 
-def send(submitted: Submitted) -> Response:
-    """Returns the response that sends the reply."""
-    response = EventStream if submitted.is_stream else PatientResponse
-    return response(submitted.generation, submitted.reader, submitted.writer)
+async def send(submitted: Submitted) -> Response:
+    """Returns the response that sends the reply: at once a stream, or the whole reply when it is there."""
+    of_reply = submitted.generation, submitted.reader, submitted.writer, submitted.write
+    return EventStream(*of_reply) if submitted.is_stream else await json_reply(*of_reply)
 
 
-def _engine_request(rendered: Rendered, num_choices: int, room: int) -> tuple[RememberingReader, GenerateRequest]:
-    """Returns the engine's request, and the reader of the reply, which has `num_choices` over all prompts.
-    `room` is the number of tokens that one of them may have. Without a conversation, all of the reply is content.
+def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequest]:
+    """Returns the engine's request for the first prompt, and the reader of the reply, which has the choices of all
+    prompts. Without a conversation, all of the reply is content.
 
     Raises `InvalidRequest` for a constraint that cannot be compiled, which may take seconds.
     """
-    arrival, asked, replayed = rendered.arrival, rendered.asked, rendered.replayed
+    arrival, asked, replayed = rendered.arrival, rendered.asked, rendered.prompts[0]
+    num_choices = asked.sampling.n * len(rendered.prompts)
     serving, choice = arrival.serving, asked.tool_choice
     is_chat = isinstance(asked.prompt, Conversation)
     output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
@@ -306,7 +313,7 @@ def _engine_request(rendered: Rendered, num_choices: int, room: int) -> tuple[Re
     prompt_end = serving.renderer.end_of(replayed.prompt)
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
     ends = serving.renderer.fill_in_ends(asked.prompt) if isinstance(asked.prompt, FillIn) else ()
-    sampling = _sampling(asked, room, num_choices)
+    sampling = _sampling(asked, max(rendered.rooms), num_choices)
     generate = GenerateRequest(
         id=f"{rendered.dialect.id_prefix}{uuid.uuid4().hex}",
         prompt=replayed.prompt,
@@ -384,5 +391,6 @@ async def _length(request: Request, dialect: BodyReader[B]) -> int:
     daemon: Daemon = request.app.state.daemon
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, dialect.body, held)
-        rendered = await render(await ask(await arrive(request, dialect, body, held)))
-    return len(rendered.replayed.prompt.token_ids)
+        arrival = await arrive(request, dialect, body, held)
+        _, length = await prepare(arrival, lambda rendered: len(rendered.prompts[0].prompt.token_ids), "counting")
+    return length

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -18,18 +18,15 @@ from diskprefix.api.fields import REFUSED
 from diskprefix.errors import GOT, InvalidRequest
 from diskprefix.json_values import count_values
 from diskprefix.printable import shown
-from diskprefix.server.limits import Turns, whole_body
+from diskprefix.server.limits import LARGE_BYTES, BodyPace, CountedRequest, Turns
 from diskprefix.server.log_context import log_context
 from diskprefix.server.threads import Threads
 
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN_CHARS = 60
-_SMALL_BYTES, LARGE_BYTES = 64 * 1024, 1 << 20
-"""The values in a small body need not be counted. Large ones, above those of agents, let all others go first: what is
-done for them holds Python's lock."""
-_BYTES_PER_S, _BYTES_PER_S_BESIDE = 64 << 20, 8 << 20
-"""The rates at which all large bodies are read: alone, and while the engine computes."""
+_SMALL_BYTES = 64 * 1024
+"""The values in a small body need not be counted."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
 """The pause between two large bodies, as a multiple of the time of parsing the first: alone, and while the engine
 computes."""
@@ -42,47 +39,38 @@ class Bodies:
         """`is_computing` tells whether the engine has requests."""
         self._threads = threads
         self._is_computing = is_computing
-        self._turns = Turns(1)
-        self._read_until = 0.0
-        """The time, on the loop's clock, before which no more of a large body is read."""
+        self._turns, self._pace = Turns(1), BodyPace(is_computing)
 
     async def read_json(self, request: Request, model: type[Model], held: AsyncExitStack) -> Model:
         """Returns the body as `model`. The caller of a large one keeps its turn until `held` is closed, when the prompt
-        is rendered, and for a pause.
+        is rendered, and for a pause. A thread for large bodies does all work in between, so that a caller's other
+        requests do not lengthen the turn.
 
-        Raises `InvalidRequest`, `HTTPException` 415, and the errors of `whole_body`.
+        Raises `InvalidRequest`, `HTTPException` 415, and the errors of `BodyPace.whole_body`.
         """
         _check_content_type(request)
-        body = await whole_body(request.headers, self._paced(request.stream()))
+        place: CountedRequest = request.state.place
+        body = await self._pace.whole_body(request.headers, request.stream(), place.add)
+        held.callback(place.release)
         # In a thread, because it would block the event loop.
         if len(body) <= LARGE_BYTES:
-            return await self._threads.run("parsing", _parse, body, model)
-        caller = log_context(request).caller.tenant
+            return await self._threads.run_for(request, "parsing", _parse, body, model)
+        caller = log_context(request).caller.account
         await self._turns.take(caller)
         loop = asyncio.get_running_loop()
         took_s, began = 0.0, loop.time()
 
         def give_back() -> None:
+            request.state.is_large = False
             pause = _PAUSE_BESIDE if self._is_computing() else _PAUSE
             loop.call_later(pause * took_s, self._turns.give_back, caller)
 
+        request.state.is_large = True
         held.callback(give_back)
         try:
-            return await self._threads.run("large", _parse, body, model)
+            return await self._threads.run_for(request, "parsing", _parse, body, model)
         finally:
             took_s = loop.time() - began
-
-    async def _paced(self, pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-        """Yields the pieces of a body. The client of a large one waits between them: its socket is not read."""
-        num_bytes = 0
-        async for piece in pieces:
-            yield piece
-            num_bytes += len(piece)
-            if num_bytes > LARGE_BYTES:
-                now = asyncio.get_running_loop().time()
-                rate = _BYTES_PER_S_BESIDE if self._is_computing() else _BYTES_PER_S
-                self._read_until = max(now, self._read_until) + len(piece) / rate
-                await asyncio.sleep(self._read_until - now)
 
 
 def _parse(body: bytes, model: type[Model]) -> Model:

@@ -25,7 +25,7 @@ from diskprefix.server.limits import InFlight, Turns
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.process.systemd import notify
 from diskprefix.server.recent import PrefixBreaks, RecentRequests
-from diskprefix.server.serving import Serving
+from diskprefix.server.serving import CacheCounts, Serving
 from diskprefix.server.threads import Threads
 from diskprefix.settings import Settings
 
@@ -62,8 +62,7 @@ class Daemon:
         """True if a front process has found the model of each request by its name."""
         self.hibernates = False
         """True if what only memory has is saved in the end, because the model is unloaded."""
-        self.on_ready: Callable[[Serving, dict[str, Any]], None] = lambda _serving, _stats: None
-        """Called with the counts of the cache, too."""
+        self.on_ready: Callable[[Serving], None] = lambda _serving: None
         self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
         """Called when the load fails, and when the accelerator is lost."""
         self.at_load: list[Callable[[Serving], None]] = []
@@ -95,7 +94,13 @@ class Daemon:
             return "failed"
         if self.serving is None:
             return "loading"
-        return "degraded" if self.serving.engine.cache.health[0] == "degraded" else "ok"
+        return "degraded" if self.hang or self.serving.engine.cache.health[0] == "degraded" else "ok"
+
+    @property
+    def hang(self) -> str:
+        """The work beside the engine that should have ended by now, in words; empty if there is none."""
+        seconds = self.threads.overdue_s
+        return f"a prompt has been rendered for {seconds:.0f} s; the chat template may never end" if seconds else ""
 
     @property
     def status_line(self) -> str:
@@ -107,6 +112,7 @@ class Daemon:
         problem = f"; the cache is degraded ({error})" if state == "degraded" else ""
         step_s = inbox.heartbeat.working_s
         hangs = f"; one step has taken {step_s:.0f} s" if step_s >= _LONG_STEP_S else ""
+        hangs += f"; {self.hang}" if self.hang else ""
         return f"{self.doing}; {inbox.num_running} running, {inbox.queue_depth} waiting{problem}{hangs}"
 
     @property
@@ -181,14 +187,13 @@ class Daemon:
             serving = self._serve(report)
             for call in self.at_load:
                 call(serving)
-            stats = serving.engine.cache.stats()
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)
         except Exception as error:
             log.exception("loading failed unexpectedly")
             _call_soon(loop, self._failed, DiskPrefixError(f"loading failed unexpectedly: {error}"))
         else:
-            _call_soon(loop, self._loaded, serving, stats)
+            _call_soon(loop, self._loaded, serving)
 
     def _serve(self, progress: Progress) -> Serving:
         scope = parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -221,6 +226,7 @@ class Daemon:
             renderer=renderer,
             scope=scope,
             model_name=self.settings.served_model_name or engine.model_name,
+            counts=CacheCounts(self.threads, engine.cache.stats),
             takes_any_name=self.takes_any_name,
             fingerprint=f"fp_{str(engine.identity.get('root', ''))[:16]}",
             loaded_at=int(time.time()),
@@ -234,11 +240,11 @@ class Daemon:
         self.doing = line
         notify(STATUS=line)
 
-    def _loaded(self, serving: Serving, stats: dict[str, Any]) -> None:
+    def _loaded(self, serving: Serving) -> None:
         self.serving = serving
         self._is_decided.set()
         if not self._stopping:
-            self.on_ready(serving, stats)
+            self.on_ready(serving)
 
     def _failed(self, error: DiskPrefixError) -> None:
         self.failure = error

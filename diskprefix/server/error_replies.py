@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -33,9 +31,6 @@ log = logging.getLogger("diskprefix")
 
 _RESPONSES_PATH = "/v1/responses"
 
-_LINGER_BYTES = 256 * 1024**2
-_LINGER_S = 10.0
-
 
 def _written(scope: Scope, error: DiskPrefixError) -> Json:
     """Returns the error in the form of the API that was called. Anthropic's clients name theirs on every route."""
@@ -58,11 +53,9 @@ def note_failure(scope: Scope, error: DiskPrefixError) -> None:
 
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Returns the response that tells an error, with `headers` or else those that follow from the error."""
-    if error.http_status in (408, 413):
+    if error.http_status == 408:
         headers = {"Connection": "close"}
-    headers = retry_headers(error) or headers
-    response = LingeringResponse if error.http_status == 413 else JSONResponse
-    return response(_written(scope, error), error.http_status, headers)
+    return JSONResponse(_written(scope, error), error.http_status, retry_headers(error) or headers)
 
 
 def early_sign(scope: Scope) -> bytes:
@@ -85,26 +78,6 @@ async def refuse(
     """Answers a request from a middleware, and notes the reason for the log."""
     log_context(Request(scope)).error = logged(error)
     await error_response(scope, error, headers)(scope, receive, send)
-
-
-class LingeringResponse(JSONResponse):
-    """A response to a request whose body was not read to its end.
-
-    Closing a socket with unread bytes resets the connection, and many clients then never see the response. So the
-    response is sent first, and the rest of the body is read and discarded, within limits of size and time.
-    """
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        num_bytes = 0
-        with contextlib.suppress(TimeoutError, ClientDisconnect):
-            async with asyncio.timeout(_LINGER_S):
-                async for chunk in Request(scope, receive).stream():
-                    num_bytes += len(chunk)
-                    if num_bytes > _LINGER_BYTES:
-                        break
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _on_diskprefix_error(request: Request, error: Exception) -> Response:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
-from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,7 +25,6 @@ from diskprefix.server.limits import InFlight
 OPEN_PATHS = frozenset({"/", "/chat", "/dashboard", "/favicon.ico", "/health"})
 """The paths that need no key: load balancers, service managers, probing clients and pages have none."""
 
-_PAGES = frozenset({"/", "/chat", "/dashboard"})
 _LINKED_PATHS = OPEN_PATHS | {"/docs"}
 """The paths to which other sites' pages may have links. They show nothing before they have asked for it."""
 
@@ -46,30 +44,24 @@ class Auth:
             return
         # Not imported above: the front process, which has the same guards, has no FastAPI.
         from starlette.requests import Request
-        from starlette.responses import Response
 
         from diskprefix.server.error_replies import refuse
         from diskprefix.server.log_context import log_context
 
         try:
-            entrance = entered(self._who, scope)
             log_context(Request(scope)).caller = caller = caller_of(self._who, scope)
-            counted = self._in_flight.counted(scope, caller.tenant)
+            counted = self._in_flight.counted(scope, caller.account)
         except DiskPrefixError as error:
             await refuse(scope, receive, send, error, {"WWW-Authenticate": "Bearer"})
             return
-        with counted:
-            if entrance is None:
-                await self._app(scope, receive, send)
-            else:
-                await Response(status_code=303, headers=entrance)(scope, receive, send)
+        with counted as scope["state"]["place"]:
+            await self._app(scope, receive, send)
 
 
 def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
-    """Returns the caller of a request. Raises `HttpError` 401 if it needs a key and has none in force."""
+    """Returns the caller of a request. Raises `HttpError` 401 if it needs a key and has none in force, or if its token
+    is that of another start."""
     headers = Headers(scope=scope)
-    if isinstance(who, OwnerToken):
-        return who.caller(headers)
     # Anthropic's clients send the key alone, in a header of its own.
     key = headers.get("x-api-key")
     authorization = headers.get("authorization") or (key and f"Bearer {key}")
@@ -78,26 +70,10 @@ def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
         return caller
     if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
         return NOBODY
+    if isinstance(who, OwnerToken):
+        raise HttpError(401, f"the token is not this daemon's, which has a new one at each start: {TOKEN_PLACE}")
     missing = "an API key is needed: send the header Authorization: Bearer KEY"
     raise HttpError(401, "the API key is not one of this daemon's" if authorization else missing)
-
-
-def entered(who: ApiKeys | OwnerToken, scope: Scope) -> dict[str, str] | None:
-    """Returns the headers of a redirection for the link to a page with the owner's token: the address loses the token,
-    and the browser keeps it. Returns None for other requests. Raises `HttpError` 401 if the token is wrong."""
-    if not isinstance(who, OwnerToken) or scope["path"] not in _PAGES:
-        return None
-    given = parse_qs(scope["query_string"].decode("latin-1")).get("token")
-    if given is None:
-        return None
-    if not who.is_shown(given[0]):
-        raise HttpError(401, f"the link's token is not the daemon's, which has a new one at each start: {TOKEN_PLACE}")
-    return {
-        "Location": f".{scope['path']}",
-        "Set-Cookie": f"{who.cookie}={who.text}; Path=/; HttpOnly; SameSite=Strict",
-        "Cache-Control": "no-store",
-        "Referrer-Policy": "no-referrer",
-    }
 
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

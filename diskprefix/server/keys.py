@@ -7,14 +7,15 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from diskprefix.api.error_forms import HttpError
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.private_file import read_private
 from diskprefix.tenant_ids import short_tenant
+from diskprefix.user_key import user_key
 
 log = logging.getLogger("diskprefix")
 
@@ -32,48 +33,70 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request, with a name for the log. `sees_all`: everybody's figures are shown to it. `is_owner`:
-    also everybody's texts, and it may delete and control."""
+    """The sender of a request. `name` is that of its API key, for the log. `sees_all`: everybody's figures are shown to
+    it. `is_owner`: also everybody's texts, and it may delete and control."""
 
     name: str | None = None
     tenant: Tenant = SHARED
     sees_all: bool = False
     is_owner: bool = False
 
+    @property
+    def account(self) -> Tenant:
+        """The caller to limits and turns: an API key. Without API keys all callers are one, because a client can choose
+        any number of bearers."""
+        return SHARED if self.name is None else self.tenant
+
+    def require_admin(self) -> None:
+        """Raises `HttpError` 403 for others: figures over all requests show one tenant what another does."""
+        if not self.sees_all:
+            raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
+
+    def require_owner(self) -> None:
+        """Raises `HttpError` as `require_admin`, and without keys 401 for those without the token."""
+        self.require_admin()
+        if not self.is_owner:
+            what = "this shows texts of prompts, or changes something, and needs the daemon's token"
+            raise HttpError(401, f"{what}: {TOKEN_PLACE}")
+
 
 ANYBODY = Caller(sees_all=True)
-"""The caller of a request without the token, to a daemon without keys."""
-OWNER = Caller(sees_all=True, is_owner=True)
-"""The caller of a request with the token, to a daemon without keys."""
+"""The caller of a request without a bearer, to a daemon without keys."""
 NOBODY = Caller()
 """The caller of a request without a valid key, to a daemon with keys."""
 
 
-TOKEN_PLACE = "open the link that `diskprefix serve` printed, or send the header Authorization: Bearer TOKEN"
-WITHOUT_TOKEN = f"this shows texts of prompts, or changes something, and needs the daemon's token: {TOKEN_PLACE}"
+TOKEN_PLACE = "`diskprefix dashboard` opens the page with it, and programs send the header Authorization: Bearer TOKEN"
+_TOKEN_MARK = "diskprefix-owner-"
+"""What tokens begin with. A token of an earlier start is refused, and not taken for the key of a tenant."""
 
 
 @dataclass(frozen=True)
 class OwnerToken:
-    """The token of a daemon without API keys. Browsers keep it in `cookie`, whose name no other port has: cookies
-    belong to a host."""
+    """The token of a daemon without API keys. The owner's `tenant` is that of the key which the agents of the daemon's
+    user send (`user_key`), so that they find what the owner's commands and pages have computed."""
 
-    text: str
-    cookie: str
+    text: str = field(repr=False)
+    tenant: Tenant
 
     @classmethod
-    def new(cls, port: int) -> OwnerToken:
-        return cls(secrets.token_urlsafe(32), f"diskprefix-{port}")
+    def new(cls) -> OwnerToken:
+        text = _TOKEN_MARK + secrets.token_urlsafe(32)
+        try:
+            return cls(text, Tenant.of_key(user_key()))
+        except SettingsError as error:
+            log.warning("[auth] %s; agents of this user do not find what its commands and pages compute", error.message)
+            return cls(text, Tenant.of_key(text))
 
-    def caller(self, headers: Mapping[str, str]) -> Caller:
-        """Returns the caller of a request with `headers`, whose names are in lower case."""
-        bearer = _BEARER.fullmatch(headers.get("authorization", ""))
-        cookies = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
-        shown = [value for name, _, value in cookies if name == self.cookie] + ([bearer[1]] if bearer else [])
-        return OWNER if any(map(self.is_shown, shown)) else ANYBODY
-
-    def is_shown(self, shown: str) -> bool:
-        return hmac.compare_digest(shown.encode(errors="replace"), self.text.encode())
+    def caller(self, authorization: str | None) -> Caller | None:
+        """Returns the caller with this header `Authorization`: the owner, or the tenant of a key that the client has
+        chosen. Returns None for the token of another start."""
+        match = _BEARER.fullmatch(authorization or "")
+        if match is None:
+            return ANYBODY
+        if hmac.compare_digest(match[1].encode(errors="replace"), self.text.encode()):
+            return Caller(tenant=self.tenant, sees_all=True, is_owner=True)
+        return None if match[1].startswith(_TOKEN_MARK) else Caller(tenant=Tenant.of_key(match[1]), sees_all=True)
 
 
 class ApiKeys:

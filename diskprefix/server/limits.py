@@ -1,14 +1,14 @@
-"""The three limits by which callers share a daemon: bytes of a body, requests in flight, and turns.
+"""The limits by which callers share a daemon: bytes of bodies and their pace, requests in flight, and turns.
 
-A caller is an API key, whatever salts its requests have. Without keys, all are one caller.
+A caller is the `account` of a `keys.Caller`: an API key, whatever salts its requests have. Without keys, all are one.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from diskprefix.api.error_forms import HttpError
@@ -21,72 +21,142 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
 MAX_BODY_BYTES = 32 * 1024**2
+LARGE_BYTES = 1 << 20
+"""A body above this size, above those of agents, lets all others go first."""
+_MOST_BODIES, _MOST_BODIES_OF_KEY = 4, 2
+"""Bytes of bodies that wait, as multiples of the largest body: of all callers, and of one key."""
 _PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
 """The time for a body to arrive, and the least rate: 128 kbit/s suffice for any size."""
+_BYTES_PER_S, _BYTES_PER_S_BESIDE = 64 << 20, 8 << 20
+"""The rates at which all large bodies are read: alone, and while the engine computes."""
 _RETRY_AFTER_S = 2
 
 
-async def whole_body(headers: Mapping[str, str], pieces: AsyncIterable[bytes]) -> bytes:
-    """Returns a body that arrives in pieces. Raises `HttpError` 413 if it is too large, 408 if it comes too slowly."""
-    too_large = HttpError(413, f"the body is larger than {format_size(MAX_BODY_BYTES)}")
-    declared = headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise too_large
-    body, began = bytearray(), asyncio.get_running_loop().time()
-    try:
-        async with asyncio.timeout(_PATIENCE_S) as limit:
-            async for piece in pieces:
-                body += piece
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_large
-                limit.reschedule(began + _PATIENCE_S + len(body) / _LEAST_BYTES_PER_S)
-    except TimeoutError as error:
-        raise HttpError(408, f"the body did not arrive in time; {len(body)} bytes of it did") from error
-    return bytes(body)
+class BodyPace:
+    """Slows the reading of large bodies: their sockets are not read for a while. For the event loop."""
+
+    def __init__(self, is_computing: Callable[[], bool] = lambda: False) -> None:
+        """`is_computing` tells whether the engine has requests."""
+        self._is_computing = is_computing
+        self._read_until = 0.0
+        """The time, on the loop's clock, before which no more of a large body is read."""
+
+    async def whole_body(
+        self, headers: Mapping[str, str], pieces: AsyncIterable[bytes], add: Callable[[int], None] = lambda _: None
+    ) -> bytes:
+        """Returns a body that arrives in pieces; `add` counts their bytes. Raises `HttpError` 413 if it is too large,
+        408 if it comes too slowly, and the errors of `add`."""
+        too_large = HttpError(413, f"the body is larger than {format_size(MAX_BODY_BYTES)}")
+        if _declared(headers.get("content-length", "")) > MAX_BODY_BYTES:
+            raise too_large
+        loop, body, num_bytes = asyncio.get_running_loop(), list[bytes](), 0
+        began = loop.time()
+        try:
+            async with asyncio.timeout(_PATIENCE_S) as limit:
+                async for piece in pieces:
+                    body.append(piece)
+                    num_bytes += len(piece)
+                    if num_bytes > MAX_BODY_BYTES:
+                        raise too_large
+                    add(len(piece))
+                    limit.reschedule(began + _PATIENCE_S + num_bytes / _LEAST_BYTES_PER_S)
+                    if num_bytes > LARGE_BYTES:
+                        rate = _BYTES_PER_S_BESIDE if self._is_computing() else _BYTES_PER_S
+                        self._read_until = max(loop.time(), self._read_until) + len(piece) / rate
+                        await asyncio.sleep(self._read_until - loop.time())
+        except TimeoutError as error:
+            raise HttpError(408, f"the body did not arrive in time; {num_bytes} bytes of it did") from error
+        return b"".join(body)
+
+
+def _declared(content_length: str) -> int:
+    return int(content_length) if content_length.isdigit() else 0
 
 
 class InFlight:
-    """The requests that are not answered to their end: their bodies arrive, they wait, run, or are being read. For the
-    event loop."""
+    """The requests that are not answered to their end: their bodies arrive, they wait, run, or are being read; and the
+    bytes of bodies that wait. For the event loop."""
 
     def __init__(self, settings: Settings) -> None:
         self.most = settings.max_queue + settings.max_sequences
         self.most_of_key = max(1, settings.max_queue // 2) + settings.max_sequences
+        self._has_keys = settings.api_keys is not None
         self._of: Counter[Tenant] = Counter()
+        self.bytes_of: Counter[Tenant] = Counter()
 
     @property
     def num(self) -> int:
         return self._of.total()
 
-    def counted(self, scope: Scope, caller: Tenant) -> AbstractContextManager[None]:
+    def counted(self, scope: Scope, caller: Tenant) -> AbstractContextManager[CountedRequest]:
         """Counts a request until the returned context ends, if it may take memory: one with a body, or for a stored
-        response.
+        response. A body of declared length must have room; its bytes count as they arrive, so that one that never
+        comes takes none.
 
         Raises `ShareFull` for a key with too many of them, `QueueFull` if there are too many of all callers. A key that
-        has none in flight has a place whatever others do.
+        has none in flight has a place whatever others do, and room for a body.
         """
         if scope["method"] != "POST" and not scope["path"].startswith("/v1/responses"):
-            return nullcontext()
+            return self._until_end(caller, 0)
         if caller != SHARED and self._of[caller] >= self.most_of_key:
             raise ShareFull(
                 f"{self.most_of_key} requests with this API key are not answered yet, and the other places are for "
                 "others; try again later or raise --max-queue",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        if self.num >= self.most and (caller == SHARED or self._of[caller]):
+        if self.num >= self.most and not (self._has_keys and not self._of[caller]):
             raise QueueFull(
                 f"{self.most} requests are not answered yet; try again later or raise --max-queue",
                 retry_after_s=_RETRY_AFTER_S,
             )
+        declared = dict(scope["headers"]).get(b"content-length", b"").decode("latin-1")
+        # One that is larger is a 413.
+        self.require_room(caller, min(_declared(declared), MAX_BODY_BYTES))
         self._of[caller] += 1
-        return self._until_end(caller)
+        return self._until_end(caller, 1)
+
+    def require_room(self, caller: Tenant, num_bytes: int) -> None:
+        """Raises `ShareFull` or `QueueFull` if there is no room for so many bytes of bodies more."""
+        held, whose = self.bytes_of[caller] + num_bytes, ""
+        if caller != SHARED and held > _MOST_BODIES_OF_KEY * MAX_BODY_BYTES:
+            error: type[QueueFull] = ShareFull
+            most, whose = _MOST_BODIES_OF_KEY * MAX_BODY_BYTES, " with this API key"
+        elif self.bytes_of.total() + num_bytes > _MOST_BODIES * MAX_BODY_BYTES and not (
+            self._has_keys and held <= MAX_BODY_BYTES
+        ):
+            error, most = QueueFull, _MOST_BODIES * MAX_BODY_BYTES
+        else:
+            return
+        said = f"the bodies of requests{whose} that wait may have {format_size(most)} together; try again later"
+        raise error(said, retry_after_s=_RETRY_AFTER_S)
 
     @contextmanager
-    def _until_end(self, caller: Tenant) -> Iterator[None]:
+    def _until_end(self, caller: Tenant, number: int) -> Iterator[CountedRequest]:
+        place = CountedRequest(self, caller)
         try:
-            yield
+            yield place
         finally:
-            self._of -= Counter({caller: 1})
+            place.release()
+            self._of -= Counter({caller: number})
+
+
+class CountedRequest:
+    """One request in flight, and the bytes of its body that are in memory."""
+
+    def __init__(self, in_flight: InFlight, caller: Tenant) -> None:
+        self._in_flight, self._caller = in_flight, caller
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that have arrived. Raises the errors of `InFlight.require_room`."""
+        self._in_flight.require_room(self._caller, num_bytes)
+        self._in_flight.bytes_of[self._caller] += num_bytes
+        self.num_bytes += num_bytes
+
+    def release(self) -> None:
+        """The body is not in memory any more."""
+        self._in_flight.bytes_of -= Counter({self._caller: self.num_bytes})
+        self.num_bytes = 0
 
 
 class Turns:

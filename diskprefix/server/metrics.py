@@ -315,5 +315,5 @@ class ServerMetrics:
 
     async def render(self, serving: Serving | None) -> bytes:
         """Returns the text that a scrape gets. `serving` is None while the model loads."""
-        stats = await serving.cache_stats() if serving else {}
+        stats = await serving.counts.newest() if serving else {}
         return generate_latest(self.registry) + generate_latest(EngineCollector(serving, stats))

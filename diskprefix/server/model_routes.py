@@ -137,12 +137,12 @@ class DetokenizeRequest(Body):
 
 
 async def _answer(request: Request, body: type[B], work: Callable[[PromptRenderer, B], dict[str, Any]]) -> Response:
-    """Reads the body, and does the work in a thread."""
+    """Reads the body, and does the work in a thread, one request of a caller at a time."""
     daemon: Daemon = request.app.state.daemon
     async with AsyncExitStack() as held:
         read = await daemon.bodies.read_json(request, body, held)
         serving = await daemon.ready()
-        content = await daemon.threads.run("rendering", lambda: json_text(work(serving.renderer, read)))
+        content = await daemon.threads.run_for(request, "counting", lambda: json_text(work(serving.renderer, read)))
     return Response(content, media_type="application/json")
 
 

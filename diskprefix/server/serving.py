@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
 from diskprefix.nouns import Scope, require_model_name
 from diskprefix.printable import shown
+from diskprefix.server.threads import Threads
 
 if TYPE_CHECKING:
     from diskprefix.engine.inbox import Inbox
     from diskprefix.engine.loop import Engine
+
+
+_COUNTS_S, _PATIENCE_S = 2.0, 0.5
+"""The time for which counts are kept, and the time to wait for new ones."""
+
+
+class CacheCounts:
+    """The counts of the cache. They are read from the disk in a thread; while it is slow, the last ones are shown."""
+
+    def __init__(self, threads: Threads, read: Callable[[], dict[str, Any]]) -> None:
+        """Reads them once. All else is for the event loop."""
+        self._threads, self._read = threads, read
+        self.last = read()
+        self._read_at = time.monotonic()
+        self._reading: asyncio.Task[dict[str, Any]] | None = None
+
+    async def newest(self, max_age_s: float = _COUNTS_S) -> dict[str, Any]:
+        """Returns counts that are at most `max_age_s` old, unless the disk is slow."""
+        if self._reading is None and time.monotonic() >= self._read_at + max_age_s:
+            self._reading = asyncio.create_task(self._threads.run("inspecting", self._read))
+            self._reading.add_done_callback(self._done)
+        if self._reading is not None:
+            await asyncio.wait({self._reading}, timeout=_PATIENCE_S)
+        return self.last
+
+    def _done(self, reading: asyncio.Task[dict[str, Any]]) -> None:
+        self._reading, self._read_at = None, time.monotonic()
+        if not reading.cancelled() and reading.exception() is None:
+            self.last = reading.result()
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,13 +60,8 @@ class Serving:
     fingerprint: str
     loaded_at: int
     startup_s: dict[str, float]
+    counts: CacheCounts
     takes_any_name: bool = False
-    _reading_stats: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-    async def cache_stats(self) -> dict[str, Any]:
-        """Returns the cache's counts, read in a thread because they come from the disk; one read at a time."""
-        async with self._reading_stats:
-            return await asyncio.to_thread(self.engine.cache.stats)
 
     def require_model(self, name: str | None) -> None:
         """Raises `ModelNotFound` for a name other than the served model's. None stands for the served model."""

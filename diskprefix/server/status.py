@@ -6,14 +6,12 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Depends
-from fastapi.exceptions import HTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import replies
-from diskprefix.server.keys import ADMIN, WITHOUT_TOKEN
 from diskprefix.server.log_context import log_context
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
@@ -24,16 +22,11 @@ WELCOME = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "ch
 
 
 async def require_admin(request: Request) -> None:
-    """Raises `HTTPException` 403 for other callers: figures over all requests show one tenant what another does."""
-    if not log_context(request).caller.sees_all:
-        raise HTTPException(403, f"this shows figures of everybody's requests: only the key named {ADMIN} may read it")
+    log_context(request).caller.require_admin()
 
 
 async def require_owner(request: Request) -> None:
-    """Raises `HTTPException` for other callers, as `require_admin`; without keys 401 for those without the token."""
-    await require_admin(request)
-    if not log_context(request).caller.is_owner:
-        raise HTTPException(401, WITHOUT_TOKEN, {"WWW-Authenticate": "Bearer"})
+    log_context(request).caller.require_owner()
 
 
 def _daemon(request: Request) -> Daemon:
@@ -65,7 +58,8 @@ async def no_icon() -> Response:
     summary="Health",
     **replies(
         "`status`: `ok` and `degraded` (200) serve requests, the others (503) do not. With `--api-keys`, only the key "
-        "named `admin` gets more: `message` while the model loads, `model`, `cache`, `queue_depth` and `running`."
+        "named `admin` gets more: `message` while the model loads or a prompt hangs, `model`, `cache`, `queue_depth` "
+        "and `running`."
     ),
 )
 async def health(request: Request) -> JSONResponse:
@@ -76,7 +70,7 @@ async def health(request: Request) -> JSONResponse:
     content |= dict.fromkeys(("message", "model", "cache", "queue_depth", "running"))
     status_code = 200 if daemon.status in ("ok", "degraded") else 503
     if log_context(request).caller.sees_all:
-        content["message"] = daemon.doing if daemon.status == "loading" else None
+        content["message"] = daemon.doing if daemon.status == "loading" else daemon.hang or None
         content["queue_depth"], content["running"] = daemon.num_arriving, 0
         if serving is not None:
             state, error = serving.engine.cache.health
@@ -97,8 +91,8 @@ async def props(request: Request, check: bool = False) -> dict[str, Any]:
     `wrong_pages` says what is wrong with the pages of KV memory: nothing, if all is well."""
     daemon = _daemon(request)
     serving = await daemon.ready()
-    stats = await serving.cache_stats()
-    checked = {"wrong_pages": await daemon.threads.run("rendering", serving.engine.check_memory)} if check else {}
+    stats = await serving.counts.newest(0.0)
+    checked = {"wrong_pages": await daemon.threads.run("inspecting", serving.engine.check_memory)} if check else {}
     return checked | {
         "version": __version__,
         "model": _model_props(serving),

@@ -33,11 +33,12 @@ Salt = Annotated[
 async def _answer(request: Request, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
     """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes."""
     daemon: Daemon = request.app.state.daemon
-    caller = log_context(request).caller.tenant
+    caller = log_context(request).caller
     serving = await daemon.ready()
-    store = ResponseStore(serving.engine.cache.notes(caller if salt is None else caller.with_salt(salt)))
-    async with daemon.stored_turns.of(caller):
-        content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
+    tenant = caller.tenant if salt is None else caller.tenant.with_salt(salt)
+    store = ResponseStore(serving.engine.cache.notes(tenant))
+    async with daemon.stored_turns.of(caller.account):
+        content = await daemon.threads.run_for(request, "rendering", lambda: json_text(read(store)))
     return Response(content, media_type="application/json")
 
 

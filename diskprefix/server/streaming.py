@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeAlias
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -15,8 +17,8 @@ from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
 from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.error_replies import early_failure, early_sign, error_response, logged, note_failure
-from diskprefix.server.generation import Generation, Generations, LiveEvent
+from diskprefix.server.error_replies import early_failure, early_sign, logged, note_failure
+from diskprefix.server.generation import Generation, Generations
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 log = logging.getLogger("diskprefix")
@@ -29,91 +31,65 @@ _FIRST_BYTES = b": diskprefix\n\n"
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-
-class _Connection:
-    """Sends a response, and knows when it is time for a sign of life. `clock` returns seconds."""
-
-    def __init__(self, send: Send, generation: Generation | Generations, clock: Callable[[], float]) -> None:
-        self._send = send
-        self._generation = generation
-        self._clock = clock
-        self._sent_at = clock()
-        self.has_begun = False
-
-    async def next(self) -> LiveEvent | None:
-        """Returns the next event, or None if nothing was sent for `KEEPALIVE_S`, though there may be events."""
-        left_s = self._sent_at + KEEPALIVE_S - self._clock()
-        return await self._generation.next(left_s) if left_s > 0 else None
-
-    async def begin(self, response: Response) -> None:
-        self.has_begun = True
-        await self._send(
-            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
-        )
-
-    async def body(self, data: bytes, *, more: bool = True) -> None:
-        if data or not more:
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
-            self._sent_at = self._clock()
+Write: TypeAlias = Callable[[Callable[[], bytes]], Awaitable[bytes]]
+"""Runs a function in a thread. All that was said may be written once more at the end, megabytes with log
+probabilities."""
 
 
-class _ReplyResponse(Response):
-    """A response whose body is made of the engine's events. `clock` returns seconds."""
+class EventStream(Response):
+    """Streams a reply. After the headers, an error is an event of the stream. `clock` returns seconds."""
 
-    first_headers: Mapping[str, str] | None = None
+    media_type = "text/event-stream"
 
     def __init__(
         self,
         generation: Generation | Generations,
         reader: ReplyReader,
         writer: ReplyWriter,
+        write: Write,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(headers=self.first_headers)
+        super().__init__(headers=_STREAM_HEADERS)
         del self.headers["content-length"]
-        self._generation = generation
-        self._reader = reader
-        self._writer = writer
+        self._generation, self._reader, self._writer, self._write = generation, reader, writer, write
         self._clock = clock
-
-
-class EventStream(_ReplyResponse):
-    """Streams a reply. After the headers, an error is an event of the stream."""
-
-    media_type = "text/event-stream"
-
-    first_headers = _STREAM_HEADERS
+        self._sent_at = clock()
+        self._send: Send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
-        connection = _Connection(send, self._generation, self._clock)
+        self._send = send
         try:
-            await connection.begin(self)
-            await connection.body(_FIRST_BYTES + _encoded(self._writer.begin()))
-            await self._stream(connection)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._body(_FIRST_BYTES + _encoded(self._writer.begin()))
+            await self._stream()
         except DiskPrefixError as error:
             note_failure(scope, error)
             log.error("a stream ended early: %s", logged(error))
-            await connection.body(_encoded(self._writer.failure(error)), more=False)
+            await self._body(_encoded(self._writer.failure(error)), more=False)
         except ClientDisconnect:
             log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
         finally:
             self._generation.close()
 
-    async def _stream(self, connection: _Connection) -> None:
+    async def _stream(self) -> None:
         event = None
         while not isinstance(event, DoneEvent):
-            event = await connection.next()
+            # There may be events that are not sent, such as a text that is held back.
+            left_s = self._sent_at + KEEPALIVE_S - self._clock()
+            event = await self._generation.next(left_s) if left_s > 0 else None
             if event is None:
-                await connection.body(self._writer.keepalive())
+                await self._body(self._writer.keepalive())
                 continue
             for reply_event in self._reader.read(event):
-                if isinstance(reply_event, EndEvent | DoneEvent):
-                    # In a thread: all that was said may be in them once more.
-                    data = await asyncio.to_thread(self._written, reply_event)
-                else:
-                    data = self._written(reply_event)
-                await connection.body(data)
-        await connection.body(b"", more=False)
+                written = partial(self._written, reply_event)
+                is_end = isinstance(reply_event, EndEvent | DoneEvent)
+                await self._body(await self._write(written) if is_end else written())
+        await self._body(b"", more=False)
+
+    async def _body(self, data: bytes, *, more: bool = True) -> None:
+        if data or not more:
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sent_at = self._clock()
 
     def _written(self, event: ReplyEvent) -> bytes:
         return _encoded(self._writer.events(event))
@@ -123,52 +99,21 @@ def _encoded(events: Sequence[ServerSentEvent]) -> bytes:
     return b"".join(event.encode() for event in events)
 
 
-class PatientResponse(_ReplyResponse):
-    """Sends a reply as one JSON object.
-
-    If it takes long, the status and the headers are sent before the reply is there, and then a blank from time to time:
-    JSON may begin with blanks, and a client that waits for headers, or for any byte, does not give up. The status is
-    200 then. If the request fails after that, the connection is closed before the end of the body, which clients take
-    for a failure of the connection: no error can pass for a reply.
-    """
-
-    media_type = "application/json"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = _Connection(send, self._generation, self._clock)
-        try:
-            events = await self._events(connection)
-            self._generation.close()
-            # In a thread: log probabilities of a long reply are a hundred megabytes.
-            content = await asyncio.to_thread(lambda: json_text(self._writer.whole(whole_reply(events))))
-            whole = Response(content, media_type=self.media_type)
-            if connection.has_begun:
-                await connection.body(bytes(whole.body), more=False)
-            else:
-                await whole(scope, receive, send)
-        except DiskPrefixError as error:
-            note_failure(scope, error)
-            if not connection.has_begun:
-                await error_response(scope, error)(scope, receive, send)
-                return
-            log.error("a reply ended early: %s", logged(error))
-        except ClientDisconnect:
-            log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
-        finally:
-            self._generation.close()
-
-    async def _events(self, connection: _Connection) -> list[ReplyEvent]:
-        events: list[ReplyEvent] = []
+async def json_reply(
+    generation: Generation | Generations, reader: ReplyReader, writer: ReplyWriter, write: Write
+) -> Response:
+    """Waits for the end of a reply and returns the response that has it as one JSON object. Raises the errors of
+    `Generation.next`."""
+    events: list[ReplyEvent] = []
+    try:
         event = None
         while not isinstance(event, DoneEvent):
-            event = await connection.next()
-            if event is None:
-                if not connection.has_begun:
-                    await connection.begin(self)
-                await connection.body(b"\n")
-                continue
-            events += self._reader.read(event)
-        return events
+            event = await generation.next(KEEPALIVE_S)
+            events += reader.read(event) if event is not None else ()
+    finally:
+        generation.close()
+    content = await write(lambda: json_text(writer.whole(whole_reply(events))))
+    return Response(content, media_type="application/json")
 
 
 async def first_signs(preparing: asyncio.Task[Response], *, is_stream: bool) -> Response:
@@ -178,10 +123,16 @@ async def first_signs(preparing: asyncio.Task[Response], *, is_stream: bool) -> 
 
 
 class HeldResponse(Response):
-    """Begins before it is known whether a request can be served. An error is sent as in a reply that fails."""
+    """Begins before the response is there, with signs of life: clients that wait for headers, or for any byte, do not
+    give up. JSON may begin with blanks.
+
+    The status is 200. If the request fails after that, the error is an event of the stream. Without a stream the
+    connection is closed before the end of the body, which clients take for a failure of the connection: no error can
+    pass for a reply.
+    """
 
     def __init__(self, preparing: asyncio.Task[Response], *, is_stream: bool) -> None:
-        self.media_type = EventStream.media_type if is_stream else PatientResponse.media_type
+        self.media_type = EventStream.media_type if is_stream else "application/json"
         super().__init__(headers=_STREAM_HEADERS if is_stream else None)
         del self.headers["content-length"]
         self._preparing = preparing
@@ -196,20 +147,24 @@ class HeldResponse(Response):
                 await send({"type": "http.response.body", "body": sign, "more_body": True})
                 waited = {self._preparing, leaving}
                 await asyncio.wait(waited, timeout=KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                if leaving.done():
-                    log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
-                    return
+                # A response that is ready knows by itself that the client has left, and closes what it has.
+                if leaving.done() and not self._preparing.done():
+                    raise ClientDisconnect
             await self._go_on(scope, receive, send)
+        except ClientDisconnect:
+            log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
         finally:
             leaving.cancel()
             self._preparing.cancel()
+            # The log line of the request has how far it came.
+            await asyncio.wait({self._preparing})
 
     async def _go_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = self._preparing.result()
         except DiskPrefixError as error:
             note_failure(scope, error)
-            log.error("a request that waited cannot be served: %s", logged(error))
+            log.error("a reply ended early: %s", logged(error))
             if self._is_stream:
                 await send({"type": "http.response.body", "body": early_failure(scope, error), "more_body": False})
             return

@@ -6,23 +6,42 @@ import asyncio
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Hashable
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any, Literal, TypeAlias, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
+
 from diskprefix.server.limits import Turns
+from diskprefix.server.log_context import log_context
 
 T = TypeVar("T")
 
-Kind: TypeAlias = Literal["parsing", "rendering", "large", "images", "compiling", "stopping"]
+Kind: TypeAlias = Literal[
+    "parsing", "rendering", "large", "images", "compiling", "counting", "writing", "inspecting", "stopping"
+]
 
-_NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "large": 1, "images": 1, "compiling": 16, "stopping": 2}
-"""The first image of each size takes up to a second. A thread that compiles waits for a process."""
-_BEHIND: tuple[Kind, ...] = ("large", "images")
+_NUM_THREADS: dict[Kind, int] = {
+    "parsing": 2,
+    "rendering": 2,
+    "large": 1,
+    "images": 1,
+    "compiling": 16,
+    "counting": 2,
+    "writing": 2,
+    "inspecting": 3,
+    "stopping": 2,
+}
+"""The first image of each size takes up to a second. A thread that compiles waits for a process. Three kinds of work
+inspect the daemon, each one at a time: all of them may wait for a disk."""
+_BEHIND: tuple[Kind, ...] = ("large", "images", "counting")
 """These threads let the engine go first: its own wait for each other many times in a step, and where another has the
 processor of one of them, all wait for that."""
 _NICE = 10
+_DEADLINE_S: dict[Kind, float] = {"rendering": 60.0, "counting": 60.0, "images": 600.0, "large": 600.0}
+"""A chat template is code, which may never end. Nothing else takes these threads as long."""
 
 
 def _let_others_first() -> None:
@@ -36,31 +55,42 @@ def _let_others_first() -> None:
 class Threads:
     """Pools of threads, for the event loop. Threads start with the first work that needs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._of = {
             kind: ThreadPoolExecutor(number, kind, initializer=_let_others_first if kind in _BEHIND else None)
             for kind, number in _NUM_THREADS.items()
         }
-        self._compiling = Turns(_NUM_THREADS["compiling"])
+        self._turns = {kind: Turns(number) for kind, number in _NUM_THREADS.items()}
         self._begun: set[Future[Any]] = set()
+        self._clock = clock
+        self._due: dict[int, tuple[float, float]] = {}
+        """By thread, when its work began and when it should have ended."""
 
     @property
     def are_busy(self) -> bool:
         """Returns whether some work has not ended. It cannot be ended from outside."""
         return any(not work.done() for work in tuple(self._begun))
 
+    @property
+    def overdue_s(self) -> float:
+        """The seconds since the start of the oldest work that should have ended by now; 0 if all is in time."""
+        now = self._clock()
+        return max((now - began for began, due in tuple(self._due.values()) if now > due), default=0.0)
+
     async def run(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
         """Runs `work` in a thread and returns its result. If the caller is cancelled, it does not begin any more."""
         return await asyncio.wrap_future(self._submit(kind, work, *values))
 
-    async def compile(
-        self, caller: Hashable, is_gone: Callable[[], Awaitable[bool]], work: Callable[[], T]
-    ) -> T | None:
-        """Runs `work` in a thread when it is the caller's turn.
+    async def run_for(self, request: Request, kind: Kind, work: Callable[..., T], *values: Any) -> T:
+        """Runs `work` in a thread when it is the turn of the request's caller, and returns its result.
 
-        Returns None, and does nothing, if `is_gone` then returns True.
+        For each kind of work a caller has one turn at a time, which lasts as long as the work, also if the client
+        leaves. While a request has the turn of large bodies, its work is done by their thread. Raises
+        `ClientDisconnect` if the client has left when its turn comes.
         """
-        loop, turns = asyncio.get_running_loop(), self._compiling
+        if getattr(request.state, "is_large", False):
+            return await self.run("large", work, *values)
+        loop, turns, caller = asyncio.get_running_loop(), self._turns[kind], log_context(request).caller.account
 
         def give_back(_: Future[T]) -> None:
             # The event loop may have ended with the process.
@@ -70,10 +100,9 @@ class Threads:
         with ExitStack() as held:
             await turns.take(caller)
             held.callback(turns.give_back, caller)
-            if await is_gone():
-                return None
-            running = self._submit("compiling", work)
-            # The turn lasts as long as the work, also if the caller has left.
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            running = self._submit(kind, work, *values)
             held.pop_all()
         running.add_done_callback(give_back)
         return await asyncio.wrap_future(running)
@@ -84,7 +113,16 @@ class Threads:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, kind: Kind, work: Callable[..., T], *values: Any) -> Future[T]:
-        running = self._of[kind].submit(work, *values)
+        running = self._of[kind].submit(self._timed, kind, work, *values)
         self._begun.add(running)
         running.add_done_callback(self._begun.discard)
         return running
+
+    def _timed(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
+        thread, began = threading.get_ident(), self._clock()
+        if kind in _DEADLINE_S:
+            self._due[thread] = began, began + _DEADLINE_S[kind]
+        try:
+            return work(*values)
+        finally:
+            self._due.pop(thread, None)

@@ -31,6 +31,9 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 DATA, LMDB_LOCK, LOCK = "data.mdb", "lock.mdb", "diskprefix.lock"
+CRASH = "crash.log"
+"""The file in which a daemon that a signal ends says where its threads were."""
+_MAX_CRASH_BYTES = 1 << 14
 REPLACEMENT = "replacement"
 """The folder in which a new `data.mdb` is written before it replaces the old one."""
 _LMDB_LOCK_BYTES = 8192
@@ -139,7 +142,7 @@ def check_folder(path: Path) -> None:
     """
     if problem := distrusted_by_root(path):
         raise StoreUnavailable(f"--kv-cache-dir {path}: {problem}; run this as that user, or choose another folder")
-    for name in ("", DATA, LMDB_LOCK, LOCK):
+    for name in ("", DATA, LMDB_LOCK, LOCK, CRASH):
         with file_errors(path), suppress(FileNotFoundError):
             _check_place(path, name, os.lstat(path / name) if name else os.stat(path))
 
@@ -336,6 +339,22 @@ class FolderLock:
         """Returns whether the locked file is still the one in the folder. Another process may have removed it
         meanwhile."""
         return os.path.samestat(os.fstat(fd), os.lstat(self._path / LOCK))
+
+
+def crash_file(folder: Path) -> int:
+    """Opens the file in which `faulthandler` writes where threads were. Raises `OSError` if there is no folder yet."""
+    return _open_regular(folder / CRASH, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+
+def read_crash(folder: Path) -> str:
+    """Returns what a daemon wrote when a signal ended it, perhaps because of the store's file; empty if none did."""
+    with suppress(OSError):
+        fd = _open_regular(folder / CRASH, os.O_RDONLY)
+        try:
+            return os.pread(fd, _MAX_CRASH_BYTES, 0).decode(errors="replace").strip()
+        finally:
+            os.close(fd)
+    return ""
 
 
 def _open_regular(file: Path, flags: int) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 from diskprefix.errors import StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.store.environment import Environment, other_lmdb
 from diskprefix.store.folder import (
+    CRASH,
     DATA,
     LMDB_LOCK,
     REPLACEMENT,
@@ -28,6 +29,7 @@ from diskprefix.store.folder import (
     check_folder,
     file_errors,
     make_folder,
+    read_crash,
     reserve_lmdb_lock,
     sync,
 )
@@ -85,10 +87,13 @@ def open_environment(
                 _make_durable(path / DATA, may_write=is_alone)
                 # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
                 sync(path)
-            if checks or lock.mark.needs_check(env.inode):
-                _check(env, lock, on_wait)
+            crash = read_crash(path)
+            if checks or crash or lock.mark.needs_check(env.inode):
+                _check(env, lock, on_wait, crash)
             if not read_only:
                 lock.begin(env.inode, is_checked=env.is_checked)
+                if crash:
+                    os.truncate(path / CRASH, 0)
     except BaseException:
         if env is not None:
             # Otherwise the folder cannot be opened for reading either.
@@ -98,13 +103,16 @@ def open_environment(
     return env, lock
 
 
-def _check(env: Environment, lock: FolderLock, on_wait: Callable[[str], None]) -> None:
-    """Checks the file. Says so if that may take long. Raises `StoreCorrupt`."""
-    doing = "checking the store's file, for the first time since the machine was started"
+def _check(env: Environment, lock: FolderLock, on_wait: Callable[[str], None], crash: str) -> None:
+    """Checks the file. Says so if that may take long, or if a daemon left a `crash`. Raises `StoreCorrupt`."""
+    why = "because a signal ended a daemon" if crash else "for the first time since the machine was started"
+    doing = f"checking the store's file, {why}"
+    if crash:
+        log.warning("[disk-cache] a signal ended a daemon that had the store open. Its threads were here:\n%s", crash)
     lock.say(doing)
-    on_wait(doing)
     begun, is_large = time.monotonic(), env.file_bytes() >= _LARGE_BYTES
     if is_large:
+        on_wait(doing)
         log.info("[disk-cache] %s", doing)
     env.require_survivable()
     if is_large:

@@ -432,6 +432,18 @@ def test_all_that_is_remembered_of_tenants_is_bounded(runner: Runner, monkeypatc
     assert list(held(runner)) == [SHARED.with_salt(name) for name in "bcd"]
 
 
+def test_first_prompts_are_tried_of_each_key_but_of_no_salt(runner: Runner) -> None:
+    """There may be any number of salts, and each would be tried anew."""
+    for tenant, is_trusting in (
+        *((SHARED, True), (Tenant.of_key("k"), True)),
+        *((ALICE, False), (Tenant.of_key("k").with_salt("alice"), False)),
+    ):
+        namespace = runner.cache.namespaces.get(tenant)
+        assert namespace.seen.is_trusting is is_trusting
+        runner.cache.namespaces.read(namespace)
+        assert namespace.seen.is_trusting is is_trusting
+
+
 def test_the_store_is_read_with_the_fetch_and_not_by_the_engine(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,14 +3,17 @@ from __future__ import annotations
 import re
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.boundaries import system_end, template_boundaries
-from diskprefix.chat.template import neutralise, template_markers
+from diskprefix.chat.client_text import StandIns, TextRule, TextRules, TokenTexts, with_stand_ins
+from diskprefix.chat.template import template_markers
+from diskprefix.chat.template_input import changed_texts
 from diskprefix.nouns import Prompt
 from diskprefix.tokens import as_token_ids, raw_boundaries
 
@@ -45,15 +48,22 @@ def chatml(messages: list[dict[str, str]]) -> str:
     return turns + "<|im_start|>assistant\n"
 
 
-def boundaries_of(messages: list[dict[str, str]], render: Any = chatml) -> tuple[int, ...]:
-    """The way the module docstring describes."""
-    rendered = render(messages)
-    encoded = encode(rendered)
-    neutral, changed = neutralise(messages, MARKERS)
-    neutral_rendered = render(neutral) if changed else None
-    return template_boundaries(
-        encoded.token_ids, encoded.offsets, set(SPECIAL_IDS.values()), rendered, neutral_rendered
-    )
+RULE = TextRule(TokenTexts(MARKERS), TokenTexts(()))
+RULES = TextRules(RULE, RULE, RULE, RULE.never)
+
+
+def standing_in(value: Any, rules: TextRules = RULES) -> tuple[Any, StandIns | None]:
+    return with_stand_ins(value, rules, lambda value, change: changed_texts(value, partial(change, rules.client)))
+
+
+def bounded(messages: list[dict[str, str]], render: Any = chatml) -> tuple[tuple[int, ...], Encoded]:
+    """The boundaries, in the way the module docstring describes, and the tokens."""
+    changed, stand_ins = standing_in(messages)
+    written = render(changed)
+    text = written if stand_ins is None else stand_ins.text(written)
+    encoded = encode(written if stand_ins is None else stand_ins.for_tokens(written))
+    ids = set(SPECIAL_IDS.values())
+    return template_boundaries(encoded.token_ids, encoded.offsets, ids, text, written), encoded
 
 
 def strings_in(value: Any) -> list[str]:
@@ -64,48 +74,55 @@ def strings_in(value: Any) -> list[str]:
     return [text for item in value for text in strings_in(item)] if isinstance(value, list | tuple) else []
 
 
-LETTERS = "abcdefghijklmnopqrstuvw"
-PLAIN: list[Any] = ["", "<|im_", "<|IM_END|>", "< s>", [], {}, None, 3, ["a", {"b": 1.5}]]
+@given(VALUES)
+def test_no_text_of_a_token_is_left_and_every_text_comes_back(value: Any) -> None:
+    given_value = deepcopy(value)
+    changed, stand_ins = standing_in(value)
+    assert value == given_value
+    before, after = strings_in(value), strings_in(changed)
+    assert [len(text) for text in before] == [len(text) for text in after]
+    assert not any(marker in text for text in after for marker in MARKERS)
+    assert (stand_ins is None) == (before == after)
+    if stand_ins is not None:
+        assert [*map(stand_ins.text, after)] == before
+        kept = [*map(stand_ins.for_tokens, after)]
+        assert not any(marker in text for text in kept for marker in MARKERS)
+        plain = [text for text in before if not any(marker in text for marker in MARKERS)]
+        assert set(plain) <= set(kept)
+
+
+def spelling(**texts: Any) -> TextRules:
+    """TextRules for tokens that are never or only doubtfully spelled."""
+    every = TokenTexts([text for listed in texts.values() for text in listed])
+    rule = TextRule(*(TokenTexts(texts.get(name, ())) for name in ("never", "doubtful")))
+    return TextRules(rule, rule, rule, every, joins=not rule.never.texts)
 
 
 @pytest.mark.parametrize(
-    ("value", "markers", "neutral"),
+    ("rules", "text", "found"),
     [
-        # "y": the marker <|im_end|>x takes x away from the fillers, and the other letters up to y are in LETTERS.
-        ("say <|im_end|> now", (*MARKERS, LETTERS), "say yyyyyyyyyy now"),
-        ("<|im_end|><|im_start|>system", (*MARKERS, LETTERS), "yyyyyyyyyyyyyyyyyyyyyysystem"),
-        ("<|im_end|>xx", (*MARKERS, LETTERS), "yyyyyyyyyyyx"),
-        ("<|im_<|im_end|>", (*MARKERS, LETTERS), "<|im_yyyyyyyyyy"),
-        ([{"role": "user", "content": "<s>é"}, 1, None], ["<s>"], [{"role": "user", "content": "xxxé"}, 1, None]),
-        ({"<s>": {"deep": ("<s>", 2.5, True)}}, ["<s>"], {"xxx": {"deep": ("xxx", 2.5, True)}}),
-        # What is filled in cannot form another marker.
-        ("a<s>b", ["<s>", "axxxb", "xxx"], "acccb"),
-        ("a.b [X] axb", ["a.b", "[X]"], "xxx xxx axb"),
-        *((value, MARKERS, value) for value in PLAIN),
-        (["<s>"], [], ["<s>"]),
-        (["<s>"], [""], ["<s>"]),
+        (spelling(never=["<e>", "<e>x"]), "a<e>xb <e>", []),
+        (spelling(never=["<a>", "a>b<"]), "<a>b<a>b<", []),
+        (spelling(never=["<a>"], doubtful=["<b>"]), "<a><b>", ["<b>"]),
+        (spelling(never=["<a>"], doubtful=["<b>"]), "<<b>a>", ["<b>"]),
+        (spelling(doubtful=["<b>"]), "<b><", ["<b>"]),
     ],
 )
-def test_special_text_is_replaced_by_as_many_neutral_characters(value: Any, markers: Any, neutral: Any) -> None:
-    assert neutralise(value, markers) == (neutral, neutral != value)
+def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: TextRules, text: str, found: list[str]) -> None:
+    changed, stand_ins = standing_in([text], rules)
+    assert stand_ins is not None
+    tokens = re.compile("|".join(map(re.escape, rules.every.texts)))
+    assert tokens.findall(stand_ins.for_tokens(changed[0])) == found
+    assert tokens.findall(changed[0]) == []
+    assert stand_ins.text(changed[0]) == text
 
 
-def test_keys_that_become_equal_still_count_as_a_change() -> None:
-    neutral, changed = neutralise({"<s>": 1, "xxx": 2}, ["<s>"])
-    assert changed
-    assert list(neutral) == ["xxx"]
-
-
-@given(VALUES)
-def test_no_special_text_is_left_and_every_string_keeps_its_length(value: Any) -> None:
-    given_value = deepcopy(value)
-    neutral, changed = neutralise(value, MARKERS)
-    assert value == given_value
-    before, after = strings_in(value), strings_in(neutral)
-    assert changed == any(marker in text for text in before for marker in MARKERS)
-    assert not any(marker in text for text in after for marker in MARKERS)
-    assume(len(before) == len(after))  # keys may fall together
-    assert [len(text) for text in before] == [len(text) for text in after]
+@pytest.mark.parametrize("cut", ["x", "<x>", None])
+def test_ends_that_are_parts_of_a_token_are_text_wherever_a_template_cuts(cut: str | None) -> None:
+    every = TokenTexts(MARKERS, cuts=[cut] if cut else [])
+    found: list[str] = []
+    every.with_ends_replaced(f"start|> a<|im_{cut or ''}start|> b \n", lambda text: found.append(text) or text)  # type: ignore[func-returns-value]
+    assert found == (["<|im_", "start|>", "start|>"] if cut else ["start|>"])
 
 
 @pytest.mark.parametrize(
@@ -119,38 +136,17 @@ def test_every_special_token_of_a_raw_prompt_is_a_boundary(token_ids: list[int],
 
 
 @pytest.mark.parametrize(
-    ("rendered", "neutral", "boundaries"),
-    [
-        ("<s>a<|im_end|>b", "<s>a<|im_", (1,)),  # the marker goes on past the common text
-        ("<s>a", "<s>bc", (1,)),  # the marker ends with the common text
-        ("<s>ab<s>", "<s>cd<s>e", (1,)),  # the same marker stands in both by chance, after a difference
-        ("<s>a<s>", "<s>b<s>", (1, 3)),  # equal lengths: the marker ends with the text
-        ("<s>a<s>b<s>", "<s>axxxb<s>", (1, 5)),
-    ],
+    ("text", "written", "boundaries"),
+    [("<s>a<s>", "<s>a<s>", (1, 3)), ("<s>a<s>", "<s>a<_>", (1,)), ("<s>a<s>", "<_>a<s>", (3,))],
 )
-def test_a_marker_is_trusted_where_both_texts_have_it_at_the_same_place(
-    rendered: str, neutral: str, boundaries: tuple[int, ...]
-) -> None:
-    encoded = encode(rendered)
+def test_a_marker_with_a_stand_in_is_no_boundary(text: str, written: str, boundaries: tuple[int, ...]) -> None:
+    encoded = encode(text)
     ids = set(SPECIAL_IDS.values())
-    assert template_boundaries(encoded.token_ids, encoded.offsets, ids, rendered, neutral) == boundaries
-
-
-def test_an_empty_neutral_rendering_trusts_nothing() -> None:
-    encoded = encode("<s>a<|im_end|>")
-    ids = set(SPECIAL_IDS.values())
-    assert template_boundaries(encoded.token_ids, encoded.offsets, ids, "<s>a<|im_end|>", "") == ()
+    assert template_boundaries(encoded.token_ids, encoded.offsets, ids, text, written) == boundaries
 
 
 def test_a_token_that_the_tokenizer_added_is_a_boundary() -> None:
-    rendered, neutral = "a<s>", "axxx"
-    assert template_boundaries([2, 100, 2], [(0, 0), (0, 1), (1, 4)], {2}, rendered, neutral) == (1,)
-
-
-def test_a_special_token_with_the_blanks_around_it_is_compared_as_a_whole() -> None:
-    rendered, neutral = "a <s>b <s>c", "a <s>bxxxxc"
-    offsets = [(0, 1), (1, 5), (5, 6), (6, 10), (10, 11)]
-    assert template_boundaries([100, 2, 101, 2, 102], offsets, {2}, rendered, neutral) == (2,)
+    assert template_boundaries([2, 100, 2], [(0, 0), (0, 1), (1, 4)], {2}, "a<s>", "a<_>") == (1,)
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=4))
@@ -159,24 +155,17 @@ def test_boundaries_are_those_of_the_same_conversation_without_markers(contents:
         # Blanks, because a text may end or begin with what the tokenizer would join with the template's own marker.
         return [{"role": "user", "content": f" {text} "} for text in texts]
 
-    messages = to_messages(contents)
-    encoded = encode(chatml(messages))
-    boundaries = boundaries_of(messages)
-    neutral = to_messages([neutralise(text, MARKERS)[0] for text in contents])
-    neutral_encoded = encode(chatml(neutral))
-    neutral_boundaries = raw_boundaries(neutral_encoded.token_ids, set(SPECIAL_IDS.values()))
-    assert [encoded.offsets[p - 1] for p in boundaries] == [neutral_encoded.offsets[p - 1] for p in neutral_boundaries]
-    assert set(boundaries) <= set(raw_boundaries(encoded.token_ids, set(SPECIAL_IDS.values())))
+    boundaries, encoded = bounded(to_messages(contents))
+    plain, without = bounded(to_messages([re.sub(r"\S", "y", text) for text in contents]))
+    assert [encoded.offsets[p - 1] for p in boundaries] == [without.offsets[p - 1] for p in plain]
     assert list(boundaries) == sorted(set(boundaries))
-    assert all(0 < position <= len(encoded.token_ids) for position in boundaries)
 
 
 def system_end_of(messages: list[dict[str, str]], render: Any = chatml, probe: str = "?") -> tuple[int, str]:
     """The boundary, and the text in front of it. The first message is the system's."""
-    rendered = render(messages)
-    encoded = encode(rendered)
+    rendered, (boundaries, encoded) = render(messages), bounded(messages, render)
     probed = render([messages[0], {"role": "user", "content": probe}])
-    end = system_end(boundaries_of(messages, render), encoded.offsets, rendered, probed)
+    end = system_end(boundaries, encoded.offsets, rendered, probed)
     return end, rendered[: encoded.offsets[end - 1][1]] if end else ""
 
 
@@ -206,7 +195,7 @@ def test_the_system_end_is_a_boundary_that_any_other_first_message_shares(
         return [{"role": "system", "content": system}, {"role": "user", "content": content}]
 
     end, text = system_end_of(conversation(first), probe=probe)
-    assert end in boundaries_of(conversation(first))
+    assert end in bounded(conversation(first))[0]
     assert chatml(conversation(second)).startswith(text)
     assert system_end_of(conversation(second), probe=probe) == (end, text)
 

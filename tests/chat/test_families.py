@@ -264,7 +264,7 @@ def test_think_tokens_are_markers_of_no_qwen() -> None:
 
 
 def injected(family: Family, where: str, text: str) -> Prompt:
-    """The conversation with `text` in one of its places."""
+    """The conversation with `text` in one of its places, where it may become tokens."""
     messages: list[Message] = [dict(message) for message in LOOP]
     tool: dict[str, Any] = WEATHER
     if where == "system":
@@ -280,8 +280,8 @@ def injected(family: Family, where: str, text: str) -> Prompt:
     else:
         tool = {"type": "function", "function": WEATHER_FUNCTION | {"description": f"Of {text} cities."}}
     if not family.takes_tools:
-        return prompt_of(family, messages[:4])
-    body = body_of(family, messages, tools=True).model_copy(update={"tools": [tool]})
+        return prompt_of(family, messages[:4], special_tokens_in_text=True)
+    body = body_of(family, messages, tools=True, special_tokens_in_text=True).model_copy(update={"tools": [tool]})
     return rendered(renderer_of(family), body.conversation)
 
 

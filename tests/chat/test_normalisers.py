@@ -252,9 +252,18 @@ def test_another_text_is_refused_with_the_names(text: str) -> None:
     [
         (
             "x-anthropic-billing-header: cc_version=2.1.39.f2a; cch=0c6e1;",
-            "x-anthropic-billing-header: cc_version=0.0.00.a0a; cch=0a0a0;",
+            "a-aaaaaaaaa-aaaaaaa-aaaaaa: cc_version=0.0.00.a0a; cch=0a0a0;",
         ),
-        ("Current time: 2026-11-21T05:04:35Z", "Current time: 0000-00-00a00:00:00a"),
+        ("Current time: 2026-11-21T05:04:35Z", "aaaaaaa aaaa: 0000-00-00a00:00:00a"),
+        ("  # Time: 2026-11-21", "# Time: 0000-00-00"),
+        ("Authorization: Bearer c2VjcmV0LWtleS12YWx1ZQ==", "Authorization: aaaaaa a0aaaaa0aaaaaa00aaa0aa=="),
+        *((f"key c2Vj/VjcmV{end}", f"aaa a0aa/aaaaa{end}") for end in ("=", "==", "= -", "=.", "=&")),
+        ("key sk_live-VjcmV=", "aaa aa_aaaa-aaaaa="),
+        ("My door code 4711 for the house: keep it", "aa aaaa aaaa 0000 aaa aaa aaaaa: aaaa aa"),
+        ("password hunter2=old", "aaaaaaaa aaaaaa0=aaa"),
+        ("hunter2x: old, x9y=1, a.b=1", "aaaaaa0a: aaa, a0a=0, a.a=0"),
+        (f"{'k' * 25}=1 {'k' * 24}=1", f"{'a' * 25}=0 {'k' * 24}=0"),
+        ('{"%s": 1, "hunter2": 1, hunter": 1}' % ("k" * 25), '{"%s": 0, "aaaaaa0": 0, aaaaaa": 0}' % ("a" * 25)),
         ("my key is sk-Secret123", "aa aaa aa aa-aaaaaa000"),
         ('{"type": "secret", "n": 17}', '{"type": "aaaaaa", "n": 00}'),
         ("  Überraschung\x1b[31m\t! ", "aaaaaaaaaaaa[00a !"),
@@ -326,12 +335,12 @@ def test_with_a_normaliser_on_the_turns_of_a_client_that_changes_something_hit(
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("billing-header", "x-anthropic-billing-header: cc_version=0.0.00."),
-        ("clock", "Current time: 0000-00-00 00:00:00"),
+        ("billing-header", "a-aaaaaaaaa-aaaaaaa-aaaaaa: cc_version=0.0.00."),
+        ("clock", "aaaaaaa aaaa: 0000-00-00 00:00:00"),
         ("total-tokens", "<aaaaa_aaaaaa>00000000 aaaaaa aaaa</aaaaa_aaaaaa>"),
         ("hoisted-nudges", "aaaa aaaa aa aaaaaa. aaa aaaa"),
-        ("schema-keys", 'You may call these functions:{"'),
-        ("tool-order", 'You may call these functions:{"type": "aaaaaaaa", "function": {"name": "aaaa'),
+        ("schema-keys", 'aaa aaa aaaa aaaaa aaaaaaaaa:{"'),
+        ("tool-order", 'aaa aaa aaaa aaaaa aaaaaaaaa:{"type": "aaaaaaaa", "function": {"name": "aaaa'),
     ],
 )
 def test_report_names_the_line_that_broke_the_prefix(

@@ -255,15 +255,26 @@ def test_a_picture_in_a_result_that_the_template_does_not_write_is_given_to_the_
         assert len(prompt.marks) == (4 if template == usual else 6)
 
 
+@pytest.mark.parametrize("special_tokens_in_text", [False, True])
+def test_the_text_of_a_placeholder_is_no_picture(processor: Processor, special_tokens_in_text: bool) -> None:
+    spelled = f"an {processor.mark} {processor.placeholder}"
+    more = [said("assistant", spelled, tool_calls=[ToolCall("1", "f", {"x": spelled})]), said("user", spelled)]
+    conversation = replace(
+        talk(said("system", spelled), said("user", picture(5)), *more), special_tokens_in_text=special_tokens_in_text
+    )
+    prompt = rendered(renderer_of(processor), conversation)
+    assert [one.num_tokens for one in prompt.pictures] == [5 * processor.scale]
+    assert processor.token_id not in prompt.token_ids.tolist()
+    shown = processor.tokenizer.decode(prompt.token_ids[prompt.token_ids >= 0].tolist())
+    assert shown.count(spelled) >= 3
+
+
 def test_what_does_not_agree_is_refused_with_its_reason(processor: Processor) -> None:
     def problem(*messages: Message, **options: Any) -> str:
         with pytest.raises(InvalidRequest) as found:
             rendered(renderer_of(processor, **options), talk(said("user", picture(5)), *messages))
         return found.value.message
 
-    mark = processor.mark
-    assert "messages: " + mark in problem(said("assistant", tool_calls=[ToolCall("1", "f", {"x": mark})]))
-    assert f"user.text: {mark} stands for" in problem(said("user", f"an {mark}"))
     assert "image: this model takes text only" in problem(processor=None)
     assert "no videos" in problem(said("user", OtherPart("video_url", "video")))
     assert problem(said("user", OtherPart("audio", "x"))) == "x: this model takes text and images, no audio (got audio)"

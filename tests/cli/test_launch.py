@@ -12,15 +12,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from huggingface_hub import constants
 
+from diskprefix.extras import daemon_call
 from diskprefix.extras.catalogue import proposals
 from diskprefix.extras.clients import launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
-from diskprefix.server.process.token_file import kept
+from diskprefix.server.process.token_file import dashboard_line, kept
+from diskprefix.settings import cache_home
+from diskprefix.user_key import user_key
 from tests.cli.conftest import Ended, Run
 from tests.cli.small_daemon import models, small_daemon
 from tests.waiting import wait_for
@@ -271,12 +275,39 @@ def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
     assert "cline        not installed: npm install -g cline" in listed
 
 
-def test_print_shows_everything_and_does_nothing(run: Run, place: Place, url: str) -> None:
+def test_every_agent_sends_the_key_of_the_user_and_another_daemon_gets_one_of_its_own(
+    run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def key() -> str:
+        assert run("launch", "goose", "--url", url).exit_code == 0
+        assert run("launch", "opencode", "--url", url).exit_code == 0
+        [of_goose, of_opencode] = place.recorded("goose")[1], place.recorded("opencode")[1]
+        file = Path(of_opencode["OPENCODE_CONFIG"])
+        settings = json.loads(of_opencode["OPENCODE_CONFIG_CONTENT"])
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert settings["provider"]["diskprefix"]["options"]["apiKey"] == of_goose["OPENAI_API_KEY"]
+        assert of_goose["OPENAI_API_KEY"] in file.read_text(encoding="utf-8")
+        return of_goose["OPENAI_API_KEY"]
+
+    assert key() == key() == user_key(urlsplit(url).netloc)
+    told = json.loads(run("clients", "goose", "--url", url, "--json").stdout)["clients"][0]["environment"]
+    assert told["OPENAI_API_KEY"] == key()
+    with monkeypatch.context() as patched:
+        patched.setattr(daemon_call, "token_of_peer", lambda _connected: "abc")
+        assert key() == user_key()
+
+
+def test_print_shows_everything_and_does_nothing(
+    run: Run, place: Place, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = place.files()
     ended = run("launch", "codex", "--url", url, "--print", "--", "exec", "a b")
     assert ended.exit_code == 0, ended.stderr
     assert f"export CODEX_HOME={place.launches / 'codex/.codex'}" in ended.stdout
     assert '    model = "two"' in ended.stdout
+    assert "export DISKPREFIX_API_KEY=KEY\n" in ended.stdout
+    assert not cache_home().exists()
     assert ended.stdout.endswith("Then: codex exec 'a b'\n")
     ended = run("launch", "codex", "--print", "--model", "m")
     assert ended.stdout.startswith("No daemon runs. `diskprefix serve --policy agent --model m` would be started")
@@ -477,11 +508,11 @@ def test_only_a_daemon_of_this_user_is_taken_for_one_and_others_are_sent_nothing
     assert not launched_daemon.is_ours(url), "it answers as a daemon does"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with kept("abc", [listener]):
-            assert launched_daemon.is_ours(address)
-            assert launch_command._dashboard(address) == f"{address}/?token=abc"
-        with kept("", [listener]):
-            assert launch_command._dashboard(address) == f"{address}/", "it has API keys"
+        for token in ("abc", ""):
+            with kept(token, [listener]):
+                assert launched_daemon.is_ours(address)
+                assert launch_command._dashboard(address) == dashboard_line(address, token)
+        assert launch_command._dashboard(address) is None
         assert not launched_daemon.is_ours(address)
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -33,6 +34,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.write_gguf(folder / f"tiny-{kind.lower()}.gguf", quantised=kind)
     tiny.write_gguf(folder / "tiny-F32.gguf")
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("whole") / "whole")
 
 
 @pytest.fixture
@@ -162,6 +168,10 @@ def tagged(where: str, tag: str) -> Change:
     return lambda hub, _monkeypatch: hub.tags.update({where: tag})
 
 
+def named(where: str, name: str) -> Change:
+    return lambda hub, _monkeypatch: hub.names.update({where: name})
+
+
 def full(_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diskprefix.model.load.made_once.shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
 
@@ -194,6 +204,17 @@ MALFORMED = [
     *({"siblings": [{"rfilename": "x.gguf", "lfs": {"size": 1}}]}, {"sha": "../../../stolen"}, {"sha": None}),
 ]
 Q8 = f"{REPO}:Q8_0"
+NAMES = {"info": "is not the name of a file inside the folder"}
+HOSTILE_NAMES = [
+    *(
+        "../stolen-Q8_0.gguf",
+        "/stolen-Q8_0.gguf",
+        "a/../../stolen-Q8_0.gguf",
+        "..\\stolen-Q8_0.gguf",
+        "a//stolen-Q8_0.gguf",
+    ),
+    *("C:stolen-Q8_0.gguf", "stolen\0-Q8_0.gguf", "stolen\n-Q8_0.gguf", "", ".."),
+]
 
 
 @pytest.mark.parametrize(
@@ -202,6 +223,7 @@ Q8 = f"{REPO}:Q8_0"
         *((f"{repo}{quant}", nothing, words) for repo, words in NOT_GIVEN.items() for quant in ("", ":Q8_0")),
         (f"{REPO}:Q6_K", nothing, f"error: {REPO} has no quant 'Q6_K'; it has Q4_0 ("),
         ("org/none", nothing, "org/none holds no model"),
+        *((Q8, named(where, name), words) for where, words in NAMES.items() for name in HOSTILE_NAMES),
         (Q8, full, "needed, 1000 B free; free some, or set HF_HOME to"),
         (f"{REPO}:Q6_K", changing, "was changed while it was fetched; fetch it again"),
         *((Q8, failing(error), "from the hub: it breaks") for error in (OSError("it breaks"), ValueError("it breaks"))),
@@ -234,6 +256,59 @@ def test_what_cannot_be_fetched_is_one_error_with_the_reason_and_nothing_is_writ
     assert not [path for path in hub.sent if path.startswith("elsewhere")]
     assert not list(tmp_path.rglob("*stolen*"))
     assert name == "org/none" or not leftovers(tmp_path)
+
+
+STOLEN = "../../../../stolen"
+LIES: dict[str, Callable[[FakeHub], object]] = {
+    "ETag": lambda hub: hub.tags.update(header=f"{STOLEN}/x"),
+    "digest": lambda hub: hub.tags.update(dict.fromkeys(("header", "listing"), f"{STOLEN}/x")),
+    "commit": lambda hub: hub.commits.update(header=STOLEN, info=STOLEN),
+    "another commit": lambda hub: hub.commits.update(header="0" * 40),
+    "long commit": lambda hub: hub.commits.update(info="0" * 64, header=STOLEN),
+    "404 of a commit": lambda hub: vars(hub).update(commits={"header": STOLEN}, is_missing=True),
+    "name": lambda hub: hub.names.update(info=f"{STOLEN}.json", listing="..\\stolen.json"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize(("refused", "num_honest"), [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1), (0, 3)])
+@pytest.mark.parametrize("model", [f"{REPO}:Q8_0", "org/whole"])
+def test_a_mirror_that_lies_or_refuses_its_first_answers_has_nothing_fetched_or_written_elsewhere(
+    lie: str, refused: int, num_honest: int, model: str, hub: FakeHub, whole: Path, tmp_path: Path
+) -> None:
+    hub.repos["org/whole"] = whole
+    LIES[lie](hub)
+    hub.refused, hub.num_honest = refused, num_honest
+    before = {*tmp_path.rglob("*"), *tmp_path.parent.iterdir()}
+    with pytest.raises(ModelError):
+        load_model(Settings(model=model), lambda _line: None)
+    new = {*tmp_path.rglob("*"), *tmp_path.parent.iterdir()} - before
+    commit = hub.commit_of(model.partition(":")[0])
+    assert all(path.is_relative_to(tmp_path / "real") or path.is_relative_to(tmp_path / "hub") for path in new)
+    assert not [
+        path for path in new if "stolen" in str(path) or (path.parent.name == "snapshots" and path.name != commit)
+    ]
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["http", "xet"])
+def test_a_large_file_whose_bytes_do_not_have_the_announced_sha_256_is_an_error_and_does_not_stay(
+    way: str, run: Run, hub: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = (repository / "tiny-q8_0.gguf").read_bytes()
+    announced, found = (hashlib.sha256(text).hexdigest() for text in (content, bytes(len(content))))
+    hub.is_damaged = True
+    with monkeypatch.context() as xet:
+        if way == "xet":
+            hub.tags["listing"] = announced
+            xet.setattr(
+                "huggingface_hub.file_download.xet_get",
+                lambda *, incomplete_path, **_options: incomplete_path.write_bytes(bytes(len(content))),
+            )
+        refused = run("pull", Q8)
+    assert f"the SHA-256 of a file is {found}, not {announced} as the hub announced" in refused.stderr
+    assert (refused.exit_code, leftovers(tmp_path), listed(run)) == (3, [], [])
+    assert way == "xet" or hub.fetched() == ["tiny-q8_0.gguf"]
 
 
 @pytest.mark.usefixtures("hub")
@@ -303,10 +378,14 @@ def test_an_update_that_is_refused_leaves_the_model_that_is_here(
 def test_no_message_holds_a_password_or_control_characters(
     run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (repository / "tiny-\x1b[31m-Q6_K.gguf").touch()
+    (repository / "tiny-\u202e-Q6_K.gguf").touch()
     (repository / "other-Q6_K.gguf").touch()
     refused = run("pull", f"{REPO}:Q5_0")
     assert "has no quant 'Q5_0'; it has" in refused.stderr
+    assert "\u202e" not in refused.stderr
+    (repository / "tiny-\x1b[31m-Q6_K.gguf").touch()
+    refused = run("pull", f"{REPO}:Q5_0")
+    assert "is not the name of a file inside the folder" in refused.stderr
     assert "\x1b" not in refused.stderr
     monkeypatch.setattr(constants, "ENDPOINT", hub.url.replace("//", "//user:geheim@"))
     hub.broken.add("org/broken")

@@ -26,7 +26,7 @@ from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-WITHOUT_STORE = {"chat", "clients", "completion", "doctor", "launch", "list", "pull", "rm", "show", "top"}
+WITHOUT_STORE = {"chat", "clients", "completion", "dashboard", "doctor", "launch", "list", "pull", "rm", "show", "top"}
 STORE_TOOLS = set(TOOLS) - WITHOUT_STORE - {"simulate", "warm"}
 
 
@@ -68,7 +68,9 @@ def test_a_command_starts_without_what_takes_long_to_import(
 def test_the_help_of_a_tool_teaches(run: Run, command: str) -> None:
     shown = run(command, "--help").stdout
     assert shown.count(f"  diskprefix {command}") >= 2, "examples"
-    assert "--json" in shown or command in ("chat", "completion", "launch", "top"), "which are for no script"
+    assert "--json" in shown or command in ("chat", "completion", "dashboard", "launch", "top"), (
+        "which are for no script"
+    )
     assert "Exit codes: 0 " in shown
     folder = ("--kv-cache-dir", "DISKPREFIX_KV_CACHE_DIR", "$XDG_CACHE_HOME/diskprefix/kv")
     assert command not in STORE_TOOLS or all(words in shown for words in folder)

@@ -22,8 +22,10 @@ class FakeHub:
     """Serves the folders in `repos` ("org/name" → folder) at `url`; `gated`, `private`, `broken` repos answer 403, 401
     and 500.
 
-    `tags` are those of all files, by where it is said (`header` or `listing`), and `listing` changes what is said of
-    all repositories, as a hostile mirror does.
+    As a hostile mirror does, `tags`, `commits` and `names` replace those of all files, by where they are said
+    (`header`, `info`, `listing`), `listing` changes what is said of all repositories, `is_missing` answers 404 for
+    files, and `is_damaged` sends other bytes of large ones. The first `num_honest` requests are answered without these
+    lies, and request number `refused` (from 1) with a 403.
     """
 
     def __init__(self, url: str) -> None:
@@ -36,11 +38,18 @@ class FakeHub:
         self.broken: set[str] = set()
         self.sent: list[str] = []
         self.tags: dict[str, str] = {}
+        self.commits: dict[str, str] = {}
+        self.names: dict[str, str] = {}
         self.listing: Any = {}
+        self.is_missing = self.is_damaged = False
+        self.num_honest = self.refused = self.num_requests = 0
 
     def commit_of(self, repo: str) -> str:
         names = sorted(str(path.relative_to(self.repos[repo])) for path in self.repos[repo].rglob("*"))
         return hashlib.sha1("\n".join([repo, *names]).encode()).hexdigest()
+
+    def lie(self, lies: dict[str, str], where: str) -> str | None:
+        return lies.get(where) if self.num_requests > self.num_honest else None
 
     def fetched(self) -> list[str]:
         """The names of the files that were sent, each once."""
@@ -53,6 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
+        # The library asks now and then what programs it knows.
+        self.hub.num_requests += path != "api/agent-harnesses"
         if self.command == "GET":
             self.hub.sent.append(path)
         parts = path.split("/")
@@ -60,7 +71,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._file("/".join(parts[1:3]), "/".join(parts[3:]))
             return
         repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
-        if repo in self.hub.broken:
+        if self.hub.num_requests == self.hub.refused:
+            self._send(403, b"{}")
+        elif repo in self.hub.broken:
             self._send(500, b"{}")
         elif repo in self.hub.gated:
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
@@ -77,13 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _resolve(self, repo: str, name: str) -> None:
         file = self.hub.repos[repo] / name
-        if not file.is_file():
-            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.hub.commit_of(repo)})
+        headers = {"X-Repo-Commit": self.hub.lie(self.hub.commits, "header") or self.hub.commit_of(repo)}
+        if self.hub.is_missing or not file.is_file():
+            self._send(404, b"{}", headers | {"X-Error-Code": "EntryNotFound"})
             return
         entry = _entry(file, name)
-        if (tag := self.hub.tags.get("header")) is not None:
+        if (tag := self.hub.lie(self.hub.tags, "header")) is not None:
             entry |= {"oid": tag, "lfs": {"oid": tag}}
-        headers = {"X-Repo-Commit": self.hub.commit_of(repo), "ETag": f'"{entry["oid"]}"'}
+        headers["ETag"] = f'"{entry["oid"]}"'
         if "lfs" not in entry:
             self._send(200, file.read_bytes(), headers)
             return
@@ -93,6 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, repo: str, name: str) -> None:
         """Sends the bytes of a large file, or of a part of it, as another host does that knows nothing of the hub."""
         content = (self.hub.repos[repo] / name).read_bytes()
+        content = bytes(len(content)) if self.hub.is_damaged else content
         wanted = self.headers.get("Range")
         if wanted is None:
             self._send(200, content, {"Accept-Ranges": "bytes"})
@@ -106,12 +121,19 @@ class _Handler(BaseHTTPRequestHandler):
         folder = self.hub.repos[repo]
         files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
         entries = [_entry(path, name) for name, path in files.items()]
-        if what and what[0] == "tree":
-            if (tag := self.hub.tags.get("listing")) is not None:
-                entries = [one | {"lfs": one["lfs"] | {"oid": tag}, "xetHash": "0" * 64} for one in entries]
+        where = "listing" if what and what[0] == "tree" else "info"
+        if (name := self.hub.lie(self.hub.names, where)) is not None:
+            entries = [one | {"path": name} for one in entries]
+        if where == "listing":
+            if (tag := self.hub.lie(self.hub.tags, where)) is not None:
+                entries = [
+                    one | {"lfs": one.get("lfs", {"size": 1, "pointerSize": 1}) | {"oid": tag}, "xetHash": "0" * 64}
+                    for one in entries
+                ]
             return entries
         siblings = [{"rfilename": one["path"], "size": one["size"], "blobId": one["oid"]} for one in entries]
-        said = {"id": repo, "sha": self.hub.commit_of(repo), "siblings": siblings}
+        commit = self.hub.lie(self.hub.commits, where) or self.hub.commit_of(repo)
+        said = {"id": repo, "sha": commit, "siblings": siblings}
         return said | self.hub.listing if isinstance(self.hub.listing, dict) else self.hub.listing
 
     def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:

@@ -304,8 +304,9 @@ def test_memory_may_begin_where_the_window_does() -> None:
 
 
 @pytest.mark.usefixtures("operators")
-def test_a_row_with_a_score_that_is_no_number_is_none_in_any_company() -> None:
-    layer = Layer.of(replace(SMALL, dtype=torch.float32))
+@pytest.mark.parametrize("softcap", [0.0, 50.0])
+def test_a_row_with_a_score_that_is_no_number_is_none_in_any_batch(softcap: float) -> None:
+    layer = Layer.of(replace(SMALL, dtype=torch.float32, softcap=softcap))
     layer.keys[:, 300] = float("nan")
     whole = layer.cut([LENGTH])
     assert whole[:300].isfinite().all()

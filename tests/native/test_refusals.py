@@ -59,6 +59,22 @@ REFUSED: dict[str, Callable[[Operators], object]] = {
         found, zeros(2, 32), zeros(2, 1).long(), zeros(2, 1)
     ),
     "a matrix that lies turned": lambda _: Matrix(zeros(64, 32).t(), (32, 64)),
+    "a form of quants that has no code": lambda _: Matrix(
+        zeros(2, 2, 16, dtype=torch.uint8), (32, 64), bits=7, group=32, numbers=[0.0]
+    ),
+    "quants of fewer bytes": lambda _: Matrix(
+        zeros(2, 2, 543, dtype=torch.uint8), (32, 64), bits=8, group=32, numbers=range(256)
+    ),
+    "rows that end inside a unit": lambda _: Matrix(
+        zeros(2, 1, 544, dtype=torch.uint8), (32, 32), bits=6, group=16, scales="bytes", numbers=range(64)
+    ),
+    "a table without numbers": lambda _: Matrix(
+        zeros(2, 2, 576 // 2, dtype=torch.uint8), (32, 64), bits=4, group=32, has_table=True
+    ),
+    "a matrix with part of a block": lambda _: Matrix(zeros(40, 64), (40, 64)),
+    "fewer weights than a matrix has": lambda _: Matrix(zeros(32, 64), (64, 64)),
+    "weights of another type": lambda _: Matrix(state(32, 64)[0], (32, 64)),
+    "a bias of fewer rows": lambda _: Matrix(zeros(32, 64), (32, 64), bias=zeros(16)),
     "a product of longer rows": lambda found: product(found, zeros(2, 65), matrix()),
     "a product of another type": lambda found: product(found, state(64), matrix()),
     "numbers of rows of another type": lambda found: rows_of(found, matrix(), zeros(2).int()),

@@ -92,6 +92,22 @@ def test_rows_and_states_have_the_same_bits_however_they_are_cut_and_packed(
     assert torch.equal(alone, second)
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
+def test_a_decay_that_is_no_number_reaches_the_state(operators: Operators, of_keys: bool) -> None:
+    query, key = made_up(1, KEY_HEADS, DIM), made_up(1, KEY_HEADS, DIM)
+    decay, state = -made_up(1, HEADS, *[DIM] * of_keys).abs(), made_up(HEADS, DIM, DIM)
+    decay[:, :, 1] = torch.nan
+    scans.delta_rule(operators, query, key, made_up(1, HEADS, DIM), decay, made_up(1, HEADS), [(1, state, state)], 1e-6)
+    assert state[0, 1].isnan().all()
+    state = made_up(HEADS, DIM, DIM)
+    rows, into = made_up(1, HEADS, DIM), made_up(1, KEY_HEADS, DIM)
+    steps, rates = made_up(1, HEADS).abs(), -made_up(HEADS).abs()[0]
+    rates[1] = torch.nan
+    scans.state_space(operators, rows, steps, rates, into, into, None, [(1, state, state)])
+    assert state[0, 1].isnan().all()
+    assert state[0, 0].isfinite().all()
+
+
 def test_the_convolution_is_that_of_torch(operators: Operators) -> None:
     rows, weight, state = made_up(ROWS, DIM), made_up(DIM, KERNEL)[0], made_up(DIM, KERNEL, seed=2)
     inputs = torch.cat([state[..., 1:], rows.mT], dim=-1)

@@ -13,12 +13,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
 
+from diskprefix.server.process.token_file import token_at
 from tests.forked import ForkedCommand
 
 START_TIMEOUT_S = 120.0
@@ -99,14 +101,16 @@ class DaemonProcess:
         self.wait_for_line(r"diskprefix ready on ")
         return self
 
-    @property
-    def link(self) -> str:
-        """The link to the dashboard, with the token of a daemon without keys."""
-        return self.wait_for_line(r'the dashboard, in a browser: ([^\s"]+)')[1]
+    @cached_property
+    def token(self) -> str:
+        """The token of a daemon without keys, "" of one with keys. The daemon must live when this is first read."""
+        port = int(self.url.rpartition(":")[2])
+        wait_until(lambda: token_at("127.0.0.1", port) is not None, "the file with the token is there")
+        return token_at("127.0.0.1", port) or ""
 
     def client(self, api_key: str | None = None) -> httpx.Client:
         """A client with a key, or else with the token."""
-        shown = api_key or self.link.partition("?token=")[2]
+        shown = api_key or self.token
         headers = {"Authorization": f"Bearer {shown}"} if shown else {}
         return httpx.Client(base_url=self.url, timeout=60, headers=headers)
 

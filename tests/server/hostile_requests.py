@@ -87,6 +87,15 @@ def _image() -> bytes:
     return chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
 
 
+def _many_marks() -> bytes:
+    """Returns 5200 messages that take long to render, and are no large body."""
+    marked = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": [marked] if i < 32 else "hello there"} for i in range(5200)
+    ]
+    return json.dumps({"messages": messages}).encode()
+
+
 _MESSAGES = '{"max_tokens": 1, "messages": ['
 REQUESTS: dict[str, Hostile] = {
     "allOf of 39 patterns": Hostile(_all_of, (200, 400), patience_s=3),
@@ -108,6 +117,11 @@ REQUESTS: dict[str, Hostile] = {
     "31 MiB to tokenize": Hostile(
         lambda: json.dumps({"content": "hello there " * (31 * MIB // 12)}).encode(), path="/tokenize"
     ),
+    "1 MB to tokenize": Hostile(
+        lambda: json.dumps({"content": "hello there " * 83_000}).encode(), (200,), path="/tokenize"
+    ),
+    "5 200 messages to count": Hostile(_many_marks, (200, 400), path="/v1/messages/count_tokens"),
+    "unloads the model": Hostile(lambda: chat(keep_alive=0), (200,)),
     "31 MiB of a model's name": Hostile(lambda: chat(model="x" * (31 * MIB)), (404,)),
     "deep JSON": Hostile(lambda: _with_kwargs(_nested(100_000))),
     "deep arguments": Hostile(_deep_arguments, (200, 400)),

@@ -32,6 +32,7 @@ from diskprefix.server import streaming
 from diskprefix.server.answer import MAX_LOGPROBS
 from diskprefix.server.process import process
 from diskprefix.server.status import WELCOME
+from diskprefix.server.threads import _DEADLINE_S
 from diskprefix.tenant_ids import group_of
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
@@ -191,6 +192,44 @@ def test_a_degraded_cache_is_named_by_health_and_does_not_stop_requests(
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 
+@pytest.mark.parametrize("kind", ["rendering", "large"])
+def test_a_prompt_that_is_rendered_without_end_is_told_by_health_and_starves_the_watchdog(
+    kind: Any, server: AppServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, ended = list[dict[str, Any]](), threading.Event()
+    monkeypatch.setattr(process, "notify", lambda **state: told.append(state))
+    now = [0.0]
+    daemon = server.daemon
+    monkeypatch.setattr(daemon.threads, "_clock", lambda: now[0])
+    signs = process.SignsOfLife(daemon, 120)
+    running = daemon.threads._submit(kind, ended.wait, 30)
+    wait_until(lambda: bool(daemon.threads._due), "the work begins")
+    with server.client() as client:
+        try:
+            now[0] = _DEADLINE_S[kind]
+            signs.give()
+            assert client.get("/health").json()["status"] == "ok"
+            assert {"WATCHDOG": 1} in told
+            told.clear()
+            now[0] += 1
+            health = client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (200, "degraded")
+            problem = f"a prompt has been rendered for {now[0]:.0f} s; the chat template may never end"
+            assert health.json()["message"] == problem
+            signs.give()
+            signs.give()
+            assert [state for state in told if "WATCHDOG" in state] == []
+            assert [problem in state["STATUS"] for state in told] == [True]
+            assert sum(problem in record.getMessage() for record in caplog.records) == 1
+            assert client.post(CHAT, json=HELLO).status_code == 200
+        finally:
+            ended.set()
+        assert running.result()
+        signs.give()
+        assert {"WATCHDOG": 1} in told
+        assert client.get("/health").json()["status"] == "ok"
+
+
 def test_a_lost_accelerator_is_not_healthy_and_refuses_requests(
     server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,20 +247,22 @@ def test_a_lost_accelerator_is_not_healthy_and_refuses_requests(
         assert answer.json()["error"]["code"] == "not_ready"
 
 
-@pytest.mark.parametrize("path", ["/props", "/metrics"])
-def test_a_disk_that_does_not_answer_stops_neither_health_nor_requests(
-    server: AppServer, engine: ScriptedEngine, path: str
+def test_a_disk_that_does_not_answer_stops_neither_figures_nor_requests_nor_the_end_of_the_daemon(
+    chat_model: Path,
 ) -> None:
-    engine.cache.is_readable.clear()
-    with server.client() as client, ThreadPoolExecutor(2) as readers:
+    engine = ScriptedEngine()
+    with scripted_app(chat_model, engine) as server, server.client() as client:
+        engine.cache.is_readable.clear()
         try:
-            waiting = [readers.submit(client.get, path, timeout=30) for _ in range(2)]
-            assert engine.cache.is_waited_for.wait(30)
-            assert client.get("/health", timeout=5).json()["cache"] == {"state": "ok", "error": None}
-            assert client.post(CHAT, json=HELLO, timeout=5).status_code == 200
+            assert [client.get(path, timeout=10).status_code for path in ("/props", "/props", "/metrics")] == [200] * 3
+            assert engine.cache.is_waited_for.is_set()
+            assert client.get("/health").json()["cache"] == {"state": "ok", "error": None}
+            for stream in (True, False):
+                assert client.post(CHAT, json=HELLO | {"stream": stream}).is_success
+            server.stop()
+            assert server.daemon.threads.are_busy
         finally:
             engine.cache.is_readable.set()
-        assert [answer.result().status_code for answer in waiting] == [200, 200]
 
 
 def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: ScriptedEngine) -> None:
@@ -372,11 +413,11 @@ def test_an_unexpected_exception_in_the_server_is_500_without_its_inside(
 ) -> None:
     engine.stats = {}
     with caplog.at_level(logging.ERROR), server.client() as client:
-        answer = client.get("/metrics")
+        answer = client.get("/props")
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"
         assert "KeyError" not in answer.text
-        assert "GET /metrics failed unexpectedly" in caplog.text
+        assert "GET /props failed unexpectedly" in caplog.text
         assert client.post(CHAT, json=HELLO).status_code == 200
 
 

@@ -21,6 +21,7 @@ from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.guards import BrowserGuard, is_loopback
 from diskprefix.server.keys import ApiKeys, Caller
 from diskprefix.server.status import WELCOME
+from diskprefix.user_key import user_key
 from tests.server.daemon_process import DaemonProcess, open_raw, running_daemon, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
@@ -281,11 +282,19 @@ def test_the_tenant_is_the_keys_and_a_salt_is_added_to_it(client: httpx.Client, 
         assert tenant_of(client, engine, ALICE, prefix_cache={"salt": salt}) == alice.with_salt(salt)
 
 
-def test_without_a_file_of_keys_the_salt_alone_is_the_tenant(server: AppServer, engine: ScriptedEngine) -> None:
-    with server.client() as client:
-        for key in (None, ALICE):
-            assert tenant_of(client, engine, key) == SHARED
-            assert tenant_of(client, engine, key, cache_salt="x") == SHARED.with_salt("x")
+def test_without_a_file_of_keys_the_bearer_is_the_tenant_and_a_salt_is_added_to_it(
+    server: AppServer, engine: ScriptedEngine
+) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for key, tenant in (
+            (None, SHARED),
+            (ALICE, Tenant.of_key(ALICE)),
+            (server.app.state.who.text, Tenant.of_key(user_key())),
+        ):
+            assert tenant_of(client, engine, key) == tenant
+            assert tenant_of(client, engine, key, cache_salt="x") == tenant.with_salt("x")
+            client.post(CHAT, json=HELLO, headers={"x-api-key": key} if key else {}).raise_for_status()
+            assert engine.requests[-1].cache.tenant == tenant
         assert client.get("/health").json()["queue_depth"] == 0
         assert "securitySchemes" not in client.get("/openapi.json").json()["components"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,21 @@ def test_a_body_that_cannot_be_read_is_refused(
 def test_a_body_in_chunks_of_unknown_length_has_the_same_bound(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", content=iter([b"x" * (MAX_BYTES // 4)] * 5), headers=JSON)
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_a_client_that_sends_on_without_reading_gets_the_refusal_at_the_end(
+    client: httpx.Client, connection: str
+) -> None:
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: {connection}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", client.base_url.port or 0), timeout=30) as sending:
+        sending.sendall(head.encode())
+        for _ in range(60):
+            sending.sendall(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
+        sending.sendall(b"0\r\n\r\n")
+        assert sending.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -200,7 +200,9 @@ def test_openapi_is_complete(client: httpx.Client) -> None:
 
 
 def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:
-    page = client.get("/docs").text
+    answer = client.get("/docs")
+    page = answer.text
+    assert answer.headers["x-frame-options"] == "DENY", "nor are they shown by a page from elsewhere"
     loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
     assert any(path.endswith(".js") for path in loaded)
     assert any(path.endswith(".css") for path in loaded)

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,30 +15,33 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from diskprefix.api.error_forms import HttpError
 from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
-from diskprefix.errors import InvalidRequest, QueueFull
+from diskprefix.errors import InvalidRequest, QueueFull, ShareFull
 from diskprefix.json_values import MOST_PARTS, MOST_VALUES
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server import body as body_module
 from diskprefix.server import limits
-from diskprefix.server.body import LARGE_BYTES, Bodies
+from diskprefix.server.body import Bodies
 from diskprefix.server.keys import Caller
-from diskprefix.server.limits import InFlight, Turns, whole_body
+from diskprefix.server.limits import LARGE_BYTES, BodyPace, InFlight, Turns
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.process import connection as connections
-from diskprefix.server.threads import Threads
+from diskprefix.server.threads import Kind, Threads
 from diskprefix.settings import Settings
+from tests.server import test_auth as auth
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
 
+CHAT = "/v1/chat/completions"
 MIB = 1 << 20
 WAIT_S = 60
 ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")
-POST = {"method": "POST", "path": "/v1/chat/completions"}
+POST = {"method": "POST", "path": CHAT, "headers": []}
 
 
 @pytest.mark.parametrize("declared", [{}, {"content-length": "11"}])
@@ -52,10 +56,10 @@ def test_a_body_above_the_limit_is_a_413_and_a_declared_one_is_not_read(
             taken.append(piece)
             yield piece
 
-    assert asyncio.run(whole_body({"content-length": "10"}, pieces(b"01234", b"56789"))) == b"0123456789"
+    assert asyncio.run(BodyPace().whole_body({"content-length": "10"}, pieces(b"01234", b"56789"))) == b"0123456789"
     taken.clear()
     with pytest.raises(HttpError) as refused:
-        asyncio.run(whole_body(declared, pieces(b"01234", b"56789", b"0", b"1")))
+        asyncio.run(BodyPace().whole_body(declared, pieces(b"01234", b"56789", b"0", b"1")))
     assert (refused.value.http_status, len(taken)) == (413, 0 if declared else 3)
 
 
@@ -70,6 +74,57 @@ def test_a_place_is_given_back_and_without_keys_the_queue_is_for_all() -> None:
     assert in_flight.num == 5
 
 
+def test_bytes_of_bodies_have_a_bound_for_a_key_and_for_all_and_a_key_without_any_has_room_for_one(
+    tmp_path: Path,
+) -> None:
+    in_flight = InFlight(Settings(api_keys=tmp_path))
+    carol = Tenant.of_key("carol")
+    with ExitStack() as stack:
+        for caller in (ALICE, BOB):
+            for _ in range(2):
+                stack.enter_context(in_flight.counted(POST, caller)).add(limits.MAX_BODY_BYTES)
+            with pytest.raises(ShareFull, match=r"with this API key that wait may have 64\.0 MiB together"):
+                in_flight.counted(POST | {"headers": [(b"content-length", b"1")]}, caller)
+        place = stack.enter_context(in_flight.counted(POST, carol))
+        place.add(limits.MAX_BODY_BYTES)
+        with pytest.raises(QueueFull, match=r"128\.0 MiB"):
+            place.add(1)
+        place.release()
+        place.add(1)
+    assert not in_flight.bytes_of
+    open_to_all = InFlight(Settings())
+    with ExitStack() as stack:
+        for number in range(4):
+            caller = SHARED.with_salt(str(number))
+            stack.enter_context(open_to_all.counted(POST, caller)).add(limits.MAX_BODY_BYTES)
+        with pytest.raises(QueueFull), open_to_all.counted(POST, SHARED.with_salt("new")) as last:
+            last.add(1)
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_bodies_that_never_end_leave_room_for_another_key(
+    keyed: AppServer, is_chunked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BODY_BYTES", 64 * 1024)
+    with ExitStack() as stack, keyed.client() as client:
+        for _ in range(3):
+            last = stack.enter_context(unfinished_body(keyed.port, auth.ALICE, 50 * 1024, is_chunked=is_chunked))
+        assert last.recv(100).startswith(b"HTTP/1.1 429 ")
+        assert keyed.daemon.in_flight.bytes_of.total() <= 128 * 1024
+        served = client.post(CHAT, json={"messages": [TEXT_MESSAGE]}, headers=bearer(auth.BOB))
+        assert served.status_code == 200
+    wait_until(lambda: not keyed.daemon.in_flight.bytes_of, "they are given back")
+
+
+def unfinished_body(port: int, key: str, num_bytes: int, *, is_chunked: bool) -> socket.socket:
+    """A connection that sends so many bytes of a body, and not its end."""
+    length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {num_bytes + 1}"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection.sendall(head.encode() + (b"%x\r\n" % num_bytes if is_chunked else b"") + b" " * num_bytes)
+    return connection
+
+
 @pytest.mark.parametrize(
     ("method", "path", "is_counted"),
     [
@@ -82,7 +137,7 @@ def test_a_place_is_given_back_and_without_keys_the_queue_is_for_all() -> None:
 )
 def test_what_takes_memory_is_counted(method: str, path: str, is_counted: bool) -> None:
     in_flight = InFlight(Settings())
-    with in_flight.counted({"method": method, "path": path}, SHARED):
+    with in_flight.counted({"method": method, "path": path, "headers": []}, SHARED):
         assert in_flight.num == is_counted
 
 
@@ -142,8 +197,16 @@ def threads() -> Iterator[Threads]:
     threads.close()
 
 
-async def nobody_left() -> bool:
-    return False
+def request_of(body: bytes = b"", caller: Tenant = SHARED, *, has_left: bool = False) -> Request:
+    async def receive() -> dict[str, Any]:
+        kind = "http.disconnect" if has_left else "http.request"
+        return {"type": kind, "body": body, "more_body": False}
+
+    scope = {"method": "POST", "path": "/", "headers": []}
+    with InFlight(Settings()).counted(scope, caller) as place:
+        name = None if caller == SHARED else str(caller)
+        state = {"record": LogContext(caller=Caller(name, caller)), "place": place}
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": [], "state": state}, receive)
 
 
 def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
@@ -152,11 +215,13 @@ def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
     async def fill() -> None:
         async with asyncio.timeout(WAIT_S):
             stuck = [
-                asyncio.create_task(threads.compile(caller, nobody_left, lambda: go_on.wait(WAIT_S)))
+                asyncio.create_task(
+                    threads.run_for(request_of(caller=Tenant((str(caller),))), kind, go_on.wait, WAIT_S)
+                )
                 for caller in range(100)
+                for kind in ("compiling", "parsing", "writing")
             ]
-            stuck += [asyncio.create_task(threads.run("parsing", go_on.wait, WAIT_S)) for _ in range(100)]
-            assert await threads.run("rendering", lambda: 1) == 1
+            assert await threads.run_for(request_of(), "rendering", lambda: 1) == 1
             assert await threads.run("stopping", lambda: 2) == 2
             assert threads.are_busy
             go_on.set()
@@ -166,7 +231,8 @@ def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
     asyncio.run(fill())
 
 
-def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn(threads: Threads) -> None:
+@pytest.mark.parametrize("kind", ["compiling", "rendering"])
+def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn(threads: Threads, kind: Kind) -> None:
     began: list[str] = []
     go_on = threading.Event()
 
@@ -174,23 +240,19 @@ def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn
         began.append(name)
         assert go_on.wait(WAIT_S)
 
-    async def left() -> bool:
-        return True
-
     async def leave() -> None:
         async with asyncio.timeout(WAIT_S):
-            tasks = [
-                asyncio.create_task(threads.compile("caller", nobody_left, partial(work, name)))
-                for name in ("first", "second")
-            ]
+            run = partial(threads.run_for, request_of(caller=ALICE), kind, work)
+            tasks = [asyncio.create_task(run(name)) for name in ("first", "second")]
             tasks += [asyncio.create_task(threads.run("images", work, name)) for name in ("running", "waiting")]
             while len(began) < 2:
                 await asyncio.sleep(0)
             for task in tasks:
                 task.cancel()
-            third = asyncio.create_task(threads.compile("caller", nobody_left, partial(work, "third")))
-            assert await threads.compile("other", left, lambda: 1) is None
-            assert await threads.compile("other", nobody_left, lambda: 1) == 1
+            third = asyncio.create_task(run("third"))
+            with pytest.raises(ClientDisconnect):
+                await threads.run_for(request_of(has_left=True), kind, lambda: 1)
+            assert await threads.run_for(request_of(), kind, lambda: 1) == 1
             assert sorted(began) == ["first", "running"]
             go_on.set()
             await third
@@ -202,14 +264,6 @@ def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn
 
 class Anything(Body):
     a: Any = None
-
-
-def request_of(body: bytes, caller: Tenant = SHARED) -> Request:
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    state = {"record": LogContext(caller=Caller(tenant=caller))}
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": [], "state": state}, receive)
 
 
 def body_of(size: int) -> bytes:
@@ -457,3 +511,63 @@ def test_a_head_that_arrives_byte_by_byte_is_cut_off_on_a_used_connection_too(
 def test_a_head_that_never_ends_is_refused(server: AppServer) -> None:
     with connect(server, GET + b"X: " + b"x" * 100_000) as connection:
         assert connection.recv(24) == b"HTTP/1.1 400 Bad Request"
+
+
+TEXT_MESSAGE = {"role": "user", "content": "hello"}
+
+
+@pytest.fixture(scope="module")
+def keyed(chat_model: Path, keys_file: Path) -> Iterator[AppServer]:
+    """A server with keys, whose engine answers at once."""
+    with scripted_app(chat_model, api_keys=keys_file) as running:
+        yield running
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+HELD = {"messages": [{"role": "user", "content": "held"}], "max_tokens": 1}
+RENDERED = [
+    ("/tokenize", "tokenize", {"content": "held"}),
+    ("/apply-template", "text_of", HELD),
+    ("/v1/messages/count_tokens", "replay", HELD),
+    (CHAT, "replay", HELD),
+    ("/v1/completions", "completion", {"prompt": "held"}),
+    ("/v1/embeddings", "completion", {"input": "held"}),
+]
+
+
+@pytest.mark.parametrize(("path", "method", "body"), RENDERED, ids=[path for path, *_ in RENDERED])
+def test_beside_waiting_requests_of_one_key_another_key_is_served_at_once(
+    keyed: AppServer, path: str, method: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it to wait for more than the one request that runs, it would wait for ever."""
+    work, began, go_on = getattr(PromptRenderer, method), list[int](), threading.Event()
+
+    def held(renderer: PromptRenderer, what: Any, *others: Any, **named: Any) -> Any:
+        if "held" in repr(what):
+            began.append(1)
+            assert go_on.wait(WAIT_S)
+        return work(renderer, what, *others, **named)
+
+    monkeypatch.setattr(PromptRenderer, method, held)
+    with ThreadPoolExecutor(7) as clients, keyed.client() as client:
+        waiting = [clients.submit(client.post, path, json=body, headers=bearer(auth.ALICE)) for _ in range(6)]
+        try:
+            wait_until(lambda: keyed.daemon.in_flight.num == 6 and began, "they have arrived")
+            served = clients.submit(client.post, CHAT, json={"messages": [TEXT_MESSAGE]}, headers=bearer(auth.BOB))
+            assert (served.result(20).status_code, len(began)) == (200, 1)
+        finally:
+            go_on.set()
+        assert {one.result().status_code for one in waiting} <= {200, 400}
+
+
+def test_a_prompt_of_text_takes_one_turn_and_a_large_body_none_from_small_ones(keyed: AppServer) -> None:
+    turns = keyed.daemon.threads._turns["rendering"]
+    for content, num_turns in (("hello", 1), (" " * LARGE_BYTES, 0)):
+        before = turns._num_given
+        with keyed.client() as client:
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+            client.post(CHAT, json=body, headers=bearer(auth.BOB))
+        assert turns._num_given - before == num_turns

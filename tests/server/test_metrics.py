@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,9 +19,11 @@ from diskprefix.api.figures import figures_reply
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.engine.gauges import Distribution, EngineFigures
 from diskprefix.engine.request import DoneEvent, Timings, Usage
+from diskprefix.server import serving as serving_module
 from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.metrics import _COUNTERS, ServerMetrics
-from diskprefix.server.serving import Serving
+from diskprefix.server.serving import CacheCounts, Serving
+from diskprefix.server.threads import Threads
 from tests.server.scripted import KV_MEMORY, STATS, ScriptedEngine, done
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
@@ -40,9 +43,6 @@ class Scraped:
         return samples_of(self.text())
 
     def text(self) -> str:
-        async def cache_stats() -> dict[str, Any]:
-            return STATS | self.stats
-
         heartbeat = SimpleNamespace(working_s=0.0)
         serving = SimpleNamespace(
             engine=SimpleNamespace(
@@ -53,7 +53,7 @@ class Scraped:
             inbox=SimpleNamespace(num_running=1, queue_depth=2, heartbeat=heartbeat),
             model_name="a model",
             fingerprint="fp_0",
-            cache_stats=cache_stats,
+            counts=CacheCounts(Threads(), lambda: STATS | self.stats),
         )
         return asyncio.run(self.metrics.render(cast("Serving", serving))).decode()
 
@@ -298,3 +298,44 @@ def test_the_gates_decision_and_its_numbers_are_told_and_a_speed_that_is_not_kno
     assert told == [speed and pytest.approx(speed) for speed in speeds]
     uses = ("fetch", "restore", "save")
     assert tuple(found["diskprefix_gate_skipped_total", (("use", use),)] for use in uses) == skipped
+
+
+class Counted:
+    """Counts that are the numbers of their readings. The later ones wait for `goes_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(serving_module, "_PATIENCE_S", 0.01)
+        self.readings, self.goes_on = 0, threading.Event()
+        self.goes_on.set()
+        self.counts = CacheCounts(Threads(), self.read)
+
+    def read(self) -> dict[str, Any]:
+        self.readings += 1
+        number = self.readings
+        assert self.goes_on.wait(30)
+        return {"number": number}
+
+
+def test_scrapes_within_two_seconds_read_the_disk_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scrape() -> None:
+        counted = Counted(monkeypatch)
+        for _ in range(3):
+            assert await counted.counts.newest(1e9) == {"number": 1}
+        while (await counted.counts.newest(0.0))["number"] == 1:
+            pass
+        assert await counted.counts.newest(1e9) == counted.counts.last
+
+    asyncio.run(scrape())
+
+
+def test_a_slow_reading_is_waited_for_a_moment_and_not_begun_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scrape() -> None:
+        counted = Counted(monkeypatch)
+        counted.goes_on.clear()
+        assert [await counted.counts.newest(0.0) for _ in range(3)] == [{"number": 1}] * 3
+        counted.goes_on.set()
+        while await counted.counts.newest(1e9) == {"number": 1}:
+            pass
+        assert counted.readings == 2
+
+    asyncio.run(scrape())

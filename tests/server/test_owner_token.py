@@ -7,17 +7,20 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import running_daemon as caller_of_daemon
 from diskprefix.server.process import token_file
 from diskprefix.server.process.token_file import kept, token_at, token_of_peer
 from diskprefix.settings import cache_home
+from diskprefix.user_key import user_key
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags
 from tests.server.test_auth import bearer
 
@@ -45,10 +48,6 @@ def daemon(
         yield process.wait_ready()
 
 
-def token_of(daemon: DaemonProcess) -> str:
-    return daemon.link.partition("?token=")[2]
-
-
 @pytest.fixture
 def stranger(daemon: DaemonProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=daemon.url, timeout=60) as client:
@@ -63,19 +62,17 @@ def statuses(client: httpx.Client, headers: Any) -> list[int]:
     return found
 
 
-def test_what_shows_texts_deletes_or_controls_takes_the_token_by_header_or_cookie_and_from_no_other_site(
+def test_what_shows_texts_deletes_or_controls_takes_the_token_and_from_no_other_site(
     daemon: DaemonProcess, stranger: httpx.Client
 ) -> None:
-    token = token_of(daemon)
-    cookie = f"diskprefix-{daemon.url.rpartition(':')[2]}"
+    token, stale = daemon.token, "diskprefix-owner-" + "x" * 43
     refused, taken = [401] * 5, [200, 200, 200, 404, 200]
     for headers, expected in (
-        *((headers, refused) for headers in ({}, bearer("none"), bearer(token[:-1]), {"x-api-key": token})),
-        ({"cookie": f"{cookie}=wrong; diskprefix={token}"}, refused),
-        ({"cookie": f"{cookie}=café".encode("latin-1")}, refused),
+        *((headers, refused) for headers in ({}, bearer("none"), bearer(token[:-1]), bearer(stale))),
+        ({"cookie": f"diskprefix-{daemon.url.rpartition(':')[2]}={token}"}, refused),
+        ({"authorization": "Bearer café".encode("latin-1")}, refused),
         (bearer(token), taken),
-        ({"cookie": f"a=b; {cookie}={token}"}, taken),
-        (bearer("none") | {"cookie": f"{cookie}={token}"}, taken),
+        ({"x-api-key": token}, taken),
         *((bearer(token) | {"sec-fetch-site": site}, [403] * 5) for site in ("cross-site", "same-site")),
     ):
         assert statuses(stranger, headers) == expected
@@ -84,7 +81,7 @@ def test_what_shows_texts_deletes_or_controls_takes_the_token_by_header_or_cooki
     with httpx.Client(base_url=daemon.url, timeout=60, transport=transport) as client:
         assert statuses(client, {}) == refused
     error = stranger.get("/dashboard/entries").json()["error"]
-    assert "open the link that `diskprefix serve` printed" in error["message"]
+    assert "`diskprefix dashboard` opens the page with it" in error["message"]
     assert error["code"] == "invalid_api_key"
     for path, headers, status in (
         ("/metrics", bearer("none"), 200),
@@ -92,24 +89,65 @@ def test_what_shows_texts_deletes_or_controls_takes_the_token_by_header_or_cooki
         ("/chat", {"sec-fetch-site": "same-site"}, 200),
     ):
         assert stranger.get(path, headers=headers).status_code == status
-    assert token not in daemon.log.replace(daemon.link, "")
 
 
-def test_the_link_gives_the_browser_a_cookie_and_loses_the_token(daemon: DaemonProcess, stranger: httpx.Client) -> None:
-    token = token_of(daemon)
-    for path in ("/", "/chat", "/dashboard"):
-        answer = stranger.get(path, params={"token": token})
-        assert (answer.status_code, answer.headers["location"]) == (303, f".{path}")
-        name = f"diskprefix-{daemon.url.rpartition(':')[2]}"
-        assert answer.headers["set-cookie"] == f"{name}={token}; Path=/; HttpOnly; SameSite=Strict"
-        assert answer.headers["cache-control"] == "no-store"
-    assert stranger.get("/dashboard/state").status_code == 200, "the client has kept the cookie"
-    stranger.cookies.clear()
-    for wrong in ("", token + "x", "é"):
-        answer = stranger.get("/", params={"token": wrong} if wrong else "token=%FF")
-        assert (answer.status_code, "set-cookie" in answer.headers) == (401, False)
-        assert "has a new one at each start" in answer.json()["error"]["message"]
-    assert stranger.get("/v1/models", params={"token": token}).status_code == 200, "no page"
+def test_a_token_of_another_start_is_refused_and_not_taken_for_a_key(
+    daemon: DaemonProcess, stranger: httpx.Client
+) -> None:
+    headers = bearer("diskprefix-owner-of-another-start")
+    assert stranger.get("/health", headers=headers).status_code == 200
+    for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
+        answer = stranger.request(method, path, headers=headers, json={} if method == "POST" else None)
+        assert answer.status_code == 401
+        assert "the token is not this daemon's, which has a new one at each start" in answer.json()["error"]["message"]
+    assert daemon.token not in daemon.log, "standard error is no terminal"
+    daemon.wait_for_line(rf"the dashboard: {daemon.url}/ \(`diskprefix dashboard --url {daemon.url}` opens it\)")
+
+
+def test_no_answer_sets_a_cookie_and_the_query_holds_no_token(daemon: DaemonProcess, stranger: httpx.Client) -> None:
+    for path in ("/", "/chat", "/dashboard", "/health", "/v1/models"):
+        for headers in ({}, {"accept": "text/html"}, bearer(daemon.token)):
+            answer = stranger.get(path, params={"token": daemon.token}, headers=headers)
+            assert (answer.status_code, "set-cookie" in answer.headers) == (307 if path == "/dashboard" else 200, False)
+    assert stranger.get("/props", params={"token": daemon.token}).status_code == 401
+
+
+_GUESS = {"max_tokens": 1, "temperature": 0, "prefix_cache": {"save": False}}
+GUESSES: dict[str, Callable[[str], Any]] = {
+    "/v1/chat/completions": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/completions": lambda text: {"prompt": text},
+    "/v1/messages": lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/responses": lambda text: {"input": text, "max_output_tokens": 1, "store": False},
+}
+
+
+def told(client: httpx.Client, text: str, headers: dict[str, str]) -> list[Any]:
+    """All figures that replies of each API tell of a prompt with `text`, but for times."""
+    found = []
+    for path, body in GUESSES.items():
+        answer = client.post(path, json=_GUESS | body(text), headers=headers).raise_for_status().json()
+        timings = {name: value for name, value in answer["timings"].items() if not name.endswith(("_ms", "_per_s"))}
+        found.append((path, answer["usage"], answer["prefix_cache"], timings))
+    return found
+
+
+@pytest.mark.parametrize("owners", ["token", "key", "x-api-key"])
+def test_without_the_owners_key_a_right_guess_of_a_prompt_is_told_no_more_than_a_wrong_one(
+    daemon: DaemonProcess, stranger: httpx.Client, owners: str
+) -> None:
+    text = f"You are the assistant of a house ({owners}). The alarm code of the house is CODE. Tell nobody. " * 4
+    key = "a-key-of-the-owners-agents"
+    sent = {"token": bearer(daemon.token), "key": bearer(key), "x-api-key": {"x-api-key": key}}[owners]
+    for path, body in GUESSES.items():
+        stranger.post(
+            path, json=body(text.replace("CODE", "83914")) | {"max_tokens": 1}, headers=sent
+        ).raise_for_status()
+    daemon.wait_saved()
+    assert all(cache["restored"] > 0 for _, _, cache, _ in told(stranger, text.replace("CODE", "83914"), sent))
+    for headers in ({}, bearer("unused"), {"x-api-key": "unused"}, bearer(key + "x")):
+        right, wrong = (told(stranger, text.replace("CODE", code), headers) for code in ("83914", "83915"))
+        assert right == wrong
+        assert all(cache["restored"] == 0 for _, _, cache, _ in right)
 
 
 def test_a_command_of_the_same_user_finds_the_token_by_itself(
@@ -124,20 +162,63 @@ def test_a_command_of_the_same_user_finds_the_token_by_itself(
     assert call("GET", "/dashboard/entries", None).status == 401
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_what_commands_of_a_user_compute_is_restored_for_the_users_agents_alone(
+    daemon: DaemonProcess, stranger: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    if not is_ours:
+        monkeypatch.setattr(daemon_call, "token_of_peer", lambda _connected: None)
+    body = {"prompt": f"{is_ours}: what `warm` and `chat` send to a daemon. " * 8, "max_tokens": 1}
+    assert caller_of_daemon(daemon.url, None)("POST", "/v1/completions", body).status == 200
+    key = daemon_call.key_for(daemon.url)
+    assert (key == user_key()) is is_ours
+
+    def restored(headers: dict[str, str]) -> bool:
+        answer = stranger.post("/v1/completions", json=body | {"prefix_cache": {"save": False}}, headers=headers)
+        return bool(answer.raise_for_status().json()["prefix_cache"]["restored"])
+
+    assert restored(bearer(key))
+    assert restored(bearer(daemon.token)) is is_ours
+    assert not restored({})
+    assert key not in daemon.log
+
+
+def test_a_stored_response_is_of_the_bearer_alone(daemon: DaemonProcess, stranger: httpx.Client) -> None:
+    made = stranger.post("/v1/responses", json={"input": "hello", "max_output_tokens": 1}, headers=bearer("one"))
+    path = f"/v1/responses/{made.raise_for_status().json()['id']}"
+    for headers in ({}, bearer("other"), bearer(daemon.token)):
+        for method in ("GET", "DELETE"):
+            assert stranger.request(method, path, headers=headers).status_code == 404
+        again = {"input": "go on", "previous_response_id": path.rpartition("/")[2]}
+        assert stranger.post("/v1/responses", json=again, headers=headers).status_code == 400
+    assert stranger.get(path, headers={"x-api-key": "one"}).status_code == 200
+
+
+def test_the_token_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_terminal, line in (
+        (True, "the dashboard, in a browser: http://localhost:1/#token=a%2Fb"),
+        (False, "the dashboard: http://localhost:1/ (`diskprefix dashboard --url http://localhost:1` opens it)"),
+    ):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        assert token_file.dashboard_line("http://localhost:1", "a/b") == line
+        assert token_file.dashboard_line("http://localhost:1", "").endswith("browser: http://localhost:1/")
+
+
 def test_each_start_makes_a_token_of_its_own_which_only_the_user_can_read(chat_model: Path, tmp_path: Path) -> None:
     with running_daemon(chat_model, tmp_path / "kv") as first:
         port = int(first.url.rpartition(":")[2])
+        assert first.token
         file = cache_home() / "daemons" / f"127.0.0.1_{port}"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-        assert file.read_text() == token_at("127.0.0.1", port) == token_of(first)
+        assert file.read_text() == token_at("127.0.0.1", port) == first.token
         assert first.stop(signal.SIGKILL) == -signal.SIGKILL
     assert file.exists()
     assert token_at("127.0.0.1", port) is None, "nobody is told the token of a daemon that has died"
     with running_daemon(chat_model, tmp_path / "kv", port=port) as second:
-        assert token_at("127.0.0.1", port) == token_of(second) != token_of(first)
+        assert token_at("127.0.0.1", port) == second.token != first.token
         with httpx.Client(base_url=second.url) as client:
-            assert client.get("/props", headers=bearer(token_of(first))).status_code == 401
+            assert client.get("/props", headers=bearer(first.token)).status_code == 401
         assert second.stop() == 0
     assert not file.exists()
 

@@ -45,7 +45,7 @@ def test_the_reply_the_log_and_props_name_the_line_that_broke_the_prefix(
         first, second, third = (say(server, number) for number in (1, 2, 3))
     assert "broken_by" not in first
     broken = second["broken_by"]
-    assert broken["line"].startswith("x-anthropic-billing-header: cc_version=0.0.00.")
+    assert broken["line"].startswith("a-aaaaaaaaa-aaaaaaa-aaaaaa: cc_version=0.0.00.")
     assert broken["normalisers"] == ["billing-header"]
     assert 5 < broken["at"] < 60
     assert broken["tokens"] > 400

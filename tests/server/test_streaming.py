@@ -16,6 +16,7 @@ from typing import Any, ClassVar, cast
 
 import pytest
 from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
 from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
@@ -31,10 +32,10 @@ from diskprefix.engine.request import (
     TokenLogprob,
 )
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, QueueFull
-from diskprefix.server import generation
+from diskprefix.server import generation, streaming
 from diskprefix.server.generation import EventBuffer, Generation
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.streaming import EventStream, PatientResponse
+from diskprefix.server.streaming import EventStream, HeldResponse, first_signs, json_reply
 from tests.engine.driving import Cancelled
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
@@ -71,6 +72,8 @@ class Prepared:
         event = self._events.pop(0)
         if isinstance(event, Exception):
             raise event
+        # For those who wait by the real clock.
+        await asyncio.sleep(timeout_s if event is None and timeout_s < 1 else 0)
         self.now_s += timeout_s if event is None else self._pace_s
         return event
 
@@ -115,12 +118,23 @@ def reader() -> ReplyReader:
     return ReplyReader(lambda: PlainText().parser((), ""), "call_")
 
 
+async def write(work: Callable[[], bytes]) -> bytes:
+    return work()
+
+
 def streamed(script: Prepared) -> Sent:
-    return sent_by(script, lambda generation: EventStream(generation, reader(), writer(), script.clock))
+    return sent_by(script, lambda generation: EventStream(generation, reader(), writer(), write, script.clock))
 
 
 def whole(script: Prepared) -> Sent:
-    return sent_by(script, lambda generation: PatientResponse(generation, reader(), writer(), script.clock))
+    async def respond(scope: Scope, _receive: Receive, send: Send) -> None:
+        preparing = asyncio.create_task(json_reply(cast("Generation", script), reader(), writer(), write))
+        response = await first_signs(preparing, is_stream=False)
+        await response(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(streaming, "KEEPALIVE_S", 0.01)
+        return sent_by(script, lambda _: respond)
 
 
 def sent_by(script: Prepared, response: Callable[[Generation], Any]) -> Sent:
@@ -142,14 +156,13 @@ SILENT: list[Event] = [TextEvent(0, "", (token,)) for token in range(300)]
 """Tokens whose text is held back."""
 
 
-@pytest.mark.parametrize("respond", [streamed, whole])
 @pytest.mark.parametrize(
     "script",
     [Prepared(*[None] * 30, *HELLO), Prepared(*SILENT, *HELLO, pace_s=1)],
     ids=["nothing comes", "all is held back"],
 )
-def test_a_byte_is_sent_while_there_is_nothing_to_say(script: Prepared, respond: Callable[[Prepared], Sent]) -> None:
-    sent = respond(deepcopy(script))
+def test_a_byte_is_sent_while_there_is_nothing_to_say(script: Prepared) -> None:
+    sent = streamed(deepcopy(script))
     waits = [later - earlier for earlier, later in zip([0.0, *sent.times], sent.times, strict=False)]
     assert sum(waits) > 20 * MOST_PATIENT_S / 2
     assert max(waits) <= MOST_PATIENT_S
@@ -180,33 +193,52 @@ def test_a_quick_reply_is_an_ordinary_response_and_a_slow_one_is_json_behind_bla
     headers = dict(sent.messages[0]["headers"])
     assert headers.get(b"content-length") == (None if num_waits else str(len(sent.body)).encode())
     assert headers[b"content-type"] == b"application/json"
-    assert sent.body.startswith(b"\n" * num_waits + b"{")
+    assert sent.body.lstrip(b"\n").startswith(b"{")
+    assert sent.body.startswith(b"\n") == (num_waits > 0)
     assert json.loads(sent.body)["choices"][0]["message"]["content"] == "Hello"
     assert sent.is_whole
 
 
-def test_an_early_error_has_its_status() -> None:
-    sent = whole(Prepared(InvalidRequest("no", param="messages")))
-    assert (sent.status, json.loads(sent.body)["error"]["param"]) == (400, "messages")
-
-
 def test_a_late_error_of_a_whole_reply_breaks_the_body_off() -> None:
     """A client takes that for a failure of the connection, and never for a reply."""
-    sent = whole(Prepared(None, HELLO[0], DiskPrefixError("the daemon is stopping")))
+    sent = whole(Prepared(None, None, HELLO[0], DiskPrefixError("the daemon is stopping")))
     assert sent.status == 200
     assert sent.body.strip() == b""
     assert not sent.is_whole
     assert sent.context.error == "the daemon is stopping"
 
 
-@pytest.mark.parametrize("respond", [streamed, whole])
-@pytest.mark.parametrize("before", [[], [None], [HELLO[0]]])
+def test_a_client_that_leaves_as_its_response_is_ready_has_its_generation_closed() -> None:
+    script = Prepared(ClientDisconnect())
+
+    async def respond(scope: Scope, _receive: Receive, send: Send) -> None:
+        both = asyncio.Event()
+
+        async def prepare() -> EventStream:
+            await both.wait()
+            return EventStream(cast("Generation", script), reader(), writer(), write, script.clock)
+
+        async def receive() -> Message:
+            await both.wait()
+            return {"type": "http.disconnect"}
+
+        held = HeldResponse(asyncio.create_task(prepare()), is_stream=True)
+        asyncio.get_running_loop().call_later(0.01, both.set)
+        await held(scope, receive, send)
+
+    assert sent_by(script, lambda _: respond).context.status == 499
+
+
+ON_ITS_WAY = [(streamed, []), (streamed, [None]), (streamed, [HELLO[0]]), (whole, [None, None])]
+"""An error of a whole reply before its first sign of life is raised."""
+
+
+@pytest.mark.parametrize(("respond", "before"), ON_ITS_WAY)
 def test_a_client_that_left_is_noted(respond: Callable[[Prepared], Sent], before: list[Any]) -> None:
     assert respond(Prepared(*before, ClientDisconnect())).context.status == 499
 
 
-@pytest.mark.parametrize("respond", [streamed, whole])
-@pytest.mark.parametrize("before", [[], [None]])
+@pytest.mark.parametrize(("respond", "before"), ON_ITS_WAY)
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [

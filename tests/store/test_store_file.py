@@ -25,7 +25,7 @@ from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreU
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.compact import compact_folder, copy_store, rewrite_folder
 from diskprefix.store.environment import Environment
-from diskprefix.store.folder import DATA, LOCK, FolderLock
+from diskprefix.store.folder import CRASH, DATA, LOCK, FolderLock, crash_file
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import FORMAT_VERSION
 from diskprefix.store.store import Store
@@ -341,6 +341,24 @@ def test_two_processes_that_end_before_they_write_cause_a_check_and_one_does_not
     assert checks == [folder]
     daemon(folder).close()
     assert checks == [folder]
+
+
+def test_a_signal_that_ends_a_daemon_after_its_first_commit_causes_one_check(
+    folder: Path, checks: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    def dies() -> str:
+        store = saves(folder)
+        faulthandler.enable(crash_file(folder))
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return str(store)
+
+    assert run_isolated(dies, 60) == "signal SIGSEGV"
+    assert checks == []
+    for _ in range(2):
+        daemon(folder).close()
+    assert checks == [folder]
+    assert "Segmentation fault" in caplog.text
+    assert (folder / CRASH).read_bytes() == b""
 
 
 def test_a_file_that_lmdb_dies_of_ends_two_processes_and_the_third_moves_it_aside(folder: Path) -> None:

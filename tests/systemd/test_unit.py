@@ -85,6 +85,15 @@ def test_the_socket_listens_where_the_daemon_would(monkeypatch: pytest.MonkeyPat
     for unit in ("diskprefix.socket", "user/diskprefix.socket"):
         assert section(unit, "Socket")["ListenStream"] == f"{Settings().host}:{Settings().port}"
         assert "Accept" not in section(unit, "Socket")
+        assert section(unit, "Socket")["SocketMode"] == "0600", "of a path that somebody writes there"
+
+
+def test_nobody_is_told_to_copy_secrets_for_all_to_read_or_to_run_a_script_unread() -> None:
+    careless = re.compile(r"\bcp .*diskprefix\.env\b|\| *(?:\w+=\S* )*(?:ba|z)?sh\b")
+    pages = [*ROOT.glob("*.md"), *(ROOT / "diskprefix").rglob("*.md"), *(ROOT / "diskprefix").rglob("*.toml")]
+    texts = [path.read_text(encoding="utf-8") for path in (*pages, *SYSTEMD.rglob("*.*"))]
+    assert sum("install -m 600 systemd/diskprefix.env" in text for text in texts) == 3
+    assert [found for text in texts for found in careless.findall(text)] == []
 
 
 def test_the_environment_file_names_every_setting_with_its_default_as_a_comment() -> None:

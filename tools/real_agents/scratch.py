@@ -8,11 +8,11 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from diskprefix.extras.clients.recipe import NO_KEY, Served, recipe
+from diskprefix.extras.clients.recipe import Served, recipe
 from tools.real_agents.agents import FILE, SOURCE, Agent
 
 _KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "TERM")
-_ELSEWHERE = Served(url="http://127.0.0.1:9", model="mine", key=NO_KEY, context=32_768)
+_ELSEWHERE = Served(url="http://127.0.0.1:9", model="mine", key="unused", context=32_768)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,8 +120,8 @@ class SeenPrompts:
     prefix up to their end.
 
     `is_trusting`: the first prompts of each kind are kept, to find out whether they come again. This is not for roots
-    that clients choose: each new one would be trusted again. When the prompts take more than `max_bytes`, or there are
-    more than `max_ghosts`, the oldest ones go.
+    of salts: a client may choose one for each of its users, and each new one would be trusted again. When the prompts
+    take more than `max_bytes`, or there are more than `max_ghosts`, the oldest ones go.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SeenPrompts:
         max_ghosts: int = MAX_GHOSTS,
     ) -> None:
         self._block_bytes = ID_BYTES * block_size
-        self._is_trusting = is_trusting
+        self.is_trusting = is_trusting
         self._max_bytes, self._max_ghosts = max_bytes, max_ghosts
         self._ghosts: OrderedDict[bytes, Ghost] = OrderedDict()
         """By name, the one that was seen longest ago first. A ghost comes before those that it continues."""
@@ -164,7 +164,7 @@ class SeenPrompts:
             trials=trials,
             again=again,
             continues=self._continues(content, path),
-            is_trusting=self._is_trusting,
+            is_trusting=self.is_trusting,
             recent=recent,
             older=self._older(islice(newest_first, _MOST_OLDER), content, path, recent),
         )

@@ -22,7 +22,7 @@ from diskprefix.printable import escaped
     "--model", metavar="NAME", callback=nonempty, show_default="one in memory", help="The model, if there are several."
 )
 @api_key_option(
-    "The key, for a daemon with --api-keys. It is printed with the settings.", otherwise="a word that is not checked"
+    "The key, for a daemon with --api-keys. It is printed with the settings.", otherwise="the key of this user"
 )
 @json_option
 def clients(name: str | None, url: str, model: str | None, api_key: str | None, as_json: bool) -> None:
@@ -31,7 +31,8 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
 
     NAME is one of claude-code, codex, opencode, qwen-code, cline, aider, continue, goose, pi, open-webui, langchain,
     pydantic-ai and llm. Without a NAME all are printed. Nothing is written: the settings are for your own files.
-    `diskprefix launch` starts an agent without them.
+    `diskprefix launch` starts an agent without them. The key of this user is a secret, drawn at the first use: without
+    it, other users of the daemon can test no guesses of what your agents send.
 
     \b
     diskprefix clients codex

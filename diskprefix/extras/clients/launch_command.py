@@ -21,10 +21,10 @@ from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.launched_daemon import DaemonKeeper, LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, ask_served, flags_of_model
-from diskprefix.extras.clients.recipe import NO_KEY, KnownAgent, Recipe, Served, agents, recipe
+from diskprefix.extras.clients.recipe import KnownAgent, Recipe, Served, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import escaped, printable_only
-from diskprefix.server.process.token_file import token_at
+from diskprefix.server.process.token_file import dashboard_line, token_at
 from diskprefix.settings import config_home, default_kv_cache_dir
 from diskprefix.units import counted, format_size, parse_size
 
@@ -43,7 +43,7 @@ _SIGNAL_EXIT_CODE = 128
     help="The model. If a daemon must be started, also a folder, a .gguf file or a repository.",
 )
 @url_option()
-@api_key_option("The key, for a daemon with --api-keys.")
+@api_key_option("The key, for a daemon with --api-keys.", otherwise="the key of this user")
 @click.option("--print", "prints", is_flag=True, help="Show what would be done, and do nothing.")
 @click.option("--restore", is_flag=True, help="Remove what launches of AGENT, or of all, have written.")
 @click.pass_context
@@ -68,6 +68,9 @@ def launch(
     $XDG_CONFIG_HOME/diskprefix/launch. What the agent itself keeps (conversations, trusted folders) goes there too, if
     the agent has a variable for that. Your own settings of the agent do not apply, except for what the launch does not
     set in OpenCode and Aider; `diskprefix clients` prints what to add to them. --restore removes the profile.
+
+    Agents send the key of this user, which is drawn at the first use: without it, other users of the daemon can test no
+    guesses of what your agents send.
 
     \b
     diskprefix pull unsloth/Qwen3.5-4B-GGUF
@@ -121,8 +124,8 @@ def launch(
         if choice.problem:
             _say(f"warning: {choice.problem}")
         _say(f"{one.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
-        if (link := _dashboard(choice.served.url)) is not None:
-            _say(f"the dashboard, in a browser: {link}")
+        if (line := _dashboard(choice.served.url)) is not None:
+            _say(line)
         command = [program, *shlex.split(settings.run)[1:], *arguments]
         return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
 
@@ -165,16 +168,18 @@ def _restore(shared: LaunchedDaemon, known: Sequence[KnownAgent]) -> None:
 
 
 def _served(found: str | None, url: str, model: str | None, api_key: str | None) -> Served:
-    """Returns what the daemon at `found` serves, or what one would that must be started first."""
+    """Returns what the daemon at `found` serves, or what one would that must be started first. The key of this user is
+    neither drawn nor shown."""
+    key = api_key or "KEY"
     if found is not None:
-        choice = ask_served(running_daemon(found, api_key), found, model, api_key)
+        choice = ask_served(running_daemon(found, api_key), found, model, api_key, lambda _url: key)
         if choice.problem:
             _say(f"warning: {choice.problem}")
         return choice.served
     flags = flags_of_model(model)
     started = shlex.join(["diskprefix", "serve", "--policy", "agent", *flags])
     click.echo(f"No daemon runs. `{started}` would be started, and says what to write for model and context:\n")
-    return Served(url=url, model=flags[-1] if flags else "MODEL", key=api_key or NO_KEY, context=LEAST_CONTEXT)
+    return Served(url=url, model=flags[-1] if flags else "MODEL", key=key, context=LEAST_CONTEXT)
 
 
 def _show(settings: Recipe, arguments: Sequence[str]) -> None:
@@ -190,10 +195,10 @@ def _say_deaths(keeper: DaemonKeeper, shared: LaunchedDaemon) -> None:
 
 
 def _dashboard(url: str) -> str | None:
-    """Returns the link to the dashboard of a daemon of this user, None for another one."""
+    """Returns the line about the dashboard of a daemon of this user, None for another one."""
     parts = urlsplit(url)
     token = token_at(parts.hostname or "", parts.port or 0)
-    return None if token is None else f"{url}/{f'?token={token}' if token else ''}"
+    return None if token is None else dashboard_line(url, token)
 
 
 def _say(line: str) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from diskprefix.cli.tooling import status
@@ -85,9 +86,14 @@ class LaunchedDaemon:
             return None
         with suppress(BlockingIOError), locked(file, fcntl.LOCK_SH | fcntl.LOCK_NB):
             return None
-        # Empty while it is being started.
-        text = file.read_text(encoding="utf-8")
-        return f"http://127.0.0.1:{json.loads(text)['port']}" if text else None
+        told = self._told()
+        return f"http://127.0.0.1:{told['port']}" if told else None
+
+    def _told(self) -> dict[str, Any]:
+        """Returns what `daemon.json` says of the daemon, nothing if its start has just begun. Behind the first line
+        there may be the end of a longer, older one. Raises `ValueError` if it is damaged."""
+        line = (self.folder / "daemon.json").read_text(encoding="utf-8").partition("\n")[0]
+        return dict(json.loads(line)) if line else {}
 
     @contextmanager
     def used(self, port: int, flags: Sequence[str], say: Callable[[str], None]) -> Iterator[DaemonKeeper]:
@@ -115,7 +121,7 @@ class LaunchedDaemon:
             return False
         try:
             with locked(self.folder / "daemon.users", fcntl.LOCK_EX | fcntl.LOCK_NB):
-                told = json.loads((self.folder / "daemon.json").read_text(encoding="utf-8"))
+                told = self._told()
                 if "pid" not in told:
                     # Its launch was killed in the middle of the start.
                     return True
@@ -161,9 +167,9 @@ class LaunchedDaemon:
                 locked(self.folder / "daemon.json") as fd,
                 open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log,
             ):
-                os.ftruncate(fd, 0)
+                # Each write is one call, because other launches read the file meanwhile.
                 # First, so that others find a daemon whose launch was killed before it knew the process.
-                os.pwrite(fd, json.dumps(told).encode(), 0)
+                os.pwrite(fd, f"{json.dumps(told)}\n".encode(), 0)
                 # Of another session, so that ^C in the terminal is for the agent only. It inherits the lock.
                 process = subprocess.Popen(
                     [*SERVE, "--host", "127.0.0.1", "--port", str(port), *flags],
@@ -174,7 +180,7 @@ class LaunchedDaemon:
                     pass_fds=[fd, listener.fileno()],
                     start_new_session=True,
                 )
-                os.pwrite(fd, json.dumps(told | {"pid": process.pid}).encode(), 0)
+                os.pwrite(fd, f"{json.dumps(told | {'pid': process.pid})}\n".encode(), 0)
         except BaseException:
             if process is not None:
                 process.terminate()
@@ -257,7 +263,7 @@ class DaemonKeeper:
             with self._shared.mutex():
                 if self.is_ending or self._shared.url() is not None:
                     return
-                told = json.loads((self._shared.folder / "daemon.json").read_text(encoding="utf-8"))
+                told = self._shared._told()
                 try:
                     self._listener = self._listener or listen("127.0.0.1", told["port"])[0]
                 except SettingsError:

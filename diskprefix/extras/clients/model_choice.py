@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,8 @@ from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, plain_name
 from diskprefix.extras.catalogue.list_command import row_of, template_of
 from diskprefix.extras.catalogue.proposals import proposed
-from diskprefix.extras.clients.recipe import NO_KEY, Served
-from diskprefix.extras.daemon_call import Call, wait_ready
+from diskprefix.extras.clients.recipe import Served
+from diskprefix.extras.daemon_call import Call, key_for, wait_ready
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 
@@ -29,12 +30,14 @@ class Choice:
     problem: str
 
 
-def ask_served(call: Call, url: str, model: str | None, api_key: str | None) -> Choice:
+def ask_served(
+    call: Call, url: str, model: str | None, api_key: str | None, key_of: Callable[[str], str] = key_for
+) -> Choice:
     """Waits until the daemon at `url` has loaded its model, and returns what `model` needs: by default the only one, or
     of several one that is in memory.
 
-    Raises `NotReady` if no daemon answers, `SettingsError` for a key that it does not take or a model that it does not
-    serve.
+    Without an `api_key`, `key_of` returns the key for the daemon's address. Raises `NotReady` if no daemon answers,
+    `SettingsError` for a key that it does not take or a model that it does not serve.
     """
     with status("asking the daemon …") as say:
         wait_ready(call, url, say)
@@ -49,7 +52,7 @@ def ask_served(call: Call, url: str, model: str | None, api_key: str | None) -> 
     address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     context = card.get("context_length") or LEAST_CONTEXT
     takes_images = "vision" in card.get("capabilities", ())
-    key = api_key or NO_KEY
+    key = api_key or key_of(url)
     served = Served(url=address, model=card["id"], key=key, context=context, takes_images=takes_images)
     return Choice(served=served, problem=_problem(card, context))
 

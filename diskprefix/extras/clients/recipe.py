@@ -14,8 +14,6 @@ from typing import Any
 from diskprefix.errors import SettingsError
 
 FOLDER = Path(__file__).parent
-NO_KEY = "unused"
-"""What is given to a client that wants a key where the daemon has none."""
 _OUTPUT_SHARE = 4
 """A reply may take so much of the positions, in clients that keep room for it."""
 

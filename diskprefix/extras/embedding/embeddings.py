@@ -19,7 +19,7 @@ from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.types import Message
 
-from diskprefix.api.fields import REFUSED, CacheFields, cache_options
+from diskprefix.api.fields import REFUSED, CacheFields, TextFields, cache_options
 from diskprefix.chat.messages import JsonObject
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams
@@ -63,7 +63,7 @@ def _checked_input(value: Any) -> Any:
     return value
 
 
-class EmbeddingsRequest(CacheFields):
+class EmbeddingsRequest(CacheFields, TextFields):
     """`POST /v1/embeddings`."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"input": ["The Nile is a river.", "Oslo is a city."]}})
@@ -96,7 +96,7 @@ async def embeddings(request: Request) -> Response:
         purpose.require()
         cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
         serving.engine.give_way()
-        prompts = await daemon.threads.run("rendering", _prompts, serving, purpose, body)
+        prompts = await daemon.threads.run_for(request, "rendering", _prompts, serving, purpose, body)
         await held.aclose()
         reading = Reading(pooling=purpose.pooling)
         options = _options(cache, reading)
@@ -114,7 +114,7 @@ async def embeddings(request: Request) -> Response:
         usage = _count(context, [done for _, done in found])
         fields: JsonObject = {"object": "list", "model": serving.model_name, "usage": usage}
         vectors = [values for values, _ in found]
-        content = await daemon.threads.run("rendering", _written, fields, body, vectors)
+        content = await daemon.threads.run_for(request, "writing", _written, fields, body, vectors)
     return Response(content, media_type="application/json")
 
 
@@ -130,7 +130,7 @@ def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> lis
     prompts: list[Prompt] = []
     num_tokens = 0
     for path, item in items.items():
-        prompts.append(_prompt(serving, purpose, item, path))
+        prompts.append(_prompt(serving, purpose, item, path, body.special_tokens_in_text or False))
         num_tokens += len(prompts[-1].token_ids)
         if num_tokens > MAX_TOKENS:
             problem = f"here the prompts of this request exceed {MAX_TOKENS} tokens; send the rest in another request"
@@ -138,11 +138,11 @@ def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> lis
     return prompts
 
 
-def _prompt(serving: Serving, purpose: Purpose, item: str | list[int], path: str) -> Prompt:
+def _prompt(serving: Serving, purpose: Purpose, item: str | list[int], path: str, special_tokens: bool) -> Prompt:
     renderer = serving.renderer
     if not item:
         raise InvalidRequest.at(path, "must not be empty")
-    prompt = renderer.completion(item, param=path)
+    prompt = renderer.completion(item, special_tokens_in_text=special_tokens, param=path)
     if isinstance(item, list) or purpose.end_id is None or prompt.token_ids[-1] == purpose.end_id:
         return prompt
     return renderer.completion([*prompt.token_ids.tolist(), purpose.end_id], param=path)

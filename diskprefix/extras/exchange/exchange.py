@@ -148,6 +148,8 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
     before the last ones are written.
     """
     manifest, all_nodes, waiting = reader.manifest, _new_nodes(store.secret, reader), list[NewNode]()
+    # `inspect` would read a tokenizer from the folder that a forged file names.
+    root_record = structs.replace(manifest.root, tokenizer="")
     num_new = new_bytes = evicted = waiting_bytes = 0
     chain = Chain(store.epoch)
     for index, (node, size) in enumerate(zip(all_nodes, manifest.payload_bytes(), strict=True)):
@@ -163,7 +165,7 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
                 Publication(
                     chain=chain,
                     root=manifest.entry.root,
-                    root_record=manifest.root,
+                    root_record=root_record,
                     nodes=tuple(waiting),
                     last_node=node.name,
                     entry=manifest.entry if is_last else None,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, SettingsError
@@ -30,12 +30,12 @@ from diskprefix.extras.front.own_routes import OwnRoutes
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, Workers, described
-from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
-from diskprefix.server.guards import BrowserGuard, caller_of, entered
+from diskprefix.server.guards import BrowserGuard, caller_of
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
-from diskprefix.server.limits import InFlight
+from diskprefix.server.limits import BodyPace, InFlight
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
@@ -50,6 +50,8 @@ log = logging.getLogger("diskprefix")
 _ATTEMPTS = 3
 """Workers that may die before they take a request, until it fails."""
 _LEAST_PAUSE_S = 1.0
+_TRIM_S = 5.0
+"""Seconds after the last large body until its memory goes back to the system."""
 _PATIENCE_S = 30.0
 """Time for the end of a worker that has not taken a request."""
 
@@ -77,9 +79,10 @@ class Front:
         self._by_place: dict[Place, ModelWorker] = {}
         self._routes = OwnRoutes(listing, self._swaps, self._by_place, self._ordered)
         self._troubles: dict[str, Troubles] = {}
-        self._in_flight = InFlight(settings)
+        self._in_flight, self._pace = InFlight(settings), BodyPace()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._trimming: asyncio.TimerHandle | None = None
         self._is_stopping = self._has_served = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,8 +94,18 @@ class Front:
             response = await self._answer(scope, incoming, send)
         except DiskPrefixError as error:
             response = refusal(scope, error, sees_all=incoming.sees_all)
+        except asyncio.CancelledError:
+            # At the end of a stop, uvicorn cancels the requests that are left. It would log a traceback for each.
+            if not self._is_stopping:
+                raise
+            stopping = NotReady("the daemon is stopping")
+            response = None if incoming.is_answered else refusal(scope, stopping, sees_all=incoming.sees_all)
         finally:
             incoming.drop()
+            if incoming.is_large:
+                if self._trimming is not None:
+                    self._trimming.cancel()
+                self._trimming = self._loop.call_later(_TRIM_S, trim_heap)
         if response is not None:
             await response(scope, receive, send)
 
@@ -216,7 +229,7 @@ class Front:
         if worker.code is not None:
             self._ended(worker, worker.code)
         elif worker.ready_at is not None and place.phase is Phase.LOADING:
-            place.phase, place.used_at = Phase.READY, self._loop.time()
+            self._swaps.loaded(place, self._loop.time())
             self._has_served = True
             if worker.has_old_keys:
                 worker.kill(signal.SIGHUP)
@@ -295,17 +308,15 @@ class Front:
             raise HttpError(403, refusal)
         # Without a valid key, nothing waits and nothing is loaded.
         caller = caller_of(self._who, scope)
-        if (entrance := entered(self._who, scope)) is not None:
-            return JSONResponse({}, 303, entrance)
         incoming.sees_all = caller.sees_all
         if self._is_stopping:
             raise NotReady("the daemon is stopping")
         if (response := await self._routes.response(scope, caller)) is not None:
             return response
-        with self._in_flight.counted(scope, caller.tenant):
+        with self._in_flight.counted(scope, caller.account) as incoming.place:
             known, keep_alive_s = await self._chosen(scope, incoming)
             if not incoming.has_left:
-                await self._pass_on(known, scope, incoming, send, caller.tenant, keep_alive_s)
+                await self._pass_on(known, scope, incoming, send, caller, keep_alive_s)
         return None
 
     async def _pass_on(
@@ -314,16 +325,16 @@ class Front:
         scope: Scope,
         incoming: Incoming,
         send: Send,
-        caller: Tenant,
+        caller: Caller,
         keep_alive_s: float | None,
     ) -> None:
         for _ in range(_ATTEMPTS):
             # What others read from time to time, or watch all day, neither loads a model nor keeps it in memory.
             is_use = scope["method"] == "POST"
             loads = is_use or scope["path"].startswith("/v1/models")
-            worker = await self._worker_for(known, caller, loads=loads)
+            worker = await self._worker_for(known, caller.account, loads=loads)
             if loads:
-                self._swaps.begin_request(worker.place, caller)
+                self._swaps.begin_request(worker.place, caller.account)
                 self._settle()
             try:
                 await passing.pass_on(worker.path, scope, incoming, send)
@@ -345,8 +356,9 @@ class Front:
                 raise NotReady(f"the process of the model {known.name} has died; try again") from None
             finally:
                 if loads:
-                    used_at = self._loop.time() if is_use else worker.place.used_at
-                    self._swaps.end_request(worker.place, used_at, keep_alive_s)
+                    worker.place.num_active -= 1
+                    if is_use:
+                        worker.place.keep(caller.account, self._loop.time(), keep_alive_s, decides=caller.is_owner)
                     self._settle()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
@@ -403,7 +415,7 @@ class Front:
         encoding = headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise HttpError(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
-        body = await incoming.read(headers)
+        body = await incoming.read(headers, self._pace)
         return Named() if incoming.has_left or not body else read_named(body)
 
     async def _ordered(self, name: str, what: str, caller: Caller) -> dict[str, str]:
@@ -412,9 +424,11 @@ class Front:
         place = self._swaps.of(known.name)
         if what == "load":
             if place is None:
-                place = (await self._worker_for(known, caller.tenant)).place
+                place = (await self._worker_for(known, caller.account)).place
                 place.is_ordered = True
-                self._settle()
+            elif place.phase is Phase.READY:
+                place.keep(None, self._loop.time())
+            self._settle()
             return {"model": known.name, "status": "loaded" if place.phase is Phase.READY else "loading"}
         if place is None:
             return {"model": known.name, "status": "unloaded"}

@@ -65,7 +65,7 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
         signal.signal(number, signal.SIG_IGN)
     workers = Workers(prepare, work, takes_any_name=listing.only is None)
     settings, listeners = open_listeners(settings)
-    workers.token = made_token(listeners, settings)
+    workers.token = made_token(settings)
     workers.address = announce_listening(listeners, settings, workers.token)
     warn_without_keys(settings, workers.address)
     who = keys or workers.token
@@ -79,7 +79,7 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
     finally:
         for listener in listeners:
             listener.close()
-    if front.exit_code:
-        # Its worker has said why.
+    if front.exit_code or listing.is_reading:
+        # The worker has said why. A thread that waits for a disk would keep the process.
         logging.shutdown()
         os._exit(front.exit_code)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs
@@ -16,10 +17,11 @@ from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 
+T = TypeVar("T")
+
 _LEAST_KV_BYTES = 1 << 20
 _KV_PART = 4
 """Without `--kv-memory`, KV of each of several models may take this part of all memory."""
-_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.ASCII)
 
 
 class Listing:
@@ -40,6 +42,13 @@ class Listing:
         self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
         """Also why they could not be read when it was tried last."""
         self._learning = asyncio.Lock()
+        self._reader = ThreadPoolExecutor(1, "models")
+        """Not the event loop's own threads, for which its end waits."""
+
+    @property
+    def is_reading(self) -> bool:
+        """Returns whether models are read from the disk, which cannot be ended."""
+        return self._learning.locked()
 
     def models(self) -> tuple[KnownModel, ...]:
         return self._catalogue.models() if self._catalogue is not None else (self.only,) if self.only else ()
@@ -61,7 +70,7 @@ class Listing:
         """Looks for new models. Raises `SettingsError` if the list is wrong; all stays as it was then."""
         async with self._learning:
             if self._catalogue is not None:
-                await asyncio.to_thread(self._catalogue.read_again)
+                await self._read(self._catalogue.read_again)
             self._known_needs.clear()
 
     async def learn(self, known: KnownModel) -> None:
@@ -69,12 +78,15 @@ class Listing:
         async with self._learning:
             if self._catalogue is not None and not isinstance(self._known_needs.get(known.name), ModelNeeds):
                 try:
-                    found: ModelNeeds | DiskPrefixError | None = await asyncio.to_thread(self._needs, known.settings)
+                    found: ModelNeeds | DiskPrefixError | None = await self._read(self._needs, known.settings)
                 except DiskPrefixError as error:
                     found = error
                 except OSError as error:
                     found = ModelError(f"cannot read {known.name}: {first_line(error)}")
                 self._known_needs[known.name] = found
+
+    async def _read(self, read: Callable[..., T], *values: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, read, *values)
 
     def sized(self, known: KnownModel, settings: Settings, limit_bytes: int) -> tuple[int, list[str], Settings]:
         """Returns the memory that a model needs, the table of its parts, and settings with the KV memory in it.
@@ -149,31 +161,19 @@ def fit_beside(needs: ModelNeeds, settings: Settings, limit_bytes: int) -> Fit:
     return fitted(needs, limit_bytes, max(min(wanted, alone.kv_bytes), _LEAST_KV_BYTES))
 
 
-def merged_metrics(texts: Mapping[str, str], loaded: Mapping[str, bool]) -> str:
+def merged_metrics(texts: Mapping[str, str], loaded: Mapping[str, bool]) -> bytes:
     """Returns the metrics of several models in one text, each sample with the label `model`. `texts`: by model."""
-    families: dict[str, list[str]] = {}
-    heads: dict[str, list[str]] = {}
+    # Not imported above: few fronts are asked for metrics.
+    from prometheus_client import generate_latest
+    from prometheus_client.core import GaugeMetricFamily, Metric
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families: dict[str, Metric] = {}
     for model, text in texts.items():
-        family = ""
-        for line in text.splitlines():
-            if line.startswith("# "):
-                family = line.split(" ", 3)[2]
-                head = heads.setdefault(family, [])
-                if line not in head:
-                    head.append(line)
-            elif found := _SAMPLE.match(line):
-                families.setdefault(family, []).append(_labelled(found, model))
-    lines = [line for family, samples in families.items() for line in (*heads.get(family, ()), *samples)]
-    lines += ["# HELP diskprefix_model_loaded Whether a model is in memory.", "# TYPE diskprefix_model_loaded gauge"]
-    lines += [f"diskprefix_model_loaded{{model={_quoted(model)}}} {int(is_in)}" for model, is_in in loaded.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _labelled(sample: re.Match[str], model: str) -> str:
-    labels = f"model={_quoted(model)}" + (f",{sample['labels']}" if sample["labels"] else "")
-    return f"{sample['name']}{{{labels}}} {sample['value']}"
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+        for found in text_string_to_metric_families(text):
+            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+            family.samples += [sample._replace(labels=sample.labels | {"model": model}) for sample in found.samples]
+    gauge = GaugeMetricFamily("diskprefix_model_loaded", "Whether a model is in memory.", labels=["model"])
+    for model, is_in in loaded.items():
+        gauge.add_metric([model], is_in)
+    return generate_latest(SimpleNamespace(collect=lambda: [*families.values(), gauge]))

@@ -19,7 +19,7 @@ from diskprefix.extras.front.workers import ModelWorker
 from diskprefix.extras.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import shown
-from diskprefix.server.keys import ADMIN, WITHOUT_TOKEN, Caller
+from diskprefix.server.keys import Caller
 
 if TYPE_CHECKING:
     from starlette.types import Message, Scope
@@ -46,7 +46,7 @@ class OwnRoutes:
         if path.startswith("/models/") and path.endswith(("/load", "/unload")):
             if method != "POST":
                 raise HttpError(405, f"{path} does not allow {shown(method)}; it allows POST")
-            _require_owner(caller)
+            caller.require_owner()
             name, _, what = path.removeprefix("/models/").rpartition("/")
             return JSONResponse(await self._order(name, what, caller))
         if self._listing.only is not None:
@@ -74,10 +74,10 @@ class OwnRoutes:
                 models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
                 return JSONResponse({"status": "ok"} | (models if caller.sees_all else {}))
             case "/metrics":
-                _require_admin(caller)
+                caller.require_admin()
                 return await self._metrics(scope)
             case "/props" if b"model=" not in scope["query_string"]:
-                _require_owner(caller)
+                caller.require_owner()
                 places = [_shown_place(place) for place in self._swaps.places]
                 return JSONResponse({"memory_limit": self._swaps.limit_bytes, "models": places})
         if path != "/v1/models" and not path.startswith("/v1/models/"):
@@ -97,17 +97,6 @@ class OwnRoutes:
         texts = {worker.place.model: text for worker, text in zip(ready, found, strict=True) if text is not None}
         loaded = {known.name: known.name in texts for known in self._listing.models()}
         return Response(merged_metrics(texts, loaded), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _require_admin(caller: Caller) -> None:
-    if not caller.sees_all:
-        raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
-
-
-def _require_owner(caller: Caller) -> None:
-    _require_admin(caller)
-    if not caller.is_owner:
-        raise HttpError(401, WITHOUT_TOKEN)
 
 
 def _shown_place(place: Place) -> dict[str, Any]:

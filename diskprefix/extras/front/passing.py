@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import h11
 
-from diskprefix.server.limits import whole_body
+from diskprefix.errors import QueueFull
+from diskprefix.server.limits import LARGE_BYTES, BodyPace, CountedRequest
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 64 * 1024
 _HEAD_BYTES = 256 * 1024
-_KEPT_BYTES = 1 << 20
-"""Of a body that is passed on as it comes, for another worker if this one has died before it took the request."""
 _OF_ONE_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
@@ -45,34 +44,43 @@ class Incoming:
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._kept: list[bytes] = []
-        self._kept_bytes = 0
+        self._unsent: list[bytes] = []
+        self.place: CountedRequest | None = None
+        self.is_large = self.is_answered = False
         self._is_whole = False
         self._is_kept = True
         self.has_left = False
         self.sees_all = False
         """The caller may see everything, such as where files are."""
 
-    async def read(self, headers: Headers) -> bytes:
-        """Returns the whole body, which is kept. Raises the errors of `whole_body`."""
-        return await whole_body(headers, self._pieces())
+    async def read(self, headers: Headers, pace: BodyPace) -> bytes:
+        """Returns the whole body, which is kept. Raises the errors of `BodyPace.whole_body`."""
+        return await pace.whole_body(headers, self._pieces())
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yields the body. Raises `NotTaken` if its beginning is not there any more."""
         if not self._is_kept:
             raise NotTaken
         # Nothing else has them once the body is dropped.
-        unsent = self._kept[::-1]
-        while unsent:
-            yield unsent.pop()
+        self._unsent = self._kept[::-1]
+        while self._unsent:
+            yield self._unsent.pop()
+        self._release()
         if not self._is_whole:
             async for piece in self._pieces():
-                if self._kept_bytes > _KEPT_BYTES:
+                if self.is_large:
+                    # Another worker gets no request with a large body if this one dies before it took it.
                     self.drop()
                 yield piece
 
     def drop(self) -> None:
         """Forgets the body: a worker has it."""
-        self._kept, self._kept_bytes, self._is_kept = [], 0, False
+        self._kept, self._is_kept = [], False
+        self._release()
+
+    def _release(self) -> None:
+        if self.place is not None and not (self._kept or self._unsent):
+            self.place.release()
 
     async def until_left(self) -> None:
         """Returns when the client has hung up, or has its response."""
@@ -85,9 +93,10 @@ class Incoming:
             if message["type"] == "http.request":
                 self._is_whole = not message.get("more_body", False)
                 if piece := message.get("body", b""):
-                    if self._is_kept:
+                    if self._is_kept and self.place is not None:
+                        self.place.add(len(piece))
                         self._kept.append(piece)
-                        self._kept_bytes += len(piece)
+                        self.is_large = self.place.num_bytes > LARGE_BYTES
                     yield piece
 
     async def _next(self) -> Message:
@@ -100,7 +109,7 @@ async def pass_on(path: str, scope: Scope, incoming: Incoming, send: Send) -> in
     """Sends a request to the worker that listens at `path`, and its response to the client. Returns the status, 499 if
     the client has hung up.
 
-    Raises `NotTaken` and `WorkerGone`.
+    Raises `NotTaken` and `WorkerGone`, and `QueueFull` if there is no room for the body.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(path, limit=_PIECE_BYTES)
@@ -133,7 +142,7 @@ async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWrite
             await writer.drain()
         if is_chunked and not incoming.has_left:
             writer.write(b"0\r\n\r\n")
-    except NotTaken:
+    except (NotTaken, QueueFull):
         writer.transport.abort()
         raise
     except OSError:
@@ -199,6 +208,7 @@ class _Response:
                     self._take()
                     status = event.status_code
                     headers = [(name, value) for name, value in event.headers if name not in _NOT_DOWN]
+                    self._incoming.is_answered = True
                     await send({"type": "http.response.start", "status": status, "headers": headers})
                 case h11.Data():
                     body += event.data

@@ -8,6 +8,7 @@ before the first is gone. Callers take turns: the next model is one for which so
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from diskprefix.units import format_size
 
 PATIENCE_S = 15.0
 """The time for which a model that answers takes new requests while another one waits for its memory."""
+_MOST_CALLERS = 256
+"""Callers whose last request is remembered for a model: of more, those who keep it longest."""
 
 
 class Phase(Enum):
@@ -35,7 +38,9 @@ class Place:
     waits_since: float
     is_pinned: bool = False
     idle_unload_s: float | None = None
-    """The time after which the idle model is unloaded, None for never. Later requests may change it (`keep_alive`)."""
+    """The time after which the idle model is unloaded, None for never."""
+    kept_until: dict[Hashable, float] = field(default_factory=dict)
+    """The time until which each caller's last request keeps the idle model. None stands for an order."""
     callers: set[Hashable] = field(default_factory=set)
     """Those for whom it is loaded."""
     phase: Phase = Phase.WAITING
@@ -57,9 +62,29 @@ class Place:
     def takes_requests(self) -> bool:
         return not (self.is_closed or self.yields or self.phase is Phase.LEAVING)
 
-    def expires_at(self) -> float | None:
-        """Returns when the idle model is unloaded."""
-        return None if self.idle_unload_s is None else self.used_at + self.idle_unload_s
+    @property
+    def most_idle_s(self) -> float:
+        return math.inf if self.idle_unload_s is None else self.idle_unload_s
+
+    def expires_at(self) -> float:
+        """Returns when the idle model is unloaded, infinite for never."""
+        return max(self.kept_until.values(), default=self.used_at + self.most_idle_s)
+
+    def keep(self, caller: Hashable, now: float, keep_alive_s: float | None = None, *, decides: bool = False) -> None:
+        """Notes the end of a request that used the model. The model stays as long as the last request of any caller
+        keeps it: for `keep_alive_s` (infinite for ever) or `idle_unload_s`, whichever is less. A caller who `decides`
+        says it for all, without that limit."""
+        self.used_at = now
+        if keep_alive_s is None or self.is_pinned:
+            keep_alive_s = self.most_idle_s
+        elif decides:
+            self.kept_until.clear()
+        else:
+            keep_alive_s = min(keep_alive_s, self.most_idle_s)
+        # Without keys there may be any number of callers.
+        longest = sorted(self.kept_until, key=self.kept_until.__getitem__)[-_MOST_CALLERS:]
+        self.kept_until = {other: self.kept_until[other] for other in longest if self.kept_until[other] > now}
+        self.kept_until[caller] = now + keep_alive_s
 
 
 @dataclass(frozen=True)
@@ -120,12 +145,10 @@ class Swaps:
         if place.phase is Phase.WAITING:
             place.callers.add(caller)
 
-    def end_request(self, place: Place, now: float, keep_alive_s: float | None = None) -> None:
-        """`keep_alive_s` is what the request says of its model: seconds, infinite for never unloading it."""
-        place.num_active -= 1
-        place.used_at = now
-        if keep_alive_s is not None and not place.is_pinned:
-            place.idle_unload_s = None if keep_alive_s == float("inf") else keep_alive_s
+    def loaded(self, place: Place, now: float) -> None:
+        place.phase, place.used_at = Phase.READY, now
+        if place.is_ordered:
+            place.keep(None, now)
 
     def decide(self, now: float) -> Decision:
         """Returns what to do, and takes it for done: places to load are LOADING, those to unload LEAVING."""
@@ -136,7 +159,7 @@ class Swaps:
         again = {one.model for one in self.places if one.phase is Phase.WAITING}
         for place in self.places:
             place.yields = place.phase is not Phase.WAITING and place.model in again
-        unload += [one for one in self.places if one.is_idle and (not one.takes_requests or _has_expired(one, now))]
+        unload += [one for one in self.places if one.is_idle and (not one.takes_requests or one.expires_at() <= now)]
         for place in unload:
             place.phase = Phase.LEAVING
         load: list[Place] = []
@@ -164,9 +187,9 @@ class Swaps:
 
     def due_at(self, now: float) -> float | None:
         """Returns when the next decision may be another one although nothing has happened."""
-        times = [at for one in self.places if one.is_idle and (at := one.expires_at()) is not None]
+        times = [one.expires_at() for one in self.places if one.is_idle]
         times += [one.waits_since + PATIENCE_S for one in self.places if one.phase is Phase.WAITING]
-        return min((at for at in times if at > now), default=None)
+        return min((at for at in times if now < at < math.inf), default=None)
 
     def _is_in_vain(self, waiting: Place) -> bool:
         """Returns whether those who waited for a place have left, or it can never fit beside what is pinned now."""
@@ -209,8 +232,3 @@ class Swaps:
                 one.yields = True
                 missing -= one.needed_bytes
         return unload
-
-
-def _has_expired(place: Place, now: float) -> bool:
-    expires_at = place.expires_at()
-    return expires_at is not None and expires_at <= now

@@ -62,9 +62,10 @@ class Infill:
 
     def read(self, body: InfillRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
         files = tuple((file.filename, file.text) for file in body.input_extra or ())
+        begun, in_text = body.prompt or "", body.special_tokens_in_text or False
         limit = body.max_tokens if body.n_predict is None else None if body.n_predict < 0 else body.n_predict
         return Asked(
-            prompt=FillIn(body.input_prefix, body.input_suffix, "input_suffix", files, body.prompt or ""),
+            prompt=FillIn(body.input_prefix, body.input_suffix, "input_suffix", files, begun, in_text),
             sampling=body.sampling(vocab_size, limit, None),
             text_format=body.text_format_beside(None),
             limit_path="n_predict",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.app import load_engine
 from diskprefix.errors import LoadInterrupted
 from diskprefix.extras.daemon_call import Answer, Call, Say
+from diskprefix.nouns import SHARED
 from diskprefix.server.keys import OwnerToken
 from diskprefix.settings import Settings
 
@@ -42,7 +43,7 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
 
     with asyncio.Runner() as runner, ExitStack() as stack:
         with _interrupts_held() as interrupted:
-            token = OwnerToken.new(settings.port)
+            token = OwnerToken("of-this-process", SHARED)
             application = create_app(settings, load_engine, token)
             daemon = application.state.daemon
             lifespan = application.router.lifespan_context(application)

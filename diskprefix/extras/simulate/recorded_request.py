@@ -31,7 +31,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One request, a line of the file. An absent field has its default.
 
     `when` is in seconds since 1970. `root` identifies model and tenant, `group` is that of `CacheOptions`; both are
-    keyed hashes of 16 hex digits, empty for none. `is_shared`: the request had neither key nor salt. `own_scope`: it
+    keyed hashes of 16 hex digits, empty for none. `is_trusted`: the request had no salt. `own_scope`: it
     set another scope than the daemon's. `bytes_per_token`, `state_bytes`, `logits_bytes` and `exact_at` describe the
     model's state as `kv.layout.Layout` does; the sizes are 0 if unknown. `model` is its name where a daemon has
     several. `marks` are the positions that the client marked, with their times to live in seconds: see `nouns.Mark`.
@@ -57,7 +57,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     hashes: list[str]
     parted_at: int = 0
     parted_from: str = ""
-    is_shared: bool = True
+    is_trusted: bool = True
     own_scope: bool = False
     group: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
     save: bool = True

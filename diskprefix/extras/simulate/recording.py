@@ -20,7 +20,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.radix_tree import RadixTree
 from diskprefix.extras.simulate.recorded_request import VERSION, RecordedRequest
 from diskprefix.extras.simulate.recording_file import append
-from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Prompt
+from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
@@ -111,7 +111,7 @@ class RequestRecorder:
             block_size=self._settings.block_size,
             min_tokens=self._settings.kv_cache_min_tokens,
             prompt_tokens=len(prompt.token_ids),
-            is_shared=options.tenant == SHARED,
+            is_trusted=not options.tenant.is_salted,
             own_scope=options.scope != self._default_scope,
             save=options.save,
             ttl_s=options.ttl_s,

@@ -165,7 +165,7 @@ class Simulator:
 
     def _seen(self, request: TraceRequest) -> SeenPrompts:
         if request.tenant not in self._seen_by:
-            is_trusting = request.is_shared or not request.tenant
+            is_trusting = request.is_trusted or not request.tenant
             self._seen_by[request.tenant] = SeenPrompts(self._policy.block_size, is_trusting=is_trusting)
         return self._seen_by[request.tenant]
 

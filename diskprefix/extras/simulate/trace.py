@@ -20,9 +20,9 @@ class TraceRequest:
 
     `when` is in seconds since the trace began. `reply` has the tokens that were computed after the prompt, empty if
     unknown. `scope` is the scope that the request set, None for the simulated one. For `group`, `save` and `ttl_s` see
-    `CacheOptions`. Requests of different tenants share nothing. `is_shared`: the tenant has neither key nor salt, as
-    always for the tenant "". `remembered`: the prompt counts as a recent one for later requests. This is false for a
-    request that failed or was cancelled. `model` is empty if the daemon has one model.
+    `CacheOptions`. Requests of different tenants share nothing. `is_trusted`: the tenant has no salt, as always for the
+    tenant "". `remembered`: the prompt counts as a recent one for later requests. This is false for a request that
+    failed or was cancelled. `model` is empty if the daemon has one model.
     """
 
     when: float
@@ -32,7 +32,7 @@ class TraceRequest:
     scope: Scope | None = None
     group: bytes = b""
     tenant: str = ""
-    is_shared: bool = False
+    is_trusted: bool = False
     save: bool = True
     ttl_s: float | None = None
     remembered: bool = True

@@ -223,7 +223,7 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
         scope=scope,
         group=bytes.fromhex(record.group),
         tenant=record.root,
-        is_shared=record.is_shared,
+        is_trusted=record.is_trusted,
         save=record.save,
         ttl_s=record.ttl_s,
         remembered=record.remembered,

@@ -105,7 +105,7 @@ class Talk:
     help="How freely the model chooses its words; 0: always the likeliest.",
 )
 @url_option()
-@api_key_option("The key to send, if the daemon has API keys.")
+@api_key_option("The key to send.", otherwise="the key that agents of this user send")
 def chat(
     model: str | None, system: Path | None, max_tokens: int, temperature: float | None, url: str, api_key: str | None
 ) -> None:

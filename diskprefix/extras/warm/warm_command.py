@@ -84,9 +84,9 @@ class Target:
 @option("--model", metavar="NAME", help="The model, by its name, if the daemon has several.")
 @url_option()
 @api_key_option(
-    "The key to send to a daemon with --api-keys. The prompts are saved for this key. Other users can see the option "
-    "in the list of processes; they cannot see the variable.",
-    otherwise="none is sent",
+    "The key to send. The prompts are saved for this key. Other users can see the option in the list of processes; "
+    "they cannot see the variable.",
+    otherwise="the key that agents of this user send",
 )
 def warm(
     files: tuple[str, ...],

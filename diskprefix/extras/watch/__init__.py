@@ -1,4 +1,4 @@
-"""The views for people: the dashboard, `diskprefix inspect` and `diskprefix top`."""
+"""The views for people: the dashboard, `diskprefix dashboard`, `inspect` and `top`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "inspect": "diskprefix.extras.watch.inspect.inspect_command:inspect",
+    "dashboard": "diskprefix.extras.watch.dashboard.dashboard_command:dashboard",
     "top": "diskprefix.extras.watch.top:top",
 }
 

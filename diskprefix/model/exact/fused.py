@@ -8,8 +8,9 @@ products and the layers of one kind the first are compared.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import permutations
 from types import FunctionType
 from typing import Any
@@ -22,7 +23,7 @@ from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact.attention import HARMLESS, run_in_pages
 from diskprefix.model.exact.mixtures import all_numbers, experts_of
 from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of
-from diskprefix.model.exact.patterns import Pattern
+from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.model.exact.rows import in_whole_vectors
 from diskprefix.native import attention_operator as native
 from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Layer, Norm, StepPlace
@@ -195,15 +196,33 @@ class Parts:
 
 
 def kind_of(module: nn.Module) -> Hashable:
-    """Returns a value that is equal for modules with the same classes, attributes, and forms of tensors."""
+    """Returns a value that is equal for modules that compute the same from their tensors: with the same classes and
+    attributes, and tensors of the same forms. The number of the layer counts where a forward computes with it."""
     return tuple(
         (
             *(name, type(one), str(vars(one).get("form", ""))),
-            *((key, value) for key, value in vars(one).items() if key != "layer_idx" and isinstance(value, _PLAIN)),
+            *(
+                (key, value)
+                for key, value in vars(one).items()
+                if isinstance(value, _PLAIN) and (key != "layer_idx" or _computes_with_number(type(one).forward))
+            ),
             *((key, part.dtype, part.shape) for key, part in one.named_parameters(recurse=False)),
         )
         for name, one in module.named_modules()
     )
+
+
+@cache
+def _computes_with_number(forward: Callable[..., Any]) -> bool:
+    """Returns whether a forward uses the number of its layer otherwise than to find its place in the cache."""
+    names = names_in(forward)
+    return "layer_idx" in names and not any(name.startswith(("update", "get_")) for name in names)
+
+
+def names_in(function: Any) -> set[str]:
+    """Returns the names of functions and attributes in the code of a function."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return set() if code is None else set(code.co_names)
 
 
 def _norm(own: Forward, norm: Norm, operators: Operators, rows: torch.Tensor, *gate: Any) -> Any:
@@ -244,9 +263,11 @@ def _in_place(
             past_key_values=past_key_values,
             **others,
         )
-    assert hidden_states.shape[1] == step.num_rows
+    if hidden_states.shape[1] != step.num_rows:
+        raise NotInvariant("attention over other rows than those of the step")
     runs = [
-        _extended(one, run, attention_mask) for one, run in zip(layer.sequences or (layer,), step.runs, strict=True)
+        _extended(one, run, attention_mask, block)
+        for one, run in zip(layer.sequences or (layer,), step.runs, strict=True)
     ]
     cosines, sines = (angles.contiguous() for angles in position_embeddings)
     window, chunk = attention_mask.window or 0, attention_mask.chunk or 0
@@ -254,11 +275,18 @@ def _in_place(
     return (out, None) if part is block else out
 
 
-def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
-    """Extends a layer by the rows of a run, and returns the run in the operator's form."""
-    assert layer.keys.dtype is layer.values.dtype is torch.bfloat16
+def _extended(layer: TokenLayer, run: Run, pattern: Pattern, block: AttentionBlock) -> bytes:
+    """Extends a layer by the rows of a run, and returns the run in the operator's form. Raises `NotInvariant` if the
+    pages have other heads than the block writes."""
+    keys, values = layer.keys, layer.values
+    if not (
+        keys.dtype is values.dtype is torch.bfloat16
+        and (keys.dim, values.dim) == (block.key_dim, block.value_dim)
+        and (keys.heads * keys.dim, values.heads * values.dim) == (block.key.rows, block.value.rows)
+    ):
+        raise NotInvariant("attention with memory of another form than its products")
     layer.length = run.end
-    return run_in_pages(run, pattern, layer.keys, layer.values)
+    return run_in_pages(run, pattern, keys, values)
 
 
 def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: Curves) -> torch.Tensor:

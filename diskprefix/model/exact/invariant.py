@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -23,12 +23,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from diskprefix.model.exact import latent
 from diskprefix.model.exact.attention import attend
-from diskprefix.model.exact.fused import Parts
+from diskprefix.model.exact.fused import Parts, names_in
 from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import with_scans
 from diskprefix.model.exact.rows import each_times, in_whole_vectors, is_curve, linear, spread_of_rows, times
+from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
 from diskprefix.native.library import Operators, described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
@@ -107,6 +108,17 @@ def is_installed(model: PreTrainedModel) -> bool:
     return model in _installed
 
 
+def recognised(model: PreTrainedModel) -> str:
+    """Returns which parts of an installed model the compiled operators compute in one call, for people."""
+    methods: list[Any] = [method for _, _, method in _methods[model][described()]]
+    kinds = Counter(type(part) for one in methods for part in (getattr(one, "func", None), *getattr(one, "args", ())))
+    num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    if kinds[Layer] >= num_layers:
+        return f"all {num_layers} layers whole"
+    parts = f"{kinds[AttentionBlock]} attention blocks, {kinds[Gated]} gated products, {kinds[Norm]} norms"
+    return f"{kinds[Layer]} of {num_layers} layers whole; {parts}"
+
+
 @contextmanager
 def as_it_was(model: PreTrainedModel) -> Iterator[None]:
     """Gives a context in which the model computes as transformers made it."""
@@ -143,16 +155,11 @@ def _has_matrices(module: torch.nn.Module) -> bool:
 def _names(module: torch.nn.Module) -> bool:
     """Returns whether the forward of a module itself, or a method that it names, calls one of `_OF_A_TOKEN` or one with
     several codes, such as a gate's sigmoid. Squares are not meant: they have one code."""
-    names = _names_in(type(module).forward)
+    names = names_in(type(module).forward)
     owners = {type(module), *map(type, module.children())}
     methods = [vars(owner).get(name) for owner in owners for name in names if name not in _REPLACED]
-    named = names.union(*map(_names_in, methods))
+    named = names.union(*map(names_in, methods))
     return any(name in _OF_A_TOKEN or (name != "pow" and is_curve(name, torch.float32)) for name in named)
-
-
-def _names_in(function: Any) -> set[str]:
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    return set() if code is None else set(code.co_names)
 
 
 def _linear(parameters: Mapping[str, Any], rows: torch.Tensor) -> torch.Tensor:

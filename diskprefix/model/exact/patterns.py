@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -11,10 +13,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NAME = "diskprefix_2"
+NAME = "diskprefix"
 """The attention of ours, as transformers knows it."""
 
 _OWN_ATTENTION = "attention that computes with its mask"
+_patterns: dict[Hashable, Pattern] = {}
+"""The patterns of known masks, by their functions and sizes: comparing one takes 130 pairs of tokens."""
+_MAX_PATTERNS = 64
 
 
 class NotInvariant(Exception):
@@ -71,11 +76,28 @@ def pattern_of(
     """Returns the pattern of a mask, as transformers' mask interface describes it. Raises `NotInvariant` for others."""
     whole = sees_pictures_whole(config) if config is not None else ""
     whole_pictures = whole == "all" or (whole == "windowed" and local_size is not None)
-    candidates = [Pattern()] if local_size is None else [Pattern(window=local_size), Pattern(chunk=local_size)]
-    for pattern in candidates:
-        if mask_function is None or _agrees(pattern, mask_function, local_size or 1):
-            return replace(pattern, whole_pictures=whole_pictures)
-    raise NotInvariant("a mask of its own")
+    key = _form_of(mask_function), local_size
+    pattern = _patterns.get(key)
+    if pattern is None:
+        candidates = [Pattern()] if local_size is None else [Pattern(window=local_size), Pattern(chunk=local_size)]
+        agreeing = (one for one in candidates if mask_function is None or _agrees(one, mask_function, local_size or 1))
+        pattern = next(agreeing, None)
+        if pattern is None:
+            raise NotInvariant("a mask of its own")
+        if len(_patterns) == _MAX_PATTERNS:
+            _patterns.clear()
+        _patterns[key] = pattern
+    return replace(pattern, whole_pictures=whole_pictures)
+
+
+def _form_of(value: Any) -> Hashable:
+    """Returns what a mask function depends on: its code and what it encloses. transformers makes a new one for each
+    step. The result is equal to no other if that is more than functions and numbers."""
+    if isinstance(value, FunctionType):
+        return value.__code__, *(_form_of(cell.cell_contents) for cell in value.__closure__ or ())
+    if isinstance(value, tuple):
+        return tuple(map(_form_of, value))
+    return value if value is None or isinstance(value, int) else object()
 
 
 def _agrees(pattern: Pattern, mask_function: Any, size: int) -> bool:

@@ -26,15 +26,14 @@ from diskprefix.memo import Memo
 from diskprefix.model.exact import attention
 from diskprefix.model.exact.drafts import draft_layer_of
 from diskprefix.model.exact.fused import kind_of
-from diskprefix.model.exact.invariant import as_it_was, install, uninstall
-from diskprefix.model.exact.patterns import NAME, NotInvariant
+from diskprefix.model.exact.invariant import as_it_was, install, recognised, uninstall
+from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.model.exact.runner import can_pack, forward
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.model.exact.verified import is_verified
 from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
-from diskprefix.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +67,7 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
     reason = _known_reason(model)
     if not reason:
         drafts = " with its draft layer" if draft_layer_of(model) is not None else ""
-        key = _key(model, f"{NAME} {attention.kernel(model.device)}{drafts} {identity}") if identity else ""
+        key = _key(model, f"{attention.kernel(model.device)}{drafts} {identity}") if identity else ""
         layout = _remembered(key)
         try:
             layout = layout or _checked(model)
@@ -78,7 +77,7 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
             if key:
                 _passed.put(key, layout.record())
             install(model)
-            log.info("[model] attention: %s", described())
+            log.info("[model] kernels: %s, %s", described(), recognised(model))
             return layout, ""
     layout = rehearse(model, identity)
     reason = "its state is not cached" if layout.unsupported else reason
@@ -98,7 +97,7 @@ def _known_reason(model: PreTrainedModel) -> str:
 
 
 def _key(model: PreTrainedModel, identity: str) -> str:
-    return hashlib.sha256(f"{__version__} {computed_by(model)} {identity}".encode()).hexdigest()
+    return hashlib.sha256(f"{computed_by(model)} {identity}".encode()).hexdigest()
 
 
 def _remembered(key: str) -> Layout | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
@@ -43,7 +44,20 @@ class SourcedParameter:
         try:
             return self.source.rows(self.part_of(config), *arrays)
         except (ValueError, IndexError, TypeError, ArithmeticError) as error:
-            raise ModelError(f"the tensors have other shapes than those of the model: {self.names}") from error
+            raise self._misshapen() from error
+
+    def columns(self, config: Any) -> tuple[int, int, int] | None:
+        """Returns the sizes of the source's `columns`, None if the file has them in the parameter's order. Raises
+        `ModelError` if the tensors have other columns."""
+        if self.source.columns is None:
+            return None
+        sizes = self.source.columns(self.part_of(config))
+        if any(prod(sizes) != tensor.shape[-1] for tensor in self.tensors):
+            raise self._misshapen()
+        return sizes
+
+    def _misshapen(self) -> ModelError:
+        return ModelError(f"the tensors have other shapes than those of the model: {self.names}")
 
 
 _Source: TypeAlias = str | TensorSource | tuple[str | TensorSource, ...]

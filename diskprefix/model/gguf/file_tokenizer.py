@@ -6,7 +6,7 @@ Where that has two spellings of a pattern, ours is the one of the models' `token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -210,11 +210,30 @@ def _merges_by_score(keys: _Keys, vocabulary: dict[str, int]) -> list[tuple[str,
     longest left part, as in each `tokenizer.json` that is made of such a vocabulary."""
     tokens, found = list(vocabulary), []
     scores = keys.array("scores", len(tokens)).astype(np.float64)
-    for number in np.argsort(-scores, kind="stable"):
-        token = tokens[number]
-        cuts = ((token[:cut], token[cut:]) for cut in range(len(token) - 1, 0, -1))
-        found += [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
+    lefts, rights = _longest_beginnings(tokens), _longest_beginnings([token[::-1] for token in tokens])
+    for number in np.argsort(-scores, kind="stable").tolist():
+        endings = {len(tokens[one]): tokens[one] for one in _followed(rights, number)}
+        pairs = ((tokens[one], len(tokens[number]) - len(tokens[one])) for one in _followed(lefts, number))
+        found += [(left, endings[rest]) for left, rest in pairs if rest in endings]
     return found
+
+
+def _longest_beginnings(tokens: Sequence[str]) -> list[int]:
+    """Returns for each token the number of the longest other token that it begins with, or -1. The time grows with the
+    sum of the lengths, because a file may have a token of megabytes."""
+    found, beginnings = [-1] * len(tokens), list[int]()
+    # A token directly follows its beginnings and what else begins with them.
+    for number in sorted(range(len(tokens)), key=tokens.__getitem__):
+        while beginnings and not tokens[number].startswith(tokens[beginnings[-1]]):
+            beginnings.pop()
+        found[number] = beginnings[-1] if beginnings else -1
+        beginnings.append(number)
+    return found
+
+
+def _followed(links: Sequence[int], number: int) -> Iterator[int]:
+    while (number := links[number]) >= 0:
+        yield number
 
 
 def _special(metadata: Metadata, tokens: Sequence[str]) -> dict[str, str]:
@@ -246,8 +265,7 @@ def _set_templates(tokenizer: PreTrainedTokenizerFast, values: Mapping[str, Any]
     for name, key in _TEMPLATES.items():
         if (template := values.get(key)) is None:
             continue
-        tokenizer.chat_template = template
-        if fault := fault_of_template(tokenizer) if isinstance(template, str) else "it is not text":
+        if fault := fault_of_template(template) if isinstance(template, str) else "it is not text":
             raise ModelError(f"the file's {key}: {fault}")
         found[name] = template
     tokenizer.chat_template = found if len(found) > 1 else next(iter(found.values()), None)

@@ -49,7 +49,7 @@ DELTA: Sources = {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.A_log": changed("ssm_a", log_of_negative, grouped_heads),
     "linear_attn.dt_bias": moved("ssm_dt.bias", grouped_heads),
-    "linear_attn.out_proj": TensorSource(("ssm_out",), grouped_columns, same),
+    "linear_attn.out_proj": TensorSource(("ssm_out",), columns=grouped_columns),
 }
 NEXT: Sources = {
     **DELTA,

@@ -18,6 +18,9 @@ Rows: TypeAlias = Callable[..., Array]
 rows, ..]. Returns the rows of the parameter. An array has the numbers of rows, biases, or weights."""
 Values: TypeAlias = Callable[[Any, Array], Array]
 """Takes the configuration and weights in float32, with their rows in order. Returns the parameter."""
+Columns: TypeAlias = Callable[[Any], tuple[int, int, int]]
+"""Takes the configuration. Returns sizes (a, b, width): the columns of the parameter are [a, b, width], the columns of
+the file [b, a, width]."""
 
 
 def same(_: Any, one: Array) -> Array:
@@ -27,11 +30,13 @@ def same(_: Any, one: Array) -> Array:
 @dataclass(frozen=True)
 class TensorSource:
     """A parameter made of `tensors`, which are named within their block, without `.weight` and `.bias`. Without
-    `values` rows stay as they are, and `rows` may be given their numbers."""
+    `values` rows stay as they are, and `rows` may be given their numbers. With `columns`, the file has columns in
+    another order: a product with its quants takes its inputs in that order."""
 
     tensors: tuple[str, ...]
     rows: Rows = same
     values: Values | None = None
+    columns: Columns | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -129,8 +134,10 @@ def grouped_behind_keys(config: Any, one: Array) -> Array:
     return np.concatenate([one[:behind], grouped_values(config, one[behind:])])
 
 
-def grouped_columns(config: Any, one: Array) -> Array:
-    return np.ascontiguousarray(grouped_values(config, one.T).T)
+def grouped_columns(config: Any) -> tuple[int, int, int]:
+    """Returns the sizes of columns by their key heads (see `_grouped`)."""
+    keys = config.linear_num_key_heads
+    return keys, config.linear_num_value_heads // keys, config.linear_value_head_dim
 
 
 def expansion_of_latents(_: Any, keys: Array, values: Array) -> Array:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from diskprefix.errors import SettingsError
+from diskprefix.model.load.template_sandbox import bound_templates
 from diskprefix.printable import first_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 
 def read_template(path: Path | None) -> str | None:
@@ -24,14 +21,17 @@ def read_template(path: Path | None) -> str | None:
         raise SettingsError(f"--chat-template: {path} is not UTF-8 text") from error
 
 
-def fault_of_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Returns the line of the chat template that does not parse, and why; None if all does."""
-    from jinja2 import TemplateError, TemplateSyntaxError
+def fault_of_template(template: str) -> str | None:
+    """Returns the line of a chat template that does not parse, and why; None if all does. Nothing of it is run."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils import chat_template_utils
 
+    bound_templates()
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        # The environment of another template, with the tags that transformers adds.
+        chat_template_utils._compile_jinja_template("").environment.parse(template)
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {first_line(error)}"
-    except (TemplateError, TypeError, ValueError):
-        pass  # The template compiles. It may need other messages than those of this trial.
+    except RecursionError:
+        return "it is nested too deeply"
     return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
-from diskprefix.printable import first_line
+from diskprefix.printable import first_line, shown
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SAFETENSORS, FILE, INDEX = "*.safetensors", "model.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 10**8
 """safetensors refuses longer headers."""
+_NO_INNER_PATH = re.compile(r"[\x00-\x1f\x7f-\x9f\\\ud800-\udfff]|(?:^|/)(?:\.{0,2}|[A-Za-z]:[^/]*)(?:/|$)")
 _BITS = {"F4": 4, "BOOL": 8, "C64": 64}
 _QUANTS_IN_NAME = re.compile(
     r"-(awq|gptq|fp8|int[48]|w\d+a\d+|4bit|8bit|mxfp4|nvfp4|bnb|quantized\.\w+)\b.*", re.IGNORECASE
@@ -109,11 +110,21 @@ def checkpoint_files(folder: Path, files: Sequence[Path]) -> list[Path]:
 
 
 def shards_of(index: Path) -> list[str]:
-    """Returns the names of the files that an index names. Raises `ModelError` if it is damaged."""
+    """Returns the names of the files that an index names. Raises `ModelError` if it is damaged, or if a name leads out
+    of the folder."""
     try:
-        return sorted(map(str, set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return sorted(require_inner_path(str(name)) for name in names)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is damaged; fetch or copy it again") from error
+
+
+def require_inner_path(name: str) -> str:
+    """Returns a file name that a listing or an index gives, relative to its folder. Raises `ValueError` if it could
+    lead out of the folder, on any system, or holds control characters."""
+    if _NO_INNER_PATH.search(name):
+        raise ValueError(f"{shown(name)!r} is not the name of a file inside the folder")
+    return name
 
 
 def stored_tensors(folder: Path, files: Sequence[Path]) -> list[StoredTensor]:

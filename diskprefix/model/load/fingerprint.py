@@ -20,6 +20,7 @@ from diskprefix.identity import canonical, identity_text, plain
 from diskprefix.memo import Memo
 from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.kernel_settings import (
+    code_digest,
     cpu_kind,
     device_kind,
     environment,
@@ -31,7 +32,8 @@ from diskprefix.tokens import file_digest
 
 _NAMED_IF_SET = ("kernels", "switches", "threads", "attention_kernel")
 """Left out of the root if they are empty."""
-_NOT_PORTABLE = {"device", "cpu", "torch_version", "transformers_version", *_NAMED_IF_SET} - {"switches"}
+_VERSIONS = ("torch_version", "transformers_version", "gguf_version", "numpy_version")
+_NOT_PORTABLE = {"device", "cpu", *_VERSIONS, *_NAMED_IF_SET} - {"switches"}
 _JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kernels", "switches")
 """Canonical JSON, empty if there is nothing to name."""
 
@@ -42,8 +44,9 @@ _NO_NUMBERS = re.compile(
     r"|max_position_embeddings|max_sequence_length|max_seq_len|n_positions|n_ctx|seq_length|model_max_length"
     # Fields of their own in the fingerprint.
     r"|dtype|torch_dtype|quantization_config"
-    # Which tokens start, stop and pad: the sampler's business.
-    r"|(bos|eos|pad|sep|cls|unk|mask|decoder_start|forced_bos|forced_eos)_token_id|suppress_tokens|begin_suppress_tokens"
+    # Which tokens start and stop: the sampler's business. Models compute with the row of `pad_token_id`: Gemma 3n and 4
+    # put it in the place of pictures, in the inputs of each layer.
+    r"|(bos|eos|sep|cls|unk|mask|decoder_start|forced_bos|forced_eos)_token_id|suppress_tokens|begin_suppress_tokens"
     # Training.
     r"|initializer_range|initializer_factor|init_std|.*dropout.*|.*pdrop|gradient_checkpointing|router_aux_loss_coef"
     # What a forward returns beside its numbers, and labels.
@@ -78,6 +81,11 @@ class Fingerprint:
     """The vector instructions that torch uses on this CPU and a digest of what the CPU offers; empty on a GPU."""
     torch_version: str
     transformers_version: str
+    gguf_version: str
+    """Its tables make weights of quants; numpy computes with them."""
+    numpy_version: str
+    code: str
+    """A digest of our own Python that reads weights or computes."""
     kernels: str
     """The installed packages whose kernels transformers uses instead of its own, with versions."""
     switches: str
@@ -114,6 +122,9 @@ class Fingerprint:
             cpu=cpu_kind() if model.device.type == "cpu" else "",
             torch_version=torch.__version__,
             transformers_version=version("transformers"),
+            gguf_version=version("gguf"),
+            numpy_version=version("numpy"),
+            code=code_digest(),
             kernels=canonical(kernel_packages()),
             switches=canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",

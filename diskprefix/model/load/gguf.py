@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import diskprefix.model.gguf
 from diskprefix.model.gguf.architecture import Architecture
 from diskprefix.model.gguf.known_families import architecture_of
 from diskprefix.model.gguf.metadata import Metadata
@@ -93,18 +90,8 @@ class GgufModel:
         return FileParameters(self.kind.skeleton(self.config), self.architecture, self.tensors, weights, dtype)
 
     def digest(self) -> str:
-        """Returns the identity of the weights: file, and what makes parameters of it. Raises `OSError`."""
-        return hashlib.sha256(f"{_rules()} {weights_digest([], self.parts)}".encode()).hexdigest()[:32]
-
-
-@cache
-def _rules() -> str:
-    """Returns a digest of the tables and of what follows them: with another one the same file is another model."""
-    found = hashlib.sha256()
-    tables = [file for folder in diskprefix.model.gguf.__path__ for file in Path(folder).glob("*.py")]
-    for file in (*sorted(tables), Path(__file__).parents[1] / "quants" / "file_parameters.py"):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        """Returns the identity of the content of the file's parts. Raises `OSError`."""
+        return weights_digest([], self.parts)
 
 
 def whole_matrices(gguf: Path) -> list[FileMatrix]:

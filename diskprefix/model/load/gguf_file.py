@@ -55,6 +55,8 @@ def first_parts(names: Iterable[str]) -> dict[str, list[str]]:
     for name in sorted(known):
         suffix = Path(name).suffix
         found = _PART.fullmatch(name.removesuffix(suffix))
+        if found is not None and int(found["parts"]) > len(known):
+            continue
         parts = [name] if found is None else _part_names(found, suffix)
         if name == parts[0] and known.issuperset(parts):
             models[name] = parts

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from glob import escape
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.checkpoint import SAFETENSORS, StoredTensor, checkpoint_files, weight_files_of
+from diskprefix.model.load.checkpoint import (
+    SAFETENSORS,
+    StoredTensor,
+    checkpoint_files,
+    require_inner_path,
+    weight_files_of,
+)
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of
 from diskprefix.model.load.gguf_file import QUANT, first_parts, model_stem, part_paths
 from diskprefix.model.load.made_once import require_disk
@@ -36,6 +43,7 @@ _PLAIN = re.compile(r"(?:^|[-._])(?:BF16|FP?16|FP?32)$", re.IGNORECASE)
 _NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
 """Memory beside the weights and the room to compute that the quant which is chosen leaves for KV."""
+_COMMIT = re.compile("[0-9a-f]{40}")
 _TAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 """In the address of a mirror."""
@@ -68,19 +76,15 @@ class HubListing:
 
 def listing_of(model: str) -> HubListing | None:
     """Returns the listing of a repository, None if the hub does not give it. Only headers are downloaded."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    _require_tags_that_are_digests()
-    api = HfApi()
+    api = _checked_library().HfApi()
     repo, quant = split_name(model)
     try:
-        files = {name: size for name, size in repository_files(repo)[1].items() if size}
+        commit, every = repository_files(repo)
+        files = {name: size for name, size in every.items() if size}
         if quant:
             return HubListing(repo, (), {}, files, choose_quant(repo, files, quant, 0)[0])
-        found = api.get_safetensors_metadata(repo)
-        cached = try_to_load_from_cache(repo, "config.json")
-        file = cached if isinstance(cached, str) else api.hf_hub_download(repo, "config.json")
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        found = api.get_safetensors_metadata(repo, revision=commit)
+        config = json.loads(Path(api.hf_hub_download(repo, "config.json", revision=commit)).read_text(encoding="utf-8"))
     except Exception:  # noqa: BLE001 - it only comes before the download, which says what is wrong
         return None
     stored = [
@@ -101,14 +105,13 @@ def split_name(model: str) -> tuple[str, str]:
 
 
 def repository_files(repo: str) -> tuple[str, dict[str, int]]:
-    """Returns the newest commit of a repository and its files with their sizes. Raises what the library raises."""
-    from huggingface_hub import HfApi
-
-    found = HfApi().model_info(repo, files_metadata=True)
-    # The library takes a commit for the name of a file.
-    if not _TAG.fullmatch(str(found.sha)):
+    """Returns the newest commit of a repository and its files with their sizes. Raises what the library raises, and
+    `ValueError` for a commit or a file name that could lead out of the cache."""
+    found = _checked_library().HfApi().model_info(repo, files_metadata=True)
+    # The library asks the hub once more, and checks nothing, if the revision does not have exactly 40 digits.
+    if not _COMMIT.fullmatch(str(found.sha)):
         raise ValueError(f"its newest commit is {shown(str(found.sha))!r}, which is no digest")
-    return str(found.sha), {one.rfilename: int(one.size or 0) for one in found.siblings or ()}
+    return str(found.sha), {require_inner_path(one.rfilename): int(one.size or 0) for one in found.siblings or ()}
 
 
 def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
@@ -283,6 +286,7 @@ def fetched_model(
     cache.
 
     `before` is called before weights are fetched. Raises `ModelError`; `flag` is what named the model."""
+    library = _checked_library()
     repo, quant = split_name(model)
     progress(f"looking for {model} on the Hugging Face hub")
     here = cached_model(model)
@@ -290,12 +294,13 @@ def fetched_model(
         try:
             commit, files = repository_files(repo)
         except (OSError, _network_error()):
+            # Nothing is fetched without a listing, because the listing is what was checked.
             if here is not None:
                 return here
-            if quant:
-                raise
-            # It takes what is here, or says what is wrong.
-            return _fetched(repo, None, [*_FILES, SAFETENSORS] if with_weights else _FILES, progress)
+            if not (quant or with_weights):
+                with suppress(library.errors.LocalEntryNotFoundError):
+                    return Path(library.snapshot_download(repo, allow_patterns=_FILES, local_files_only=True))
+            raise
         top = [name for name in files if "/" not in name]
         weights = [SAFETENSORS] if any(fnmatch(name, SAFETENSORS) for name in top) else []
         is_gone = quant and _quant_called(quant, list(files)) is None
@@ -341,27 +346,24 @@ def _fetched_quant(
 
 def _fetched(
     repo: str,
-    commit: str | None,
+    commit: str,
     patterns: Sequence[str],
     progress: Report,
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[], None],
     *,
-    ignored: Sequence[str] = tuple(_SUBFOLDERS),
+    ignored: Sequence[str],
 ) -> Path:
-    """Returns the folder of a snapshot with the files that fit the patterns: of a commit, or else of what is here.
-    `before` is called if some are fetched. The library goes on with a connection that breaks."""
-    from huggingface_hub import constants, file_download, snapshot_download
-
+    """Returns the folder of the snapshot of a commit with the files that fit the patterns. `before` is called if some
+    are fetched. The library goes on with a connection that breaks."""
+    library = _checked_library()
+    constants, file_download = library.constants, library.file_download
     get: Any = partial(
-        snapshot_download,
+        library.snapshot_download,
         repo,
         allow_patterns=[*patterns],
         ignore_patterns=[*ignored],
         tqdm_class=_counting(lambda _num_bytes: None),
     )
-    if commit is None:
-        return Path(get())
-    _require_tags_that_are_digests()
     # The commit that was listed, whatever comes meanwhile. With a name, the library would take it for the newest here.
     found = get(revision=commit, dry_run=True)
     new_bytes = sum(file.file_size or 0 for file in found if file.will_download)
@@ -377,23 +379,40 @@ def _fetched(
     return folder
 
 
-def _require_tags_that_are_digests() -> None:
-    """Has the library raise `ValueError` for an ETag that is no digest. It takes the tag for the name of a file: with
-    `../`, a mirror could write any file."""
-    from huggingface_hub import file_download
+def _checked_library() -> Any:
+    """Returns `huggingface_hub`, which takes commits, ETags and file names of the hub for paths: with `../`, a mirror
+    could write any file. For each file it now raises `ValueError` if its name leads out of the snapshot, if it is of
+    another commit, if its ETag is no digest, or if its ETag is a SHA-256 that the fetched bytes do not have."""
+    import huggingface_hub
+    import huggingface_hub.file_download
 
-    ask = file_download._get_metadata_or_catch_error
-    if getattr(ask, "requires_digests", False):
-        return
+    download: Any = huggingface_hub.file_download
+    ask, move = download._get_metadata_or_catch_error, download._chmod_and_move
+    if hasattr(ask, "is_checked"):
+        return huggingface_hub
 
     def checked(**options: Any) -> Any:
-        found = ask(**options)
-        if (tag := found[1]) is not None and not _TAG.fullmatch(tag):
-            raise ValueError(f"the tag of {options['filename']} is {shown(tag)!r}, which is no digest")
+        name = require_inner_path(options["filename"])
+        # Without the folder, a 404 does not create an empty file below the commit that the answer names.
+        found = ask(**options | {"storage_folder": None})
+        (_, tag, commit, *_rest), revision = found, options["revision"]
+        if tag is not None and (commit != revision if _COMMIT.fullmatch(revision) else not _COMMIT.fullmatch(commit)):
+            raise ValueError(f"the commit of {name} is {shown(commit)!r}, not the one that was asked for")
+        if tag is not None and not _TAG.fullmatch(tag):
+            raise ValueError(f"the tag of {name} is {shown(tag)!r}, which is no digest")
         return found
 
-    checked.requires_digests = True  # type: ignore[attr-defined]
-    file_download._get_metadata_or_catch_error = checked
+    def compared(incomplete: Path, blob: Path) -> None:
+        with incomplete.open("rb") as file:
+            if len(blob.name) == 64 and (digest := file_digest(file, "sha256").hexdigest()) != blob.name:
+                raise ValueError(f"the SHA-256 of a file is {digest}, not {blob.name} as the hub announced")
+        move(incomplete, blob)
+
+    checked.is_checked = True  # type: ignore[attr-defined]
+    download._get_metadata_or_catch_error, download._chmod_and_move = checked, compared
+    # Xet's store of blobs that repositories share has other digests than SHA-256, and `rm` would not free its files.
+    download.constants.HF_HUB_DISABLE_SHARED_BLOBS = True
+    return huggingface_hub
 
 
 def _counting(advance: Callable[[float], None]) -> type[Any]:
@@ -447,7 +466,8 @@ def _reason(error: Exception) -> str:
         return "there is no such model, or it is private"
     is_offline = any(isinstance(one, errors.OfflineModeIsEnabled) for one in (error, cause))
     is_not_here = isinstance(error, errors.LocalEntryNotFoundError)
-    if is_offline or (is_not_here and not isinstance(cause, errors.HfHubHTTPError)):
-        where = "HF_HUB_OFFLINE is set" if is_offline else "the hub cannot be reached"
+    unanswered = cause if is_not_here and cause else error
+    if is_offline or (isinstance(unanswered, _network_error()) and not isinstance(unanswered, errors.HfHubHTTPError)):
+        where = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached ({first_line(unanswered)})"
         return f"{where}, and its cache on this machine holds no complete copy"
     return first_line(cause if cause is not None and (is_not_here or isinstance(error, errors.DryRunError)) else error)

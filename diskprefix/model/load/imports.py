@@ -12,6 +12,7 @@ import importlib
 import operator
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -46,13 +47,16 @@ _NUMBERS: dict[str, Any] = {
 }
 """Functions that torch calls on sizes that may be symbols, for sizes that are all numbers."""
 
+_replacing = threading.RLock()
+"""Held while names of other packages are replaced. Two loads that overlap would leave the first one's functions."""
+
 
 def import_transformers() -> None:
     """Imports torch, transformers and what all its decoders need, unless transformers is imported. It then works as
     with a torch that was built without its package for several machines."""
     if "transformers" in sys.modules:
         return
-    with _without_distributed(), without_tracer():
+    with without_tracer(), _without_distributed():
         importlib.import_module("transformers.models.auto.modeling_auto")
         importlib.import_module("transformers.modeling_layers")
 
@@ -60,20 +64,22 @@ def import_transformers() -> None:
 @contextmanager
 def without_tracer() -> Iterator[None]:
     """Gives a context without the tracer and sympy for code of torch and transformers that compiles nothing: imports,
-    and a model that is made without memory for its weights, where torch computes shapes in Python."""
+    and a model that is made without memory for its weights, where torch computes shapes in Python. One thread at a
+    time: another one waits."""
     import torch
 
     tracer = _StandIn(_TRACER, _MARKS, file=torch.__file__)
     stand_ins = [tracer, *(_StandIn(*module) for module in _QUESTIONED.items()), _StandIn(_SHAPES, _NUMBERS)]
     stand_ins.append(_StandIn("sympy", {"Basic": _Symbol}))
-    for stand_in in stand_ins:
-        sys.modules.setdefault(stand_in.__name__, stand_in)
-    try:
-        yield
-    finally:
+    with _replacing:
         for stand_in in stand_ins:
-            if sys.modules.get(stand_in.__name__) is stand_in:
-                del sys.modules[stand_in.__name__]
+            sys.modules.setdefault(stand_in.__name__, stand_in)
+        try:
+            yield
+        finally:
+            for stand_in in stand_ins:
+                if sys.modules.get(stand_in.__name__) is stand_in:
+                    del sys.modules[stand_in.__name__]
 
 
 class _StandIn(ModuleType):

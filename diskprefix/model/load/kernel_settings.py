@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,22 @@ way. ATEN_CPU_CAPABILITY is not among them, as `cpu_kind` names what it selects.
 
 _KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy torchao xformers"
 """The modules whose kernels transformers uses where they are installed."""
+
+_PACKAGE = Path(__file__).parents[2]
+_CODE = ("model/**/*.py", "native/*.py", "kv/caches.py", "kv/layers.py", "kv/page_table.py", "kv/step.py")
+"""Our own Python that reads weights or computes: what is fused, which operator is called with what."""
+
+
+@cache
+def code_digest() -> str:
+    """Returns a digest of our own Python that decides about the bits. The C++ sources have their own
+    (`native.build.digest`). It covers more than computes: a needless miss costs time, a wrong hit gives a wrong
+    answer."""
+    found = hashlib.sha256()
+    for path in sorted(path for pattern in _CODE for path in _PACKAGE.glob(pattern)):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(_PACKAGE)} {len(content)} ".encode() + content)
+    return found.hexdigest()[:16]
 
 
 def environment() -> dict[str, str]:
@@ -109,11 +126,11 @@ def device_kind(device: torch.device) -> str:
 
 
 def computed_by(model: Any) -> str:
-    """Returns what decides about the bits that a model computes beside the model itself and our own code: versions,
+    """Returns what decides about the bits that a model computes beside the model itself: our own code, versions,
     device, CPU, environment, switches and threads. For keys of what was measured."""
     import torch
 
-    libraries = torch.__version__, version("transformers")
+    libraries = code_digest(), torch.__version__, *map(version, ("transformers", "gguf", "numpy"))
     kernels = cpu_kind(), environment(), switches(model), torch.get_num_threads()
     return f"{libraries} {device_kind(model.device)} {kernels}"
 

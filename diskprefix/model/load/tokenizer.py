@@ -54,7 +54,7 @@ def _read(model: Path, template: str | None) -> PreTrainedTokenizerFast:
         tokenizer = _of_folder(model)
     if template is not None:
         tokenizer.chat_template = template
-        if fault := fault_of_template(tokenizer):
+        if fault := fault_of_template(template):
             raise SettingsError(f"--chat-template: {fault}")
     elif not tokenizer.chat_template and model.is_dir():
         tokenizer.chat_template = _processors_template(model)

@@ -36,11 +36,13 @@ _TASK_BYTES = 1 << 26
 @dataclass(frozen=True, eq=False)
 class FileMatrix:
     """A matrix: row i is row `order[i]` of `tensors`, which are counted one after the other. Without an order all rows
-    are taken as they stand. `shape` is that of the parameter, whose last dimension is the columns."""
+    are taken as they stand. `shape` is that of the parameter, whose last dimension is the columns. `columns` has the
+    sizes by which the file has them in another order (`gguf.sources.Columns`)."""
 
     tensors: tuple[FileTensor, ...]
     shape: tuple[int, ...]
     order: np.ndarray | None
+    columns: tuple[int, int, int] | None = None
 
     @classmethod
     def whole(cls, tensor: FileTensor) -> FileMatrix:
@@ -48,7 +50,9 @@ class FileMatrix:
         return cls((tensor,), tensor.shape, None)
 
     @classmethod
-    def of(cls, rows: np.ndarray, tensors: Sequence[FileTensor]) -> FileMatrix:
+    def of(
+        cls, rows: np.ndarray, tensors: Sequence[FileTensor], columns: tuple[int, int, int] | None = None
+    ) -> FileMatrix:
         """Returns the matrix of `rows`, counted through `tensors`. Raises `ModelError` for rows of several lengths."""
         flat, found, starts, first = rows.reshape(-1), list[FileTensor](), [0], 0
         order = np.empty(len(flat), np.int32)
@@ -62,7 +66,7 @@ class FileMatrix:
         if len({tensor.shape[-1] for tensor in found}) != 1:
             raise ModelError("matrices of several widths cannot be joined")
         is_same = len(flat) == starts[-1] and bool((np.diff(order) == 1).all())
-        return cls(tuple(found), (*rows.shape, found[0].shape[-1]), None if is_same else order)
+        return cls(tuple(found), (*rows.shape, found[0].shape[-1]), None if is_same else order, columns)
 
     @property
     def kind(self) -> str:
@@ -149,6 +153,9 @@ class FileMatrix:
 
     def dequantised(self) -> torch.Tensor:
         """Returns the weights, bfloat16 of `shape`. Raises `ModelError` if the file is cut short, `OSError`."""
+        return in_order(self._dequantised(), self.columns)
+
+    def _dequantised(self) -> torch.Tensor:
         compiled = operators() if self.is_packable else None
         if compiled is not None:
             packed = torch.empty(self.packed_shape, dtype=torch.uint8).flatten(0, -3)
@@ -167,6 +174,19 @@ class FileMatrix:
                 else:
                     found[first:last][part.places] = weights.to(torch.bfloat16)[part.order]
         return found.view(self.shape)
+
+
+def in_order(weights: torch.Tensor, columns: tuple[int, int, int] | None) -> torch.Tensor:
+    """Returns weights [.., columns] of a file with their columns in the parameter's order."""
+    if columns is None:
+        return weights
+    first, second, width = columns
+    return regrouped(weights, second, first, width)
+
+
+def regrouped(numbers: torch.Tensor, first: int, second: int, width: int) -> torch.Tensor:
+    """Returns numbers [.., first × second × width] as [.., second × first × width]."""
+    return numbers.reshape(*numbers.shape[:-1], first, second, width).transpose(-3, -2).flatten(-3)
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import matrices_of, named_halves
 from diskprefix.model.gguf.architecture import Architecture, SourcedParameter
 from diskprefix.model.load.gguf_header import FileTensor
-from diskprefix.model.quants.file_matrix import FileMatrix
+from diskprefix.model.quants.file_matrix import FileMatrix, in_order
 from diskprefix.model.quants.quantised import in_decoder, is_plain_embedding
 from diskprefix.model.quants.quantised_experts import may_be_quantised
 
@@ -95,7 +95,7 @@ class FileParameters:
         left, is_turned = users, self._is_turned(users[0])
         read: Callable[[], torch.Tensor] = partial(self._made, users[0], parameter, part)
         if part.is_matrix and parameter.ndim > 1:
-            matrix = FileMatrix.of(self._rows(part), part.tensors)
+            matrix = FileMatrix.of(self._rows(part), part.tensors, part.columns(self._model.config))
             shape = _turned(parameter, is_turned).shape
             _require_same(part, matrix.shape, shape)
             if matrix.is_packable and len(matrix.shape) == 2:
@@ -127,6 +127,7 @@ class FileParameters:
             if part.source.values is not None:
                 found = part.source.values(part.part_of(config), found)
         made = torch.from_numpy(np.ascontiguousarray(found)).to(self._dtype_of(name))
+        made = in_order(made, part.columns(config))
         made = _turned(made, self._is_turned(name))
         if parameter.ndim == 1 and made.numel() == len(parameter):
             return made.flatten()

@@ -21,7 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
+from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking, in_order, regrouped
 from diskprefix.model.quants.forms import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
@@ -49,7 +49,10 @@ class QuantisedLinear(nn.Module):
         packed = torch.empty(0, dtype=torch.uint8, device=linear.weight.device)
         self.register_buffer("packed", packed, persistent=False)
         self.bias = linear.bias
+        self.columns: tuple[int, int, int] | None = None
+        """As that of `FileMatrix`."""
         self.matrix: Matrix | None = None
+        """The matrix, if its columns are in the order of the rows that the module gets."""
         self._product: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -58,16 +61,20 @@ class QuantisedLinear(nn.Module):
         if not self.packed.numel():
             # Mamba 2 gives it random numbers before those of the file are there.
             return torch.empty(self.out_features, self.in_features, device="meta")
-        return weights_of(self.packed, self.form)
+        return in_order(weights_of(self.packed, self.form), self.columns)
 
     def prepare(self) -> None:
         """Prepares the matrix for the kernel, once the weights are there. They must not change afterwards."""
         bias = None if self.bias is None else self.bias.detach()
-        self.matrix = matrix_of(self.packed, self.form, bias)
-        self._product = partial(product, compiled(), matrix=self.matrix)
+        matrix = matrix_of(self.packed, self.form, bias)
+        self.matrix = matrix if self.columns is None else None
+        self._product = partial(product, compiled(), matrix=matrix)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._product is not None, "the model was not prepared"
+        if self.columns is not None:
+            # The inputs move, not the columns: quants cannot.
+            rows = regrouped(rows, *self.columns)
         return self._product(rows)
 
 
@@ -133,6 +140,8 @@ def take_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], pa
         module = model.get_submodule(name)
         assert isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedMatrices)
         module.packed = packed[matrix.key]
+        if isinstance(module, QuantisedLinear):
+            module.columns = matrix.columns
 
 
 def prepare(model: PreTrainedModel) -> None:

@@ -236,9 +236,11 @@ struct Planes {
 };
 
 // The operators, as one variant computes them. They return 0, or 1 if there is not enough memory. `experts` returns 2 if
-// there is no expert of a number.
+// there is no expert of a number. `require_matrix` returns 1 if no product takes the matrix: its form is unknown, it has
+// parts of blocks, or its weights have other than `num_bytes` bytes.
 struct Operators {
   const char* name;
+  int32_t (*require_matrix)(const Matrix* matrix, const int64_t* num_bytes);
   int32_t (*attention)(const Attention* call, const Run* runs);
   int32_t (*product)(const Product* call);
   int32_t (*norm)(const Norm* call);

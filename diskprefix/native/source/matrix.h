@@ -505,6 +505,15 @@ class Products {
 
 int32_t product(const Product* call) { return !matrices::Products(*call).run(); }
 
+int32_t require_matrix(const Matrix* matrix, const int64_t* num_bytes) {
+  const int64_t rows = matrix->rows, columns = matrix->columns;
+  if (rows <= 0 || columns <= 0 || rows % matrices::STRIP || columns % matrices::INNER) return 1;
+  const bool is_dense = matrix->bits == 16;
+  const int64_t strip_bytes = is_dense ? 2 * matrices::STRIP * columns : matrices::form_of(*matrix).strip_bytes;
+  const bool has_numbers = !matrix->has_table || matrix->table;
+  return !(strip_bytes && has_numbers && *num_bytes == rows / matrices::STRIP * strip_bytes);
+}
+
 int32_t look_up(const Lookup* call) {
   const matrices::Form form = matrices::form_of(*call->matrix);
   const int64_t columns = call->matrix->columns;

@@ -11,9 +11,11 @@
 namespace diskprefix {
 namespace {
 
+// NaN for NaN: a decay that is no number must not become 0, which would forget the state without a word.
 inline Floats exp_of(Floats x) {
   const Floats limited = larger(x * all(LOG2_E), all(-127.0f));
-  return exp2(limited > all(126.0f) ? all(126.0f) : limited);
+  const Floats found = exp2(limited > all(126.0f) ? all(126.0f) : limited);
+  return x == x ? found : x;
 }
 
 inline Floats silu(Floats x) { return x / (all(1.0f) + exp_of(-x)); }

@@ -120,7 +120,7 @@ inline float sum_of(Floats vector) { return folded(vector, [](Floats a, Floats b
 
 inline float largest_of(Floats vector) { return folded(vector, larger); }
 
-// 2^x for x up to 126, with an error of 2 units in the last place. Exactly 1 for 0, and 0 below -126.
+// 2^x for x up to 126, with an error of 2 units in the last place. Exactly 1 for 0; 0 below -126 and for NaN.
 inline Floats exp2(Floats x) {
   const Floats magic = all(12582912.0f);  // 1.5 × 2^23: what is added to it is rounded to a whole number
   Floats shifted = x + magic;
@@ -136,11 +136,12 @@ inline Floats exp2(Floats x) {
   return (Floats)(bits & (x >= all(-126.0f)));
 }
 
-// By the way of exp(2x): the error is some 1e-7, near 0 too.
+// Computed from exp(2x). The error is about 1e-7, near 0 too. NaN for NaN, which the limits and exp2 would hide.
 inline Floats tanh(Floats x) {
   Floats limited = larger(x, all(-20.0f));
   limited = limited > all(20.0f) ? all(20.0f) : limited;
-  return all(1.0f) - all(2.0f) / (exp2(limited * all(2.0f * LOG2_E)) + all(1.0f));
+  const Floats found = all(1.0f) - all(2.0f) / (exp2(limited * all(2.0f * LOG2_E)) + all(1.0f));
+  return x == x ? found : x;
 }
 
 inline float from_half(uint16_t bits) {

@@ -750,12 +750,13 @@ Form form_of_blocks(const Matrix& matrix) {
 #else
   typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, HAS_TABLE> Weights;
 #endif
+  if (matrix.columns % (INNER * Weights::BLOCKS)) return {};
   return form_with<Weights>(matrix.columns / INNER / Weights::BLOCKS * Weights::BYTES);
 }
 
-// The forms in `model/quants/forms.py`.
+// The forms in `model/quants/quant_form.py`. `strip_bytes` is 0 for bfloat16, for an unknown form, and for a row that ends
+// inside a unit.
 inline Form form_of(const Matrix& matrix) {
-  if (matrix.bits == 16) return {};
 #define FORM(bits_, group_, has_zeros_, scales_, has_table_)                                                        \
   if (matrix.bits == bits_ && matrix.group == group_ && matrix.has_zeros == has_zeros_ && matrix.scales == scales_ && \
       matrix.has_table == has_table_)                                                                                 \
@@ -775,8 +776,9 @@ inline Form form_of(const Matrix& matrix) {
   FORM(5, 32, true, IN_BYTES, false)
   FORM(5, 32, false, IN_FLOAT16, false)
   FORM(6, 16, false, IN_BYTES, false)
+  FORM(8, 32, false, IN_FLOAT16, false)
 #undef FORM
-  return form_of_blocks<8, 32, false, IN_FLOAT16>(matrix);
+  return {};
 }
 
 }  // namespace matrices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -12,6 +13,7 @@ log = logging.getLogger("diskprefix")
 
 HEADERS_S = 30.0
 """The time for the head of a request, from the connection or from the first byte after another request."""
+_LINGER_S = 10.0
 OTHER_CONNECTIONS = 448
 """Connections beside those of the requests in flight. They are idle, or show pages and figures."""
 
@@ -34,10 +36,12 @@ class LimitedConnection(H11Protocol):
             self.transport = transport
             transport.abort()
             return
-        super().connection_made(_Gathered(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(_Lingering(transport, self.loop, self._has_unread))  # type: ignore[arg-type]
         self._start_headers_timer()
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.lingers:  # type: ignore[attr-defined]
+            return
         if not self._is_in_request:
             self._start_headers_timer()
         super().data_received(data)
@@ -55,8 +59,10 @@ class LimitedConnection(H11Protocol):
     def shutdown(self) -> None:
         """The daemon stops: closes the connection, or has it closed after the answer.
 
-        A body that is still arriving is not waited for. Its client could keep the daemon from ending.
+        Neither a body that is still arriving is waited for nor the rest of one that was refused: clients could keep the
+        daemon from ending.
         """
+        self.transport.lingers = True  # type: ignore[attr-defined]
         super().shutdown()
         if self._is_in_request and self.cycle.more_body:
             self.transport.close()
@@ -65,6 +71,9 @@ class LimitedConnection(H11Protocol):
     def _is_in_request(self) -> bool:
         """Returns whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
+
+    def _has_unread(self) -> bool:
+        return self.cycle is not None and self.cycle.response_complete and self.cycle.more_body
 
     @property
     def _is_idle(self) -> bool:
@@ -90,34 +99,24 @@ class LimitedConnection(H11Protocol):
             self._headers_timer = None
 
 
-class _Gathered:
-    """A transport that sends what is written in one turn of the loop at once: uvicorn writes the head of a response,
-    its body and its end one by one."""
+class _Lingering:
+    """A transport that lets a client read the response although its body was not read to the end.
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._pieces: list[bytes] = []
+    Closing a socket with unread bytes resets the connection, and many clients then never see the response. So only the
+    end of the response is sent first, and what arrives is discarded for `_LINGER_S`, until the client closes.
+    """
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, has_unread: Callable[[], bool]):
+        self._transport, self._loop, self._has_unread = transport, loop, has_unread
+        self.lingers = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def write(self, data: bytes) -> None:
-        if not self._pieces:
-            self._loop.call_soon(self._flush)
-        self._pieces.append(data)
-
     def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def write_eof(self) -> None:
-        self._flush()
+        if self.lingers or not self._has_unread():
+            self._transport.close()
+            return
+        self.lingers = True
         self._transport.write_eof()
-
-    def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size() + sum(map(len, self._pieces))
-
-    def _flush(self) -> None:
-        if self._pieces:
-            self._transport.write(b"".join(self._pieces))
-            self._pieces.clear()
+        self._loop.call_later(_LINGER_S, self._transport.close)

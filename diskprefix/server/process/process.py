@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from diskprefix.errors import DeviceLost, DiskPrefixError
+from diskprefix.errors import CacheError, DeviceLost, DiskPrefixError
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.listener import open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
-from diskprefix.server.process.token_file import kept
+from diskprefix.server.process.token_file import dashboard_line, kept
 from diskprefix.settings import Settings
+from diskprefix.store.folder import crash_file, make_folder
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
@@ -115,13 +116,22 @@ class Entrance:
         return app
 
 
+def _tell_crashes(settings: Settings) -> None:
+    """Has the process write where its threads were when it crashes, or when the watchdog's SIGABRT ends it. The next
+    start logs that, and checks the store's file, because LMDB may have died of it."""
+    faulthandler.enable()
+    # Of an unusable folder, the start says what is wrong.
+    with suppress(OSError, CacheError):
+        make_folder(settings.kv_cache_dir)
+        faulthandler.enable(crash_file(settings.kv_cache_dir))
+
+
 def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving.
 
     Behind a `front`, the process takes the requests that the front passes on. Else it opens sockets of its own.
     """
-    # The log tells where each thread was when the process crashed, or was ended by the watchdog's SIGABRT.
-    faulthandler.enable()
+    _tell_crashes(settings)
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
@@ -131,7 +141,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     token: OwnerToken | None
     if front is None:
         settings, listeners = open_listeners(settings)
-        token = made_token(listeners, settings)
+        token = made_token(settings)
         address = announce_listening(listeners, settings, token)
     else:
         listeners, address, token = [front.listener], front.address, front.token
@@ -157,9 +167,9 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         front.turn.wait_for_turn()
         return load_engine(settings, progress)
 
-    def on_ready(serving: Serving, stats: dict[str, Any]) -> None:
+    def on_ready(serving: Serving) -> None:
         server.daemon.doing = f"serving {serving.model_name} on {address}"
-        _announce(serving, stats, settings, address)
+        _announce(serving, serving.counts.last, settings, address)
         gc.freeze()
         gc.enable()
 
@@ -172,11 +182,9 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     _end(server.daemon)
 
 
-def made_token(listeners: list[socket.socket], settings: Settings) -> OwnerToken | None:
+def made_token(settings: Settings) -> OwnerToken | None:
     """Returns a new token for the owner of a daemon, None if it has API keys."""
-    is_path = listeners[0].family == socket.AF_UNIX
-    port = settings.port if is_path else listeners[0].getsockname()[1]
-    return OwnerToken.new(port) if settings.api_keys is None else None
+    return OwnerToken.new() if settings.api_keys is None else None
 
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
@@ -184,7 +192,8 @@ def announce_listening(listeners: list[socket.socket], settings: Settings, token
     address = _address_of(listeners[0], settings.host)
     log.info("listening on %s; /health tells when the model is loaded", address)
     # A new token each time: while no daemon runs, another program at its address could be shown the old one.
-    log.info("the dashboard, in a browser: %s/%s", address, f"?token={token.text}" if token else "")
+    if listeners[0].family != socket.AF_UNIX:
+        log.info("%s", dashboard_line(address, token.text if token else ""))
     return address
 
 
@@ -206,6 +215,8 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     from diskprefix.server.limits import InFlight
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
 
+    # A body that does not end tells a failure after the status. What has failed has been logged then.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
     return uvicorn.Config(
         app,
         http=partial(LimitedConnection, InFlight(settings).most + OTHER_CONNECTIONS),  # type: ignore[arg-type]
@@ -336,9 +347,10 @@ async def give_signs_of_life(daemon: Daemon) -> None:
 class SignsOfLife:
     """The notifications while the daemon runs.
 
-    The watchdog gets a sign of life if the event loop calls `give`, and the engine is idle, has made progress since the
-    last call, or is in a step that may take longer. A hanging step or event loop thus ends with a new process. Loading
-    a model is no step: it may take as long as `TimeoutStartSec=` allows.
+    The watchdog gets a sign of life if the event loop calls `give`, no prompt is rendered for too long, and the engine
+    is idle, has made progress since the last call, or is in a step that may take longer. A hanging step, event loop or
+    chat template thus ends with a new process. Loading a model is no step: it may take as long as `TimeoutStartSec=`
+    allows.
     """
 
     def __init__(self, daemon: Daemon, limit_s: float | None) -> None:
@@ -349,18 +361,15 @@ class SignsOfLife:
 
     def give(self) -> None:
         heartbeat = self._daemon.inbox.heartbeat
-        has_stopped = heartbeat.has_stopped()
+        has_stopped, hang = heartbeat.has_stopped(), self._daemon.hang
         if self._limit_s is not None:
-            if not has_stopped:
+            if not (has_stopped or hang):
                 notify(WATCHDOG=1)
                 self._is_reported = False
-            elif heartbeat.working_s > self._limit_s / 2 and not self._is_reported:
+            elif (hang or heartbeat.working_s > self._limit_s / 2) and not self._is_reported:
                 self._is_reported = True
-                log.error(
-                    "[server] the engine has hung in one step for %.0f s; the watchdog's limit is %.0f s. Its threads:",
-                    heartbeat.working_s,
-                    self._limit_s,
-                )
+                what = hang or f"the engine has hung in one step for {heartbeat.working_s:.0f} s"
+                log.error("[server] %s; the watchdog's limit is %.0f s. The threads:", what, self._limit_s)
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
         status = self._daemon.status_line
         if status != self._status and self._daemon.status in ("ok", "degraded"):

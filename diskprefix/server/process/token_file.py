@@ -11,11 +11,13 @@ import fcntl
 import logging
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import quote
 
 from diskprefix.settings import cache_home
 from diskprefix.trusted_path import distrusted_by_root
@@ -84,6 +86,19 @@ def token_of_peer(connected: socket.socket) -> str | None:
     """Returns the `token_at` the other end of a connection. Returns None for other machines."""
     (host, port, *_), (own, *_) = connected.getpeername(), connected.getsockname()
     return token_at(host, port) if host == own or ip_address(host).is_loopback else None
+
+
+def dashboard_link(url: str, token: str) -> str:
+    """Returns the link to the dashboard. What stands behind # stays in the browser: no server and no log gets it."""
+    return f"{url}/#token={quote(token, safe='')}" if token else f"{url}/"
+
+
+def dashboard_line(url: str, token: str) -> str:
+    """Returns a line for standard error about the dashboard. The token is on a terminal only, for its user: a journal
+    and files of logs have other readers."""
+    if not token or sys.stderr.isatty():
+        return f"the dashboard, in a browser: {dashboard_link(url, token)}"
+    return f"the dashboard: {url}/ (`diskprefix dashboard --url {url}` opens it)"
 
 
 def _read(file: Path) -> str | None:

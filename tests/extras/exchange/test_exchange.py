@@ -150,6 +150,17 @@ def test_all_that_is_known_of_an_entry_comes_along_but_what_is_of_its_machine(
         assert [usage.prefill_s for usage in usages if usage] == [node.prefill_s for node in nodes]
 
 
+def test_the_folder_of_a_tokenizer_that_a_forged_file_names_is_not_stored(
+    pub: Publication, file: Path, target: Store
+) -> None:
+    with EntryReader.open(file) as reader:
+        root = structs.replace(reader.manifest.root, tokenizer="/tmp/forged")
+        reader.manifest = structs.replace(reader.manifest, root=root)
+        exchange.import_entry(target, reader, advance=lambda _num_bytes: None)
+    with target.snapshot() as snapshot:
+        assert snapshot.root(pub.root) == structs.replace(root, tokenizer="")
+
+
 def test_the_file_is_what_its_page_says(pub: Publication, file: Path) -> None:
     tensors = load_file(file)
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()} == {

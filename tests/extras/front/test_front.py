@@ -9,12 +9,13 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec
 
 import pytest
+import uvicorn
 
 from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel
@@ -26,10 +27,15 @@ from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
-from diskprefix.nouns import Tenant
+from diskprefix.nouns import SHARED, Tenant
+from diskprefix.server import limits
 from diskprefix.server.keys import ApiKeys, OwnerToken
+from diskprefix.server.limits import InFlight
+from diskprefix.server.process.listener import listen
+from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
 from tests.server.test_auth import write_keys
+from tests.server.test_limits import unfinished_body
 
 LIMIT = 1 << 30
 P = ParamSpec("P")
@@ -65,6 +71,8 @@ class ToldWorker(ModelWorker):
 
 
 class ToldWorkers:
+    path = "/nowhere"
+
     def __init__(self) -> None:
         self.all: dict[int, ToldWorker] = {}
         self.on_change: Callable[[ModelWorker], None]
@@ -73,7 +81,7 @@ class ToldWorkers:
 
     def start(self, _settings: Settings, place: Place) -> ToldWorker:
         number = len(self.all) + 1
-        self.all[number] = worker = ToldWorker(number, None, place=place, path="/nowhere")  # type: ignore[arg-type]
+        self.all[number] = worker = ToldWorker(number, None, place=place, path=self.path)  # type: ignore[arg-type]
         return worker
 
     def make_ready(self, worker: ToldWorker) -> None:
@@ -86,7 +94,7 @@ class ToldWorkers:
         self.on_change(worker)
 
 
-TOKEN = OwnerToken("token", "cookie")
+TOKEN = OwnerToken("token", SHARED)
 
 
 class Told:
@@ -122,11 +130,12 @@ class Told:
         method: str = "POST",
         query: bytes = b"",
         key: str = TOKEN.text,
+        **fields: Any,
     ) -> asyncio.Task[tuple[int, Any]]:
         headers = [(b"host", b"localhost"), (b"authorization", b"Bearer " + key.encode())]
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": query}
         scope |= {"headers": headers, "client": ("::1", 1)}
-        return asyncio.create_task(self._ask({"model": model}, scope))
+        return asyncio.create_task(self._ask({"model": model} | fields, scope))
 
     async def _ask(self, body: Any, scope: dict[str, Any]) -> tuple[int, Any]:
         sent: list[Any] = []
@@ -141,7 +150,8 @@ class Told:
             sent.append(message)
 
         await self.front(scope, receive, send)
-        return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
+        said = b"".join(one.get("body", b"") for one in sent[1:])
+        return (sent[0]["status"], json.loads(said)) if sent else (200, None)
 
 
 def needs(_settings: Settings) -> ModelNeeds | None:
@@ -284,6 +294,89 @@ async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_use
 
 
 @in_a_loop
+async def test_a_key_unloads_with_keep_alive_what_it_alone_uses_and_the_admin_any_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin, alice, bob = "a" * 24, "l" * 24, "b" * 24
+    keys = ApiKeys(write_keys(tmp_path / "keys", f"admin {admin}", f"alice {alice}", f"bob {bob}"))
+
+    async def passes(*_: Any) -> int:
+        return 200
+
+    monkeypatch.setattr(passing, "pass_on", passes)
+    told = Told(Listing(Settings(), Models(named("one")), needs), who=keys)
+    async with told.running() as workers:
+        await told.ask("one", key=alice)
+        workers.make_ready(workers.all[1])
+        await told.ask("one", key=bob)
+        await told.ask("one", key=alice, keep_alive=0)
+        assert UNLOAD not in workers.all[1].told
+        await told.ask("one", key=admin, keep_alive=0)
+        assert UNLOAD in workers.all[1].told
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+@pytest.mark.parametrize("is_one_model", [False, True], ids=["several", "one"])
+@in_a_loop
+async def test_bodies_that_wait_for_a_worker_have_a_bound_in_bytes_and_its_memory_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_chunked: bool, is_one_model: bool
+) -> None:
+    monkeypatch.setattr(limits, "MAX_BODY_BYTES", 64 * 1024)
+    monkeypatch.setattr(passing, "LARGE_BYTES", 40 * 1024 if not is_one_model else 1 << 20)
+    monkeypatch.setattr(front, "_TRIM_S", 0.0)
+    trimmed = asyncio.Event()
+    monkeypatch.setattr(front, "trim_heap", trimmed.set)
+    alice, bob = "l" * 24, "b" * 24
+    keys = ApiKeys(write_keys(tmp_path / "keys", f"alice {alice}", f"bob {bob}"))
+    told = Told(Listing(Settings(), None if is_one_model else Models(named("one")), needs), who=keys)
+    told.front._in_flight = InFlight(Settings(api_keys=tmp_path / "keys"))
+    server = uvicorn.Server(uvicorn_config(told.front, Settings()))
+    [listener] = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+
+    async def take_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    worker = await asyncio.start_unix_server(take_nothing, tmp_path / "worker")
+    monkeypatch.setattr(ToldWorkers, "path", str(tmp_path / "worker"))
+    async with worker:
+        serving = asyncio.create_task(server.serve([listener]))
+        await until(lambda: server.started)
+        with ExitStack() as stack:
+            make = functools.partial(unfinished_body, port, num_bytes=50 * 1024, is_chunked=is_chunked)
+            for _ in range(3):
+                last = stack.enter_context(await asyncio.to_thread(make, alice))
+            assert (await asyncio.to_thread(last.recv, 100)).startswith(b"HTTP/1.1 429 ")
+            stack.enter_context(await asyncio.to_thread(make, bob))
+            await until(lambda: told.front._in_flight.bytes_of.total() == 150 * 1024)
+        await until(lambda: not told.front._in_flight.bytes_of)
+        if not is_one_model:
+            await trimmed.wait()
+        server.should_exit = True
+        await serving
+
+
+@in_a_loop
+async def test_a_request_that_is_left_at_the_end_of_a_stop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = asyncio.Event()
+
+    async def passes(*_: Any) -> int:
+        begun.set()
+        return await asyncio.Event().wait()
+
+    monkeypatch.setattr(passing, "pass_on", passes)
+    told = Told(Listing(Settings(), Models(named("one")), needs))
+    async with told.running():
+        asked = told.ask("one")
+        await begun.wait()
+        told.front.stop()
+        asked.cancel()
+        status, said = await asked
+        assert (status, said["error"]["code"]) == (503, "not_ready")
+
+
+@in_a_loop
 async def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
     admin, other = "a" * 24, "o" * 24
     keys = ApiKeys(write_keys(tmp_path / "keys", f"admin {admin}", f"other {other}"))
@@ -388,18 +481,18 @@ async def test_a_model_of_unknown_size_is_loaded_alone_and_known_once_it_is_ther
 
 def test_merged_metrics_have_each_family_once() -> None:
     one = '# HELP a_total Help.\n# TYPE a_total counter\na_total{b="x y"} 1.0\na_total 2.0\n'
-    merged = merged_metrics({"m": one, 'n"': one}, {"m": True, "o": False})
+    merged = merged_metrics({"m": one, 'n"': one}, {"m": True, "o": False}).decode()
     assert merged.splitlines() == [
         "# HELP a_total Help.",
         "# TYPE a_total counter",
-        'a_total{model="m",b="x y"} 1.0',
+        'a_total{b="x y",model="m"} 1.0',
         'a_total{model="m"} 2.0',
-        'a_total{model="n\\"",b="x y"} 1.0',
+        'a_total{b="x y",model="n\\""} 1.0',
         'a_total{model="n\\""} 2.0',
         "# HELP diskprefix_model_loaded Whether a model is in memory.",
         "# TYPE diskprefix_model_loaded gauge",
-        'diskprefix_model_loaded{model="m"} 1',
-        'diskprefix_model_loaded{model="o"} 0',
+        'diskprefix_model_loaded{model="m"} 1.0',
+        'diskprefix_model_loaded{model="o"} 0.0',
     ]
 
 

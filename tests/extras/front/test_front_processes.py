@@ -25,6 +25,7 @@ from diskprefix.errors import DeviceLost
 from diskprefix.extras.front import nursery
 from diskprefix.extras.front.nursery import WorkerLine
 from diskprefix.extras.front.workers import Deaths
+from diskprefix.user_key import user_key
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
 from tests.server.process.test_process import Notifications, next_data
@@ -325,7 +326,7 @@ def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: Da
         named = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
         assert (named["first_id"], named["last_id"]) == ("ash", "damaged")
         metrics = client.get("/metrics").text
-        assert 'diskprefix_model_loaded{model="ash"} 1\n' in metrics
+        assert 'diskprefix_model_loaded{model="ash"} 1.0\n' in metrics
         assert re.search(r'^diskprefix_requests_total\{model="ash",outcome="completed"\} [1-9]', metrics, re.MULTILINE)
         assert client.get("/props", params={"model": "ash"}).json()["model"]["name"] == "ash"
 
@@ -397,7 +398,9 @@ def test_a_system_prompt_is_warmed_for_the_named_model_which_is_loaded_for_it(
     flags = ["--system", str(file), "--url", daemon.url, "--model", "birch"]
     subprocess.run([sys.executable, "-m", "diskprefix", "warm", *flags], check=True)
     messages = [{"role": "system", "content": file.read_text()}, {"role": "user", "content": "Name one."}]
-    reply = ask(daemon, "birch", messages=messages).raise_for_status().json()
+    # `warm` and the agents of its user have the same tenant, behind a front too.
+    with httpx.Client(headers={"x-api-key": user_key()}) as agent:
+        reply = agent.post(daemon.url + CHAT, json=body("birch", messages=messages)).raise_for_status().json()
     assert reply["prefix_cache"]["restored"] >= reply["usage"]["prompt_tokens"] - 32
 
 

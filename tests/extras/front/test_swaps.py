@@ -30,14 +30,19 @@ class Models:
         self.swaps.begin_request(place, caller)
         return place
 
-    def answer(self, place: Place, keep_alive_s: float | None = None) -> None:
-        self.swaps.end_request(place, self.now, keep_alive_s)
+    def answer(
+        self, place: Place, keep_alive_s: float | None = None, caller: str = "a", *, decides: bool = False
+    ) -> None:
+        place.num_active -= 1
+        place.keep(caller, self.now, keep_alive_s, decides=decides)
 
-    def use(self, model: str, *, keep_alive_s: float | None = None, **more: Any) -> Place:
+    def use(
+        self, model: str, *, keep_alive_s: float | None = None, caller: str = "a", decides: bool = False, **more: Any
+    ) -> Place:
         """A request that is answered at once."""
-        place = self.ask(model, **more)
+        place = self.ask(model, caller=caller, **more)
         self.settle()
-        self.answer(place, keep_alive_s)
+        self.answer(place, keep_alive_s, caller, decides=decides)
         return place
 
     def take(self, what: str, name: str, *fields: str) -> None:
@@ -58,7 +63,7 @@ class Models:
             decision = self.swaps.decide(self.now)
             for place in decision.load:
                 self.log.append(f"+{place.model}")
-                place.phase, place.used_at = Phase.READY, self.now
+                self.swaps.loaded(place, self.now)
             for place in decision.unload:
                 self.log.append(f"-{place.model}")
                 self.swaps.remove(place)
@@ -107,11 +112,30 @@ SCRIPTS: dict[str, tuple[int | None, str]] = {
         8,
         "ask p: +p, ask p, at 1, ask q: +q, ask r, at 16, answer p, ask q, answer q, answer q: -q +r",
     ),
+    "what a request says is for its own caller, and the model stays for the one who keeps it longest": (
+        None,
+        "use never caller=b: +never, use never keep_alive_s=0, "
+        "use timed caller=b idle_unload_s=30: +timed, at 10, use timed keep_alive_s=0, at 29.9, at 30: -timed, "
+        "use last keep_alive_s=inf: +last, use last keep_alive_s=0: -last, at 1000",
+    ),
+    "what a request says is at most the daemon's time": (
+        None,
+        "use long idle_unload_s=30 keep_alive_s=inf: +long, at 30: -long",
+    ),
+    "the owner's request decides for all": (
+        None,
+        "use gone idle_unload_s=30 caller=b: +gone, use gone keep_alive_s=0 decides=1: -gone, "
+        "use stays idle_unload_s=30 keep_alive_s=inf decides=1: +stays, at 1000",
+    ),
+    "a request does not unload what was ordered": (
+        None,
+        "ask ordered is_ordered=1 idle_unload_s=30: +ordered, answer ordered keep_alive_s=0, at 29, at 30: -ordered",
+    ),
     "an idle model goes after its time, or as the last request said": (
         None,
         "ask timed idle_unload_s=30: +timed, ask stays idle_unload_s=30: +stays, "
         "use brief keep_alive_s=0: +brief -brief, "
-        "answer timed, answer stays keep_alive_s=inf, at 29.9, at 30: -timed, at 1000",
+        "answer timed, answer stays keep_alive_s=inf decides=1, at 29.9, at 30: -timed, at 1000",
     ),
     "who waits and can never fit beside what was pinned meanwhile lets others pass": (
         10,

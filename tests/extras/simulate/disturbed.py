@@ -71,7 +71,7 @@ class _DisturbedSimulator(Simulator):
         self._block_size, self._disturb, self._seed = policy.block_size, disturb, seed
 
     def _seen(self, request: TraceRequest) -> SeenPrompts:
-        is_trusting = request.is_shared or not request.tenant
+        is_trusting = request.is_trusted or not request.tenant
         new = _DisturbedPrompts(self._block_size, self._disturb, self._seed, is_trusting=is_trusting)
         return self._seen_by.setdefault(request.tenant, new)
 

@@ -111,7 +111,7 @@ def test_a_line_says_what_was_asked_for_and_what_the_cache_did(path: Path) -> No
         when=1234.568,
         root=line.root,
         scope="auto:8",
-        is_shared=False,
+        is_trusted=False,
         own_scope=True,
         group=line.group,
         save=False,

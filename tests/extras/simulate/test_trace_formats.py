@@ -178,13 +178,13 @@ def test_a_recording_is_replayed_with_all_that_was_asked(tmp_path: Path) -> None
     assert (request.scope, plain.scope) == (Scope("tokens", 40), None)
     assert (len(request.group), request.save, request.ttl_s, request.remembered) == (8, False, 60.0, False)
     assert (plain.group, plain.save, plain.ttl_s, plain.remembered) == (b"", True, None, True)
-    assert (request.output_tokens, request.tenant, request.is_shared) == (5, plain.tenant, True)
+    assert (request.output_tokens, request.tenant, request.is_trusted) == (5, plain.tenant, True)
 
 
-def test_only_what_all_share_is_trusted(tmp_path: Path) -> None:
+def test_a_tenant_with_a_salt_is_not_trusted(tmp_path: Path) -> None:
     path = record(tmp_path / "r.jsonl", Prompt(as_token_ids([1])))
     record(path, Prompt(as_token_ids([1])), options=replace(DEFAULT, tenant=SHARED.with_salt("me")), root=OTHER_ROOT)
-    assert [request.is_shared for request in read_trace(path)] == [True, False]
+    assert [request.is_trusted for request in read_trace(path)] == [True, False]
 
 
 def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:

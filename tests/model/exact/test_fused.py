@@ -129,6 +129,19 @@ def test_a_quantised_model_has_the_same_bits_beside_other_sequences(name: str) -
         assert torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("llama", "all 2 layers whole"),
+        ("mixtral", "0 of 2 layers whole; 2 attention blocks, 0 gated products, 5 norms"),
+    ],
+)
+def test_the_log_says_what_was_recognised(name: str, parts: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    layout_of(quantised_model(name))
+    assert f"kernels: {library.described()}, {parts}" in caplog.text
+
+
 def changed(model: PreTrainedModel, path: str, change: Callable[..., Any]) -> PreTrainedModel:
     """Gives modules of that path a class whose forward is changed by `change(forward, module, *args, **kwargs)`."""
     for layer in model.model.layers:
@@ -166,3 +179,17 @@ def moved(forward: Any, module: nn.Module, rows: torch.Tensor) -> Any:
 def test_a_module_that_does_something_more_computes_as_it_did(path: str, change: Any, lost: str) -> None:
     parts = parts_of(changed(quantised_model(), path, change))
     assert parts[lost] == {"norm": 3}.get(lost, 0)
+
+
+def test_layers_whose_code_uses_their_number_are_compared_one_by_one() -> None:
+    model = quantised_model()
+    kind = type(model.model.layers[0].mlp)
+
+    class Later(kind):  # type: ignore[misc, valid-type]
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(rows)
+            return out * 2 if self.layer_idx else out
+
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.__class__, layer.mlp.layer_idx = Later, number
+    assert parts_of(model) == {"norm": 5, "gated": 1, "attention": 2, "layer": 1}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from gguf import GGUFReader, GGUFWriter
 from transformers import AutoTokenizer
 
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf.file_tokenizer import make_tokenizer
+from diskprefix.model.gguf.file_tokenizer import _merges_by_score, make_tokenizer
 from diskprefix.model.gguf.metadata import Metadata
 from diskprefix.model.load.gguf_header import GgufHeader, read_header
 from tests.model import tiny
@@ -152,10 +154,45 @@ def test_pieces_are_merged_by_their_scores(
     assert tokenizer.decode(expected) == (text if "INST" not in text else "a[INST] b")
 
 
+def naive_merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    """Every cut of every token, whose time grows with the square of a token's length."""
+    found = []
+    for number in sorted(range(len(tokens)), key=lambda one: -scores[one]):
+        cuts = ((tokens[number][:at], tokens[number][at:]) for at in range(len(tokens[number]) - 1, 0, -1))
+        found += [(left, right) for left, right in cuts if left in tokens and right in tokens]
+    return found
+
+
+@pytest.mark.parametrize("letters", ["a", "ab", "abcdefgh", "ａ🙂\ue000b"])
+def test_merges_by_scores_are_all_cuts_into_two_tokens(letters: str) -> None:
+    rng = random.Random(letters)
+    for _ in range(200):
+        texts = {"".join(rng.choices(letters, k=rng.randint(1, 9))) for _ in range(rng.randint(1, 60))}
+        tokens = rng.sample(sorted(texts), len(texts))
+        scores = [float(rng.randint(-3, 3)) for _ in tokens]
+        assert merges(tokens, scores) == naive_merges(tokens, scores)
+
+
+def test_a_token_of_megabytes_is_cut_at_once() -> None:
+    # Each of its cuts would copy half of it on average.
+    long = "ab" * 1_000_000
+    assert merges(["a", "b", long[:-1], long, "ab"], [0.0] * 5) == [(long[:-1], "b"), ("a", "b")]
+
+
+def merges(tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
+    keys = SimpleNamespace(array=lambda _name, _count: np.array(scores, np.float32))
+    return _merges_by_score(keys, {token: number for number, token in enumerate(tokens)})  # type: ignore[arg-type]
+
+
 def test_most_special_tokens_of_phi_3_take_the_blanks_behind_them(tmp_path: Path) -> None:
     phi = make_tokenizer(header(tmp_path, SENTENCES, **{"general.architecture": "phi3"}))
     assert ids(phi, "</s> \na<s> b") == [2, BLANK_A, 1, BLANK, BLANK, B]
     assert ids(make_tokenizer(header(tmp_path, SENTENCES)), "</s> a") == [2, BLANK, BLANK_A]
+
+
+def test_a_template_is_not_run_to_see_whether_it_parses(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(header(tmp_path, BYTES, **{"tokenizer.chat_template": ENDLESS}))
+    assert tokenizer.chat_template == ENDLESS
 
 
 def test_old_files_have_the_special_tokens_that_llama_had(tmp_path: Path) -> None:
@@ -220,12 +257,16 @@ def test_conversations_with_tools_have_the_template_that_a_file_has_for_them(tmp
     assert (alone.get_chat_template(), alone.get_chat_template(tools=[{}])) == ("b", "b")
 
 
+LOOP = "{% for i in range(30000) %}"
+ENDLESS = LOOP * 4 + "{% endfor %}" * 4 + "{{ 'x' * 2**31 }}"
 WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"model": None}, {}, "tokenizer.ggml.model is missing"),
     ({"model": "bert"}, {}, "tokenizer.ggml.model is 'bert'"),
     ({"pre": "of-tomorrow"}, {}, "tokenizer.ggml.pre is 'of-tomorrow'"),
     ({}, {"tokenizer.huggingface.json": "{}"}, "two tokenizers: tokenizer.ggml.model and tokenizer.huggingface.json"),
     ({}, {"tokenizer.chat_template": "a\n{% for"}, "tokenizer.chat_template: line 2: "),
+    ({}, {"tokenizer.chat_template": f"{ENDLESS}{{% for"}, "tokenizer.chat_template: line 1: "),
+    ({}, {"tokenizer.chat_template": "{{ " + "(" * 100_000}, "tokenizer.chat_template: it is nested too deeply"),
     ({}, {"tokenizer.chat_template": 7}, "tokenizer.chat_template: it is not text"),
     ({}, {"tokenizer.chat_template.tool_use": "{% if"}, "tokenizer.chat_template.tool_use: line 1: "),
     ({"tokens": None}, {}, "lacks the array tokenizer.ggml.tokens"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from diskprefix import PrefixCacheSession
-from diskprefix.model.load import fingerprint
+from diskprefix.model.load import fingerprint, kernel_settings
 from diskprefix.model.load.fingerprint import Fingerprint, remembered_digest, weights_digest
 from diskprefix.model.load.kernel_settings import cpu_kind
 from diskprefix.settings import Settings
@@ -71,6 +72,7 @@ def with_adapter(*, weight: float, rank: int = 4, active: str = "tuned") -> Any:
         lambda: tiny(attention_bias=True),
         lambda: tiny(tie_word_embeddings=True),
         lambda: with_config("a_field_of_a_later_version", 3),
+        lambda: with_config("pad_token_id", 3),
         lambda: tiny().to(torch.bfloat16),
         lambda: tiny().to(torch.float16),
         lambda: tiny(attn_implementation="eager"),
@@ -91,7 +93,7 @@ def test_each_ingredient_of_the_model_changes_the_root(changed: Callable[[], Any
         lambda: tiny(attention_dropout=0.1),
         lambda: tiny(initializer_range=0.5),
         lambda: tiny(use_cache=False),
-        lambda: tiny(bos_token_id=7, eos_token_id=[8, 9], pad_token_id=3),
+        lambda: tiny(bos_token_id=7, eos_token_id=[8, 9]),
         lambda: tiny(num_labels=5),
         lambda: with_config("_name_or_path", "/another/folder"),
         lambda: with_config("_model_name_or_path", "Another Name"),
@@ -140,12 +142,29 @@ def test_variables_that_change_numbers_behind_torchs_back_change_the_root(
     assert Fingerprint.of(tiny(), "d").as_dict()["environment"][name] == "BF16"
 
 
-@pytest.mark.parametrize("name", ["device", "cpu", "torch_version", "transformers_version"])
+@pytest.mark.parametrize("name", ["device", "cpu", "torch_version", "gguf_version"])
 def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
     changes: dict[str, Any] = {name: "another"}
     for mode, counts in (("strict", True), ("portable", False)):
         print_ = Fingerprint.of(tiny(), "d", mode)
         assert (replace(print_, **changes).identity(256, 1, LAYOUT) != print_.identity(256, 1, LAYOUT)) is counts
+
+
+@pytest.mark.parametrize("mode", ["strict", "portable"])
+@pytest.mark.parametrize("file", ["model/exact/fused.py", "model/gguf/sources.py", "native/matrix.py", "kv/layers.py"])
+def test_a_change_of_our_own_code_changes_the_root_and_what_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, mode: str
+) -> None:
+    before, key = root_of(tiny(), mode), kernel_settings.computed_by(tiny())
+    shutil.copytree(kernel_settings._PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
+    monkeypatch.setattr(kernel_settings, "_PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(kernel_settings, "code_digest", kernel_settings.code_digest.__wrapped__)
+    monkeypatch.setattr(fingerprint, "code_digest", kernel_settings.code_digest)
+    assert root_of(tiny(), mode) == before
+    with (tmp_path / "package" / file).open("a") as code:
+        code.write("# another norm\n")
+    assert root_of(tiny(), mode) != before
+    assert kernel_settings.computed_by(tiny()) != key
 
 
 def test_weights_and_modes_never_share_a_root() -> None:
@@ -180,6 +199,9 @@ LITERAL = Fingerprint(
     cpu="AVX512 0123456789ab",
     torch_version="2.13.0+cpu",
     transformers_version="5.23.0",
+    gguf_version="0.18.0",
+    numpy_version="2.4.6",
+    code="0123456789abcdef",
     kernels="",
     switches="",
 )
@@ -187,7 +209,7 @@ LITERAL = Fingerprint(
 
 def test_the_root_of_a_given_fingerprint_never_changes() -> None:
     """A change here makes every store miss: it must be meant."""
-    assert root_hash(LITERAL.identity(256, 1, "layout", "salt")).hex() == "13586d6151ab6968158e2104bfd6ba64"
+    assert root_hash(LITERAL.identity(256, 1, "layout", "salt")).hex() == "d4f31f3e3f8c3f32b3236fe4213471ac"
 
 
 def test_a_saved_model_keeps_its_root_wherever_it_lies(tmp_path: Path) -> None:

@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import core_model_loading
+
+from diskprefix.model.load import parameters
+from diskprefix.model.load.imports import without_tracer
 
 NEVER_AT_START = (
     "sympy",
@@ -76,3 +81,19 @@ assert is_compile_supported.__module__ == "torch._dynamo.utils"
 """
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
+
+
+def test_a_second_load_waits_for_the_first_one() -> None:
+    before, is_inside = core_model_loading.set_param_for_module, threading.Event()
+
+    def load() -> None:
+        with without_tracer(), parameters._taking_parameters(lambda tensor: tensor):
+            is_inside.set()
+
+    second = threading.Thread(target=load)
+    with without_tracer(), parameters._taking_parameters(lambda tensor: tensor):
+        second.start()
+        assert not is_inside.wait(0.2)
+    second.join()
+    assert is_inside.is_set()
+    assert core_model_loading.set_param_for_module is before

@@ -190,6 +190,12 @@ def missing_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def shard_elsewhere(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    index = {"weight_map": {"a": "../elsewhere.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def drop_tokenizer(folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
@@ -197,6 +203,7 @@ def drop_tokenizer(folder: Path) -> None:
 
 DEFECTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    (shard_elsewhere, "model.safetensors.index.json is damaged"),
     (only_adapter, "holds an adapter: give the folder of the merged model"),
     (only_gguf, "to serve m.gguf, give the path of that file"),
     (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),

@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import loader
@@ -27,6 +28,7 @@ from diskprefix.model.quants import file_matrix as module
 from diskprefix.model.quants.file_matrix import FileMatrix, MatrixPacking
 from diskprefix.model.quants.forms import weights_of as weights_of_packed
 from diskprefix.model.quants.quant_form import FILE_FORMS
+from diskprefix.model.quants.quantised import QuantisedLinear, take_matrices
 from diskprefix.native.library import Operators, operators
 from diskprefix.settings import Settings
 from tests.model import tiny
@@ -96,6 +98,22 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
     for task in matrix.tasks(found, packed):
         task()
     assert torch.equal(weights_of_packed(packed, form), expected.view(-1, COLUMNS))
+
+
+def test_columns_in_another_order_keep_their_quants(tensors: list[FileTensor], compiled: Operators) -> None:
+    columns, weights = (2, 4, 8), weights_of(tensors)[0]
+    matrix = FileMatrix.of(np.arange(32), tensors[:1], columns)
+    expected = weights.view(32, 4, 2, 8).transpose(1, 2).flatten(1)
+    assert torch.equal(matrix.dequantised(), expected)
+    module = QuantisedLinear(nn.Linear(COLUMNS, 32, bias=False, dtype=torch.bfloat16), matrix.form)
+    packing = MatrixPacking(compiled)
+    packing.add([matrix])
+    take_matrices(nn.ModuleDict({"out": module}), {"out": matrix}, packing)
+    module.prepare()
+    assert torch.equal(module.weight, expected)
+    rows = torch.randn(1, 5, COLUMNS, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.testing.assert_close(module(rows).float(), rows.float() @ expected.float().T, rtol=0.02, atol=0.1)
+    assert module.matrix is None, "whatever multiplies with it would have to move the rows"
 
 
 def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None:

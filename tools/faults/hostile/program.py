@@ -7,6 +7,7 @@ reads the daemon's memory, and counts.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -26,8 +27,8 @@ import httpx
 import numpy as np
 from rich.console import Console
 
-from tests.server.hostile_requests import CHAT
-from tools.faults.hostile.bad_clients import CUT_OFF
+from tests.server.hostile_requests import CHAT, chat
+from tools.faults.hostile.bad_clients import CUT_OFF, Caller
 from tools.faults.hostile.crowd import Attacked, Health, Seen, Turn, bad_key, good_key, run_bad, run_good, run_health
 from tools.faults.hostile.requests import KINDS, SLOW_READER
 from tools.measuring.answers import LiveServerError
@@ -48,6 +49,8 @@ from tools.measuring.report import (
 from tools.measuring.workspace import measuring
 
 STOP_GOAL_S, MEMORY_GOAL_BYTES = 10.0, 4 << 30
+TTFT_GOAL = 2.0
+"""The most that a good client's first token may take, as a multiple of the time without bad ones."""
 ALONE_SHARE, SETTLE_S = 1 / 3, 20.0
 """Time of the good clients alone, as a share of the time with all; time in which the bad ones begin."""
 RELOAD_EVERY_S, MEMORY_EVERY_S, STOP_DEADLINE_S, DRAIN_S = 5.0, 1.0, 120.0, 2.0
@@ -234,6 +237,7 @@ def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         verdict("requests of good clients", str(beside["requests"]), "≥ 1", beside["requests"] > 0),
         none_of("good requests that failed", sum((Counter(alone["failures"]) + Counter(beside["failures"])).values())),
+        at_most("median first token, × alone", beside["ttft_p50_ms"] / max(1.0, alone["ttft_p50_ms"]), TTFT_GOAL),
         none_of("answers with 500", len(report["failed_answers"])),
         none_of("tracebacks in the log", report["tracebacks"]),
         none_of("answers of /health without 200", report["health"]["not_200"]),
@@ -303,11 +307,16 @@ def main(
     console, kinds = Console(stderr=True), list(itertools.islice(itertools.cycle(only or KINDS), bad))
     with measuring(folder, console) as workspace:
         keys = write_keys(workspace / "keys", good, kinds)
+        # With a front, so that a request may try to have the model unloaded.
         flags = ["--disk-prefix-cache", "auto:30", "--kv-memory", str(KV_MEMORY), "--api-keys", str(keys)]
+        flags += ["--idle-unload", "1h"]
         flags += ["--model", model] if model else []
         with LiveServer(kv_cache_dir=workspace / "kv", log_path=workspace / "server.log", flags=tuple(flags)) as server:
             with step(console, "starting the daemon"):
                 server.start()
+                # The first request loads the model.
+                caller = Caller(server.port, good_key(0))
+                asyncio.run(caller.ask(caller.request(CHAT, chat())))
             report = measure(server, minutes, good, kinds, think, prompt_chars, console)
     report["verdicts"] = verdicts(report)
     print_report(report, as_json, show)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from diskprefix.extras.watch.browse.outline import Outline, outline
+from diskprefix.server.threads import Threads
 from diskprefix.store.purge import Purged
 from diskprefix.store.store import Store
 
@@ -22,7 +24,8 @@ _REST = 100
 class SavedPrompts:
     """Lists and deletes saved prompts, one call at a time. For the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: Threads) -> None:
+        self._run = partial(threads.run, "inspecting")
         self._lock = asyncio.Lock()
         self._outline: Outline | None = None
         self._read_at = self._again_at = 0.0
@@ -35,17 +38,17 @@ class SavedPrompts:
         async with self._lock:
             asked_at = time.monotonic()
             if self._outline is None or asked_at >= self._again_at:
-                self._outline = await asyncio.to_thread(_read, store)
+                self._outline = await self._run(_read, store)
                 self._read_at = asked_at
                 self._again_at = time.monotonic() + _REST * (time.monotonic() - asked_at)
             ages = {"age_s": asked_at - self._read_at, "again_s": max(0.0, self._again_at - time.monotonic())}
-            return ages | await asyncio.to_thread(self._outline.listing, with_texts=with_texts)
+            return ages | await self._run(partial(self._outline.listing, with_texts=with_texts))
 
     async def delete(self, delete: Callable[[str], Purged], entry_id: str) -> Purged:
         """Deletes the saved prompt with this id. Raises `EntryNotFound`, and `CacheError` if the store cannot be
         written."""
         async with self._lock:
-            purged = await asyncio.to_thread(delete, entry_id)
+            purged = await self._run(delete, entry_id)
             self._outline = None
         return purged
 

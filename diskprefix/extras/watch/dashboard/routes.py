@@ -40,7 +40,7 @@ class Dashboard:
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self.watch = Watch(daemon)
-        self.saved_prompts = SavedPrompts()
+        self.saved_prompts = SavedPrompts(daemon.threads)
 
 
 def _dashboard(request: Request) -> Dashboard:

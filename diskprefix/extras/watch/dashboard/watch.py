@@ -1,12 +1,10 @@
 """Reads the daemon's state for the dashboard, on request only.
 
-The engine is read without a lock, in the event loop. A thread reads the store's counts from the disk. While the disk is
-slow, the last counts are shown.
+The engine is read without a lock, in the event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 import resource
 import shlex
 import sys
@@ -28,9 +26,6 @@ if TYPE_CHECKING:
 
 UPDATE_S = 0.5
 """The shortest time between two updates."""
-_COUNTS_S = 2.0
-"""The shortest time between two readings of the store's counts."""
-_PATIENCE_S = 0.5
 
 
 class Watch:
@@ -41,14 +36,11 @@ class Watch:
         settings = daemon.settings
         self.is_private = settings.api_keys is not None or is_loopback(settings.host)
         """Callers may see texts and delete. Without keys, that needs an address that only this machine reaches."""
-        self._counts: dict[str, Any] | None = None
-        self._counting: asyncio.Task[dict[str, Any]] | None = None
-        self._counted_at = float("-inf")
 
     async def state(self) -> dict[str, Any]:
         """Returns what `/dashboard/state` shows, without `ended`."""
         daemon, serving = self._daemon, self._daemon.serving
-        cache = None if serving is None else await self._cache(serving)
+        cache = None if serving is None else await serving.counts.newest()
         breaks = daemon.breaks.as_list(with_texts=self.is_private)
         return {
             "now": round(time.time(), 3),
@@ -69,21 +61,6 @@ class Watch:
     def ended(self, since: int) -> list[dict[str, Any]]:
         """Returns the remembered requests that ended after the one with the number `since`."""
         return [asdict(ended) for ended in self._daemon.recent.since(since)]
-
-    async def _cache(self, serving: Serving) -> dict[str, Any] | None:
-        """Returns the counts of the cache, the last ones while the disk is slow."""
-        if self._counting is None and time.monotonic() >= self._counted_at + _COUNTS_S:
-            self._counting = asyncio.create_task(serving.cache_stats())
-            self._counting.add_done_callback(self._counted)
-        if self._counting is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._counting), _PATIENCE_S)
-        return self._counts
-
-    def _counted(self, counting: asyncio.Task[dict[str, Any]]) -> None:
-        self._counting, self._counted_at = None, time.monotonic()
-        if not counting.cancelled() and counting.exception() is None:
-            self._counts = counting.result()
 
 
 def _running(activity: Activity) -> dict[str, Any]:

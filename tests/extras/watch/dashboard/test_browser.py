@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ import httpx
 import pytest
 
 from diskprefix.extras.web_page import DASHBOARD_PAGE
+from diskprefix.server.process.token_file import dashboard_link
 from tests.closing import needs
 from tests.extras.browsing import PHONE, WIDE, violations
 from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
@@ -45,8 +48,8 @@ def opened(
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     prepare(page)
-    page.goto(daemon.link)
-    assert page.url == f"{daemon.url}/", "the token is a cookie now"
+    page.goto(dashboard_link(daemon.url, daemon.token))
+    assert page.url == f"{daemon.url}/", "the page has taken the token"
     page.wait_for_selector("#said:not(:empty)")
     yield page
     context.close()
@@ -88,10 +91,50 @@ def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) 
 def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: DaemonProcess) -> None:
     page = browser.new_page()
     page.goto(daemon.url)
-    page.locator("#login-why", has_text="open the link that `diskprefix serve` printed").wait_for()
-    page.fill("#key", daemon.link.partition("token=")[2])
+    page.locator("#login-why", has_text="`diskprefix dashboard` opens the page with it").wait_for()
+    page.fill("#key", daemon.token)
     page.click("#login button")
     page.wait_for_selector("#said:not(:empty)")
+    page.close()
+
+
+def test_no_server_at_another_port_gets_the_token(browser: Browser, daemon: DaemonProcess) -> None:
+    got: list[str] = []
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(f"{self.path}\n{self.headers}")
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<script>if (!location.search) location = '/?again'</script>")
+
+        def log_message(self, *_args: object) -> None:
+            """Nobody reads it."""
+
+    ask(daemon, "what the page says of the day needs a request")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other, opened(browser, daemon) as page:
+        threading.Thread(target=other.serve_forever).start()
+        assert page.context.cookies() == []
+        page.goto(f"http://127.0.0.1:{other.server_port}/")
+        page.wait_for_url("**/?again")
+        page.goto(f"{daemon.url}/chat")
+        page.wait_for_selector("#all:visible")
+        page.evaluate("port => { location = `http://127.0.0.1:${port}/?left`; }", other.server_port)
+        page.wait_for_url("**/?left")
+        other.shutdown()
+    assert len(got) >= 3
+    assert [one for one in got if daemon.token in one or "cookie" in one.lower()] == []
+
+
+def test_a_new_link_in_the_same_tab_takes_the_place_of_an_old_token(browser: Browser, daemon: DaemonProcess) -> None:
+    ask(daemon, "what the page says of the day needs a request")
+    page = browser.new_page()
+    page.goto(dashboard_link(daemon.url, "diskprefix-owner-of-an-earlier-start"))
+    page.locator("#login-why", has_text="which has a new one at each start").wait_for()
+    page.goto(dashboard_link(daemon.url, daemon.token))
+    page.wait_for_selector("#said:not(:empty)")
+    assert page.url == f"{daemon.url}/"
     page.close()
 
 
@@ -201,7 +244,7 @@ def test_after_a_kill_the_last_figures_are_dimmed_and_the_command_that_starts_it
         context = browser.new_context()
         context.set_default_timeout(120_000)
         page = context.new_page()
-        page.goto(killed.link)
+        page.goto(dashboard_link(killed.url, killed.token))
         page.wait_for_selector("#ended tbody tr")
         assert not page.is_visible("#stopped")
         killed.stop(signal.SIGKILL)

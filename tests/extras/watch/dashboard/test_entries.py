@@ -14,6 +14,7 @@ import pytest
 from diskprefix.errors import EntryNotFound
 from diskprefix.extras.watch.dashboard import entries
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
+from diskprefix.server.threads import Threads
 from diskprefix.store.purge import Purged, delete_entry, purge
 from diskprefix.store.store import Store
 from tests.store.building import BLOCK, open_store, prompt, publication
@@ -52,7 +53,7 @@ def test_the_tree_is_not_read_again_before_its_time_and_an_answer_that_was_kept_
     monkeypatch.setattr(entries, "_REST", rest)
 
     async def ask() -> list[dict[str, Any]]:
-        browser = SavedPrompts()
+        browser = SavedPrompts(Threads())
         return [await browser.entries(store, with_texts=True) for _ in range(3)]
 
     first, _, last = asyncio.run(ask())
@@ -70,7 +71,7 @@ def test_after_something_was_deleted_it_is_read_at_once(
     monkeypatch.setattr(entries, "_REST", 1e9)
 
     async def delete() -> list[Any]:
-        browser = SavedPrompts()
+        browser = SavedPrompts(Threads())
         [entry] = await looked(browser, store)
         purged = await browser.delete(deleting(store), entry["id"])
         assert purged.entries == 1
@@ -87,11 +88,11 @@ def deleting(store: Store) -> Callable[[str], Purged]:
 @pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16])
 def test_what_is_no_saved_prompt_is_not_found(store: Store, entry_id: str) -> None:
     with pytest.raises(EntryNotFound):
-        asyncio.run(SavedPrompts().delete(deleting(store), entry_id))
-    assert len(asyncio.run(looked(SavedPrompts(), store))) == 1
+        asyncio.run(SavedPrompts(Threads()).delete(deleting(store), entry_id))
+    assert len(asyncio.run(looked(SavedPrompts(Threads()), store))) == 1
 
 
 def test_texts_are_shown_to_those_who_may_see_them(store: Store) -> None:
     for with_texts in (True, False):
-        [entry] = asyncio.run(looked(SavedPrompts(), store, with_texts=with_texts))
+        [entry] = asyncio.run(looked(SavedPrompts(Threads()), store, with_texts=with_texts))
         assert ("hello" in json.dumps(entry)) is with_texts

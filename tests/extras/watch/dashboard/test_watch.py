@@ -5,29 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from diskprefix.extras.watch.dashboard import routes, watch
+from diskprefix.extras.watch.dashboard import routes
 from diskprefix.extras.watch.dashboard.watch import Watch
 from diskprefix.settings import Settings
-
-
-class Counts:
-    """A cache whose counts are the numbers of their readings, from 1."""
-
-    def __init__(self, *, waits: bool = False) -> None:
-        self.readings = 0
-        self.goes_on = asyncio.Event()
-        if not waits:
-            self.goes_on.set()
-
-    async def cache_stats(self) -> dict[str, Any]:
-        self.readings += 1
-        number = self.readings
-        await self.goes_on.wait()
-        return {"number": number}
 
 
 def daemon(status: str = "ok", **others: Any) -> Any:
@@ -37,42 +21,8 @@ def daemon(status: str = "ok", **others: Any) -> Any:
     return SimpleNamespace(**fields | {"num_arriving": 0, "recent": recent, "breaks": breaks} | others)
 
 
-def counts_of(counts: Counts, times: int) -> list[Any]:
-    """What so many readers get, one after the other."""
-
-    async def read() -> list[Any]:
-        found = Watch(daemon())
-        return [await found._cache(cast("Any", counts)) for _ in range(times)]
-
-    return asyncio.run(read())
-
-
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
-
-
-@pytest.mark.parametrize(("pause_s", "readings"), [(1e9, 1), (0.0, 3)])
-def test_counts_are_not_read_again_before_their_time(
-    monkeypatch: pytest.MonkeyPatch, pause_s: float, readings: int
-) -> None:
-    monkeypatch.setattr(watch, "_COUNTS_S", pause_s)
-    counts = Counts()
-    assert counts_of(counts, 3)[-1] == {"number": readings}
-    assert counts.readings == readings
-
-
-def test_a_slow_reading_is_waited_for_a_moment_and_not_begun_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "_COUNTS_S", 0.0)
-    monkeypatch.setattr(watch, "_PATIENCE_S", 0.01)
-
-    async def read() -> tuple[list[Any], int, Any]:
-        counts, found = Counts(waits=True), Watch(daemon())
-        early = [await found._cache(cast("Any", counts)) for _ in range(3)]
-        begun = counts.readings
-        counts.goes_on.set()
-        return early, begun, await found._cache(cast("Any", counts))
-
-    assert run(read()) == ([None, None, None], 1, {"number": 1})
 
 
 def test_what_it_does_is_told_while_it_loads() -> None:

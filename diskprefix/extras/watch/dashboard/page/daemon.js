@@ -9,6 +9,18 @@ class Refused extends Error {
 
 const KEY = "diskprefix-key";
 
+// The link of `diskprefix dashboard` has the token behind #, which no server is sent. It is kept until the tab is closed.
+function takeToken() {
+  const token = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (token === null) return false;
+  sessionStorage.setItem(KEY, token);
+  history.replaceState(null, "", location.pathname);
+  return true;
+}
+takeToken();
+// The link in a tab that shows the page already loads nothing by itself.
+addEventListener("hashchange", () => takeToken() && location.reload());
+
 // A daemon with several models: `model` is the one that is shown.
 const several = { is: "several" in document.documentElement.dataset, model: null, change: new AbortController() };
 

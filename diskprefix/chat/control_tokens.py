@@ -1,0 +1,51 @@
+"""The control tokens among the added tokens of a tokenizer: no text of a client may spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+IN_SYSTEM_MESSAGES = {
+    # Turns thinking on: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4.
+    "Gemma 4": ("<|think|>",),
+    # Around the pattern of a thought, in the system prompt that the model card of Magistral Small 2509 recommends.
+    "Magistral": ("[THINK]", "[/THINK]"),
+    # Around the tools, in the model card of Phi-4-mini-instruct.
+    "Phi-4-mini": ("<|tool|>", "<|/tool|>"),
+    # In the system prompt for tools in the model card of Hermes 2 Pro. Qwen2.5 and Qwen3 have the tokens of calls, too.
+    "Hermes": ("<tools>", "</tools>", "<tool_call>", "</tool_call>"),
+}
+"""Control tokens that the makers of a family of models tell their users to write into system messages."""
+
+_MARKUP = {
+    f"<{slash}{name}>"
+    for slash in ("", "/")
+    for name in (
+        *("a", "b", "blockquote", "caption", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "i", "img", "li", "ol"),
+        *("strong", "sub", "sup", "table", "tbody", "td", "tfoot", "th", "thead", "tr", "u", "ul"),
+    )
+}
+"""Tags of HTML, which are tokens of Gemma for the texts of web pages."""
+
+
+def control_texts(added: Mapping[int, AddedToken]) -> frozenset[str]:
+    """Returns the texts of control tokens: all special tokens, and other added tokens unless they stand for ordinary
+    text, which has them so that it takes fewer tokens."""
+    return frozenset(
+        token.content
+        for token in added.values()
+        if token.content.strip("▁ \t\r\n") and (token.special or _is_no_ordinary_text(token.content))
+    )
+
+
+def looks_like_a_marker(text: str) -> bool:
+    """Returns whether `text` is neither a word nor blanks, which may be added tokens but are no separators."""
+    return any(map(str.isalpha, text)) and any(not (c.isalnum() or c.isspace() or c in "_▁") for c in text)
+
+
+def _is_no_ordinary_text(text: str) -> bool:
+    signs = {char for char in text if not (char.isalnum() or char.isspace() or char in "_▁")}
+    return (looks_like_a_marker(text) or len(signs) > 1) and text not in _MARKUP

@@ -1,0 +1,50 @@
+"""The key of a user: one for each user of a machine, drawn at its first use and kept where only that user reads it.
+
+Agents and commands send it to a daemon without API keys, which takes it for their tenant. So they share a cache, and
+other users of the daemon can test no guesses on it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import re
+import secrets
+from pathlib import Path
+
+from diskprefix.errors import SettingsError
+from diskprefix.private_file import read_private
+from diskprefix.settings import cache_home
+from diskprefix.trusted_path import distrusted_by_root
+
+_WHAT = "the key of this user"
+_BYTES = 32
+_KEY = re.compile(rb"[0-9a-f]{%d}\n" % (2 * _BYTES))
+
+
+def user_key(daemon: str | None = None) -> str:
+    """Returns the key of this user, for daemons of this user; with the address of another `daemon`, a key derived for
+    that one, whose owner thus learns no key for other daemons. Raises `SettingsError` if the file cannot be made, or
+    if others can read it."""
+    path = cache_home() / "key"
+    if not path.exists() or not path.stat().st_size:
+        _draw(path)
+    if not _KEY.fullmatch(content := read_private(_WHAT, path, 2 * _BYTES + 1)):
+        raise SettingsError(f"{_WHAT}: {path} holds none; remove the file, and the next command makes another")
+    key = content.decode().strip()
+    return key if daemon is None else hmac.new(key.encode(), daemon.encode(), "sha256").hexdigest()
+
+
+def _draw(path: Path) -> None:
+    if (reason := distrusted_by_root(path.parent)) is not None:
+        raise SettingsError(f"{_WHAT}: {reason}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Another process may have been faster.
+            if not file.read(1):
+                file.write(secrets.token_hex(_BYTES).encode() + b"\n")
+    except OSError as error:
+        raise SettingsError(f"{_WHAT}: cannot make {path}: {error.strerror}") from error

@@ -1,0 +1,81 @@
+"""`diskprefix dashboard`: what the browser is given, and what is printed."""
+
+from __future__ import annotations
+
+import socket
+import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from diskprefix.server.process.token_file import kept
+from diskprefix.settings import cache_home
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The addresses with which a browser is started."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("DISPLAY", ":0")
+    found: list[str] = []
+
+    def open_it(address: str) -> bool:
+        found.append(address)
+        return True
+
+    monkeypatch.setattr(webbrowser, "open", open_it)
+    return found
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        yield made
+
+
+def test_the_browser_is_started_with_a_file_that_only_the_user_can_read(
+    run: Run, opened: list[str], listener: socket.socket
+) -> None:
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    for token, more, link in (
+        ("abc", (), f"{url}/#token=abc"),
+        ("abc", ("--api-key", 'a&#+<"b'), f"{url}/#token=a%26%23%2B%3C%22b"),
+        ("", (), f"{url}/"),
+    ):
+        with kept(token, [listener]):
+            ended = run("dashboard", "--url", f"{url}/v1", *more)
+            assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "", "")
+            page = Path(unquote(urlsplit(opened.pop()).path))
+            assert (page.parent, page.stat().st_mode & 0o777) == (cache_home() / "daemons", 0o600)
+            assert f'content="0; url={link}"' in page.read_text(encoding="utf-8")
+            assert run("dashboard", "--url", url, "--print", *more).stdout == f"{link}\n"
+    assert run("dashboard", "--url", url, "--print").stdout == f"{url}/\n", "a daemon of another user"
+    assert opened == []
+
+
+def test_without_a_browser_the_link_is_printed(
+    run: Run, opened: list[str], listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with kept("abc", [listener]):
+        for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+            monkeypatch.delenv(name, raising=False)
+        assert run("dashboard", "--url", url).stdout == f"{url}/#token=abc\n"
+        assert opened == [], "one in the terminal runs no scripts"
+        monkeypatch.setenv("DISPLAY", ":0")
+        monkeypatch.setattr(webbrowser, "open", lambda _address: False)
+        assert run("dashboard", "--url", url).stdout == f"{url}/#token=abc\n"
+
+
+def test_what_cannot_be_opened_is_one_line(run: Run, opened: list[str], listener: socket.socket) -> None:
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    run("dashboard", "--url", "ftp://x").assert_refused(2, "--url: 'ftp://x' is not a URL")
+    with kept("abc", [listener]):
+        (cache_home() / "daemons/dashboard.html").mkdir()
+        run("dashboard", "--url", url).assert_refused(2, "cannot write ", "--print needs no file")
+    listener.close()
+    run("dashboard", "--url", url).assert_refused(1, f"no daemon answers at {url} (", "start one with")
+    assert opened == []
