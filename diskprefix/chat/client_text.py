@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
-from typing import Any, Literal, TypeAlias, TypeVar
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal, TypeAlias, TypeVar
 
 from diskprefix.errors import InvalidRequest
 
@@ -28,10 +30,11 @@ class TokenTexts:
     def __init__(self, texts: Iterable[str], cuts: Iterable[str] = ()) -> None:
         self.texts = folded(texts)
         self.known = self.texts | folded(cuts)
-        self._pattern = re.compile(f"({_alternatives(self.known)})", re.IGNORECASE)
+        shapes = {re.sub("[0-9]+(?=[^0-9])", "\0", text) for text in self.known}
+        self._pattern = re.compile(f"({_alternatives(shapes) if shapes else '(?!)'})", re.IGNORECASE)
         self._longest = max(map(len, self.texts), default=0)
         # A word is not taken for the beginning or the end of a token.
-        parts = {(_shape(text), k) for text in self.texts for k in range(1, len(_shape(text)))}
+        parts = [(text, k) for text in set(map(_shape, self.texts)) for k in range(1, len(text))]
         self._begins = {text[:k] for text, k in parts if not text[:k].isalnum()}
         self._ends = {text[k:] for text, k in parts if not text[k:].isalnum()}
         self._first, self._last = {text[0] for text in self._begins}, {text[-1] for text in self._ends}
@@ -74,38 +77,26 @@ def folded(texts: Iterable[str]) -> frozenset[str]:
 
 
 def _shape(text: str) -> str:
-    """Returns a text in small letters with one digit for any number: vocabularies have thousands of tokens that differ
-    in a number only."""
+    """Returns a text in small letters with 0 for any number: thousands of tokens may differ in a number only."""
     return re.sub("[0-9]+", "0", text.lower())
 
 
 def _alternatives(texts: Iterable[str]) -> str:
-    """Returns a pattern for texts, written as a tree, so that few are tried at each place. It takes any number inside a
-    text for any other."""
-    tree: dict[str, Any] = {}
-    for text in texts:
-        node = tree
-        for char in re.sub("[0-9]+(?=[^0-9])", "\0", text):
-            node = node.setdefault(char, {})
-        node[""] = {}
-
-    def write(node: dict[str, Any]) -> str:
-        branches = [
-            ("[0-9]+" if char == "\0" else re.escape(char)) + write(child)
-            for char, child in sorted(node.items())
-            if char
-        ]
-        if len(branches) == 1 and "" not in node:
-            return branches[0]
-        return f"(?:{'|'.join(branches)}){'?' if '' in node else ''}" if branches else ""
-
-    return write(tree) or "(?!)"
+    """Returns a pattern for texts, written as a tree: at each place few are tried. NUL stands for any number."""
+    ordered = sorted(texts)
+    branches = [
+        ("[0-9]+" if first == "\0" else re.escape(first)) + _alternatives(text[1:] for text in begun)
+        for first, begun in groupby(filter(None, ordered), key=itemgetter(0))
+    ]
+    if "" in ordered:
+        return f"(?:{'|'.join(branches)})?" if branches else ""
+    return f"(?:{'|'.join(branches)})" if len(branches) != 1 else branches[0]
 
 
 class TextRules:
-    """Which of the `tokens` the texts of an author must not spell: those that `never` returns for the author. A text
-    may spell the other `markers`, but no boundary is behind them. With `joins`, this is so too for a token that a text
-    spells together with the text beside it."""
+    """The rules for the texts of each author. They must not spell the tokens that `never` returns for the author. They
+    may spell the other `markers`, but no boundary is behind those. With `joins`, a token that a text spells together
+    with the text beside it counts as such a marker; otherwise it becomes no token."""
 
     def __init__(
         self,

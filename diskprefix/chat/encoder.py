@@ -176,7 +176,7 @@ class PlainTexts:
         if is_right:
             return found
         # The added tokens become characters that the text does not have, and these the only added tokens.
-        guard = chr(private_characters(1, text)[0])
+        guard = chr(private_characters(1, set(text))[0])
         pieces, behind = [], 0
         for begin, (_, end) in right.items():
             pieces += [text[behind:begin], guard * (end - begin)]

@@ -115,6 +115,21 @@ def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: TextRules, te
     assert stand_ins.text(changed[0]) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<u12>x<U3>", ["<u12>", "<U3>"]),
+        ("t1 t12 t2 ", ["t1", "t12"]),
+        ("12> <u1", ["12>", "<u1"]),
+        ("<u> <u1 2> t3", []),
+    ],
+)
+def test_numbers_in_texts_of_tokens_are_found_whole(text: str, found: list[str]) -> None:
+    tokens = TokenTexts(["<u12>", "<u3>", "t1", "t12"])
+    assert [*filter(None, tokens.split(text)[1::2])] == found
+    assert "".join(tokens.split(text)) == text
+
+
 @pytest.mark.parametrize("cut", ["x", "<x>", None])
 def test_ends_that_are_parts_of_a_token_are_text_wherever_a_template_cuts(cut: str | None) -> None:
     tokens = TokenTexts(MARKERS, cuts=[cut] if cut else [])
