@@ -9,7 +9,17 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from diskprefix.engine.kept_schema import JsonSchema, NotKept, Path, definitions_of, json_rules, parts, put, weaker
+from diskprefix.engine.kept_schema import (
+    JsonSchema,
+    Loosened,
+    NotKept,
+    Path,
+    definitions_of,
+    json_rules,
+    parts,
+    put,
+    weaker,
+)
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import escaped
@@ -72,8 +82,8 @@ def _grammar(constraint: Constraint, param: str) -> str:
             return _json_grammar({"type": "object"})
         case "json_schema":
             schema = json.loads(constraint.source)
-            for place, reason in _excesses(schema):
-                raise _invalid(_joined(param, place), reason)
+            for place, path, reason in _excesses(schema):
+                raise _invalid(_joined(param, place + path), reason)
             return _json_grammar(schema)
         case "choice":
             return _choice_grammar(json.loads(constraint.source))
@@ -98,9 +108,17 @@ def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -
     return matcher.get_error() if matcher.is_error() else ""
 
 
-def loosened(tokenizer: LLTokenizer, source: str) -> tuple[str, list[str]]:
-    """Returns the JSON text of a schema without what cannot be compiled or guaranteed, and what was left out: a reason
-    with its path each. May take any time and memory."""
+def excess_of(source: str) -> str:
+    """Returns why a schema, given as JSON text, is not even compiled; "" if it is."""
+    try:
+        return next((reason for *_, reason in _excesses(json.loads(source))), "")
+    except (ValueError, RecursionError) as error:
+        return str(error)
+
+
+def loosened(tokenizer: LLTokenizer, source: str) -> Loosened:
+    """Returns a schema, given as JSON text, without what cannot be compiled or guaranteed. May take any time and
+    memory."""
     try:
         schema, left_out = json.loads(source), list[str]()
         while found := _fault(tokenizer, schema):
@@ -111,16 +129,16 @@ def loosened(tokenizer: LLTokenizer, source: str) -> tuple[str, list[str]]:
             definitions = definitions_of(schema)
             kept = weaker(part, lambda one: not _reason_of(definitions | one) and not [*_excesses(one)])  # noqa: B023
             schema = put(schema, place if part else (), kept)
-            left_out.append(_joined("", place)[1:] + f" ({reason})" if place else f"({reason})")
+            left_out.append(f"{_joined('', place)[1:]}: {reason}")
     except (ValueError, RecursionError) as error:
-        return "{}", [f"({error})"]
-    return json.dumps(schema), left_out
+        return Loosened("{}", [f": {_reason(str(error))}"])
+    return Loosened(json.dumps(schema), left_out)
 
 
 def _fault(tokenizer: LLTokenizer, schema: JsonSchema) -> tuple[Path, str] | None:
     """Returns the path and the reason of a part that cannot be compiled or guaranteed; None if there is none."""
-    for found in _excesses(schema):
-        return found
+    for place, _, reason in _excesses(schema):
+        return place, reason
     reason = reason_against(tokenizer, Constraint(kind="json_schema", source=json.dumps(schema)), "")
     return _innermost(schema, _reason(reason)) if reason else None
 
@@ -174,15 +192,16 @@ def _require_short(source: str, param: str) -> None:
         raise _invalid(param, f"has {len(source)} characters; at most {_MOST_CHARS} are compiled")
 
 
-def _excesses(schema: Any) -> Iterator[tuple[Path, str]]:
-    """Yields the path and the reason of each part that is too costly or not guaranteed."""
+def _excesses(schema: Any) -> Iterator[tuple[Path, Path, str]]:
+    """Yields the path of each part that is too costly or not guaranteed, the path from there to what is at fault, and
+    the reason."""
     unseen: list[tuple[Path, Any]] = [((), schema)]
     for num_parts, (place, part) in enumerate(unseen):
         if num_parts > _MOST_PARTS:
-            yield (), f"has more than {_MOST_PARTS} parts"
+            yield (), (), f"has more than {_MOST_PARTS} parts"
             return
         if isinstance(part, dict):
-            yield from ((place + path, reason) for path, reason in _excesses_of(part))
+            yield from ((place, path, reason) for path, reason in _excesses_of(part))
             unseen += ((place + path, inner) for path, inner in parts(part))
 
 

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 Path: TypeAlias = tuple[str | int, ...]
 JsonSchema: TypeAlias = dict[str, Any]
@@ -25,6 +25,13 @@ _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "re
 
 class NotKept(ValueError):
     """A schema with an integer whose digits no grammar keeps."""
+
+
+class Loosened(NamedTuple):
+    """JSON text of a schema without what a grammar cannot hold, and the paths and reasons of what was left out."""
+
+    schema: str
+    left_out: list[str]
 
 
 def parts(schema: JsonSchema) -> Iterator[tuple[Path, Any]]:
@@ -83,11 +90,11 @@ def put_shallow(schema: JsonSchema, step: Path, part: Any) -> JsonSchema:
     """Returns a copy of a schema with another part at a `step` that `parts` gave. All other parts are shared."""
     key, *rest = step
     if not rest:
-        return schema | {key: part}
+        return schema | {str(key): part}
     inner = schema[str(key)]
     changed: Any = dict(inner) if isinstance(inner, dict) else list(inner)
     changed[rest[0]] = part
-    return schema | {key: changed}
+    return schema | {str(key): changed}
 
 
 def _differ(one: Any, other: Any, definitions: JsonSchema, depth: int = _MOST_DEPTH) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,11 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConstraintCom
     compiler.close()
 
 
+LAX = {"b": {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "a": {"type": "array", "uniqueItems": True}}
+LOOSE = {"type": "object", "properties": LAX, "required": ["a", "b"]}
+OVERLAP = {"properties": {"b": LAX["b"]}, "required": ["b"], "type": "object"}
+
+
 def found(
     compiler: ConstraintCompiler, prompt_end: str = "", *, tools: list[JsonObject] | None = None, **fields: Any
 ) -> Constraint | None:
@@ -108,6 +114,17 @@ CHOICE = TextFormat("choice", '["a"]', "structured_outputs.choice")
         ({"tools": TOOLS, "tool_choice": ToolChoice("required", many=False)}, ["write{}"], ["write{}write{}"]),
         ({"tools": TOOLS, "tool_choice": ToolChoice("required", WRITE)}, ["write{}"], ['read{"a": 1}']),
         ({"tools": TOOLS, "tool_choice": ToolChoice(strict=READ)}, ["12", '12read{"a": 1}'], ['12read{"b": 1}']),
+        (
+            {"tools": [*TOOLS, tool("odd", LOOSE)], "tool_choice": REQUIRED},
+            ["write{}", 'odd{"b":1.5,"a":[1,1]}'],
+            ["odd{}", "hello", 'odd{"b":"x","a":[]}'],
+        ),
+        (
+            {"tools": [tool("odd", LOOSE), TOOLS[1]], "tool_choice": ToolChoice("required", WRITE, strict=READ)},
+            ["write{}"],
+            ["odd{}"],
+        ),
+        ({"text_format": TextFormat("json_schema", json.dumps(OVERLAP), "text")}, ['{"b": 1}'], ['{"b": "x"}']),
     ],
 )
 def test_a_reply_is_what_the_request_asks_for(
@@ -168,8 +185,19 @@ BAD: JsonObject = {"type": "object", "properties": {"a": {"type": "weird"}}}
             "response_format.json_schema.schema",
         ),
         ({"text_format": TextFormat("choice", "[]", "structured_outputs.choice")}, "structured_outputs.choice"),
-        ({"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": REQUIRED}, "tools.1.function.parameters"),
-        ({"tools": [TOOLS[0], tool("b", BAD)], "text_format": JSON}, "tools.1.function.parameters"),
+        (
+            {"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": replace(REQUIRED, strict=frozenset("b"))},
+            "tools.1.function.parameters.properties.a",
+        ),
+        (
+            {
+                "tools": [tool("a", BAD), tool("b", BAD)],
+                "text_format": JSON,
+                "tool_choice": ToolChoice(strict=frozenset("b")),
+            },
+            "tools.1.function.parameters.properties.a",
+        ),
+        ({"text_format": TextFormat("json_schema", json.dumps(OVERLAP), "text", is_strict=True)}, "text.properties.b"),
     ],
 )
 def test_what_cannot_be_compiled_is_named_by_its_path(
@@ -178,6 +206,20 @@ def test_what_cannot_be_compiled_is_named_by_its_path(
     with pytest.raises(InvalidRequest) as caught:
         found(compiler, **fields)
     assert str(caught.value.param).startswith(path)
+
+
+def test_what_a_grammar_does_not_hold_is_logged_once(
+    compiler: ConstraintCompiler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.api.asked._told", set())
+    with caplog.at_level(logging.INFO, "diskprefix"):
+        for _ in range(2):
+            found(compiler, tools=[TOOLS[0], tool("odd", LOOSE)], tool_choice=REQUIRED)
+            found(compiler, text_format=TextFormat("json_schema", json.dumps(OVERLAP), "text"))
+    [loose, one_of] = caplog.messages
+    assert "tools.1.function.parameters.properties.a: " in loose
+    assert "uniqueItems" in loose
+    assert one_of.endswith(": text.properties.b.oneOf")
 
 
 NAMES = ("read", "write")
@@ -266,8 +308,8 @@ def test_tools_that_may_not_be_called_stay_in_the_prompt_unless_none_may(api: st
         assert body(api, **fields).conversation == replace(offered, tools=None, tool_paths=[])
 
 
-def follows(path: str, schema: str = json.dumps(SCHEMA)) -> TextFormat:
-    return TextFormat("json_schema", schema, path)
+def follows(path: str, schema: str = json.dumps(SCHEMA), *, strict: bool = False) -> TextFormat:
+    return TextFormat("json_schema", schema, path, strict)
 
 
 OPEN = {"schema": {name: value for name, value in SCHEMA.items() if name != "type"}}
@@ -281,7 +323,7 @@ FORMATS: list[tuple[str, dict[str, Any], TextFormat | None]] = [
     ("chat", {"response_format": {"type": "text"}}, None),
     ("chat", {"response_format": {"type": "json_object"}}, TextFormat("json_object", "", "response_format")),
     ("chat", {"response_format": {"type": "json_object"} | OPEN}, follows("response_format.schema")),
-    ("chat", {"response_format": CHAT_FORMAT}, follows("response_format.json_schema.schema")),
+    ("chat", {"response_format": CHAT_FORMAT}, follows("response_format.json_schema.schema", strict=True)),
     ("chat", {"structured_outputs": {"json": SCHEMA, "choice": None}}, follows("structured_outputs.json")),
     ("chat", {"structured_outputs": {"json": "{}"}}, follows("structured_outputs.json", "{}")),
     ("chat", {"structured_outputs": {"choice": ["a"]}}, CHOICE),
@@ -298,7 +340,7 @@ FORMATS: list[tuple[str, dict[str, Any], TextFormat | None]] = [
     ("responses", {"text": {"verbosity": "low"}}, None),
     ("responses", {"text": {"format": {"type": "text"}}}, None),
     ("responses", {"text": {"format": {"type": "json_object"}}}, TextFormat("json_object", "", "text.format")),
-    ("responses", {"text": {"format": TEXT_FORMAT}}, follows("text.format.schema")),
+    ("responses", {"text": {"format": TEXT_FORMAT}}, follows("text.format.schema", strict=True)),
 ]
 
 

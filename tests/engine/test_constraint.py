@@ -416,6 +416,7 @@ def test_of_several_schemas_the_one_at_fault_is_named(compiler: ConstraintCompil
             Constraint(kind="lark", source=f"start: a\na: %json {json.dumps(bad)}"),
             param="tools",
             parts={"tools.0.parameters": "{}", "tools.1.parameters": json.dumps(bad)},
+            strict=["tools.1.parameters"],
         )
     assert caught.value.param == "tools.1.parameters.properties.z"
 
@@ -564,6 +565,50 @@ def test_one_of_is_any_of_where_no_value_fits_two_branches(
     definitions = {"a": A, "b": B, "loop": {"$ref": "#/$defs/loop"}}
     wanted = {"$defs": definitions, "properties": {"x": {"oneOf": branches, "discriminator": {"propertyName": "kind"}}}}
     if not differ:
-        assert refusal(compiler, "json_schema", json.dumps(wanted)).param.startswith("format.it.properties.x")
+        assert str(refusal(compiler, "json_schema", json.dumps(wanted)).param).startswith("format.it.properties.x")
     else:
         compiler.check(schema(wanted), param="format.it")
+
+
+TEXT = {"type": "string"}
+ONE = {"type": "object", "required": ["a"]}
+LOOSE: list[tuple[Any, Any, list[str]]] = [
+    ({"type": "array", "items": TEXT, "uniqueItems": True}, {"type": "array", "items": TEXT}, ["uniqueItems"]),
+    ({"properties": {"a": {"not": {}}, "b": TEXT}}, {"properties": {"a": {}, "b": TEXT}}, ["properties.a", "not"]),
+    ({"type": "object", "if": {}, "then": {}, "required": ["a"]}, {"type": "object", "required": ["a"]}, ["if"]),
+    ({"items": TEXT | {"pattern": "(?=a)b"}}, {"items": TEXT}, ["items", "look"]),
+    ({"items": TEXT | {"format": "zip"}}, {"items": TEXT}, ["items", "zip"]),
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, {"anyOf": [{"type": "number"}, {"type": "integer"}]}, []),
+    ({"items": {"$ref": "#/$defs/no"}, "maxItems": 2}, {"items": {}, "maxItems": 2}, ["items"]),
+    (ONE | {"properties": {"a": TEXT | {"minLength": 3, "maxLength": 1}}}, ONE | {"properties": {"a": TEXT}}, ["minL"]),
+    ({"type": "object", "minProperties": 3}, {"type": "object"}, ["minProperties"]),
+    (
+        {"$defs": {"d": {"not": {}}}, "items": {"$ref": "#/$defs/d"}},
+        {"$defs": {"d": {}}, "items": {"$ref": "#/$defs/d"}},
+        [],
+    ),
+    ({"items": {"allOf": [{"const": BIG}]}}, {"items": {}}, ["items", "digits"]),
+    ({"type": "weird"}, {}, ["weird"]),
+    ({"properties": {"a": {"pattern": "((a{1000}){1000}){9}"}}}, {"properties": {"a": {}}}, ["properties.a"]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "kept", "said"), LOOSE, ids=lambda value: json.dumps(value)[:50])
+def test_what_a_grammar_cannot_hold_of_a_tool_is_left_out_unless_it_is_strict(
+    compiler: ConstraintCompiler, wanted: Any, kept: Any, said: list[str]
+) -> None:
+    constraint = Constraint(kind="lark", source=f"start: a\na: %json {json.dumps(wanted)}")
+    parts = {"tools.0": "{}", "tools.1": json.dumps(wanted)}
+    loosened = compiler.check(constraint, param="tools", parts=parts)
+    assert list(loosened) == ["tools.1"]
+    assert json.loads(loosened["tools.1"].schema) == kept
+    assert all(word in " ".join(loosened["tools.1"].left_out) for word in said)
+    compiler.check(schema(kept), param="it")
+    with pytest.raises(InvalidRequest, match=r"^tools\.1"):
+        compiler.check(constraint, param="tools", parts=parts, strict=["tools.1"])
+
+
+def test_a_strict_schema_is_refused_where_the_grammar_does_not_hold_all_of_it(compiler: ConstraintCompiler) -> None:
+    """Arguments with tags of their own are compiled one by one."""
+    with pytest.raises(InvalidRequest, match=r"^tools\.0: .*not"):
+        compiler.check(regex("a"), param="tools", parts={"tools.0": '{"not": {}}'}, strict=["tools.0"])
