@@ -149,7 +149,8 @@ class Asked:
     def is_constrained(self) -> bool:
         """Returns whether the client constrains the reply."""
         choice = self.tool_choice
-        return self.text_format is not None or choice.mode == "required" or bool(choice.strict)
+        has_tools = isinstance(self.prompt, Conversation) and bool(self.prompt.tools)
+        return self.text_format is not None or (choice.mode != "auto" and has_tools) or bool(choice.strict)
 
 
 class ConstraintCheck(Protocol):
@@ -165,6 +166,7 @@ def constraint_of(
 ) -> Constraint | None:
     """Returns what the reply must be; None: anything.
 
+    Where tools are offered and none may be called, no call may begin. Then the parser of the reply reads none either.
     A reply that may call tools but need not is constrained where the client asks for JSON: then it is either that, or
     calls; and where a tool is strict: then its arguments follow the schema. Raises `InvalidRequest` for what cannot be
     compiled; this may take seconds.
@@ -187,6 +189,14 @@ def constraint_of(
             # A call may come before the end of this thought, which begins an answer: a model that must call has none.
             thought = None
         return _checked_calls(conversation, choice, calls, thought, check)
+    if text is None and choice.mode == "none" and conversation.tools:
+        grammar = output_format.no_call_grammar(conversation.tools)
+        try:
+            return _checked_calls(conversation, choice, lambda _: grammar, thought, check)
+        except InvalidRequest as error:
+            # A text that looks like a call is content in any case.
+            _log_once("calls cannot be forbidden: %s", [error.message])
+            return None
     if text is None:
         return None
     constraint = _checked_text(text, thought, check)

@@ -79,8 +79,8 @@ class ChatRequest(OpenAIBody):
 
     @property
     def conversation(self) -> Conversation:
-        """Returns the conversation for the chat template. `tool_choice: none` leaves the tools out."""
-        tools = cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else []
+        """Returns the conversation for the chat template."""
+        tools = cast("list[JsonObject]", self.tools or [])
         return Conversation(
             messages=[message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)],
             tools=[without_marks(tool) for tool in tools] or None,

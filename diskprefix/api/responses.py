@@ -261,8 +261,7 @@ class ResponseRequest(RequestBody, Unmarkable):
 
     @cached_property
     def offered(self) -> OfferedFunctions:
-        """The functions. `tool_choice: none` leaves them out."""
-        return OfferedFunctions(cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else [])
+        return OfferedFunctions(cast("list[JsonObject]", self.tools or []))
 
     @property
     def choice(self) -> ToolChoice:

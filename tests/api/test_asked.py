@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from diskprefix.api.anthropic import MessagesRequest
+from diskprefix.api.anthropic import Messages, MessagesRequest
 from diskprefix.api.asked import Asked, TextFormat, ToolChoice, constraint_of
-from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.api.responses import ResponseRequest
+from diskprefix.api.openai_chat import Chat, ChatRequest
+from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
 from diskprefix.engine.constrained_reply import ConstraintCompiler
@@ -26,7 +26,7 @@ from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
 USER = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}, "required": ["a"]}
 JSON = TextFormat("json_schema", json.dumps(SCHEMA), "response_format.json_schema.schema")
-REQUIRED = ToolChoice("required")
+REQUIRED, NO_CALL = ToolChoice("required"), ToolChoice("none", strict=frozenset({"read"}))
 
 
 def tool(name: str, parameters: JsonObject) -> JsonObject:
@@ -53,6 +53,9 @@ class Thinking:
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
         called = self.call_grammar([item for item in tools if item["function"]["name"] in strict], many=False)
         return called.replace("start: call", "start: /[0-9]*/ call?")
+
+    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
+        return f"start: /[^{''.join(item['function']['name'][0] for item in tools)}]*/"
 
 
 class Parser:
@@ -125,6 +128,8 @@ CHOICE = TextFormat("choice", '["a"]', "structured_outputs.choice")
             ["odd{}"],
         ),
         ({"text_format": TextFormat("json_schema", json.dumps(OVERLAP), "text")}, ['{"b": 1}'], ['{"b": "x"}']),
+        ({"tools": TOOLS, "tool_choice": NO_CALL}, ["", "hello"], ['read{"a": 1}', "write"]),
+        ({"tools": TOOLS, "tool_choice": NO_CALL, "text_format": JSON}, ['{"a": 5}'], ["hello", 'read{"a": 1}']),
     ],
 )
 def test_a_reply_is_what_the_request_asks_for(
@@ -140,7 +145,7 @@ def test_a_reply_is_what_the_request_asks_for(
 
 @pytest.mark.parametrize(
     "choice",
-    [ToolChoice(), ToolChoice("auto", READ), ToolChoice("none", strict=READ), ToolChoice("auto", WRITE, strict=READ)],
+    [ToolChoice(), ToolChoice("auto", READ), ToolChoice("auto", WRITE, strict=READ)],
 )
 def test_a_reply_is_free_unless_somebody_asks(compiler: ConstraintCompiler, choice: ToolChoice) -> None:
     assert found(compiler, tools=TOOLS, tool_choice=choice) is None
@@ -223,6 +228,7 @@ def test_what_a_grammar_does_not_hold_is_logged_once(
 
 
 NAMES = ("read", "write")
+APIS_READ: dict[str, Any] = {"chat": Chat(), "messages": Messages(), "responses": Responses()}
 APIS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "chat": (ChatRequest, {"messages": [USER]}),
     "messages": (MessagesRequest, {"max_tokens": 8, "messages": [USER]}),
@@ -289,23 +295,32 @@ def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(
     api: str, fields: dict[str, Any], choice: ToolChoice
 ) -> None:
     assert body(api, tools=tools(api), **fields).choice == choice
-    strict = body(api, tools=tools(api, strict=True), **fields).choice.strict
-    # The responses API leaves the tools out first.
-    assert strict == (frozenset() if api == "responses" and choice.mode == "none" else READ)
+    assert body(api, tools=tools(api, strict=True), **fields).choice.strict == READ
     allowed = [tool["function"]["name"] for tool in choice.allowed(tools("chat"))]
     assert allowed == [name for name in NAMES if choice.mode != "none" and name in (choice.names or NAMES)]
 
 
 @pytest.mark.parametrize(
-    ("api", "choice"), [("chat", some_of_chat("auto", "read")), ("messages", {"type": "any"})], ids=["chat", "messages"]
+    ("api", "choice"),
+    [
+        ("chat", some_of_chat("auto", "read")),
+        ("chat", "none"),
+        ("messages", {"type": "any"}),
+        ("messages", {"type": "none"}),
+        ("responses", some("auto", "read")),
+        ("responses", "none"),
+    ],
 )
-def test_tools_that_may_not_be_called_stay_in_the_prompt_unless_none_may(api: str, choice: Any) -> None:
-    offered = body(api, tools=tools(api)).conversation
-    assert body(api, tools=tools(api), tool_choice=choice).conversation == offered
-    none: Any = "none" if api == "chat" else {"type": "none"}
-    without: list[dict[str, Any]] = [{"tools": tools(api), "tool_choice": none}, {"tools": []}, {"tools": None}]
-    for fields in without:
-        assert body(api, **fields).conversation == replace(offered, tools=None, tool_paths=[])
+def test_tools_that_may_not_be_called_stay_in_the_prompt(api: str, choice: Any) -> None:
+    def conversation(**fields: Any) -> Conversation:
+        read: Conversation = APIS_READ[api].read(body(api, **fields), VOCAB_SIZE, cast("Any", lambda: None)).prompt
+        return read
+
+    offered = conversation(tools=tools(api))
+    assert [tool["function"]["name"] for tool in offered.tools or ()] == [*NAMES]
+    assert conversation(tools=tools(api), tool_choice=choice) == offered
+    for none in ([], None):
+        assert not conversation(tools=none).tools
 
 
 def follows(path: str, schema: str = json.dumps(SCHEMA), *, strict: bool = False) -> TextFormat:
