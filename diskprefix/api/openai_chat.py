@@ -153,6 +153,11 @@ class ChatWriter(OpenAIWriter):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
+        super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
+        self._begun: set[int] = set()
+        """The choices that have begun."""
+
     def whole_choice(self, choice: WholeChoice) -> Json:
         message: Json = {
             "role": "assistant",
@@ -173,9 +178,9 @@ class ChatWriter(OpenAIWriter):
         choices: list[Json] = [{"delta": delta, "logprobs": None} for delta in deltas]
         if event.tokens:
             choices[0]["logprobs"] = _logprobs(event.tokens)
-        if event.choice in self.sent_chars:
+        if event.choice in self._begun:
             return choices
-        self.sent_chars[event.choice] = 0
+        self._begun.add(event.choice)
         return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}, *choices]
 
     def end_choice(self, _event: EndEvent) -> Json:
@@ -199,4 +204,4 @@ def _reasoning(text: str) -> Json:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    return {"content": [logprob_reply(token, no_bytes=None) for token in tokens], "refusal": None}
+    return {"content": [logprob_reply(token) for token in tokens], "refusal": None}

@@ -107,6 +107,7 @@ def test_the_log_probabilities_of_a_completion_have_the_token_itself(real: OpenA
         model=MODEL, prompt="a", max_tokens=8, logprobs=num_alternatives, seed=1, logit_bias=NO_END
     )
     found: Any = reply.choices[0].logprobs
+    assert len(found.tokens) == 8
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[token] == logprob
         assert num_alternatives <= len(top) <= num_alternatives + 1
