@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -18,18 +19,27 @@ class TokenBytes:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._decoder: bytes = b"" if backend.decoder is None else backend.decoder.__getstate__()
+        whole = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+        steps = whole.get("decoders", [whole])
+        self._kinds = {step.get("type") for step in steps}
+        self._replaced = [
+            ("▁", " ") if step["type"] == "Metaspace" else (step["pattern"].get("String", ""), step["content"])
+            for step in steps
+            if step.get("type") in ("Metaspace", "Replace")
+        ]
         self._added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
 
     def __call__(self, token: int) -> bytes:
+        piece: str = self._added.get(token) or self._backend.id_to_token(token) or ""
+        for text, instead in self._replaced if token not in self._added else ():
+            piece = piece.replace(text, instead) if text else piece
         if token in self._added:
-            return self._added[token].encode()
-        piece: str = self._backend.id_to_token(token) or ""
-        if b'"ByteLevel"' in self._decoder:
-            return bytes(_LETTERS[letter] for letter in piece) if _LETTERS.keys() >= set(piece) else piece.encode()
-        if b'"ByteFallback"' in self._decoder and (byte := _BYTE.fullmatch(piece)):
+            return piece.encode()
+        if "ByteLevel" in self._kinds and _LETTERS.keys() >= set(piece):
+            return bytes(_LETTERS[letter] for letter in piece)
+        if "ByteFallback" in self._kinds and (byte := _BYTE.fullmatch(piece)):
             return bytes.fromhex(byte[1])
-        if "▁".encode() in self._decoder:
-            return piece.replace("▁", " ").encode()
-        text: str = self._backend.decode([token], skip_special_tokens=False)
-        return text.encode()
+        if self._replaced:
+            return piece.encode()
+        decoded: str = self._backend.decode([token], skip_special_tokens=False)
+        return decoded.encode()
