@@ -27,6 +27,7 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load import loader
 from diskprefix.model.load.loader import load_model
+from diskprefix.store import opening
 from diskprefix.store.compact import require_unused
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import DATA, LOCK
@@ -67,6 +68,7 @@ def test_the_model_is_loaded_while_the_file_of_the_store_is_checked(
     (tmp_path / "kv" / LOCK).write_bytes(b"")
     if is_damaged:
         os.truncate(tmp_path / "kv" / DATA, 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
     monkeypatch.setattr(loader, "load_model", loaded)
     engine = load(folder, tmp_path / "kv")
@@ -87,6 +89,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_folder_free_once_the_check_has
     def failing(*_arguments: Any, **_options: Any) -> None:
         raise ModelError("no such model")
 
+    monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
     monkeypatch.setattr(loader, "load_model", failing)
     with pytest.raises(ModelError):

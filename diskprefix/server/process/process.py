@@ -122,7 +122,6 @@ class Entrance:
 def _tell_crashes(settings: Settings) -> None:
     """Has the process write where its threads were when it crashes, or when the watchdog's SIGABRT ends it. The next
     start logs that, and checks the store's file, because LMDB may have died of it."""
-    faulthandler.enable()
     # Of an unusable folder, the start says what is wrong.
     with suppress(OSError, CacheError):
         make_folder(settings.kv_cache_dir)
@@ -134,7 +133,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
 
     Behind a `front`, the process takes the requests that the front passes on. Else it opens sockets of its own.
     """
-    _tell_crashes(settings)
+    faulthandler.enable()
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
@@ -148,6 +147,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         address = announce_listening(listeners, settings, token)
     else:
         listeners, address, token = [front.listener], front.address, front.token
+    _tell_crashes(settings)
     # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
     gc.disable()
 
