@@ -124,6 +124,7 @@ class Fetches:
                 cache.count("stalled_reads")
         is_stalled = any(one.hangs for one in self._open)
         cache.tiered.note_stall(_STALL_S if is_stalled else None)
+        self._served.pages.disk_hangs = is_stalled
         for one in [one for one in self._open if not one.is_given_up]:
             is_in_vain = is_stalled or not self._is_needed(one) or now - one.waits_since > one.patience_s
             with self._giving_up:
