@@ -155,7 +155,10 @@ def is_sampler_of_the_bad_one(patch: pytest.MonkeyPatch) -> Callable[..., bool]:
 
 PLACES: list[tuple[type, str]] = [
     (PrefixCache, "begin"),
-    *((CachedRequest, name) for name in ("fetch", "choose", "after_step", "publish", "publish_reply", "close")),
+    *(
+        (CachedRequest, name)
+        for name in ("begin_fetch", "take", "choose", "after_step", "publish", "publish_reply", "close")
+    ),
     (ServedModel, "record"),
     (TextStream, "event"),
     *((Sampler, name) for name in ("__init__", "sample", "logprobs")),
@@ -232,7 +235,7 @@ def test_an_error_of_no_request_ends_the_engine_and_tells_everybody(
     assert "failed unexpectedly" in fatal[0].message
 
 
-@pytest.mark.parametrize("name", ["fetch", "choose", "after_step", "publish", "publish_reply"])
+@pytest.mark.parametrize("name", ["begin_fetch", "take", "choose", "after_step", "publish", "publish_reply"])
 def test_a_lost_device_ends_all_requests_in_any_state(
     name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
