@@ -655,6 +655,8 @@ def test_saving_goes_on_while_a_file_with_a_damaged_node_is_checked(
         raise StoreCorrupt("the file is damaged")
 
     monkeypatch.setattr(Environment, "require_survivable", read)
+    # As after a start that found it checked already.
+    store.environment.is_checked = False
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     first, second = (publication(store, prompt(seed, 2 * BLOCK)) for seed in range(2))
     store.publish(first)
