@@ -12,6 +12,7 @@ import copy
 import math
 import os
 import re
+import sys
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -43,14 +44,36 @@ def policies_folder() -> Path:
 
 def cache_home() -> Path:
     """Returns `$XDG_CACHE_HOME/diskprefix`, or `~/.cache/diskprefix`."""
-    base = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".cache") / "diskprefix"
+    return _home("XDG_CACHE_HOME", ".cache")
 
 
 def config_home() -> Path:
     """Returns `$XDG_CONFIG_HOME/diskprefix`, or `~/.config/diskprefix`."""
-    base = os.environ.get("XDG_CONFIG_HOME", "").strip()
-    return (Path(base) if base else Path.home() / ".config") / "diskprefix"
+    return _home("XDG_CONFIG_HOME", ".config")
+
+
+def _home(variable: str, folder: str) -> Path:
+    """Returns the folder `diskprefix` in that of a variable, or in `folder` of the home folder. Raises `SettingsError`
+    for a relative path, which would be another place in each working directory, and for a user without a home."""
+    base = os.environ.get(variable, "").strip()
+    try:
+        path = (Path(base) if base else Path.home() / folder) / "diskprefix"
+    except RuntimeError as error:
+        raise SettingsError(f"no home folder: set {variable}, or HOME, to a folder that is yours") from error
+    if not path.is_absolute():
+        raise SettingsError(f"{variable if base else 'HOME'}: {base or path.parents[1]} is not an absolute path")
+    require_text(str(path), variable if base else "HOME")
+    return path
+
+
+def require_text(text: str, what: str) -> None:
+    """Raises `SettingsError` for a text of the command line or the environment that the encoding of file names does not
+    have: libraries that read tokenizers and stores cannot take such a path, and no reply could name it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        known = sys.getfilesystemencoding().upper()
+        raise SettingsError(f"{what}: {text!r} has bytes that are not {known}; give it another name") from error
 
 
 def default_kv_cache_dir() -> Path:
@@ -409,6 +432,8 @@ class Settings:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)
             flag, (least, most) = flag_of(name), setting.bounds
+            if isinstance(value, str | Path):
+                require_text(str(value), flag)
             if setting.choices and value not in setting.choices:
                 raise SettingsError(f"{flag}: {value!r} is not one of {', '.join(setting.choices)}")
             is_number = setting.kind in ("integer", "size", "duration") and value is not None

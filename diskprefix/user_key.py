@@ -20,7 +20,7 @@ from diskprefix.trusted_path import distrusted_by_root
 
 _WHAT = "the key of this user"
 _BYTES = 32
-_KEY = re.compile(rb"[0-9a-f]{%d}\n" % (2 * _BYTES))
+_KEY = re.compile(r"[0-9a-f]{64}\n")
 
 
 def user_key(daemon: str | None = None) -> str:
@@ -30,9 +30,10 @@ def user_key(daemon: str | None = None) -> str:
     path = cache_home() / "key"
     if not path.exists() or not path.stat().st_size:
         _draw(path)
-    if not _KEY.fullmatch(content := read_private(_WHAT, path, 2 * _BYTES + 1)):
+    content = read_private(_WHAT, path, 2 * _BYTES + 1).decode(errors="replace")
+    if not _KEY.fullmatch(content):
         raise SettingsError(f"{_WHAT}: {path} holds none; remove the file, and the next command makes another")
-    key = content.decode().strip()
+    key = content.strip()
     return key if daemon is None else hmac.new(key.encode(), daemon.encode(), "sha256").hexdigest()
 
 

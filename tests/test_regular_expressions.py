@@ -32,6 +32,12 @@ from diskprefix.chat.output.format import ContentDelta, OutputFormat
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
 MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
+    "chat/client_text.py": [
+        (r"(?i)(<\|im_(?:end\|>|start\|>))", ("split", "match")),
+        ("(?i)[<|]", ("search",)),
+        ("[\U000f0000-\U000f0010][\U000f0000-\U000f0010]*", ("search", "sub")),
+        (r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})", ("sub",)),
+    ],
     "chat/content.py": [(r"(<\|image_pad\|>)", ("split",))],
     "model/gguf/encoders.py": [(r"model\.visual\.blocks\.(\d+)\.(.+)", ("fullmatch",))],
     "chat/normaliser_rules.py": [

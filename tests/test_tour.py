@@ -111,7 +111,10 @@ def names(_: None, matcher: Matcher[View]) -> list[str]:
     return [f"{short(nodes.root)}: root", *blocks]
 
 
-def restored(found: Restored, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
+def restored(found: Restored | None, _: Restoration, sequence: KVSequence, *__: Any) -> list[str]:
+    if found is None:
+        # It was matched, and is to be loaded.
+        return []
     part = found.partial_match
     assert part is not None
     (table,), (page, *_others) = sequence.tables, sequence.pages()
@@ -198,7 +201,8 @@ def tapped(values: Values) -> Iterator[None]:
         def call(*arguments: Any, **named: Any) -> Any:
             result = function(*arguments, **named)
             shown = tap.show(result, *arguments)
-            values[tap.file] += shown
+            # A prompt is matched again before it is loaded.
+            values[tap.file] += shown if shown != values[tap.file] else []
             return result
 
         return call

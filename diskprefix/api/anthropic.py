@@ -174,8 +174,8 @@ class CountTokensRequest(RequestBody, Markable):
 
     @property
     def conversation(self) -> Conversation:
-        """Returns the conversation for the chat template. A `tool_choice` of type `none` leaves the tools out."""
-        offered = [] if self.choice.mode == "none" else served_tools(self.tools or ())
+        """Returns the conversation for the chat template."""
+        offered = served_tools(self.tools or ())
         return Conversation(
             messages=neutral_messages(self.system, self.messages, self.mark),
             tools=[tool.for_template for _, tool in offered] or None,

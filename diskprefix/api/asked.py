@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.format import OutputFormat, ReasoningDelta, ThoughtWatch
+from diskprefix.engine.kept_schema import Loosened, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import InvalidRequest
@@ -21,6 +22,8 @@ log = logging.getLogger("diskprefix")
 
 _MOST_KINDS = 32
 _told: set[str] = set()
+OF_ONE_OF = "`true`: a `oneOf` whose branches may overlap is an error. Otherwise it is served as `anyOf`."
+"""What `strict` says of the schema of a text, for `/docs`."""
 _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
 
 
@@ -28,16 +31,23 @@ _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
 class TextFormat:
     """The format of the text of a reply. `path` is the field of the request that asks for it.
 
-    `source` is JSON text of a schema, or a JSON list of texts.
+    `source` is JSON text of a schema, or a JSON list of texts. If it is not strict, branches of a `oneOf` may overlap.
     """
 
     kind: Literal["json_schema", "json_object", "choice"]
     source: str
     path: str
+    is_strict: bool = False
 
     @classmethod
     def of_json(
-        cls, kind: Literal["text", "json_object", "json_schema"], schema: JsonObject | None, path: str, of_schema: str
+        cls,
+        kind: Literal["text", "json_object", "json_schema"],
+        schema: JsonObject | None,
+        path: str,
+        of_schema: str,
+        *,
+        strict: bool | None = False,
     ) -> TextFormat | None:
         """Returns OpenAI's format at `path`, whose schema stands at `of_schema` below it; None for any text. An object
         may have a schema too, as llama.cpp has it. Raises `InvalidRequest` for a schema of any text."""
@@ -48,7 +58,7 @@ class TextFormat:
         if schema is None:
             return cls("json_object", "", path)
         whole = schema if kind == "json_schema" else {"type": "object"} | schema
-        return cls("json_schema", json.dumps(whole), path + of_schema)
+        return cls("json_schema", json.dumps(whole), path + of_schema, bool(strict))
 
 
 @dataclass(frozen=True)
@@ -82,12 +92,17 @@ class ToolChoice:
 
 
 def note_left_out(kinds: Collection[str], whose: str) -> None:
-    """Logs that tools of these types are left out: once for each type, as agents send them in every request, and for
-    the first 32 types, as a client may invent any number."""
-    new = sorted(set(kinds) - _told)[: _MOST_KINDS - len(_told)]
+    """Logs that tools of these types are left out."""
+    _log_once("tools of these types are left out, %s run them: %s", kinds, whose)
+
+
+def _log_once(message: str, texts: Collection[str], *more: str) -> None:
+    """Logs texts of clients. Each is logged once, as agents send it in every request, and only the first 32 are, as a
+    client may invent any number."""
+    new = sorted(set(texts) - _told)[: _MOST_KINDS - len(_told)]
     if new:
         _told.update(new)
-        log.info("[server] tools of these types are left out, %s run them: %s", whose, ", ".join(new))
+        log.info(f"[server] {message}", *more, ", ".join(new))
 
 
 class NamesTools(Protocol):
@@ -134,14 +149,16 @@ class Asked:
     def is_constrained(self) -> bool:
         """Returns whether the client constrains the reply."""
         choice = self.tool_choice
-        return self.text_format is not None or choice.mode == "required" or bool(choice.strict)
+        has_tools = isinstance(self.prompt, Conversation) and bool(self.prompt.tools)
+        return self.text_format is not None or (choice.mode != "auto" and has_tools) or bool(choice.strict)
 
 
 class ConstraintCheck(Protocol):
-    """Raises `InvalidRequest`, with a path below `param`, for a constraint that cannot be compiled; below a key of
-    `parts` if that schema is at fault."""
+    """See `engine.trial.Trials.run`."""
 
-    def __call__(self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = ...) -> None: ...
+    def __call__(
+        self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = ..., strict: Collection[str] = ...
+    ) -> Mapping[str, Loosened]: ...
 
 
 def constraint_of(
@@ -149,32 +166,47 @@ def constraint_of(
 ) -> Constraint | None:
     """Returns what the reply must be; None: anything.
 
+    Where tools are offered and none may be called, no call may begin. Then the parser of the reply reads none either.
     A reply that may call tools but need not is constrained where the client asks for JSON: then it is either that, or
     calls; and where a tool is strict: then its arguments follow the schema. Raises `InvalidRequest` for what cannot be
     compiled; this may take seconds.
     """
     if not isinstance(asked.prompt, Conversation):
         return None if asked.text_format is None else _checked_text(asked.text_format, None, check)
-    tools, choice = asked.tool_choice.allowed(asked.prompt.tools or ()), asked.tool_choice
+    conversation, choice, text = asked.prompt, asked.tool_choice, asked.text_format
+    tools = choice.allowed(conversation.tools or ())
     thought = _thought_before(output_format, prompt_end)
     is_forced = choice.mode == "required"
-    strict = choice.strict.intersection(tool["function"]["name"] for tool in tools)
-    if is_forced or (strict and asked.text_format is None):
-        if is_forced:
-            grammar = output_format.call_grammar(tools, many=choice.many)
-        else:
-            grammar = output_format.strict_grammar(tools, strict)
+    strict = choice.strict.intersection(map(_name, tools))
+    if is_forced or (strict and text is None):
+
+        def calls(tools: Sequence[JsonObject]) -> str:
+            if is_forced:
+                return output_format.call_grammar(tools, many=choice.many)
+            return output_format.strict_grammar(tools, strict)
+
         if thought is not None and thought.begin is None and not _is_thinking(output_format, prompt_end):
             # A call may come before the end of this thought, which begins an answer: a model that must call has none.
             thought = None
-        return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
-    if asked.text_format is None:
+        return _checked_calls(conversation, choice, calls, thought, check)
+    if text is None and choice.mode == "none" and conversation.tools:
+        grammar = output_format.no_call_grammar(conversation.tools)
+        try:
+            return _checked_calls(conversation, choice, lambda _: grammar, thought, check)
+        except InvalidRequest as error:
+            # A text that looks like a call is content in any case.
+            _log_once("calls cannot be forbidden: %s", [error.message])
+            return None
+    if text is None:
         return None
-    constraint = _checked_text(asked.text_format, thought, check)
+    constraint = _checked_text(text, thought, check)
     if not tools or constraint.kind == "choice":
         return constraint
-    grammar = _either(output_format.call_grammar(tools, many=choice.many), constraint)
-    return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
+
+    def either(tools: Sequence[JsonObject]) -> str:
+        return _either(output_format.call_grammar(tools, many=choice.many), constraint)
+
+    return _checked_calls(conversation, choice, either, thought, check)
 
 
 def thought_budget_of(
@@ -228,17 +260,53 @@ def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
 
 
 def _checked_text(wanted: TextFormat, before: FreeText | None, check: ConstraintCheck) -> Constraint:
-    constraint = Constraint(kind=wanted.kind, source=wanted.source, before=before)
+    source = wanted.source if wanted.kind != "json_schema" or wanted.is_strict else _with_any_of(wanted)
+    constraint = Constraint(kind=wanted.kind, source=source, before=before)
     check(constraint, param=wanted.path)
     return constraint
 
 
-def _checked_calls(conversation: Conversation, constraint: Constraint, check: ConstraintCheck) -> Constraint:
-    """Raises `InvalidRequest`, with the path of the schema at fault if it is that of one tool's arguments."""
-    schemas = (tool["function"].get("parameters") or {} for tool in conversation.tools or ())
-    parts = dict(zip(conversation.tool_paths, map(json.dumps, schemas), strict=False))
-    check(constraint, param="tools", parts=parts)
-    return constraint
+def _with_any_of(wanted: TextFormat) -> str:
+    """Returns the source of a schema with `anyOf` for `oneOf`."""
+    try:
+        schema, wider = with_any_of(json.loads(wanted.source), only_proven=False)
+    except (ValueError, RecursionError):
+        # The check says what is wrong.
+        return wanted.source
+    places = [".".join(map(str, (wanted.path, *path))) for path in wider]
+    _log_once("a value may fit several branches, as of anyOf: %s", places)
+    return json.dumps(schema)
+
+
+def _checked_calls(
+    conversation: Conversation,
+    choice: ToolChoice,
+    grammar: Callable[[Sequence[JsonObject]], str],
+    before: FreeText | None,
+    check: ConstraintCheck,
+) -> Constraint:
+    """Returns the constraint of `grammar`, which makes one of the tools that may be called. Of schemas that are not
+    strict, what a grammar cannot hold is left out, and logged.
+
+    Raises `InvalidRequest`, with the path of the schema at fault if it is that of one tool's arguments.
+    """
+    offered = zip(conversation.tool_paths, conversation.tools or (), strict=False)
+    tools = {path: tool for path, tool in offered if choice.allowed([tool])}
+    strict = [path for path, tool in tools.items() if _name(tool) in choice.strict]
+    while True:
+        constraint = Constraint(kind="lark", source=grammar([*tools.values()]), before=before)
+        parts = {path: json.dumps(tool["function"].get("parameters") or {}) for path, tool in tools.items()}
+        if not (loosened := check(constraint, param="tools", parts=parts, strict=strict)):
+            return constraint
+        for path, (schema, left_out) in loosened.items():
+            function = tools[path]["function"] | {"parameters": json.loads(schema)}
+            tools[path] = tools[path] | {"function": function}
+            _log_once("no grammar holds %s", [f"{path}.{one}" if one[0] != ":" else f"{path}{one}" for one in left_out])
+
+
+def _name(tool: JsonObject) -> str:
+    name: str = tool["function"]["name"]
+    return name
 
 
 def _either(calls: str, text: Constraint) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
@@ -89,8 +91,6 @@ class OpenAIWriter(ABC):
         self._head = head
         self._include_usage = include_usage
         self.with_logprobs = with_logprobs
-        self.sent_chars: dict[int, int] = {}
-        """The characters that were sent, by choice. A choice that has begun is in it."""
         self._held: list[Json] = []
         self._reasoning_tokens = 0
 
@@ -274,29 +274,50 @@ class Completions:
 class CompletionWriter(OpenAIWriter):
     whole_object = chunk_object = "text_completion"
 
+    def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
+        super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
+        self._offsets: defaultdict[int, _Offsets] = defaultdict(_Offsets)
+
     def whole_choice(self, choice: WholeChoice) -> Json:
-        return {"text": choice.content, "logprobs": _logprobs(choice.tokens, 0) if self.with_logprobs else None}
+        logprobs = _logprobs(choice.tokens, _Offsets()) if self.with_logprobs else None
+        return {"text": choice.content, "logprobs": logprobs}
 
     def chunk_choices(self, event: DeltaEvent) -> list[Json]:
         text = "".join(delta.text for delta in event.deltas if isinstance(delta, ContentDelta))
-        sent = self.sent_chars.get(event.choice, 0)
-        self.sent_chars[event.choice] = sent + len(text)
-        return [{"text": text, "logprobs": _logprobs(event.tokens, sent) if event.tokens else None}]
+        logprobs = _logprobs(event.tokens, self._offsets[event.choice]) if event.tokens else None
+        return [{"text": text, "logprobs": logprobs}]
 
     def end_choice(self, _event: EndEvent) -> Json:
         return {"text": "", "logprobs": None}
 
 
-def _logprobs(tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
-    """Returns the log probabilities. `text_offset` is the number of characters before the first token."""
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token.text)
+class _Offsets:
+    """The characters of a text before each of its tokens, of which several may share one."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def before(self, token: TokenLogprob) -> int:
+        """Returns the number of complete characters before a token, which comes next."""
+        num_chars = self._num_chars
+        self._num_chars += len(self._decoder.decode(token.data))
+        return num_chars
+
+
+def _logprobs(tokens: Sequence[TokenLogprob], offsets: _Offsets) -> Json:
     return {
-        "tokens": [token.text for token in tokens],
+        "tokens": [_named(token) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
         # The token that was sampled may be none of the likeliest.
-        "top_logprobs": [{one.text: one.logprob for one in (*token.top, token)} for token in tokens],
-        "text_offset": offsets,
+        "top_logprobs": [{_named(one): one.logprob for one in (*token.top, token)} for token in tokens],
+        "text_offset": [offsets.before(token) for token in tokens],
     }
+
+
+def _named(token: TokenLogprob) -> str:
+    """Returns the text of a token, or the bytes of one that is a part of a character, as OpenAI writes them."""
+    try:
+        return token.data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.data)

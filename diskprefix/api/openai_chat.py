@@ -79,8 +79,8 @@ class ChatRequest(OpenAIBody):
 
     @property
     def conversation(self) -> Conversation:
-        """Returns the conversation for the chat template. `tool_choice: none` leaves the tools out."""
-        tools = cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else []
+        """Returns the conversation for the chat template."""
+        tools = cast("list[JsonObject]", self.tools or [])
         return Conversation(
             messages=[message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)],
             tools=[without_marks(tool) for tool in tools] or None,
@@ -154,6 +154,11 @@ class ChatWriter(OpenAIWriter):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
+        super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
+        self._begun: set[int] = set()
+        """The choices that have begun."""
+
     def whole_choice(self, choice: WholeChoice) -> Json:
         message: Json = {
             "role": "assistant",
@@ -174,9 +179,9 @@ class ChatWriter(OpenAIWriter):
         choices: list[Json] = [{"delta": delta, "logprobs": None} for delta in deltas]
         if event.tokens:
             choices[0]["logprobs"] = _logprobs(event.tokens)
-        if event.choice in self.sent_chars:
+        if event.choice in self._begun:
             return choices
-        self.sent_chars[event.choice] = 0
+        self._begun.add(event.choice)
         return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}, *choices]
 
     def end_choice(self, _event: EndEvent) -> Json:
@@ -200,4 +205,4 @@ def _reasoning(text: str) -> Json:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    return {"content": [logprob_reply(token, no_bytes=None) for token in tokens], "refusal": None}
+    return {"content": [logprob_reply(token) for token in tokens], "refusal": None}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, model_validator
 
-from diskprefix.api.asked import TextFormat, ToolChoice
+from diskprefix.api.asked import OF_ONE_OF, TextFormat, ToolChoice
 from diskprefix.api.fields import (
     AS_SENT,
     MAX_PARTS,
@@ -223,6 +223,7 @@ class JsonSchemaFormat(Body):
     """A reply that follows a JSON schema."""
 
     schema_: JsonObject = Field(alias="schema", description="The JSON schema. Every reply follows it.")
+    strict: bool | None = Field(default=None, description=OF_ONE_OF)
 
 
 class ResponseFormat(Body):
@@ -248,4 +249,6 @@ class ResponseFormat(Body):
         if self.schema_ is not None:
             raise InvalidRequest.at(f"{path}.schema", "needs the type json_object; that of json_schema stands in it")
         assert self.json_schema is not None, "the type needs it"
-        return TextFormat.of_json(self.type, self.json_schema.schema_, path, ".json_schema.schema")
+        return TextFormat.of_json(
+            self.type, self.json_schema.schema_, path, ".json_schema.schema", strict=self.json_schema.strict
+        )

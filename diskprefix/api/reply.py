@@ -188,12 +188,10 @@ def _choice(end: EndEvent, events: list[DeltaEvent]) -> WholeChoice:
     )
 
 
-def logprob_reply(token: TokenLogprob, *, no_bytes: list[int] | None) -> dict[str, Any]:
-    """Returns a token with its alternatives, as OpenAI's APIs show them. `no_bytes` stands for unknown bytes."""
+def logprob_reply(token: TokenLogprob) -> dict[str, Any]:
+    """Returns a token with its alternatives, as OpenAI's APIs show them."""
 
     def one(token: TokenLogprob) -> dict[str, Any]:
-        # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
-        encoded = no_bytes if "�" in token.text else list(token.text.encode("utf-8", "replace"))
-        return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
+        return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
     return {**one(token), "top_logprobs": [one(alternative) for alternative in token.top]}

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeAlias, cast
 import msgspec
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from diskprefix.api.asked import Asked, TextFormat, ToolChoice, note_left_out, openai_choice
+from diskprefix.api.asked import OF_ONE_OF, Asked, TextFormat, ToolChoice, note_left_out, openai_choice
 from diskprefix.api.dialect import Head, Json, json_text
 from diskprefix.api.fields import (
     AS_SENT,
@@ -175,7 +175,7 @@ class FormatBody(Body):
     schema_: JsonObject | None = Field(
         default=None, alias="schema", description="With `json_schema`, or with `json_object`: the schema."
     )
-    strict: bool | None = Field(default=None, description="Accepted and ignored: every reply follows the schema.")
+    strict: bool | None = Field(default=None, description=OF_ONE_OF)
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> FormatBody:
@@ -184,7 +184,7 @@ class FormatBody(Body):
 
     @property
     def text_format(self) -> TextFormat | None:
-        return TextFormat.of_json(self.type, self.schema_, "text.format", ".schema")
+        return TextFormat.of_json(self.type, self.schema_, "text.format", ".schema", strict=self.strict)
 
     @property
     def echo(self) -> Json:
@@ -261,8 +261,7 @@ class ResponseRequest(RequestBody, Unmarkable):
 
     @cached_property
     def offered(self) -> OfferedFunctions:
-        """The functions. `tool_choice: none` leaves them out."""
-        return OfferedFunctions(cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else [])
+        return OfferedFunctions(cast("list[JsonObject]", self.tools or []))
 
     @property
     def choice(self) -> ToolChoice:

@@ -146,7 +146,7 @@ class OutputItems:
         assert self._open is not None, "a message is open"
         text = "".join([*self._blanks, text])
         self._blanks.clear()
-        logprobs = [logprob_reply(token, no_bytes=[]) for token in self._tokens]
+        logprobs = [logprob_reply(token) for token in self._tokens]
         self._tokens.clear()
         self._open.logprobs += logprobs
         return [self._piece(text) | {"logprobs": logprobs}]

@@ -9,109 +9,110 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from functools import cache
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal, TypeAlias, TypeVar
 
 from diskprefix.errors import InvalidRequest
 
 T = TypeVar("T")
-
-_PRIVATE = range(0xF0000, 0x10FFFE)
-_ESCAPED = {ord('"'), ord("\\")}
-"""Characters that JSON escapes. They are replaced only if a text has no others."""
+Author: TypeAlias = Literal["client", "system", "reply"]
+"""Who wrote a text: `system` a system message, `reply` an earlier reply, `client` all others."""
+Change: TypeAlias = Callable[[Author, str], str]
+"""Returns a text with stand-ins."""
 
 
 class TokenTexts:
-    """Finds texts of tokens as tokenizers do: the leftmost, and of these the longest. With `ignores_case` it also finds
-    what becomes one in other letters. `cuts` are texts at which a template may cut others."""
+    """Finds texts of tokens in other texts, as tokenizers do: the leftmost, and of these the longest. The case of
+    letters is ignored, because a template may change it. `cuts` are texts at which a template cuts others."""
 
-    def __init__(self, texts: Iterable[str], *, ignores_case: bool = False, cuts: Iterable[str] = ()) -> None:
-        self.texts = frozenset(filter(None, texts))
-        self._fold: Callable[[str], str] = str.lower if ignores_case else str
-        folded = {self._fold(text) for text in self.texts}
-        self._pattern = re.compile(_alternatives(folded), re.IGNORECASE if ignores_case else 0)
-        self._border = re.compile(_alternatives({*folded, *cuts}), self._pattern.flags)
-        self._most = max(map(len, folded), default=1) - 1
+    def __init__(self, texts: Iterable[str], cuts: Iterable[str] = ()) -> None:
+        self.texts = folded(texts)
+        self.known = self.texts | folded(cuts)
+        shapes = {re.sub("[0-9]+(?=[^0-9])", "\0", text) for text in self.known}
+        self._pattern = re.compile(f"({_alternatives(shapes) if shapes else '(?!)'})", re.IGNORECASE)
+        self._longest = max(map(len, self.texts), default=0)
         # A word is not taken for the beginning or the end of a token.
-        self._begins = {text[:k] for text in folded for k in range(1, len(text)) if not text[:k].isalnum()}
-        self._ends = {text[k:] for text in folded for k in range(1, len(text)) if not text[k:].isalnum()}
+        parts = [(text, k) for text in set(map(_shape, self.texts)) for k in range(1, len(text))]
+        self._begins = {text[:k] for text, k in parts if not text[:k].isalnum()}
+        self._ends = {text[k:] for text, k in parts if not text[k:].isalnum()}
+        self._first, self._last = {text[0] for text in self._begins}, {text[-1] for text in self._ends}
+        signs = "".join(map(re.escape, {text[0] for text in self.known} | self._first | self._last))
+        self._sign = re.compile(f"[{signs}]" if signs else "(?!)", re.IGNORECASE)
 
-    def replaced(self, text: str, replace: Callable[[str], str]) -> str:
-        """Returns `text` with every token's text replaced, those that overlap others too."""
-        before = None
-        while before != text and self._pattern.search(text):
-            before, text = text, self._pattern.sub(lambda match: replace(match[0]), text)
-        return text
+    def split(self, text: str) -> list[str]:
+        """Splits a text. Every second piece is a token's text or a cut, or a part of a token's text at an end of the
+        text or beside a cut, which other text may complete. Blanks at the ends do not count: templates trim them."""
+        if self._sign.search(text) is None:
+            return [text]
+        pieces: list[str] = []
+        for k, piece in enumerate(self._pattern.split(text)):
+            pieces += [piece] if k % 2 else self._split_at_ends(piece)
+        return pieces
 
-    def with_ends_replaced(self, text: str, replace: Callable[[str], str]) -> str:
-        """Returns `text` with its ends replaced where they are parts of a token's text, which the text beside them may
-        complete. Templates trim blanks, so these do not count, and they cut replies at tags."""
-        pieces, begin = [], 0
-        for match in self._border.finditer(text):
-            pieces += [self._at_ends(text[begin : match.start()], replace), match[0]]
-            begin = match.end()
-        return "".join([*pieces, self._at_ends(text[begin:], replace)])
-
-    def _at_ends(self, text: str, replace: Callable[[str], str]) -> str:
+    def _split_at_ends(self, text: str) -> list[str]:
         said = text.strip()
-        if not said:
-            return text
+        head, tail = said[: self._longest], said[-self._longest :]
+        sizes = range(len(head), 0, -1)
+        first = next((k for k in sizes if head[k - 1].lower() in self._last and _shape(head[:k]) in self._ends), 0)
+        last = next((k for k in sizes if tail[-k].lower() in self._first and _shape(tail[-k:]) in self._begins), 0)
+        if not first and not last:
+            return [text]
         begin = text.index(said)
         end = begin + len(said)
-        last, first = self._fold(said[-self._most :]), self._fold(said[: self._most])
-        if size := next((k for k in range(len(last), 0, -1) if last[-k:] in self._begins), 0):
-            text = text[: end - size] + replace(text[end - size : end]) + text[end:]
-        if size := next((k for k in range(len(first), 0, -1) if first[:k] in self._ends), 0):
-            text = text[:begin] + replace(text[begin : begin + size]) + text[begin + size :]
-        return text
+        middle = begin + first
+        behind = max(middle, end - last)
+        return [text[:begin], text[begin:middle], text[middle:behind], text[behind:end], text[end:]]
 
-    def spell(self, text: str, begin: int, end: int) -> bool:
+    def spelled(self, text: str, begin: int, end: int) -> bool:
         """Returns whether a token's text in `text` has one of the characters from `begin` to `end`."""
-        matches = (self._pattern.match(text, start) for start in range(max(0, begin - self._most), end))
+        matches = (self._pattern.match(text, at) for at in (begin, *range(max(0, begin - self._longest + 1), end)))
         return any(match is not None and match.end() > begin for match in matches)
 
 
-def _alternatives(texts: Collection[str]) -> str:
-    """Returns a pattern for texts, written as a tree: of thousands of texts, few are tried at each place."""
-    tree: dict[str, Any] = {}
-    for text in texts:
-        node = tree
-        for char in text:
-            node = node.setdefault(char, {})
-        node[""] = {}
-
-    def write(node: dict[str, Any]) -> str:
-        branches = [re.escape(char) + write(child) for char, child in sorted(node.items()) if char]
-        if len(branches) == 1 and "" not in node:
-            return branches[0]
-        return f"(?:{'|'.join(branches)}){'?' if '' in node else ''}" if branches else ""
-
-    return write(tree) or "(?!)"
+def folded(texts: Iterable[str]) -> frozenset[str]:
+    """Returns texts in small letters."""
+    return frozenset(text.lower() for text in texts if text)
 
 
-class TextRule(NamedTuple):
-    """The tokens that a text of a client must not spell: those of `never`. It may spell those that are `doubtful`, but
-    no boundary is behind them."""
+def _shape(text: str) -> str:
+    """Returns a text in small letters with 0 for any number: thousands of tokens may differ in a number only."""
+    return re.sub("[0-9]+", "0", text.lower())
 
-    never: TokenTexts
-    doubtful: TokenTexts
+
+def _alternatives(texts: Iterable[str]) -> str:
+    """Returns a pattern for texts, written as a tree: at each place few are tried. NUL stands for any number."""
+    ordered = sorted(texts)
+    branches = [
+        ("[0-9]+" if first == "\0" else re.escape(first)) + _alternatives(text[1:] for text in begun)
+        for first, begun in groupby(filter(None, ordered), key=itemgetter(0))
+    ]
+    if "" in ordered:
+        return f"(?:{'|'.join(branches)})?" if branches else ""
+    return f"(?:{'|'.join(branches)})" if len(branches) != 1 else branches[0]
 
 
 class TextRules:
-    """The rules for the texts of clients, of system messages and of replies. `every` are all tokens of them. With
-    `joins`, tokens that a text spells together with its surroundings stay tokens."""
+    """The rules for the texts of each author. They must not spell the tokens that `never` returns for the author. They
+    may spell the other `markers`, but no boundary is behind those. With `joins`, a token that a text spells together
+    with the text beside it counts as such a marker; otherwise it becomes no token."""
 
     def __init__(
-        self, client: TextRule, system: TextRule, reply: TextRule, every: TokenTexts, *, joins: bool = False
+        self,
+        tokens: TokenTexts,
+        markers: Iterable[str],
+        never: Callable[[Author], Iterable[str]],
+        *,
+        joins: bool = False,
     ) -> None:
-        self.client, self.system, self.reply, self.every, self.joins = client, system, reply, every, joins
-        characters = "".join(every.texts)
-        self.characters = sorted({*characters, *characters.lower(), *characters.upper()})
+        self.tokens, self.markers, self.joins = tokens, folded(markers), joins
+        self.never = cache(lambda author: folded(never(author)))
+        characters = "".join(tokens.texts)
+        # JSON escapes quotes and backslashes. A template must find them.
+        self.characters = sorted({*characters, *characters.upper()} - {'"', "\\"})
         self.usual = StandIns(self)
         """The stand-ins for clients that use none of these characters themselves."""
-
-
-Change: TypeAlias = Callable[[TextRule, str], str]
-"""Returns a text with stand-ins."""
 
 
 class StandIns:
@@ -119,25 +120,34 @@ class StandIns:
 
     def __init__(self, rules: TextRules, used: Collection[str] = ()) -> None:
         self._rules = rules
-        free = (code for code in _PRIVATE if code & 0xFFFF < 0xFFFE and chr(code) not in used)
-        kinds = [{ord(char): code for char, code in zip(rules.characters, free)} for _ in range(3)]  # noqa: B905
-        if len(kinds[-1]) < len(rules.characters):
-            raise InvalidRequest("the prompt has nearly all characters of Unicode's private use area")
-        self._never, self._doubtful, self._ends = kinds
-        self._originals = {code: char for kind in kinds for char, code in kind.items()}
+        size = len(rules.characters)
+        codes = private_characters(2 * size, used)
+        self._never = {ord(char): code for char, code in zip(rules.characters, codes[:size], strict=True)}
+        self._doubtful = {ord(char): code for char, code in zip(rules.characters, codes[size:], strict=True)}
         self._doubtful_originals = {code: char for char, code in self._doubtful.items()}
-        self._end = re.compile(_any_of(self._ends.values()))
-        self._any = re.compile(_any_of(self._originals))
+        self._originals = {code: char for char, code in self._never.items()} | self._doubtful_originals
+        one = f"[{chr(codes[0])}-{chr(codes[-1])}]" if codes else "(?!)"
+        # The search for one character is faster than that for a repetition.
+        self._any = re.compile(f"{one}{one}*")
         self._any_escaped = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 
     def are_in(self, text: str) -> bool:
         return self._any.search(text) is not None
 
-    def change(self, rule: TextRule, text: str) -> str:
+    def change(self, author: Author, text: str) -> str:
         """Returns a text of a client with stand-ins."""
-        text = rule.never.replaced(text, lambda spelled: _translated(spelled, self._never))
-        text = self._rules.every.with_ends_replaced(text, lambda spelled: _translated(spelled, self._ends))
-        return rule.doubtful.replaced(text, lambda spelled: _translated(spelled, self._doubtful))
+        pieces = self._rules.tokens.split(text)
+        if len(pieces) == 1:
+            return text
+        pieces[1::2] = [piece.translate(self._of(author, piece.lower())) for piece in pieces[1::2]]
+        return "".join(pieces)
+
+    def _of(self, author: Author, spelled: str) -> Mapping[int, int]:
+        """Returns the stand-ins for a piece of a text, which is a token's text, a cut, or a part of a token's text."""
+        is_part = spelled not in self._rules.tokens.known
+        if spelled in self._rules.never(author) or (is_part and not self._rules.joins):
+            return self._never
+        return self._doubtful if is_part or spelled in self._rules.markers else {}
 
     def unescaped(self, written: str) -> str:
         """Returns what a template wrote without the escapes of JSON in the place of stand-ins."""
@@ -152,40 +162,41 @@ class StandIns:
         """Returns the text that is written: each character is the client's."""
         return self._any.sub(lambda match: match[0].translate(self._originals), written)
 
-    def for_tokens(self, written: str) -> str:
-        """Returns what is written with stand-ins only where a token's text must become no token."""
-        text = self.text(written)
-        shown = self._any.sub(lambda match: match[0].translate(self._doubtful_originals), written)
+    def for_tokens(self, written: str, text: str) -> str:
+        """Returns what is written, whose `text` is known, with stand-ins only where a token's text must become no
+        token."""
 
-        def end(match: re.Match[str]) -> str:
-            is_text = not self._rules.joins and self._rules.every.spell(text, *match.span())
-            return match[0] if is_text else text[match.start() : match.end()]
+        def shown(match: re.Match[str]) -> str:
+            begin, end = match.span()
+            is_token = self._rules.tokens.spelled(text, begin, end)
+            return match[0].translate(self._doubtful_originals) if is_token else text[begin:end]
 
-        return self._end.sub(end, shown)
-
-
-def _any_of(codes: Collection[int]) -> str:
-    """Returns a pattern for characters. A range is found fast."""
-    first, last = min(codes, default=1), max(codes, default=0)
-    if last - first == len(codes) - 1:
-        return f"[{chr(first)}-{chr(last)}]+"
-    return f"[{''.join(map(chr, codes))}]+" if codes else "(?!)"
+        return self._any.sub(shown, written)
 
 
-def _translated(spelled: str, stand_ins: Mapping[int, int]) -> str:
-    few = spelled.translate({code: stand_in for code, stand_in in stand_ins.items() if code not in _ESCAPED})
-    return few if few != spelled else spelled.translate(stand_ins)
+def private_characters(number: int, used: Collection[str]) -> range:
+    """Returns the codes of successive characters of the private use area that are not `used`. Raises `InvalidRequest`
+    if there are none."""
+    for begin in range(0xF0000, 0x10FFFE, max(number, 1)):
+        codes = range(begin, begin + number)
+        # The last two characters of a plane are none.
+        if (begin & 0xFFFF) + number <= 0xFFFE and not any(chr(code) in used for code in codes):
+            return codes
+    raise InvalidRequest("the prompt has characters of every part of Unicode's private use area")
 
 
 def with_stand_ins(value: T, rules: TextRules, visit: Callable[[T, Change], T]) -> tuple[T, StandIns | None]:
     """Returns `value` with stand-ins in its texts, which `visit` finds, and the stand-ins; None if it needs none."""
-    stand_ins = rules.usual
-    changed = visit(value, stand_ins.change)
+    texts: list[str] = []
+
+    def change(author: Author, text: str) -> str:
+        texts.append(text)
+        return rules.usual.change(author, text)
+
+    changed = visit(value, change)
     if changed == value:
         return value, None
-    texts: list[str] = []
-    visit(value, lambda _rule, text: texts.append(text) or text)  # type: ignore[func-returns-value]
-    if any(map(stand_ins.are_in, texts)):
-        stand_ins = StandIns(rules, set().union(*texts))
-        changed = visit(value, stand_ins.change)
-    return changed, stand_ins
+    if not any(map(rules.usual.are_in, texts)):
+        return changed, rules.usual
+    stand_ins = StandIns(rules, set().union(*texts))
+    return visit(value, stand_ins.change), stand_ins

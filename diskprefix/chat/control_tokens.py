@@ -9,13 +9,14 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
 
 IN_SYSTEM_MESSAGES = {
-    # Turns thinking on: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4.
+    # It turns thinking on: ai.google.dev/gemma/docs/core/prompt-formatting-gemma4, "Thinking mode".
     "Gemma 4": ("<|think|>",),
-    # Around the pattern of a thought, in the system prompt that the model card of Magistral Small 2509 recommends.
-    "Magistral": ("[THINK]", "[/THINK]"),
-    # Around the tools, in the model card of Phi-4-mini-instruct.
+    # The default system message in the chat template of mistralai/Ministral-3-14B-Reasoning-2512.
+    "Magistral and Ministral": ("[THINK]", "[/THINK]"),
+    # The model card of microsoft/Phi-4-mini-instruct, "Tool-enabled function-calling format".
     "Phi-4-mini": ("<|tool|>", "<|/tool|>"),
-    # In the system prompt for tools in the model card of Hermes 2 Pro. Qwen2.5 and Qwen3 have the tokens of calls, too.
+    # prompt_assets/sys_prompt.yml of github.com/NousResearch/Hermes-Function-Calling. Qwen2.5 and Qwen3 have the same
+    # tokens of calls.
     "Hermes": ("<tools>", "</tools>", "<tool_call>", "</tool_call>"),
 }
 """Control tokens that the makers of a family of models tell their users to write into system messages."""

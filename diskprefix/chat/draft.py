@@ -37,7 +37,7 @@ class Rendering:
     def for_tokens(self) -> str:
         """The text with stand-ins where it must become no token."""
         stand_ins = self.template_input.stand_ins
-        return self.written if stand_ins is None else stand_ins.for_tokens(self.written)
+        return self.written if stand_ins is None else stand_ins.for_tokens(self.written, self.text)
 
 
 class ReplySpan(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from diskprefix.chat.client_text import private_characters
 from diskprefix.chat.content import PicturePlaces
 from diskprefix.chat.control_tokens import control_texts
 from diskprefix.chat.draft import PromptDraft, ReplySpan
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 PART_CHARS = 4096
 """The least length of a part, except the last. A shorter one is encoded as fast as it is found."""
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
-_GUARDS = range(0x10F000, 0x10FFFE)
-"""Characters that hardly any text has."""
 _PROBED_CHARS_PER_POSITION = 32
 """The characters that are encoded first in a longer text. Real text has about four characters per token."""
 
@@ -158,82 +157,61 @@ class PlainTexts:
         self._backend = tokenizer.backend_tokenizer
         added = tokenizer.added_tokens_decoder
         self._contents = {index: token.content for index, token in added.items()}
-        self._added = np.array(sorted(added), np.int32)
         control = control_texts(added)
         self._control = {index for index, token in added.items() if token.content in control}
         self.has_normalized = self._backend.normalizer is not None and any(one.normalized for one in added.values())
-        """Whether a text may become a token that it does not spell."""
+        """Whether a text may become a token that it does not spell: `＜s＞` may become `<s>`."""
 
     def encode(self, text: str, for_tokens: str, found: Encoding) -> Encoding:
-        """Returns the tokens of a text. `found` are those of `for_tokens`, in which the added tokens are right."""
-        parts: list[tuple[int, Encoding]] = []
-        pieces: list[tuple[int, int]] = []
-        begin = 0
-        for index, (start, end) in self._added_in(found):
-            if self._contents[index] in for_tokens[start:end]:
-                pieces.append((begin, start))
-                parts.append((start, Encoding(np.array([index], np.int32), np.array([[0, end - start]], np.int32))))
-                begin = end
-        pieces.append((begin, len(text)))
-        # A token before a text: the beginning of a text may be encoded in another way than what follows a token.
-        guard = next(char for char in map(chr, _GUARDS) if char not in text)
-        backend = self.without_tokens(guard)
-        texts = [text[begin:end] if not begin else guard + text[begin:end] for begin, end in pieces]
-        for (begin, _), written, one in zip(
-            pieces, texts, backend.encode_batch(texts, add_special_tokens=False), strict=True
-        ):
-            num = int(begin > 0)
-            ids = np.array(one.ids[num:], np.int32)
-            offsets = np.array(one.offsets[num:], np.int32).reshape(-1, 2) - num
-            parts.append((begin, self._spelled(Encoding(ids, offsets), written[num:])))
-        return joined(sorted(parts, key=lambda part: part[0]))
-
-    def checked(self, text: str, for_tokens: str, found: Encoding) -> Encoding:
-        """Returns the tokens of a text without those that it does not spell: `＜s＞` may be `<s>` in the end."""
-        for index, (start, end) in self._added_in(found):
-            if index in self._control and self._contents[index] not in text[start:end] and start < end:
-                for_tokens = for_tokens[:start] + chr(_GUARDS[-1]) * (end - start) + for_tokens[end:]
-        if for_tokens == text:
+        """Returns the tokens of a text. `found` are the tokens of `for_tokens`: the added tokens among them are those
+        of the text, except control tokens that it does not spell."""
+        right: dict[int, tuple[int, int]] = {}
+        is_right = text == for_tokens
+        for at in np.flatnonzero(np.isin(found.token_ids, [*self._contents])).tolist():
+            index, (begin, end) = int(found.token_ids[at]), found.offsets[at].tolist()
+            if index in self._control and self._contents[index] not in for_tokens[begin:end]:
+                is_right = False
+            else:
+                right[begin] = index, end
+        if is_right:
             return found
-        [right] = encoded_by(self._backend, [for_tokens])
-        return self.encode(text, for_tokens, right)
-
-    def without_tokens(self, guard: str) -> Tokenizer:
-        """Returns the tokenizer without added tokens, except `guard`."""
-        backend = Tokenizer(self._backend.model)
-        backend.normalizer, backend.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
-        if guard:
-            backend.add_tokens([AddedToken(guard, normalized=False)])
-        return backend
-
-    def _added_in(self, found: Encoding) -> Iterator[tuple[int, tuple[int, int]]]:
-        """Returns the added tokens with the places of their texts."""
-        for at in np.flatnonzero(np.isin(found.token_ids, self._added)):
-            start, end = found.offsets[at].tolist()
-            yield int(found.token_ids[at]), (start, end)
-
-    def _spelled(self, found: Encoding, text: str) -> Encoding:
-        """Returns the tokens of a text with the characters of control tokens in their place: a vocabulary may have
-        their texts as pieces of its own."""
-        spelled = [
-            at
-            for at in np.flatnonzero(np.isin(found.token_ids, self._added)).tolist()
-            if (index := int(found.token_ids[at])) in self._control
-            and self._contents[index] in text[slice(*found.offsets[at].tolist())]
-        ]
-        parts, begin = [], 0
-        for at in spelled:
-            characters = self._characters(int(found.token_ids[at]))
-            parts.append(Encoding(found.token_ids[begin:at], found.offsets[begin:at]))
-            parts.append(Encoding(characters, np.tile(found.offsets[at], (len(characters), 1))))
-            begin = at + 1
-        parts.append(Encoding(found.token_ids[begin:], found.offsets[begin:]))
+        # The added tokens become characters that the text does not have, and these the only added tokens.
+        guard = chr(private_characters(1, set(text))[0])
+        pieces, behind = [], 0
+        for begin, (_, end) in right.items():
+            pieces += [text[behind:begin], guard * (end - begin)]
+            behind = end
+        backend = self.without_tokens(guard)
+        [plain] = encoded_by(backend, ["".join([*pieces, text[behind:]])])
+        guard_id = backend.token_to_id(guard)
+        parts, first = [], 0
+        for at in np.flatnonzero(np.isin(plain.token_ids, [guard_id, *self._control])).tolist():
+            index, (begin, end) = int(plain.token_ids[at]), plain.offsets[at].tolist()
+            if index == guard_id:
+                token_ids = [right[begin][0]] if begin in right else []
+                end = right[begin][1] if begin in right else end
+            elif self._contents[index] in text[begin:end]:
+                # A vocabulary may have the texts of control tokens as pieces of its own.
+                token_ids = self._characters(index)
+            else:
+                continue
+            spans = np.tile(np.array([begin, end], np.int32), (len(token_ids), 1))
+            parts += [Encoding(plain.token_ids[first:at], plain.offsets[first:at])]
+            parts += [Encoding(np.array(token_ids, np.int32), spans)]
+            first = at + 1
+        parts.append(Encoding(plain.token_ids[first:], plain.offsets[first:]))
         return joined((0, part) for part in parts)
 
-    def _characters(self, index: int) -> TokenIds:
-        model = self._backend.model
-        spelled = [token.id for char in self._backend.id_to_token(index) for token in model.tokenize(char)]
-        return np.array(spelled, np.int32)
+    def without_tokens(self, *added: str) -> Tokenizer:
+        """Returns the tokenizer with no added tokens but these."""
+        backend = Tokenizer(self._backend.model)
+        backend.normalizer, backend.pre_tokenizer = self._backend.normalizer, self._backend.pre_tokenizer
+        backend.add_tokens([AddedToken(text, normalized=False) for text in added])
+        return backend
+
+    def _characters(self, index: int) -> list[int]:
+        """Returns the tokens of the characters of a token."""
+        return [token.id for char in self._backend.id_to_token(index) for token in self._backend.model.tokenize(char)]
 
 
 class Encoder:
@@ -290,19 +268,18 @@ class Encoder:
         self._probe(text, param)
         begins = [0, *accumulate(map(len, parts := self._parts.of(text if for_tokens is None else for_tokens)))]
         texts = [text[begin:end] for begin, end in pairwise(begins)]
-        # No text has the half of a surrogate pair: a part with stand-ins is not taken for another one.
-        keys = [own if own == part else f"{own}\ud800{part}" for own, part in zip(texts, parts, strict=True)]
+        all_plain = for_tokens is not None and self._plain.has_normalized
+        # No text has the half of a surrogate pair: a part that may not spell tokens is not taken for one that may.
+        is_plain = [all_plain or own != part for own, part in zip(texts, parts, strict=True)]
+        keys = [f"{texts[k]}\ud800{part}" if is_plain[k] else part for k, part in enumerate(parts)]
         long = [k for k, own in enumerate(texts) if len(own) >= PART_CHARS] if known is not None else []
         encodings = {k: found for k in long if known is not None and (found := known.get(keys[k])) is not None}
         missing = [k for k in range(len(parts)) if k not in encodings]
         encodings |= zip(missing, self._encoded([parts[k] for k in missing]), strict=True)
         for k in missing:
-            if texts[k] != parts[k]:
+            if is_plain[k]:
                 encodings[k] = self._plain.encode(texts[k], parts[k], encodings[k])
-        right = [encodings[k] for k in range(len(parts))]
-        if for_tokens is not None and self._plain.has_normalized:
-            right = [*map(self._plain.checked, texts, parts, right)]
-        encoding = joined(zip(begins, right, strict=False))
+        encoding = joined((begins[k], encodings[k]) for k in range(len(parts)))
         if adds_special:
             encoding = encoding.between(*self.added)
         if not len(encoding.token_ids):
@@ -365,7 +342,7 @@ class Encoder:
     def count(self, texts: Sequence[str]) -> list[int]:
         """Returns the number of tokens of each text; a lower bound for a text that cannot fit."""
         short = [text if self._least(text) < self._max_positions else "" for text in texts]
-        found = self._plain.without_tokens("").encode_batch(short, add_special_tokens=False)
+        found = self._plain.without_tokens().encode_batch(short, add_special_tokens=False)
         return [
             len(one.ids) if text else self._least(whole) for one, text, whole in zip(found, short, texts, strict=True)
         ]

@@ -181,9 +181,10 @@ class PromptRenderer:
         if gap.special_tokens_in_text:
             return write(gap), None
         rules = self._template.text_rules
-        gap, stand_ins = with_stand_ins(gap, rules, lambda gap, change: gap.changed(partial(change, rules.client)))
+        gap, stand_ins = with_stand_ins(gap, rules, lambda gap, change: gap.changed(partial(change, "client")))
         written = write(gap)
-        return (written, written) if stand_ins is None else (stand_ins.text(written), stand_ins.for_tokens(written))
+        text = written if stand_ins is None else stand_ins.text(written)
+        return text, written if stand_ins is None else stand_ins.for_tokens(written, text)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jinja2.exceptions import TemplateError
 
-from diskprefix.chat.client_text import TextRule, TextRules, TokenTexts, with_stand_ins
+from diskprefix.chat.client_text import Author, TextRules, TokenTexts, private_characters, with_stand_ins
 from diskprefix.chat.control_tokens import IN_SYSTEM_MESSAGES, control_texts, looks_like_a_marker
 from diskprefix.chat.draft import PromptDraft, Rendering
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
@@ -46,7 +46,6 @@ _TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", 
 _LATE_SYSTEM = TemplateInput([_TURNS[0], _SYSTEM, *_TURNS[1:]], None, {})
 _SECOND_SYSTEM = TemplateInput([_SYSTEM | {"content": "x"}, _SYSTEM, *_TURNS], None, {})
 _ANSWER = "A reply."
-_CHANGES_CASE = re.compile("upper|lower|capitalize|title|swapcase")
 _CUTS = re.compile(r"""(?:split|replace)\(\s*('[^'\\]+'|"[^"\\]+"|'\\n'|"\\n")""")
 """Texts that a template takes out of others, which it may then join."""
 
@@ -85,7 +84,8 @@ class ChatTemplate:
         self.added = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()} | self.special
         """Token ids of all added tokens, by their texts."""
         self._placeholders = frozenset(placeholders)
-        self._control = control_texts(tokenizer.added_tokens_decoder) | {text for text in self.special if text.strip()}
+        self._control = control_texts(tokenizer.added_tokens_decoder) | self._placeholders
+        self._control |= {text for text in self.special if text.strip()}
         self.form = MessageForm()
         self._markers: dict[str, dict[str, int]] = {}
         self._reply_ends: dict[str, frozenset[str]] = {}
@@ -122,7 +122,7 @@ class ChatTemplate:
         messages = [message_for_template(one, developer_is_known, with_pictures) for one in conversation.messages]
         template_input = TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
         rules = self.rules_of(tools, conversation.special_tokens_in_text, with_pictures)
-        changed, stand_ins = with_stand_ins(template_input, rules, partial(visit_texts, rules))
+        changed, stand_ins = with_stand_ins(template_input, rules, visit_texts)
         return changed._replace(stand_ins=stand_ins)
 
     def render(self, template_input: TemplateInput, ending: Ending) -> str:
@@ -197,8 +197,7 @@ class ChatTemplate:
     @cached_property
     def text_rules(self) -> TextRules:
         """The rules for texts without a conversation: they spell no control token."""
-        rule = TextRule(TokenTexts(self._control | self._placeholders), TokenTexts(()))
-        return TextRules(rule, rule, rule, rule.never)
+        return TextRules(TokenTexts(self._control), (), lambda _: self._control)
 
     def rules_of(
         self, tools: list[JsonObject] | None, special_tokens_in_text: bool = False, with_pictures: bool = False
@@ -207,26 +206,23 @@ class ChatTemplate:
         template = self.source_for(tools)
         key = template, special_tokens_in_text, with_pictures
         if key not in self._rules:
-            # A template may write a text in other letters.
-            texts = partial(TokenTexts, ignores_case=_CHANGES_CASE.search(template) is not None)
-            markers = frozenset(self.markers_of(tools))
-            control = self._control | self._placeholders
-            every = texts(control | markers, cuts={ast.literal_eval(cut) for cut in _CUTS.findall(template)})
+            tokens = TokenTexts(self._control, map(ast.literal_eval, _CUTS.findall(template)))
+            never: Callable[[Author], Collection[str]] = partial(self._never, tools)
             if special_tokens_in_text:
                 # A placeholder without an image is an error.
-                never = self._placeholders if with_pictures else frozenset()
-                rule = TextRule(texts(never), texts(markers - never))
-                self._rules[key] = TextRules(rule, rule, rule, every, joins=True)
-            else:
-                documented = control.intersection(chain(*IN_SYSTEM_MESSAGES.values()))
-                turns = turn_texts(self._control, self.special.keys(), self._writer(tools)) | self._placeholders
-                turns |= self.reply_ends_of(tools) | {text for text, i in self.added.items() if i in self._end_ids}
-                documented -= turns
-                client = TextRule(texts(control), texts(()))
-                system = TextRule(texts(control - documented), texts(documented & markers))
-                reply = TextRule(texts(turns), texts(markers - turns))
-                self._rules[key] = TextRules(client, system, reply, every)
+                never = partial(lambda texts, _: texts, self._placeholders if with_pictures else ())
+            self._rules[key] = TextRules(tokens, self.markers_of(tools), never, joins=special_tokens_in_text)
         return self._rules[key]
+
+    def _never(self, tools: list[JsonObject] | None, author: Author) -> Collection[str]:
+        """Returns the tokens that the texts of an author must not spell."""
+        if author == "client":
+            return self._control
+        turns = turn_texts(self._control, self.special.keys(), self._writer(tools)) | self._placeholders
+        turns |= self.reply_ends_of(tools) | {text for text, i in self.added.items() if i in self._end_ids}
+        if author == "reply":
+            return turns
+        return self._control - (frozenset(chain(*IN_SYSTEM_MESSAGES.values())) - turns)
 
     def _writer(self, tools: list[JsonObject] | None) -> Write:
         """Returns a function that renders made-up conversations with the template for `tools`."""
@@ -307,15 +303,14 @@ def _interpreted(tokens: list[str], write: Write) -> set[str]:
 
 def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
     content = f"a{'a'.join(tokens)}a"
-    every = TokenTexts(tokens)
-    rule = TextRule(every, TokenTexts(()))
-    stand_ins = TextRules(rule, rule, rule, every).usual
-    messages = [
-        [{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2]
-        for text in (content, stand_ins.change(rule, content))
-    ]
-    rendered, written = (write(listed, False) for listed in messages)
-    return rendered != stand_ins.text(written)
+    characters = sorted(map(ord, set(content)))
+    stand_ins = dict(zip(characters, private_characters(len(characters), content), strict=True))
+    originals = {code: char for char, code in stand_ins.items()}
+    rendered, written = (
+        write([{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2], False)
+        for text in (content, content.translate(stand_ins))
+    )
+    return rendered != written.translate(originals)
 
 
 def end_texts(

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from diskprefix.chat.client_text import Change, StandIns, TextRules
+from diskprefix.chat.client_text import Author, Change, StandIns
 from diskprefix.chat.messages import ContentPart, Conversation, JsonObject, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import count_values
@@ -23,6 +23,10 @@ _MOST_LEVELS = 200
 """The most levels in the arguments of a call. Templates write them recursively."""
 PART_SEPARATOR = "\n"
 """Between the text parts of a message."""
+_AUTHORS: dict[str, Author] = {"system": "system", "developer": "system", "assistant": "reply"}
+"""The authors of messages by their role, of all but the client."""
+_SAID = ("content", "reasoning_content")
+"""The fields that the author of a message wrote."""
 
 
 class TemplateInput(NamedTuple):
@@ -59,24 +63,22 @@ def _part(part: ContentPart) -> JsonObject:
     return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
 
 
-def visit_texts(rules: TextRules, template_input: TemplateInput, change: Change) -> TemplateInput:
+def visit_texts(template_input: TemplateInput, change: Change) -> TemplateInput:
     """Returns the input with each text of the client changed."""
-    client = partial(change, rules.client)
+    client = partial(change, "client")
     return template_input._replace(
-        messages=[_changed_message(rules, message, change) for message in template_input.messages],
+        messages=[_changed_message(message, change) for message in template_input.messages],
         tools=changed_texts(template_input.tools, client),
         variables=changed_texts(template_input.variables, client),
     )
 
 
-def _changed_message(rules: TextRules, message: JsonObject, change: Change) -> JsonObject:
-    role = message["role"]
-    rule = rules.reply if role == "assistant" else rules.system if role in ("system", "developer") else rules.client
-    changed: JsonObject = {"role": role}
-    for name in message.keys() - {"role"}:
-        rule_of_field = rule if name in ("content", "reasoning_content") else rules.client
-        changed[name] = changed_texts(message[name], partial(change, rule_of_field))
-    return {name: changed[name] for name in message}
+def _changed_message(message: JsonObject, change: Change) -> JsonObject:
+    author = _AUTHORS.get(message["role"], "client")
+    return {
+        name: value if name == "role" else changed_texts(value, partial(change, author if name in _SAID else "client"))
+        for name, value in message.items()
+    }
 
 
 def changed_texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -125,6 +127,8 @@ def _is_deep(value: object) -> bool:
     """Returns whether a JSON value has more than `_MOST_LEVELS` levels."""
     level = [value]
     for _ in range(_MOST_LEVELS):
+        if not level:
+            return False
         parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
         level = [part for several in parts for part in several]
     return bool(level)

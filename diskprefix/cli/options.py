@@ -20,7 +20,8 @@ from diskprefix.units import parse_duration, parse_size, whole_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-_DEFAULTS = Settings()
+# No folder of its own: the default needs a home folder, which not every command does.
+_DEFAULTS = Settings(kv_cache_dir=Path())
 
 
 class PathType(click.Path):
@@ -251,7 +252,7 @@ def policy_value(name: str, value: object) -> Any:
     except click.BadParameter as error:
         raise SettingsError(error.message.rstrip(".")) from error
     # This checks the range.
-    build_settings({name: converted})
+    build_settings({"kv_cache_dir": Path(), name: converted})
     return converted
 
 

@@ -18,6 +18,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from diskprefix.engine.constraint_grammar import explained, grammar_of, matcher_of
+from diskprefix.engine.kept_schema import Loosened
 from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.engine.trial import TokenizerText, Trials
 from diskprefix.errors import InvalidRequest
@@ -48,12 +49,19 @@ class ConstraintCompiler:
                 self._tokenizer = self._read_tokenizer()
             return self._tokenizer
 
-    def check(self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Tries a constraint. Raises the errors of `Trials.run`. Takes at most seconds, so it is not for the event
-        loop."""
+    def check(
+        self,
+        constraint: Constraint,
+        *,
+        param: str,
+        parts: Mapping[str, str] = MappingProxyType({}),
+        strict: Collection[str] = (),
+    ) -> dict[str, Loosened]:
+        """Tries a constraint. Returns what `Trials.run` returns, and raises its errors. Takes at most seconds, so it is
+        not for the event loop."""
         # Raises if the tokenizer cannot be used. The process of the trials would only end.
         _ = self.tokenizer
-        self._trials.run(constraint, param, parts)
+        return self._trials.run(constraint, param, parts, strict)
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses. One that

@@ -1,14 +1,25 @@
-"""Converts constraints to grammars of llguidance, and explains why one cannot be compiled."""
+"""Converts constraints to grammars of llguidance, explains why one cannot be compiled, and loosens schemas."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from diskprefix.engine.kept_schema import (
+    JsonSchema,
+    Loosened,
+    NotKept,
+    Path,
+    definitions_of,
+    json_rules,
+    parts,
+    put,
+    weaker,
+)
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import escaped
@@ -27,6 +38,8 @@ _MOST_TRIES = 256
 """The most parts of a schema that are compiled to find the one at fault."""
 _MOST_MESSAGE_CHARS = 300
 _IMPOSSIBLE = "Unsatisfiable schema"
+_UNREADABLE = "failed to parse"
+"""What llguidance says of a schema that is nested too deeply. No part of it is at fault alone."""
 
 LIMITS = LLParserLimits(verbose_errors=False)
 """llguidance's own bounds of time and memory. Its messages do not quote the whole grammar."""
@@ -42,8 +55,12 @@ _JSON_OPTIONS = {
 _MOST_DIGITS = 9
 _REGEX_PIECE = re.compile(r"\\.|\{\d*,(\d+)\}|\{(\d+),?\}|.", re.DOTALL)
 
-Path = tuple[str | int, ...]
-JsonSchema: TypeAlias = dict[str, Any]
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+"""Lets a text that must come be written with any tokens. Otherwise llguidance allows only those of its own encoding,
+which has special tokens for their letters, and then refuses the special token."""
+_JSON_RULE = re.compile(r"^(\w+): %json (\{.*\})$", re.MULTILINE)
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+"""What llguidance says before the reason. The place is that in the grammar, which the client does not see."""
 
 
 def grammar_of(constraint: Constraint, param: str) -> str:
@@ -52,29 +69,78 @@ def grammar_of(constraint: Constraint, param: str) -> str:
     Raises `InvalidRequest`, which names `param` or a path below it, for a constraint that cannot be read or exceeds the
     limits of this module. Others may still fail to compile: see `explained`.
     """
-    source = constraint.source
-    _require_short(source, param)
+    _require_short(constraint.source, param)
     try:
-        match constraint.kind:
-            case "json_object":
-                return _json_grammar({"type": "object"})
-            case "json_schema":
-                schema = json.loads(source)
-                _require_bounded(schema, param)
-                return _json_grammar(schema)
-            case "choice":
-                return _choice_grammar(json.loads(source))
-            case "lark":
-                return source
+        return _grammar(constraint, param)
     except (ValueError, RecursionError) as error:
         raise _invalid(param, str(error)) from error
+
+
+def _grammar(constraint: Constraint, param: str) -> str:
+    match constraint.kind:
+        case "json_object":
+            return _json_grammar({"type": "object"})
+        case "json_schema":
+            schema = json.loads(constraint.source)
+            for place, path, reason in _excesses(schema):
+                raise _invalid(_joined(param, place + path), reason)
+            return _json_grammar(schema)
+        case "choice":
+            return _choice_grammar(json.loads(constraint.source))
+        case "lark":
+            return _NO_FORCING + _JSON_RULE.sub(_kept_rule, constraint.source)
+
+
+def _kept_rule(found: re.Match[str]) -> str:
+    return "\n".join(json_rules(found[1], json.loads(found[2])))
 
 
 def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -> str:
     """Returns the reason why a constraint cannot be compiled, "" if it can. Raises the errors of `grammar_of`. May take
     any time and memory."""
-    matcher = matcher_of(tokenizer, grammar_of(constraint, param))
+    _require_short(constraint.source, param)
+    try:
+        matcher = matcher_of(tokenizer, _grammar(constraint, param))
+    except NotKept as error:
+        return str(error)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(param, str(error)) from error
     return matcher.get_error() if matcher.is_error() else ""
+
+
+def excess_of(source: str) -> str:
+    """Returns why a schema, given as JSON text, is not even compiled; "" if it is."""
+    try:
+        return next((reason for *_, reason in _excesses(json.loads(source))), "")
+    except (ValueError, RecursionError) as error:
+        return str(error)
+
+
+def loosened(tokenizer: LLTokenizer, source: str) -> Loosened:
+    """Returns a schema, given as JSON text, without what cannot be compiled or guaranteed. May take any time and
+    memory."""
+    try:
+        schema, left_out = json.loads(source), list[str]()
+        while found := _fault(tokenizer, schema):
+            place, reason = found
+            part = schema
+            for step in place:
+                part = part[step]
+            definitions = definitions_of(schema)
+            kept = weaker(part, lambda one: not _reason_of(definitions | one) and not [*_excesses(one)])  # noqa: B023
+            schema = put(schema, place if part else (), kept)
+            left_out.append(f"{_joined('', place)[1:]}: {reason}")
+    except (ValueError, RecursionError) as error:
+        return Loosened("{}", [f": {_reason(str(error))}"])
+    return Loosened(json.dumps(schema), left_out)
+
+
+def _fault(tokenizer: LLTokenizer, schema: JsonSchema) -> tuple[Path, str] | None:
+    """Returns the path and the reason of a part that cannot be compiled or guaranteed; None if there is none."""
+    for place, _, reason in _excesses(schema):
+        return place, reason
+    reason = reason_against(tokenizer, Constraint(kind="json_schema", source=json.dumps(schema)), "")
+    return _innermost(schema, _reason(reason)) if reason else None
 
 
 def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
@@ -90,7 +156,7 @@ def explained(constraint: Constraint, param: str, reason: str) -> InvalidRequest
     innermost part that alone fails for the same reason."""
     place: Path = ()
     reason = _reason(reason)
-    if constraint.kind == "json_schema":
+    if constraint.kind == "json_schema" and not reason.startswith(_UNREADABLE):
         place, reason = _innermost(json.loads(constraint.source), reason)
     return _invalid(_joined(param, place), reason)
 
@@ -103,6 +169,7 @@ def _reason(text: str) -> str:
     """Returns the most useful line of a message: the one with the error, or the first one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["cannot be compiled"]
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    line = _PLACE.sub("", line)
     if line == "NoExtensionBias":
         line = "no text satisfies it"
     return escaped(line)[:_MOST_MESSAGE_CHARS].rstrip(".:")
@@ -111,13 +178,13 @@ def _reason(text: str) -> str:
 def _json_grammar(schema: Any) -> str:
     if not isinstance(schema, dict):
         raise ValueError("a schema must be an object")
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)  # type: ignore[arg-type]
+    return _NO_FORCING + "\n".join(json_rules("start", schema | {"x-guidance": _JSON_OPTIONS}))
 
 
 def _choice_grammar(choices: Any) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise ValueError("must be a list of one string or more")
-    return grammar_from("choice", json.dumps(choices))
+    return f"{_NO_FORCING}start: {' | '.join(json.dumps(choice, ensure_ascii=False) for choice in choices)}"
 
 
 def _require_short(source: str, param: str) -> None:
@@ -125,47 +192,34 @@ def _require_short(source: str, param: str) -> None:
         raise _invalid(param, f"has {len(source)} characters; at most {_MOST_CHARS} are compiled")
 
 
-def _require_bounded(schema: Any, param: str) -> None:
-    """Raises `InvalidRequest`, with the path of the part, for a schema that is too costly or not guaranteed."""
-    num_parts = 0
-
-    def check(part: Any, place: str) -> None:
-        nonlocal num_parts
-        if not isinstance(part, dict):
-            return
-        num_parts += 1
+def _excesses(schema: Any) -> Iterator[tuple[Path, Path, str]]:
+    """Yields the path of each part that is too costly or not guaranteed, the path from there to what is at fault, and
+    the reason."""
+    unseen: list[tuple[Path, Any]] = [((), schema)]
+    for num_parts, (place, part) in enumerate(unseen):
         if num_parts > _MOST_PARTS:
-            raise _invalid(param, f"has more than {_MOST_PARTS} parts")
-        _require_distinct_keys(part, place)
-        _require_few_members(part, place)
-        for path, inner in _parts(part):
-            check(inner, _joined(place, path))
-
-    check(schema, param)
+            yield (), (), f"has more than {_MOST_PARTS} parts"
+            return
+        if isinstance(part, dict):
+            yield from ((place, path, reason) for path, reason in _excesses_of(part))
+            unseen += ((place + path, inner) for path, inner in parts(part))
 
 
-def _require_distinct_keys(schema: JsonSchema, place: str) -> None:
-    """Raises `InvalidRequest` for a schema that counts the keys of an object: llguidance lets a reply repeat a key."""
+def _excesses_of(schema: JsonSchema) -> Iterator[tuple[Path, str]]:
     least, required = schema.get("minProperties", 0), schema.get("required", ())
     if isinstance(least, int) and isinstance(required, list | tuple) and least > max(1, len(required)):
-        raise _invalid(place, "minProperties above 1 cannot be guaranteed; name the properties in required")
-
-
-def _require_few_members(schema: JsonSchema, place: str) -> None:
+        # llguidance lets a reply repeat a key.
+        yield (), "minProperties above 1 cannot be guaranteed; name the properties in required"
     for key, most in (("patternProperties", _MOST_PATTERNS), ("allOf", _MOST_JOINED)):
         members = schema.get(key)
         if isinstance(members, dict | list) and len(members) > most:
-            raise _invalid(_joined(place, (key,)), f"has {len(members)} members; at most {most} are compiled")
-    patterns = schema.get("patternProperties")
-    for pattern in patterns if isinstance(patterns, dict) else ():
-        _require_few_repetitions(pattern, _joined(place, ("patternProperties", pattern)))
-    if isinstance(pattern := schema.get("pattern"), str):
-        _require_few_repetitions(pattern, _joined(place, ("pattern",)))
-
-
-def _require_few_repetitions(pattern: str, place: str) -> None:
-    if repeated(pattern) > _MOST_REPEATED:
-        raise _invalid(place, f"repeats something more than {_MOST_REPEATED} times, with repetitions in repetitions")
+            yield (key,), f"has {len(members)} members; at most {most} are compiled"
+    named = schema.get("patternProperties")
+    patterns: list[tuple[Path, Any]] = [(("pattern",), schema.get("pattern"))]
+    patterns += [(("patternProperties", name), name) for name in (named if isinstance(named, dict) else ())]
+    for path, pattern in patterns:
+        if isinstance(pattern, str) and repeated(pattern) > _MOST_REPEATED:
+            yield path, f"repeats something more than {_MOST_REPEATED} times, with repetitions in repetitions"
 
 
 def repeated(pattern: str) -> int:
@@ -197,32 +251,24 @@ def _joined(param: str, path: Path) -> str:
 
 def _innermost(schema: Any, reason: str) -> tuple[Path, str]:
     """Returns the path and the reason of the innermost part of a schema that alone fails for `reason`."""
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions = definitions_of(schema)
     path: Path = ()
-    parts = _parts(schema)
+    inside = parts(schema)
     for _ in range(_MOST_TRIES):
-        if (found := next(parts, None)) is None:
+        if (found := next(inside, None)) is None:
             break
         step, part = found
         own = _reason_of(definitions | part) if isinstance(part, dict) else ""
         # An impossible part makes those around it impossible, with another message.
         if own == reason or (own.startswith(_IMPOSSIBLE) and reason.startswith(_IMPOSSIBLE)):
-            path, reason, parts = path + step, own, _parts(part)
+            path, reason, inside = path + step, own, parts(part)
     return path, reason
 
 
 def _reason_of(schema: dict[str, Any]) -> str:
     """Returns the reason why a schema cannot be compiled, "" if it can."""
-    message = LLMatcher.validate_grammar(_json_grammar(schema), limits=LIMITS)
+    try:
+        message = LLMatcher.validate_grammar(_json_grammar(schema), limits=LIMITS)
+    except NotKept as error:
+        return str(error)
     return _reason(message) if message else ""
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Yields the schemas inside a schema, each with its path."""
-    for key, value in schema.items():
-        if key in ("items", "additionalItems", "additionalProperties") and isinstance(value, dict):
-            yield (key,), value
-        elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
-            yield from (((key, name), part) for name, part in value.items())
-        elif key in ("allOf", "anyOf", "oneOf", "prefixItems", "items") and isinstance(value, list):
-            yield from (((key, index), part) for index, part in enumerate(value))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
 from diskprefix.engine.request import FinishReason, TextEvent, TokenLogprob
+from diskprefix.engine.token_bytes import TokenBytes
 
 _MOST_UNDECODED = 16
 """The most tokens to wait for a complete character. No character has as many; a longer run is decoded as it is."""
@@ -27,7 +29,6 @@ class TextStream:
     def __init__(
         self, tokenizer: Any, stop: tuple[str, ...], hidden: Collection[int], ends: Collection[int] = ()
     ) -> None:
-        self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         self._hidden, self._ends = hidden, ends
         self._stream = DecodeStream(skip_special_tokens=False)
@@ -46,11 +47,13 @@ class TextStream:
         here whatever the token is."""
         if token in self._ends:
             return TextEvent(choice, self.push(token) + self.finish(), (token,)), "stop"
+        is_first = not self._decoded and not self._undecoded
         text = self.push(token)
         reason: FinishReason | None = "stop" if self.stopped_by else end
         if reason is not None and not self.stopped_by:
             text += self.finish()
-        return TextEvent(choice, text, (token,), tuple(map(self._with_text, logprobs))), reason
+        named = tuple(self._with_bytes(item, is_first=is_first) for item in logprobs)
+        return TextEvent(choice, text, (token,), named), reason
 
     def push(self, token: int) -> str:
         """Returns the text that `token` completes, perhaps "". Sets `stopped_by` when a stop string is complete."""
@@ -64,8 +67,16 @@ class TextStream:
         held, self._held = self._held, ""
         return held + rest
 
-    def _with_text(self, item: TokenLogprob) -> TokenLogprob:
-        return replace(item, text=self._tokenizer.decode([item.token_id]), top=tuple(map(self._with_text, item.top)))
+    @cached_property
+    def _bytes_of(self) -> TokenBytes:
+        return TokenBytes(self._backend)
+
+    def _with_bytes(self, item: TokenLogprob, *, is_first: bool) -> TokenLogprob:
+        data = self._bytes_of(item.token_id)
+        if is_first and data.startswith(b" ") and not self._decode([item.token_id]).startswith(" "):
+            # Some decoders drop the blank at the beginning of a text.
+            data = data[1:]
+        return replace(item, data=data, top=tuple(self._with_bytes(one, is_first=is_first) for one in item.top))
 
     def _text_of(self, token: int) -> str:
         """Returns the text up to `token`, "" while a character is incomplete."""

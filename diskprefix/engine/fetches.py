@@ -124,6 +124,7 @@ class Fetches:
                 cache.count("stalled_reads")
         is_stalled = any(one.hangs for one in self._open)
         cache.tiered.note_stall(_STALL_S if is_stalled else None)
+        self._served.pages.disk_hangs = is_stalled
         for one in [one for one in self._open if not one.is_given_up]:
             is_in_vain = is_stalled or not self._is_needed(one) or now - one.waits_since > one.patience_s
             with self._giving_up:
@@ -134,8 +135,9 @@ class Fetches:
 
     @property
     def look_in_s(self) -> float | None:
-        """The seconds until `take` must look for fetches that do not move."""
-        return None if all(one.is_given_up for one in self._open) else _LOOK_S
+        """The seconds until the loop must look again: at fetches that do not move, and, while a thread hangs, at
+        requests that wait for memory, because nothing may wake them."""
+        return _LOOK_S if self._open else None
 
     def close(self) -> None:
         """Ends all fetches. Does not wait for ever for threads that hang: the process ends without them."""

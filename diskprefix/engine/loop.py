@@ -111,8 +111,8 @@ class Loop:
         if not isinstance(sequence, KVSequence) or running.request.cache.scope.kind == "off":
             self._begin(reply)
             return
-        reply.is_fetching = True
         self._fetches.begin(reply, sequence)
+        reply.is_fetching = True
         if sequence.logits is not None:
             reply.sample_early(sequence.logits)
 
@@ -130,8 +130,9 @@ class Loop:
         if one.is_given_up and one.has_begun_to_load:
             self._active.abandon_memory(reply)
             return
-        running.cached.take(fetch, gave_up=one.is_given_up)
-        self._begin(reply)
+        with self._active.failing(running):
+            running.cached.take(fetch, gave_up=one.is_given_up)
+            self._begin(reply)
 
     def _begin(self, reply: Reply) -> None:
         """Begins to compute what was not restored."""

@@ -90,12 +90,18 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The natural-log probability of one token under the model's own distribution, before penalties and temperature."""
+    """The natural-log probability of one token under the model's own distribution, before penalties and temperature.
+    `data` are the bytes of the token, which may be a part of a character."""
 
     token_id: int
-    text: str
+    data: bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The text of the token, with U+FFFD for a part of a character."""
+        return self.data.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True)

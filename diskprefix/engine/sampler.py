@@ -129,14 +129,14 @@ class Sampler:
 
     def logprobs(self, logits: torch.Tensor, token: int) -> tuple[TokenLogprob, ...]:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
-        texts; () if the request does not ask for them."""
+        bytes; () if the request does not ask for them."""
         if self._num_logprobs is None:
             return ()
         values = logits.float().log_softmax(dim=-1)
         best = values.topk(self._num_logprobs) if self._num_logprobs else None
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()
-        alternatives = tuple(TokenLogprob(i, "", value) for i, value in top)
-        return (TokenLogprob(token, "", float(values[token]), alternatives),)
+        alternatives = tuple(TokenLogprob(i, b"", value) for i, value in top)
+        return (TokenLogprob(token, b"", float(values[token]), alternatives),)
 
 
 class Ask(NamedTuple):

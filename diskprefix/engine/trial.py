@@ -17,14 +17,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from llguidance import LLTokenizer
 
-from diskprefix.engine.constraint_grammar import explained, reason_against
+from diskprefix.engine.constraint_grammar import excess_of, explained, loosened, reason_against
+from diskprefix.engine.kept_schema import Loosened
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 
@@ -62,10 +63,17 @@ class Trials:
         self._control: socket.socket | None = None
         self._is_closed = False
 
-    def run(self, constraint: Constraint, param: str, parts: Mapping[str, str]) -> None:
-        """Raises `InvalidRequest`, with a path below `param` or the key of the schema in `parts` that is at fault, for
-        a constraint that cannot be compiled within the limits, and `DiskPrefixError` if no trial is possible."""
+    def run(
+        self, constraint: Constraint, param: str, parts: Mapping[str, str], strict: Collection[str]
+    ) -> dict[str, Loosened]:
+        """Tries a constraint that is made of the schemas in `parts`. Returns {} if it can be compiled. If some of its
+        schemas cannot, returns those by their keys, loosened: the caller makes another constraint of them.
+
+        Raises `InvalidRequest` for a constraint that cannot be compiled within the limits, with a path below `param`,
+        or below the key of a part at fault that is among `strict`. Raises `DiskPrefixError` if no trial is possible.
+        """
         question = {"kind": constraint.kind, "source": constraint.source, "param": param, "parts": dict(parts)}
+        question["strict"] = list(strict)
         answers = self._ask(json.dumps(question).encode())
         if not answers:
             raise DiskPrefixError("the process that compiles constraints did not answer; the daemon's log may say why")
@@ -77,6 +85,7 @@ class Trials:
         if "compiled" not in last:
             message = f"is too complex to be compiled: it takes more than {_MOST_CPU_S} s or {_MOST_BYTES >> 20} MiB"
             raise InvalidRequest(f"{param}: {message}", param=param, code="constraint_too_complex")
+        return {path: Loosened(*one) for path, one in last["compiled"].items()}
 
     def close(self) -> None:
         """Ends the server and its trials."""
@@ -240,16 +249,26 @@ def _try(tokenizer: LLTokenizer, question: dict[str, Any], stream: Any) -> None:
     constraint, param = Constraint(kind=question["kind"], source=question["source"]), question["param"]
     _limit_cpu(_MOST_CPU_S)
     try:
-        if not (reason := reason_against(tokenizer, constraint, param)):
-            _send(stream, {"compiled": True})
+        for path in question["strict"]:
+            _require_compiled(tokenizer, question["parts"][path], path)
+        parts = question["parts"].items()
+        # Before the compilation, which would take too long, or would promise what a reply need not keep.
+        reason = next((excess for _, schema in parts if (excess := excess_of(schema))), "")
+        if not (reason or (reason := reason_against(tokenizer, constraint, param))):
+            _send(stream, {"compiled": {}})
             return
         # The last line counts: a better answer may follow in time.
         _send(stream, {"error": f"{param}: {reason}", "param": param})
         _limit_cpu(_EXPLAINING_CPU_S)
-        for path, schema in question["parts"].items():
-            part = Constraint(kind="json_schema", source=schema)
-            if of_part := reason_against(tokenizer, part, path):
-                raise explained(part, path, of_part)
-        raise explained(constraint, param, reason)
+        made = {path: loosened(tokenizer, schema) for path, schema in parts}
+        if not (changed := {path: one for path, one in made.items() if one.left_out}):
+            raise explained(constraint, param, reason)
+        _send(stream, {"compiled": changed})
     except InvalidRequest as error:
         _send(stream, {"error": error.message, "param": error.param})
+
+
+def _require_compiled(tokenizer: LLTokenizer, schema: str, path: str) -> None:
+    part = Constraint(kind="json_schema", source=schema)
+    if reason := reason_against(tokenizer, part, path):
+        raise explained(part, path, reason)

@@ -112,6 +112,8 @@ class PageCache:
         self._sums = KeptSums()
         """Of all blocks but those in `pool.changed`, which are counted again when the sums are asked for."""
         self.running: set[KVSequence] = set()
+        self.disk_hangs = False
+        """The disk does not answer: what reads it may keep pages for ever."""
         self._abandoned: set[KVSequence] = set()
         """Sequences that nothing computes any more. Threads that hang may still write to their pages."""
         self._block_size = block_size
@@ -217,9 +219,10 @@ class PageCache:
                     else self.match_prefix(owner, token_ids[: end + 1], leaves_last=True)
                 )
                 sequence = self._begun(found.prefix, len(token_ids))
-            if sequence is None and (self.running or any(hold.pages for hold in pool.holds)):
+            is_held = any(hold.pages for hold in pool.holds)
+            if sequence is None and (self.running or (is_held and not self.disk_hangs)):
                 return None
-            if sequence is None and self._abandoned:
+            if sequence is None and (self._abandoned or is_held):
                 raise NotReady("a restore holds the KV memory that is missing, and the disk does not answer")
             if sequence is None:
                 raise pool.too_long(len(token_ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from diskprefix.api.anthropic import MessagesRequest
+from diskprefix.api.anthropic import Messages, MessagesRequest
 from diskprefix.api.asked import Asked, TextFormat, ToolChoice, constraint_of
-from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.api.responses import ResponseRequest
+from diskprefix.api.openai_chat import Chat, ChatRequest
+from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
 from diskprefix.engine.constrained_reply import ConstraintCompiler
@@ -25,7 +26,7 @@ from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
 USER = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"b": {}, "a": {"type": "integer"}}, "required": ["a"]}
 JSON = TextFormat("json_schema", json.dumps(SCHEMA), "response_format.json_schema.schema")
-REQUIRED = ToolChoice("required")
+REQUIRED, NO_CALL = ToolChoice("required"), ToolChoice("none", strict=frozenset({"read"}))
 
 
 def tool(name: str, parameters: JsonObject) -> JsonObject:
@@ -53,6 +54,9 @@ class Thinking:
         called = self.call_grammar([item for item in tools if item["function"]["name"] in strict], many=False)
         return called.replace("start: call", "start: /[0-9]*/ call?")
 
+    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
+        return f"start: /[^{''.join(item['function']['name'][0] for item in tools)}]*/"
+
 
 class Parser:
     def __init__(self, thinks: bool) -> None:
@@ -75,6 +79,11 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConstraintCom
     compiler = ConstraintCompiler(tokenizer, {tokenizer.eos_token_id}, VOCAB_SIZE)
     yield compiler
     compiler.close()
+
+
+LAX = {"b": {"oneOf": [{"type": "number"}, {"type": "integer"}]}, "a": {"type": "array", "uniqueItems": True}}
+LOOSE = {"type": "object", "properties": LAX, "required": ["a", "b"]}
+OVERLAP = {"properties": {"b": LAX["b"]}, "required": ["b"], "type": "object"}
 
 
 def found(
@@ -108,6 +117,19 @@ CHOICE = TextFormat("choice", '["a"]', "structured_outputs.choice")
         ({"tools": TOOLS, "tool_choice": ToolChoice("required", many=False)}, ["write{}"], ["write{}write{}"]),
         ({"tools": TOOLS, "tool_choice": ToolChoice("required", WRITE)}, ["write{}"], ['read{"a": 1}']),
         ({"tools": TOOLS, "tool_choice": ToolChoice(strict=READ)}, ["12", '12read{"a": 1}'], ['12read{"b": 1}']),
+        (
+            {"tools": [*TOOLS, tool("odd", LOOSE)], "tool_choice": REQUIRED},
+            ["write{}", 'odd{"b":1.5,"a":[1,1]}'],
+            ["odd{}", "hello", 'odd{"b":"x","a":[]}'],
+        ),
+        (
+            {"tools": [tool("odd", LOOSE), TOOLS[1]], "tool_choice": ToolChoice("required", WRITE, strict=READ)},
+            ["write{}"],
+            ["odd{}"],
+        ),
+        ({"text_format": TextFormat("json_schema", json.dumps(OVERLAP), "text")}, ['{"b": 1}'], ['{"b": "x"}']),
+        ({"tools": TOOLS, "tool_choice": NO_CALL}, ["", "hello"], ['read{"a": 1}', "write"]),
+        ({"tools": TOOLS, "tool_choice": NO_CALL, "text_format": JSON}, ['{"a": 5}'], ["hello", 'read{"a": 1}']),
     ],
 )
 def test_a_reply_is_what_the_request_asks_for(
@@ -123,7 +145,7 @@ def test_a_reply_is_what_the_request_asks_for(
 
 @pytest.mark.parametrize(
     "choice",
-    [ToolChoice(), ToolChoice("auto", READ), ToolChoice("none", strict=READ), ToolChoice("auto", WRITE, strict=READ)],
+    [ToolChoice(), ToolChoice("auto", READ), ToolChoice("auto", WRITE, strict=READ)],
 )
 def test_a_reply_is_free_unless_somebody_asks(compiler: ConstraintCompiler, choice: ToolChoice) -> None:
     assert found(compiler, tools=TOOLS, tool_choice=choice) is None
@@ -168,8 +190,19 @@ BAD: JsonObject = {"type": "object", "properties": {"a": {"type": "weird"}}}
             "response_format.json_schema.schema",
         ),
         ({"text_format": TextFormat("choice", "[]", "structured_outputs.choice")}, "structured_outputs.choice"),
-        ({"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": REQUIRED}, "tools.1.function.parameters"),
-        ({"tools": [TOOLS[0], tool("b", BAD)], "text_format": JSON}, "tools.1.function.parameters"),
+        (
+            {"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": replace(REQUIRED, strict=frozenset("b"))},
+            "tools.1.function.parameters.properties.a",
+        ),
+        (
+            {
+                "tools": [tool("a", BAD), tool("b", BAD)],
+                "text_format": JSON,
+                "tool_choice": ToolChoice(strict=frozenset("b")),
+            },
+            "tools.1.function.parameters.properties.a",
+        ),
+        ({"text_format": TextFormat("json_schema", json.dumps(OVERLAP), "text", is_strict=True)}, "text.properties.b"),
     ],
 )
 def test_what_cannot_be_compiled_is_named_by_its_path(
@@ -180,7 +213,22 @@ def test_what_cannot_be_compiled_is_named_by_its_path(
     assert str(caught.value.param).startswith(path)
 
 
+def test_what_a_grammar_does_not_hold_is_logged_once(
+    compiler: ConstraintCompiler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.api.asked._told", set())
+    with caplog.at_level(logging.INFO, "diskprefix"):
+        for _ in range(2):
+            found(compiler, tools=[TOOLS[0], tool("odd", LOOSE)], tool_choice=REQUIRED)
+            found(compiler, text_format=TextFormat("json_schema", json.dumps(OVERLAP), "text"))
+    [loose, one_of] = caplog.messages
+    assert "tools.1.function.parameters.properties.a: " in loose
+    assert "uniqueItems" in loose
+    assert one_of.endswith(": text.properties.b.oneOf")
+
+
 NAMES = ("read", "write")
+APIS_READ: dict[str, Any] = {"chat": Chat(), "messages": Messages(), "responses": Responses()}
 APIS: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "chat": (ChatRequest, {"messages": [USER]}),
     "messages": (MessagesRequest, {"max_tokens": 8, "messages": [USER]}),
@@ -247,27 +295,35 @@ def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(
     api: str, fields: dict[str, Any], choice: ToolChoice
 ) -> None:
     assert body(api, tools=tools(api), **fields).choice == choice
-    strict = body(api, tools=tools(api, strict=True), **fields).choice.strict
-    # The responses API leaves the tools out first.
-    assert strict == (frozenset() if api == "responses" and choice.mode == "none" else READ)
+    assert body(api, tools=tools(api, strict=True), **fields).choice.strict == READ
     allowed = [tool["function"]["name"] for tool in choice.allowed(tools("chat"))]
     assert allowed == [name for name in NAMES if choice.mode != "none" and name in (choice.names or NAMES)]
 
 
 @pytest.mark.parametrize(
-    ("api", "choice"), [("chat", some_of_chat("auto", "read")), ("messages", {"type": "any"})], ids=["chat", "messages"]
+    ("api", "choice"),
+    [
+        ("chat", some_of_chat("auto", "read")),
+        ("chat", "none"),
+        ("messages", {"type": "any"}),
+        ("messages", {"type": "none"}),
+        ("responses", some("auto", "read")),
+        ("responses", "none"),
+    ],
 )
-def test_tools_that_may_not_be_called_stay_in_the_prompt_unless_none_may(api: str, choice: Any) -> None:
-    offered = body(api, tools=tools(api)).conversation
-    assert body(api, tools=tools(api), tool_choice=choice).conversation == offered
-    none: Any = "none" if api == "chat" else {"type": "none"}
-    without: list[dict[str, Any]] = [{"tools": tools(api), "tool_choice": none}, {"tools": []}, {"tools": None}]
-    for fields in without:
-        assert body(api, **fields).conversation == replace(offered, tools=None, tool_paths=[])
+def test_tools_that_may_not_be_called_stay_in_the_prompt(api: str, choice: Any) -> None:
+    def conversation(**fields: Any) -> Conversation:
+        read: Conversation = APIS_READ[api].read(body(api, **fields), VOCAB_SIZE, cast("Any", lambda: None)).prompt
+        return read
+
+    offered = conversation(tools=tools(api))
+    assert [tool["function"]["name"] for tool in offered.tools or ()] == [*NAMES]
+    assert conversation(tools=tools(api), tool_choice=choice) == offered
+    assert conversation(tools=[]).tools is conversation(tools=None).tools is None
 
 
-def follows(path: str, schema: str = json.dumps(SCHEMA)) -> TextFormat:
-    return TextFormat("json_schema", schema, path)
+def follows(path: str, schema: str = json.dumps(SCHEMA), *, strict: bool = False) -> TextFormat:
+    return TextFormat("json_schema", schema, path, strict)
 
 
 OPEN = {"schema": {name: value for name, value in SCHEMA.items() if name != "type"}}
@@ -281,7 +337,7 @@ FORMATS: list[tuple[str, dict[str, Any], TextFormat | None]] = [
     ("chat", {"response_format": {"type": "text"}}, None),
     ("chat", {"response_format": {"type": "json_object"}}, TextFormat("json_object", "", "response_format")),
     ("chat", {"response_format": {"type": "json_object"} | OPEN}, follows("response_format.schema")),
-    ("chat", {"response_format": CHAT_FORMAT}, follows("response_format.json_schema.schema")),
+    ("chat", {"response_format": CHAT_FORMAT}, follows("response_format.json_schema.schema", strict=True)),
     ("chat", {"structured_outputs": {"json": SCHEMA, "choice": None}}, follows("structured_outputs.json")),
     ("chat", {"structured_outputs": {"json": "{}"}}, follows("structured_outputs.json", "{}")),
     ("chat", {"structured_outputs": {"choice": ["a"]}}, CHOICE),
@@ -298,7 +354,7 @@ FORMATS: list[tuple[str, dict[str, Any], TextFormat | None]] = [
     ("responses", {"text": {"verbosity": "low"}}, None),
     ("responses", {"text": {"format": {"type": "text"}}}, None),
     ("responses", {"text": {"format": {"type": "json_object"}}}, TextFormat("json_object", "", "text.format")),
-    ("responses", {"text": {"format": TEXT_FORMAT}}, follows("text.format.schema")),
+    ("responses", {"text": {"format": TEXT_FORMAT}}, follows("text.format.schema", strict=True)),
 ]
 
 

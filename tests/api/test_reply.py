@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 
-from diskprefix.api.dialect import json_text
-from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyEvent, ReplyReader, WholeChoice, whole_reply
+from diskprefix.api.dialect import Head, json_text
+from diskprefix.api.openai import CompletionWriter
+from diskprefix.api.reply import (
+    CallBegin,
+    DeltaEvent,
+    EndEvent,
+    ReplyEvent,
+    ReplyReader,
+    WholeChoice,
+    logprob_reply,
+    whole_reply,
+)
 from diskprefix.chat.messages import Message, TextPart
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
@@ -18,7 +28,7 @@ from diskprefix.server.remembering import RememberingReader
 from tests.chat.turns import Turns
 from tests.server.scripted import done
 
-TOKEN = TokenLogprob(5, "x", -1.0)
+TOKEN = TokenLogprob(5, b"x", -1.0)
 
 
 class Prepared:
@@ -190,3 +200,18 @@ def test_a_reply_whose_tokens_say_more_than_the_client_is_told_is_not_remembered
 ) -> None:
     assert remembered(events, many_calls=many_calls)[0] == []
     assert remembered(reply("so", "read"), many_calls=many_calls)[0] != []
+
+
+def test_the_tokens_of_a_character_have_its_offset_and_names_of_their_own() -> None:
+    """They had the same name, and each counted as a character."""
+    parts = [TokenLogprob(at, "aé😀b".encode()[at : at + 1], -1.0) for at in range(8)]
+    head = Head(id="", created=0, model="", fingerprint="", prompt_tokens=1, request_id="", clamped_to=None)
+    writer = CompletionWriter(head, include_usage=False, with_logprobs=True)
+    wanted = [0, 1, 1, 2, 2, 2, 2, 3]
+    streamed = [writer.chunk_choices(DeltaEvent(0, (), (part,)))[0]["logprobs"] for part in parts]
+    assert [one["text_offset"] for one in streamed] == [[at] for at in wanted]
+    whole = writer.whole_choice(WholeChoice(0, "aé😀b", "", (), tuple(parts), "stop"))["logprobs"]
+    assert whole["text_offset"] == wanted
+    assert whole["tokens"][:3] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert [*whole["top_logprobs"][2]] == ["bytes:\\xa9"]
+    assert logprob_reply(parts[3])["bytes"] == [0xF0]

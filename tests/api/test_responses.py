@@ -376,7 +376,7 @@ def test_white_space_between_calls_is_no_message_and_before_a_text_it_belongs_to
 
 
 def test_log_probabilities_come_with_the_text_whose_tokens_they_are() -> None:
-    token = TokenLogprob(5, "x", -1.0, (TokenLogprob(6, "�", -2.0),))
+    token = TokenLogprob(5, b"x", -1.0, (TokenLogprob(6, b"\xf0\x9f", -2.0),))
     events: list[ReplyEvent] = [
         DeltaEvent(0, (ReasoningDelta("hm"),), (token,)),
         DeltaEvent(0, (), (token,)),
@@ -386,7 +386,7 @@ def test_log_probabilities_come_with_the_text_whose_tokens_they_are() -> None:
     data = streamed(events)
     [delta] = [event for event in data if event["type"] == "response.output_text.delta"]
     wanted = {"token": "x", "logprob": -1.0, "bytes": [120]}
-    wanted["top_logprobs"] = [{"token": "�", "logprob": -2.0, "bytes": []}]
+    wanted["top_logprobs"] = [{"token": "�", "logprob": -2.0, "bytes": [240, 159]}]
     assert delta["logprobs"] == [wanted, wanted]
     assert data[-1]["response"]["output"][1]["content"][0]["logprobs"] == delta["logprobs"]
 

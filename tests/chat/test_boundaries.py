@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.boundaries import system_end, template_boundaries
-from diskprefix.chat.client_text import StandIns, TextRule, TextRules, TokenTexts, with_stand_ins
+from diskprefix.chat.client_text import StandIns, TextRules, TokenTexts, with_stand_ins
 from diskprefix.chat.template import template_markers
 from diskprefix.chat.template_input import changed_texts
 from diskprefix.nouns import Prompt
@@ -48,12 +48,11 @@ def chatml(messages: list[dict[str, str]]) -> str:
     return turns + "<|im_start|>assistant\n"
 
 
-RULE = TextRule(TokenTexts(MARKERS), TokenTexts(()))
-RULES = TextRules(RULE, RULE, RULE, RULE.never)
+RULES = TextRules(TokenTexts(MARKERS), (), lambda _: MARKERS)
 
 
 def standing_in(value: Any, rules: TextRules = RULES) -> tuple[Any, StandIns | None]:
-    return with_stand_ins(value, rules, lambda value, change: changed_texts(value, partial(change, rules.client)))
+    return with_stand_ins(value, rules, lambda value, change: changed_texts(value, partial(change, "client")))
 
 
 def bounded(messages: list[dict[str, str]], render: Any = chatml) -> tuple[tuple[int, ...], Encoded]:
@@ -61,7 +60,7 @@ def bounded(messages: list[dict[str, str]], render: Any = chatml) -> tuple[tuple
     changed, stand_ins = standing_in(messages)
     written = render(changed)
     text = written if stand_ins is None else stand_ins.text(written)
-    encoded = encode(written if stand_ins is None else stand_ins.for_tokens(written))
+    encoded = encode(written if stand_ins is None else stand_ins.for_tokens(written, text))
     ids = set(SPECIAL_IDS.values())
     return template_boundaries(encoded.token_ids, encoded.offsets, ids, text, written), encoded
 
@@ -85,7 +84,7 @@ def test_no_text_of_a_token_is_left_and_every_text_comes_back(value: Any) -> Non
     assert (stand_ins is None) == (before == after)
     if stand_ins is not None:
         assert [*map(stand_ins.text, after)] == before
-        kept = [*map(stand_ins.for_tokens, after)]
+        kept = [*map(stand_ins.for_tokens, after, before)]
         assert not any(marker in text for text in kept for marker in MARKERS)
         plain = [text for text in before if not any(marker in text for marker in MARKERS)]
         assert set(plain) <= set(kept)
@@ -93,9 +92,8 @@ def test_no_text_of_a_token_is_left_and_every_text_comes_back(value: Any) -> Non
 
 def spelling(**texts: Any) -> TextRules:
     """TextRules for tokens that are never or only doubtfully spelled."""
-    every = TokenTexts([text for listed in texts.values() for text in listed])
-    rule = TextRule(*(TokenTexts(texts.get(name, ())) for name in ("never", "doubtful")))
-    return TextRules(rule, rule, rule, every, joins=not rule.never.texts)
+    never, doubtful = (texts.get(name, ()) for name in ("never", "doubtful"))
+    return TextRules(TokenTexts([*never, *doubtful]), doubtful, lambda _: never, joins=not never)
 
 
 @pytest.mark.parametrize(
@@ -111,18 +109,32 @@ def spelling(**texts: Any) -> TextRules:
 def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: TextRules, text: str, found: list[str]) -> None:
     changed, stand_ins = standing_in([text], rules)
     assert stand_ins is not None
-    tokens = re.compile("|".join(map(re.escape, rules.every.texts)))
-    assert tokens.findall(stand_ins.for_tokens(changed[0])) == found
+    tokens = re.compile("|".join(map(re.escape, rules.tokens.texts)))
+    assert tokens.findall(stand_ins.for_tokens(changed[0], text)) == found
     assert tokens.findall(changed[0]) == []
     assert stand_ins.text(changed[0]) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<u12>x<U3>", ["<u12>", "<U3>"]),
+        ("t1 t12 t2 ", ["t1", "t12"]),
+        ("12> <u1", ["12>", "<u1"]),
+        ("<u> <u1 2> t3", []),
+    ],
+)
+def test_numbers_in_texts_of_tokens_are_found_whole(text: str, found: list[str]) -> None:
+    tokens = TokenTexts(["<u12>", "<u3>", "t1", "t12"])
+    assert [*filter(None, tokens.split(text)[1::2])] == found
+    assert "".join(tokens.split(text)) == text
+
+
 @pytest.mark.parametrize("cut", ["x", "<x>", None])
 def test_ends_that_are_parts_of_a_token_are_text_wherever_a_template_cuts(cut: str | None) -> None:
-    every = TokenTexts(MARKERS, cuts=[cut] if cut else [])
-    found: list[str] = []
-    every.with_ends_replaced(f"start|> a<|im_{cut or ''}start|> b \n", lambda text: found.append(text) or text)  # type: ignore[func-returns-value]
-    assert found == (["<|im_", "start|>", "start|>"] if cut else ["start|>"])
+    tokens = TokenTexts(MARKERS, cuts=[cut] if cut else [])
+    found = tokens.split(f"start|> a<|im_{cut or ''}start|> b \n")[1::2]
+    assert [*filter(None, found)] == (["start|>", "<|im_", cut, "start|>"] if cut else ["start|>", "<|im_start|>"])
 
 
 @pytest.mark.parametrize(

@@ -246,10 +246,11 @@ def test_whatever_a_template_makes_of_a_text_is_text(
     assert all(ord(char) < 0xE000 for char in text), "nothing is left of what stands in for a text"
 
 
-def test_private_characters_of_a_client_stay_what_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("private", [range(0xF0000, 0xF0080), range(0x10F000, 0x10FFFE)])
+def test_private_characters_of_a_client_stay_what_they_are(tmp_path: Path, private: range) -> None:
     tokenizer = tokenizer_with(tmp_path, PARTS)
-    content = "".join(map(chr, range(0xF0000, 0xF0080))) + " <|im_start|> \U0010fffd"
-    prompt = rendered(renderer_with(tokenizer), body(content))
+    content = "".join(map(chr, private)) + " <|im_start|> \U0010fffd"
+    prompt = rendered(renderer_with(tokenizer, max_positions=1 << 16), body(content))
     assert content in tokenizer.decode(prompt.token_ids.tolist())
     assert added_in(tokenizer, prompt) == {"<|im_start|>": 1, "<|im_end|>": 1}
 

@@ -45,6 +45,10 @@ REFUSED = """
 2 | serve --record ''                              | it is empty
 2 | serve --kv-cache-dir ''                        | it is empty
 2 | serve --record ~nobody-here/requests           | ~nobody-here is the home folder of nobody here
+2 | serve --model caf\udce9                         | --model: 'caf\\udce9' has bytes that are not UTF-8
+2 | serve --kv-cache-dir caf\udce9/kv               | --kv-cache-dir: , has bytes that are not UTF-8
+2 | XDG_CACHE_HOME=/caf\udce9 serve                 | XDG_CACHE_HOME: , has bytes that are not UTF-8
+2 | XDG_CACHE_HOME=cache inspect                   | XDG_CACHE_HOME: cache is not an absolute path
 3 | serve --model /not/there                       | error: --model: , /not/there
 3 | serve --model /not/there,/nor/here             | error: --model: , /not/there
 3 | serve --draft-model x                          | error: --draft-model: , no file or folder
@@ -182,3 +186,20 @@ def test_what_is_refused_is_one_line_that_says_why_and_changes_nothing(
         monkeypatch.setenv(name, value)
     run(*arguments).assert_refused(int(exit_code), *words.split(", "))
     assert files_in(place) == before
+
+
+def test_a_user_without_a_home_is_told_what_to_set_where_a_folder_is_needed(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers have users that are not in /etc/passwd."""
+
+    def nobody(_uid: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    for name in ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for command in ("inspect", "serve", "list"):
+        run(command).assert_refused(2, "no home folder: set XDG_C", "or HOME")
+    assert run("inspect", "--help").exit_code == 0
+    run("inspect", "--kv-cache-dir", "/not/there").assert_refused(4, "/not/there holds no diskprefix store")

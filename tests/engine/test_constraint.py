@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import numpy as np
@@ -415,6 +416,7 @@ def test_of_several_schemas_the_one_at_fault_is_named(compiler: ConstraintCompil
             Constraint(kind="lark", source=f"start: a\na: %json {json.dumps(bad)}"),
             param="tools",
             parts={"tools.0.parameters": "{}", "tools.1.parameters": json.dumps(bad)},
+            strict=["tools.1.parameters"],
         )
     assert caught.value.param == "tools.1.parameters.properties.z"
 
@@ -442,3 +444,171 @@ LARGE = {
 def test_large_constraints_are_compiled(compiler: ConstraintCompiler, name: str) -> None:
     kind, source = LARGE[name]
     compiler.check(Constraint(kind=kind, source=source), param="format.it")  # type: ignore[arg-type]
+
+
+TAGS = ["a</tool_call>b", "<tool_call>", "x<|im_end|>y<|im_start|>", '"</tool_call>\\n']
+
+
+@pytest.fixture(scope="module")
+def tagged() -> Iterator[ConstraintCompiler]:
+    """A compiler for a tokenizer whose tags are added tokens."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    compiler = ConstraintCompiler(tokenizer, {EOS}, VOCAB)
+    yield compiler
+    compiler.close()
+
+
+@pytest.mark.parametrize("text", TAGS)
+@pytest.mark.parametrize("kind", ["const", "enum", "literal", "choice", "text"])
+def test_a_text_that_holds_the_letters_of_a_special_token_is_written_with_plain_tokens(
+    tagged: ConstraintCompiler, kind: str, text: str
+) -> None:
+    """llguidance forced the special token for these letters, and then refused it."""
+    wanted, constraint = {
+        "const": (json.dumps(text), schema({"const": text})),
+        "enum": (json.dumps(text), schema({"enum": [text, f"{text}or"]})),
+        "literal": (text, Constraint(kind="lark", source=f"start: {json.dumps(text)}")),
+        "choice": (text, Constraint(kind="choice", source=json.dumps([text]))),
+        "text": (json.dumps(text), schema({"type": "string"})),
+    }[kind]
+    tokens = [token for letter in wanted for token in tiny.tokenizer()(letter, add_special_tokens=False)["input_ids"]]
+    reply = tagged.begin_reply(constraint)
+    for token in tokens:
+        assert not reply.forbidden()[token]
+        assert reply.accept(token)
+    assert reply.is_complete or kind == "enum"
+    special = tagged.begin_reply(schema({"type": "string", "minLength": 1}))
+    assert not special.forbidden()[quote := tiny.tokenizer().convert_tokens_to_ids('"')]
+    assert special.accept(quote)
+    assert all(special.forbidden()[tagged.tokens_of(tag)[0]] for tag in ("</tool_call>", "<|im_end|>"))
+
+
+BIG = 2**53 + 1
+EXACT: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"const": BIG}, [BIG], [BIG - 1]),
+    ({"enum": [1, "a", -BIG, 10**30, [BIG]]}, [1, "a", -BIG, 10**30, [BIG]], [-BIG - 1, 10**30 + 1, [BIG + 1]]),
+    (
+        {
+            "type": "object",
+            "properties": {
+                "id": {"type": "integer", "const": BIG},
+                "to": {"$ref": "#/$defs/to"},
+                "n": {"type": "null"},
+            },
+            "required": ["to"],
+            "additionalProperties": False,
+            "$defs": {"to": {"type": "array", "items": {"anyOf": [{"enum": [BIG, BIG + 2]}, {"type": "string"}]}}},
+        },
+        [{"to": []}, {"id": BIG, "to": [BIG, "x", BIG + 2]}, {"to": [BIG + 2], "n": None}],
+        [{"id": BIG}, {"to": [BIG + 1]}, {"id": BIG + 1, "to": []}],
+    ),
+    (
+        {"type": "array", "prefixItems": [{"const": BIG}, {"type": "boolean"}], "items": False, "minItems": 1},
+        [[BIG], [BIG, True]],
+        [[], [BIG + 1], [BIG, True, True]],
+    ),
+    ({"type": "integer", "minimum": BIG, "maximum": BIG + 10}, [BIG + 1, BIG + 3], [BIG - 1, BIG + 11]),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, -(10**18), 2**62], [2**63, -(2**63) - 1]),
+    ({"type": "integer", "exclusiveMinimum": 0, "maximum": 2**64 - 1}, [1, 10**18], [0, 2**64]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "taken", "refused"), EXACT, ids=lambda value: json.dumps(value)[:60])
+@pytest.mark.parametrize("kind", ["json_schema", "lark"])
+def test_integers_beyond_a_double_keep_their_digits(
+    compiler: ConstraintCompiler, kind: str, wanted: Any, taken: list[Any], refused: list[Any]
+) -> None:
+    source = json.dumps(wanted) if kind == "json_schema" else f'start: "x" it\nit: %json {json.dumps(wanted)}\n'
+    constraint = Constraint(kind=cast("Any", kind), source=source)
+    compiler.check(constraint, param="it")
+    for value in taken + refused:
+        text = ("x" if kind == "lark" else "") + json.dumps(value)
+        tokens, matcher = compiler.tokenizer.tokenize_str(text), compiler.matcher(constraint)
+        fits = matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens)
+        assert (fits and matcher.is_accepting()) == (value in taken), text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "place"),
+    [
+        ({"items": {"allOf": [{"const": BIG}, {"type": "integer"}]}}, ".items"),
+        ({"properties": {"a": {"patternProperties": {"^x": {"const": BIG}}}}}, ".properties.a"),
+        ({"properties": {"a": {"multipleOf": BIG}}}, ".properties.a"),
+    ],
+)
+def test_an_integer_that_cannot_keep_its_digits_is_refused(
+    compiler: ConstraintCompiler, wanted: Any, place: str
+) -> None:
+    error = refusal(compiler, "json_schema", json.dumps(wanted))
+    assert error.param == f"format.it{place}"
+
+
+A, B = ({"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]} for kind in "ab")
+UNIONS: list[tuple[list[Any], bool]] = [
+    ([{"type": "string"}, {"type": ["integer", "null"]}], True),
+    ([{"type": "integer"}, {"type": "number"}], False),
+    ([{"enum": [1, 2]}, {"const": 3}], True),
+    ([{"enum": [1, 2]}, {"const": 2.0}], False),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], True),
+    ([{"$ref": "#/$defs/a"}, {"type": "object", "properties": {"kind": {"const": "b"}}}], True),
+    ([{"required": ["a"], "type": "object"}, {"required": ["b"], "type": "object"}], False),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], False),
+    ([{"$ref": "#/$defs/loop"}, {"type": "string"}], False),
+]
+
+
+@pytest.mark.parametrize(("branches", "differ"), UNIONS, ids=json.dumps)
+def test_one_of_is_any_of_where_no_value_fits_two_branches(
+    compiler: ConstraintCompiler, branches: list[Any], differ: bool
+) -> None:
+    definitions = {"a": A, "b": B, "loop": {"$ref": "#/$defs/loop"}}
+    wanted = {"$defs": definitions, "properties": {"x": {"oneOf": branches, "discriminator": {"propertyName": "kind"}}}}
+    if not differ:
+        assert str(refusal(compiler, "json_schema", json.dumps(wanted)).param).startswith("format.it.properties.x")
+    else:
+        compiler.check(schema(wanted), param="format.it")
+
+
+TEXT = {"type": "string"}
+ONE = {"type": "object", "required": ["a"]}
+LOOSE: list[tuple[Any, Any, list[str]]] = [
+    ({"type": "array", "items": TEXT, "uniqueItems": True}, {"type": "array", "items": TEXT}, ["uniqueItems"]),
+    ({"properties": {"a": {"not": {}}, "b": TEXT}}, {"properties": {"a": {}, "b": TEXT}}, ["properties.a", "not"]),
+    ({"type": "object", "if": {}, "then": {}, "required": ["a"]}, {"type": "object", "required": ["a"]}, ["if"]),
+    ({"items": TEXT | {"pattern": "(?=a)b"}}, {"items": TEXT}, ["items", "look"]),
+    ({"items": TEXT | {"format": "zip"}}, {"items": TEXT}, ["items", "zip"]),
+    ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, {"anyOf": [{"type": "number"}, {"type": "integer"}]}, []),
+    ({"items": {"$ref": "#/$defs/no"}, "maxItems": 2}, {"items": {}, "maxItems": 2}, ["items"]),
+    (ONE | {"properties": {"a": TEXT | {"minLength": 3, "maxLength": 1}}}, ONE | {"properties": {"a": TEXT}}, ["minL"]),
+    ({"type": "object", "minProperties": 3}, {"type": "object"}, ["minProperties"]),
+    (
+        {"$defs": {"d": {"not": {}}}, "items": {"$ref": "#/$defs/d"}},
+        {"$defs": {"d": {}}, "items": {"$ref": "#/$defs/d"}},
+        [],
+    ),
+    ({"items": {"allOf": [{"const": BIG}]}}, {"items": {}}, ["items", "digits"]),
+    ({"type": "weird"}, {}, ["weird"]),
+    ({"properties": {"a": {"pattern": "((a{1000}){1000}){9}"}}}, {"properties": {"a": {}}}, ["properties.a"]),
+]
+
+
+@pytest.mark.parametrize(("wanted", "kept", "said"), LOOSE, ids=lambda value: json.dumps(value)[:50])
+def test_what_a_grammar_cannot_hold_of_a_tool_is_left_out_unless_it_is_strict(
+    compiler: ConstraintCompiler, wanted: Any, kept: Any, said: list[str]
+) -> None:
+    constraint = Constraint(kind="lark", source=f"start: a\na: %json {json.dumps(wanted)}")
+    parts = {"tools.0": "{}", "tools.1": json.dumps(wanted)}
+    loosened = compiler.check(constraint, param="tools", parts=parts)
+    assert list(loosened) == ["tools.1"]
+    assert json.loads(loosened["tools.1"].schema) == kept
+    assert all(word in " ".join(loosened["tools.1"].left_out) for word in said)
+    compiler.check(schema(kept), param="it")
+    with pytest.raises(InvalidRequest, match=r"^tools\.1"):
+        compiler.check(constraint, param="tools", parts=parts, strict=["tools.1"])
+
+
+def test_a_strict_schema_is_refused_where_the_grammar_does_not_hold_all_of_it(compiler: ConstraintCompiler) -> None:
+    """Arguments with tags of their own are compiled one by one."""
+    with pytest.raises(InvalidRequest, match=r"^tools\.0: .*not"):
+        compiler.check(regex("a"), param="tools", parts={"tools.0": '{"not": {}}'}, strict=["tools.0"])

@@ -27,6 +27,7 @@ from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.load import loader
 from diskprefix.model.load.loader import load_model
+from diskprefix.store import opening
 from diskprefix.store.compact import require_unused
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import DATA, LOCK
@@ -67,6 +68,7 @@ def test_the_model_is_loaded_while_the_file_of_the_store_is_checked(
     (tmp_path / "kv" / LOCK).write_bytes(b"")
     if is_damaged:
         os.truncate(tmp_path / "kv" / DATA, 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
     monkeypatch.setattr(loader, "load_model", loaded)
     engine = load(folder, tmp_path / "kv")
@@ -87,6 +89,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_folder_free_once_the_check_has
     def failing(*_arguments: Any, **_options: Any) -> None:
         raise ModelError("no such model")
 
+    monkeypatch.setattr(opening, "_LARGE_BYTES", 0)
     monkeypatch.setattr(Environment, "require_survivable", check_later)
     monkeypatch.setattr(loader, "load_model", failing)
     with pytest.raises(ModelError):
@@ -152,7 +155,10 @@ def is_sampler_of_the_bad_one(patch: pytest.MonkeyPatch) -> Callable[..., bool]:
 
 PLACES: list[tuple[type, str]] = [
     (PrefixCache, "begin"),
-    *((CachedRequest, name) for name in ("fetch", "choose", "after_step", "publish", "publish_reply", "close")),
+    *(
+        (CachedRequest, name)
+        for name in ("begin_fetch", "take", "choose", "after_step", "publish", "publish_reply", "close")
+    ),
     (ServedModel, "record"),
     (TextStream, "event"),
     *((Sampler, name) for name in ("__init__", "sample", "logprobs")),
@@ -229,7 +235,7 @@ def test_an_error_of_no_request_ends_the_engine_and_tells_everybody(
     assert "failed unexpectedly" in fatal[0].message
 
 
-@pytest.mark.parametrize("name", ["fetch", "choose", "after_step", "publish", "publish_reply"])
+@pytest.mark.parametrize("name", ["begin_fetch", "take", "choose", "after_step", "publish", "publish_reply"])
 def test_a_lost_device_ends_all_requests_in_any_state(
     name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

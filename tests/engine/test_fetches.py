@@ -6,19 +6,23 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from diskprefix.cache import context
 from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.tiers.loading import MOST_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.engine import fetches, served_model
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, ErrorEvent
-from diskprefix.errors import ContextTooLong
+from diskprefix.engine.running_request import Reply
+from diskprefix.errors import NotReady
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.environment import Environment
@@ -119,7 +123,9 @@ def test_what_needs_nothing_from_the_disk_does_not_wait_for_a_restore(
         gate.opened.set()
     assert [client.done.usage.cached_tokens for client in others] == [len(TURN), len(TURN), 0, 0]
     assert (restored.tokens, restored.done.cache.source) == (stored[1][0], "disk")
-    assert (beginning.done.usage.cached_tokens, set(gate.calls.values())) == (len(STORED[0]), {1}), "it is read once"
+    assert beginning.done.usage.cached_tokens == len(STORED[0])
+    # What is behind the last complete block may be read for both.
+    assert gate.calls.total() <= len(gate.calls) + 2 < 2 * len(gate.calls)
 
 
 @pytest.mark.parametrize("hangs", [(TenantNamespaces, "read"), (DiskView, "has"), (DiskView, "_decode")])
@@ -171,9 +177,9 @@ def test_where_a_load_that_hangs_has_all_memory_its_request_fails_and_others_are
         other = Client(inbox, request(NEW))
         wait_for(lambda: is_done(other) and hung.events and isinstance(hung.events[-1], ErrorEvent))
         gate.opened.set()
-    with pytest.raises(ContextTooLong):
+        require_nothing_left(engine)
+    with pytest.raises(NotReady, match="the disk does not answer"):
         hung.done  # noqa: B018
-    require_nothing_left(engine)
 
 
 def test_a_client_that_leaves_ends_its_load_and_does_not_wait_for_its_turn(
@@ -264,3 +270,26 @@ def test_a_request_that_waits_for_another_is_matched_when_that_is_far_enough(
     assert (first.done.usage.cached_tokens, second.done.usage.cached_tokens) == (0, 2899)
     assert matched[2900] == 2
     assert second.tokens == alone(engine, request(prompt[:2900])).tokens
+
+
+def test_where_a_prompt_changed_is_found_on_another_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    by = list[str]()
+    monkeypatch.setattr(context, "find_break", lambda *_: by.append(threading.current_thread().name))
+    one = request(NEW)
+    source: Any = SimpleNamespace(line_at=str)
+    run_together(engine, [replace(one, prompt=replace(one.prompt, source=source))])
+    assert by == ["kv-aside_0"]
+
+
+def test_a_reply_that_nobody_may_find_is_not_joined_with_its_prompt_for_each_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined, computed_ids = Counter[str](), Reply.computed_ids
+
+    def noted(self: Reply) -> TokenIds:
+        joined["times"] += 1
+        return computed_ids(self)
+
+    monkeypatch.setattr(Reply, "computed_ids", noted)
+    run_together(engine, [request(tokens(70, 40), save=False, max_tokens=40)])
+    assert joined["times"] <= 3

@@ -21,6 +21,7 @@ from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.scheduler import NO_LIMIT
 from diskprefix.errors import DeviceLost, InvalidRequest
 from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope
+from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import as_token_ids, picture_ids
 from tests.examples import examples
 
@@ -149,6 +150,8 @@ def test_a_call_is_run_in_slices_and_ends_with_its_result_or_its_error_or_where_
 
 class Stored:
     """Outputs of encoders by the names of pictures."""
+
+    epoch = Epoch()
 
     def __init__(self) -> None:
         self.rows: dict[bytes, torch.Tensor] = {}

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models
 from diskprefix.engine import detokenize
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import Constraint, FreeText, GenerateRequest, SamplingParams
+from diskprefix.engine.request import Constraint, FreeText, GenerateRequest, SamplingParams, TokenLogprob
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.thought_limit import ThoughtBudget, ThoughtLimit
 from diskprefix.errors import InvalidRequest, NonFiniteLogits
@@ -273,6 +273,21 @@ def test_stopping_equals_cutting_the_whole_text(text: str, stops: list[str]) -> 
     assert not any(stop in shown for stop in stops)
 
 
+def data_of(tokenizer: Any, tokens: list[int]) -> bytes:
+    """The bytes of the tokens of a reply, as its log probabilities have them."""
+    out = TextStream(tokenizer, (), ())
+    items = [(TokenLogprob(token, b"", -1.0, (TokenLogprob(token, b"", -2.0),)),) for token in tokens]
+    found = [out.event(0, token, item, None)[0].logprobs[0] for token, item in zip(tokens, items, strict=True)]
+    assert [one.top[0].data for one in found] == [one.data for one in found]
+    return b"".join(one.data for one in found)
+
+
+@given(st.text(alphabet="ab é€😀\n�", max_size=20))
+def test_the_bytes_of_tokens_join_to_the_text(text: str) -> None:
+    """Tokens that are a part of a character had none."""
+    assert data_of(_tokenizer, ids(text)) == text.encode()
+
+
 def test_only_special_tokens_that_are_not_hidden_have_text() -> None:
     special = special_tokens(_tokenizer)
     assert set(special) == set(SPECIAL_TOKENS)
@@ -304,8 +319,11 @@ def byte_fallback() -> Any:
 def streamed(*pieces: str | int, stop: tuple[str, ...] = ()) -> str:
     """The text of words (as in the vocabulary) and bytes."""
     out = TextStream(_byte_fallback, stop, ())
-    tokens = [1 + piece if isinstance(piece, int) else 257 + _WORDS.index(piece) for piece in pieces]
-    return "".join(out.push(token) for token in tokens) + out.finish()
+    return "".join(out.push(token) for token in fallback_ids(*pieces)) + out.finish()
+
+
+def fallback_ids(*pieces: str | int) -> list[int]:
+    return [1 + piece if isinstance(piece, int) else 257 + _WORDS.index(piece) for piece in pieces]
 
 
 _byte_fallback = byte_fallback()
@@ -325,6 +343,7 @@ _SUN = tuple("日".encode())
 )
 def test_bytes_that_make_no_character_do_not_end_the_reply(pieces: tuple[str | int, ...], text: str) -> None:
     assert streamed(*pieces) == text
+    assert data_of(_byte_fallback, fallback_ids(*pieces)).decode("utf-8", "replace") == text.replace("��b", "�b")
 
 
 @pytest.mark.parametrize("word", ["b", "▁the"])

@@ -83,6 +83,7 @@ STATS: dict[str, Any] = {
     "file_bytes": 16,
     "ghost_bytes": 2,
     "quarantined": 15,
+    "stalled_reads": 16,
     "errors": 16,
     "remote": None,
     "gate": CostModel("auto", lambda num_tokens: 23_040 * num_tokens).as_dict(),

@@ -287,7 +287,7 @@ def taken(events: list[Event | None], num_puts: int | None = None) -> list[Event
 
 
 def test_waiting_texts_of_one_choice_are_joined_and_keep_their_order_among_the_others() -> None:
-    a, b = TokenLogprob(1, "a", -1.0), TokenLogprob(2, "b", -2.0)
+    a, b = TokenLogprob(1, b"a", -1.0), TokenLogprob(2, b"b", -2.0)
     events: list[Event | None] = [
         TextEvent(0, "a", (1,), (a,)),
         TextEvent(0, "b", (2,), (b,)),
@@ -396,13 +396,13 @@ def test_a_client_that_reads_late_gets_the_whole_text_in_fewer_chunks_and_nobody
 
 
 def test_a_client_that_lets_too_much_wait_is_cancelled_and_told_so(chat_model: Path) -> None:
-    alternatives = tuple(TokenLogprob(token, "x", -1.0) for token in range(20))
+    alternatives = tuple(TokenLogprob(token, b"x", -1.0) for token in range(20))
 
     def talk(_request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
         for token in range(100_000):
             if is_cancelled():
                 raise Cancelled
-            emit(TextEvent(0, "x", (token,), (TokenLogprob(0, "x", -1.0, alternatives),)))
+            emit(TextEvent(0, "x", (token,), (TokenLogprob(0, b"x", -1.0, alternatives),)))
 
     with (
         small_buffers(chat_model, talk) as (server, engine),

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store import savings, store_file, write_queue
+from diskprefix.store import savings, write_queue
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes, Part
+from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
 from diskprefix.store.savings import Tally, read_savings
@@ -644,16 +645,18 @@ def test_steps_that_pause_again_and_again_hold_nothing_for_longer_than_the_bound
     assert writer.close(30)
 
 
-def test_saving_goes_on_while_a_child_reads_a_file_with_a_damaged_node(
+def test_saving_goes_on_while_a_file_with_a_damaged_node_is_checked(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_read = threading.Event()
 
-    def read(_path: Path) -> None:
+    def read(_: Environment) -> None:
         assert is_read.wait(30)
         raise StoreCorrupt("the file is damaged")
 
-    monkeypatch.setattr(store_file, "require_survivable", read)
+    monkeypatch.setattr(Environment, "require_survivable", read)
+    # As after a start that found it checked already.
+    store.environment.is_checked = False
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     first, second = (publication(store, prompt(seed, 2 * BLOCK)) for seed in range(2))
     store.publish(first)

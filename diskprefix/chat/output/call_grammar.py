@@ -61,7 +61,10 @@ class CallGrammar:
         whole = self._family.before or self._family.whole_call
         begin = next((tag for tag in self._family.begins if tag in whole), "")
         if begin:
-            opened = self._terminals(begin) if begin in self._token_ids else self._up_to("begin", re.escape(begin))
+            opened = self._up_to("begin", re.escape(begin))
+            if begin in self._token_ids:
+                # The letters begin a call too: whoever reads the text does not see the tokens.
+                opened = f"({opened} | {self._terminals(begin)})"
             parts.append(f"{opened} {self._begun(begin, strict)}")
         for index, function in enumerate(self._functions):
             if function["name"] in strict:
@@ -72,6 +75,23 @@ class CallGrammar:
                 parts.append(f"{opened} {_BLANKS} {arguments}")
         parts += [f"<[{token_id}]>" for token, token_id in self._token_ids.items() if token != begin]
         return "\n".join([f"start: ({' | '.join(parts)})*", "text: /(?s:.+)/", *self._rules]) + "\n"
+
+    def forbidden(self) -> str:
+        """Returns the grammar of any text in which no call begins. Where a call begins with several added tokens, only
+        those are forbidden that thoughts and messages do without."""
+        begins = [re.escape(tag) for tag in self._family.begins]
+        if self._functions:
+            names = "|".join(
+                re.escape(json.dumps(function["name"], ensure_ascii=False)) for function in self._functions
+            )
+            begins.append(rf'\{{\s*"name"\s*:\s*({names})\s*,\s*"(arguments|parameters)"\s*:')
+        if self._family.body == "python":
+            begins.append(rf"\[\s*({'|'.join(re.escape(function['name']) for function in self._functions)})\s*\(")
+        opening = set(self._special.findall("".join(self._family.begins)))
+        tokens = " | ".join(f"<[{token_id}]>" for tag, token_id in self._token_ids.items() if tag not in opening)
+        # Two texts must not follow each other: together they could be what neither may hold.
+        more = f"(({tokens}) TEXT?)*" if tokens else ""
+        return f"start: TEXT? {more}\nTEXT: /(?s:.+)/ & ~/(?s:.*)({_written('|'.join(begins))})(?s:.*)/\n"
 
     def _begun(self, begin: str, strict: Collection[str]) -> str:
         """Returns the rule of what comes behind `begin`: calls of strict tools, or the head of another."""
@@ -90,8 +110,7 @@ class CallGrammar:
 
     def _up_to(self, name: str, end: str) -> str:
         """Returns the rule of any text up to the first match of a regular expression."""
-        written = end.replace("/", "[/]").replace("\\\n", "\\n")
-        return self._rule(f"{name}[lazy]", f"/(?s:.*){written}/", name=name)
+        return self._rule(f"{name}[lazy]", f"/(?s:.*){_written(end)}/", name=name)
 
     def _call(self, index: int, function: JsonObject, begun: str = "") -> str:
         """Returns the rule of a call, behind `begun` if that is given."""
@@ -177,6 +196,11 @@ class CallGrammar:
 def _object(function: JsonObject) -> JsonObject:
     """Returns the schema of a function's arguments, which are an object."""
     return {"type": "object"} | (function.get("parameters") or {})
+
+
+def _written(pattern: str) -> str:
+    """Returns a regular expression as it stands between slashes."""
+    return pattern.replace("/", "[/]").replace("\\\n", "\\n")
 
 
 def _filled(template: str, **values: str) -> str:

@@ -55,6 +55,9 @@ class FamilyFormat:
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
         return CallGrammar(self.family, tools, self.token_ids).strict(strict)
 
+    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
+        return CallGrammar(self.family, tools, self.token_ids).forbidden()
+
 
 Render = Callable[[list[JsonObject], list[JsonObject], bool], str]
 """Renders messages and tools, with or without the beginning of a reply. Returns "" if the template refuses them."""

@@ -107,6 +107,9 @@ class OutputFormat(Protocol):
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
         """Returns such a grammar of any text, in which calls of the tools named in `strict` follow their schemas."""
 
+    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
+        """Returns such a grammar of any text in which no call begins."""
+
 
 class PlainText:
     name = "none"
@@ -121,6 +124,9 @@ class PlainText:
 
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:  # noqa: ARG002
         return "start: /(?s:.*)/\n"
+
+    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
+        return self.strict_grammar(tools, ())
 
 
 class _Everything:

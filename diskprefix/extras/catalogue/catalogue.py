@@ -59,10 +59,10 @@ def open_catalogue(settings: Settings) -> Catalogue | None:
 
 
 def _models_file(settings: Settings) -> Path | None:
+    if settings.models_file is not None or settings.model is not None:
+        return settings.models_file
     default = config_home() / "models.toml"
-    if settings.models_file is None and settings.model is None and default.is_file():
-        return default
-    return settings.models_file
+    return default if default.is_file() else None
 
 
 class Catalogue:

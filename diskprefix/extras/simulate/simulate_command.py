@@ -25,7 +25,7 @@ from diskprefix.printable import printable_only
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
 from diskprefix.units import parse_size
 
-_DEFAULTS = Settings()
+_DEFAULTS = Settings(kv_cache_dir=Path())
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
 _BUDGETS = ("4GiB",)
 _TOKENS_PER_S = 1000.0

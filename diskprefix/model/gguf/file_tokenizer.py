@@ -6,6 +6,7 @@ Where that has two spellings of a pattern, ours is the one of the models' `token
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ class _Keys:
 
 def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a file, with its chat template. Raises `ModelError` with the key that is wrong."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     keys = _Keys(header)
@@ -138,15 +139,17 @@ def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     if other := next((key for key in _OTHERS if key in header.values), None):
         raise ModelError(f"the file has two tokenizers: {_PREFIX}model and {other}")
     tokens = [token or f"[EMPTY_{number}]" for number, token in enumerate(keys.array("tokens"))]
+    tokens, mark = _distinct(tokens)
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    if len(vocabulary) < len(tokens):
-        raise ModelError(f"the file's {_PREFIX}tokens has a token twice")
     # An empty one at first: it copies what it is given, which takes as long as making it.
     made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     special = _special(Metadata(header, ()), tokens)
-    _KINDS[kind](made.backend_tokenizer, keys, vocabulary, special.get("unk_token"))
+    backend = made.backend_tokenizer
+    decoded = _KINDS[kind](backend, keys, vocabulary, special.get("unk_token"))
+    decoded = [decoders.Replace(mark, ""), *decoded] if mark else decoded
+    backend.decoder = decoders.Sequence(decoded) if len(decoded) > 1 else decoded[0]
     ends = (token for token in ENDS_OF_TURN if token in vocabulary)
-    made.backend_tokenizer.add_tokens(_found_first(keys, tokens, [*special.values(), *ends]))
+    backend.add_tokens(_found_first(keys, tokens, [*special.values(), *ends]))
     for name, token in special.items():
         setattr(made, name, token)
     made.add_bos_token = bool(keys.get("add_bos_token", kind != "gpt2" or keys.get("pre") in _ADDS_BOS))
@@ -155,8 +158,23 @@ def make_tokenizer(header: GgufHeader) -> PreTrainedTokenizerFast:
     return made
 
 
-def _byte_level(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], _unknown: str | None) -> None:
-    """Pairs of bytes are merged, each of which is written as a character."""
+def _distinct(tokens: list[str]) -> tuple[list[str], str]:
+    """Returns the texts of tokens, with marks behind one that an earlier token has, and the mark, "" if there is none.
+    So text becomes the first of them, and the decoder, which drops the marks, gives each of them the text."""
+    if len(set(tokens)) == len(tokens):
+        return tokens, ""
+    letters = set().union(*tokens)
+    mark = next(chr(code) for code in range(0x10FFFD, 0x100000, -1) if chr(code) not in letters)
+    seen: Counter[str] = Counter()
+    distinct = []
+    for token in tokens:
+        distinct.append(token + mark * seen[token])
+        seen[token] += 1
+    return distinct, mark
+
+
+def _byte_level(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], _unknown: str | None) -> list[Any]:
+    """Pairs of bytes are merged, each of which is written as a character. As all kinds, returns its decoders."""
     from tokenizers import Regex, decoders, pre_tokenizers
 
     name = keys.get("pre", "default")
@@ -166,10 +184,10 @@ def _byte_level(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], _unkno
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[name]]
     bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytewise])
-    made.decoder = decoders.ByteLevel()
+    return [decoders.ByteLevel()]
 
 
-def _sentence_pieces(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], unknown: str | None) -> None:
+def _sentence_pieces(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], unknown: str | None) -> list[Any]:
     """Pairs of characters are merged. A blank is ▁, and characters that no token has are written as bytes."""
     from tokenizers import decoders, normalizers
 
@@ -181,10 +199,10 @@ def _sentence_pieces(made: Tokenizer, keys: _Keys, vocabulary: dict[str, int], u
         normal.insert(0, normalizers.Prepend("▁"))
         decoded.append(decoders.Strip(" ", left=1))
     made.normalizer = normalizers.Sequence(normal)
-    made.decoder = decoders.Sequence(decoded)
+    return decoded
 
 
-_KINDS: Mapping[str, Callable[[Tokenizer, _Keys, dict[str, int], str | None], None]] = {
+_KINDS: Mapping[str, Callable[[Tokenizer, _Keys, dict[str, int], str | None], list[Any]]] = {
     "gpt2": _byte_level,
     "llama": _sentence_pieces,
     "gemma4": _sentence_pieces,

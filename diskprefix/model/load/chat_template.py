@@ -22,14 +22,14 @@ def read_template(path: Path | None) -> str | None:
 
 
 def fault_of_template(template: str) -> str | None:
-    """Returns the line of a chat template that does not parse, and why; None if all does. Nothing of it is run."""
+    """Returns the line of a chat template that does not compile, and why; None if all does. Nothing of it is run."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils import chat_template_utils
 
     bound_templates()
     try:
-        # The environment of another template, with the tags that transformers adds.
-        chat_template_utils._compile_jinja_template("").environment.parse(template)
+        # The environment of another template, with the tags that transformers adds. `raw`: Python's source is enough.
+        chat_template_utils._compile_jinja_template("").environment.compile(template, raw=True)
     except TemplateSyntaxError as error:
         return f"line {error.lineno}: {first_line(error)}"
     except RecursionError:

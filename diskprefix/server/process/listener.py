@@ -15,7 +15,7 @@ STALLED_S = 60
 """Time after which the kernel closes a connection whose client is gone, or takes none of what waits for it."""
 
 _KEEPALIVE_S, _KEEPALIVE_PROBES = 15, 4
-_BACKLOG = 2048
+BACKLOG = 2048
 _ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 LAUNCHED_FD = "_DISKPREFIX_LISTEN_FD"
 """The variable in which `diskprefix launch` passes the number of a socket that listens."""
@@ -87,7 +87,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         if listeners and port == 0:
             break
         try:
-            listeners.append(_configured(socket.create_server(address, family=family, backlog=_BACKLOG)))
+            listeners.append(_configured(socket.create_server(address, family=family, backlog=BACKLOG)))
         except OSError as error:
             failure = error
     # A name may have an address that this machine lacks, such as ::1 where IPv6 is off. Other failures count.

@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -28,7 +29,7 @@ import uvicorn
 from diskprefix.errors import CacheError, DeviceLost, DiskPrefixError
 from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.process.front_line import FrontLine
-from diskprefix.server.process.listener import open_listeners
+from diskprefix.server.process.listener import BACKLOG, open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.server.process.token_file import dashboard_line, kept
 from diskprefix.settings import Settings
@@ -57,6 +58,8 @@ _SLOW_CLIENT_S = 3
 _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
+_OTHER_FILES, _LEAST_CONNECTIONS = 64, 16
+"""Open files that are no connections: a model, a store, libraries. And connections that are accepted in any case."""
 
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""
@@ -119,7 +122,6 @@ class Entrance:
 def _tell_crashes(settings: Settings) -> None:
     """Has the process write where its threads were when it crashes, or when the watchdog's SIGABRT ends it. The next
     start logs that, and checks the store's file, because LMDB may have died of it."""
-    faulthandler.enable()
     # Of an unusable folder, the start says what is wrong.
     with suppress(OSError, CacheError):
         make_folder(settings.kv_cache_dir)
@@ -131,7 +133,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
 
     Behind a `front`, the process takes the requests that the front passes on. Else it opens sockets of its own.
     """
-    _tell_crashes(settings)
+    faulthandler.enable()
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
@@ -145,6 +147,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         address = announce_listening(listeners, settings, token)
     else:
         listeners, address, token = [front.listener], front.address, front.token
+    _tell_crashes(settings)
     # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
     gc.disable()
 
@@ -217,9 +220,15 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
 
     # A body that does not end tells a failure after the status. What has failed has been logged then.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
+    in_flight, files = InFlight(settings).most, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = sys.maxsize if files == resource.RLIM_INFINITY else files
+    # A front has a connection to a worker for each request in flight, too.
+    most = min(in_flight + OTHER_CONNECTIONS, max(_LEAST_CONNECTIONS, files - _OTHER_FILES - in_flight))
     return uvicorn.Config(
         app,
-        http=partial(LimitedConnection, InFlight(settings).most + OTHER_CONNECTIONS),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, most),  # type: ignore[arg-type]
+        # So many are accepted in one turn of the loop, before one above the limit is closed.
+        backlog=min(BACKLOG, max(_LEAST_CONNECTIONS, files - _OTHER_FILES - most)),
         ws="none",
         loop="asyncio",
         lifespan="on",

@@ -148,6 +148,31 @@ def test_an_object_without_tags_that_calls_a_strict_tool_follows_its_schema(name
         assert takes(grammar, text) is is_taken
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_no_call_begins_in_a_text_where_none_may(name: str) -> None:
+    format = format_named(name)
+    grammar = format.no_call_grammar([STRICT, FREE])
+    assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
+    assert takes(grammar, "")
+    assert takes(grammar, 'First <b> this: {"a": 1}, [b] and {.\n```json\n[{"name": "c"}]\n```\nThen\nthat.')
+    call = one_call(name, FREE)
+    assert not takes(grammar, f"First.\n{call}") or name == "functionary-3.2"
+    assert not takes(grammar, 'Now {"name": "a", "arguments": {}}')
+
+
+def test_a_tag_that_is_a_token_begins_no_call_with_its_letters_either() -> None:
+    """Whoever reads the text does not see the tokens."""
+    hermes = next(family for family in FAMILIES if family.name == "hermes")
+    format = FamilyFormat(hermes, token_ids={"<tool_call>": 300, "</tool_call>": 301})
+    assert "<[300]>" not in format.no_call_grammar([STRICT])
+    assert not takes(format.no_call_grammar([STRICT]).replace("<[301]>", '"!"'), "<tool_call>")
+    strict = (
+        format.strict_grammar([STRICT, FREE], {"a"}).replace("<[300]>", '"!!"').replace("<[301]>", '"</tool_call>"')
+    )
+    assert takes(strict, one_call("hermes", STRICT))
+    assert not takes(strict, one_call("hermes", OTHER))
+
+
 def definitions() -> dict[str, Any]:
     asked = tool("find", where={"$ref": "#/$defs/place"})
     asked["function"]["parameters"]["$defs"] = {"place": {"enum": ["Oslo", "Rome"]}}

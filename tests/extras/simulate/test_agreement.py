@@ -218,7 +218,7 @@ class Daemon:
         """The daemon has written what the simulator says, and no page more."""
         store = self.runner.cache.store
         store.meter.budget_bytes = budget_bytes
-        store.written = lambda: SimpleNamespace(last_day=lambda _now: simulator.disk.last_day(0.0))  # type: ignore
+        store.written_lately = lambda: SimpleNamespace(last_day=lambda _now: simulator.disk.last_day(0.0))  # type: ignore
 
     def step(self, request: TraceRequest, reply: int = 0) -> Answer:
         options = self.options(request)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ from fastapi import FastAPI
 from diskprefix.errors import SettingsError
 from diskprefix.server.process import listener as listening
 from diskprefix.server.process.listener import LAUNCHED_FD, listen, open_listeners
-from diskprefix.server.process.process import Entrance
+from diskprefix.server.process.process import Entrance, uvicorn_config
 from diskprefix.server.process.systemd import notify
 from diskprefix.settings import Settings
 
@@ -213,3 +214,16 @@ def test_what_listens_first_imports_neither_fastapi_nor_torch() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("files", "most", "backlog"), [(96, 16, 16), (1024, 520, 440), (resource.RLIM_INFINITY, 520, 2048)]
+)
+def test_connections_leave_open_files_for_the_rest(
+    files: int, most: int, backlog: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200 idle connections at `ulimit -n 96` stopped a daemon, with a traceback for each try to accept another."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
+    settings = Settings(kv_cache_dir=Path(), max_sequences=8, max_queue=64)
+    config = uvicorn_config(cast("Any", None), settings)
+    assert (cast("Any", config.http).args, config.backlog) == ((most,), backlog)

@@ -1,0 +1,329 @@
+"""Rewrites JSON schemas so that llguidance keeps what they say: it reads numbers as doubles, and proves little of
+`oneOf`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from typing import Any, NamedTuple, TypeAlias
+
+Path: TypeAlias = tuple[str | int, ...]
+JsonSchema: TypeAlias = dict[str, Any]
+
+_EXACT = 2**53
+"""Beyond this, doubles skip integers."""
+_MOST_INTEGER = 2**63 - 1024
+"""The largest double that llguidance compiles as the bound of an integer."""
+_MOST_BRANCHES, _MOST_PAIRS, _MOST_DEPTH = 64, 10_000, 8
+"""The effort of a proof that branches differ: branches, pairs of values, and references or properties in a row."""
+_DEFINITIONS = ("$defs", "definitions")
+_SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
+"""Keywords that allow any value. Those that begin with "$" or "x-" and are not `$ref` are not named here."""
+
+
+class NotKept(ValueError):
+    """A schema with an integer whose digits no grammar keeps."""
+
+
+class Loosened(NamedTuple):
+    """JSON text of a schema without what a grammar cannot hold, and the paths and reasons of what was left out."""
+
+    schema: str
+    left_out: list[str]
+
+
+def parts(schema: JsonSchema) -> Iterator[tuple[Path, Any]]:
+    """Yields the schemas inside a schema, each with its path."""
+    for key, value in schema.items():
+        if key in ("items", "additionalItems", "additionalProperties") and isinstance(value, dict):
+            yield (key,), value
+        elif key in ("properties", "patternProperties", *_DEFINITIONS) and isinstance(value, dict):
+            yield from (((key, name), part) for name, part in value.items())
+        elif key in ("allOf", "anyOf", "oneOf", "prefixItems", "items") and isinstance(value, list):
+            yield from (((key, index), part) for index, part in enumerate(value))
+
+
+def put(schema: JsonSchema, path: Path, part: Any) -> JsonSchema:
+    """Returns a copy of a schema with another part at `path`."""
+    if not path:
+        return part if isinstance(part, dict) else {}
+    copy = json.loads(json.dumps(schema))
+    place = copy
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = part
+    return dict(copy)
+
+
+def definitions_of(schema: JsonSchema) -> JsonSchema:
+    """Returns the keywords of a schema that its references lead to."""
+    return {key: schema[key] for key in _DEFINITIONS if key in schema}
+
+
+def with_any_of(schema: JsonSchema, *, only_proven: bool) -> tuple[JsonSchema, list[Path]]:
+    """Returns a schema with `anyOf` in the place of each `oneOf`, and the paths of those that may be wider: no proof
+    says that a value fits one branch at most. With `only_proven`, these stay `oneOf`."""
+    definitions, wider = definitions_of(schema), list[Path]()
+
+    def change(part: Any, path: Path) -> Any:
+        if not isinstance(part, dict):
+            return part
+        for step, inner in parts(part):
+            part = put_shallow(part, step, change(inner, path + step))
+        if not isinstance(branches := part.get("oneOf"), list) or "anyOf" in part:
+            return part
+        is_proven = len(branches) <= _MOST_BRANCHES and all(
+            _differ(one, other, definitions) for one, other in combinations(branches, 2)
+        )
+        if not is_proven:
+            wider.append((*path, "oneOf"))
+        if not is_proven and only_proven:
+            return part
+        return {"anyOf" if key == "oneOf" else key: value for key, value in part.items()}
+
+    return change(schema, ()), wider
+
+
+def put_shallow(schema: JsonSchema, step: Path, part: Any) -> JsonSchema:
+    """Returns a copy of a schema with another part at a `step` that `parts` gave. All other parts are shared."""
+    key, *rest = step
+    if not rest:
+        return schema | {str(key): part}
+    inner = schema[str(key)]
+    changed: Any = dict(inner) if isinstance(inner, dict) else list(inner)
+    changed[rest[0]] = part
+    return schema | {str(key): changed}
+
+
+def _differ(one: Any, other: Any, definitions: JsonSchema, depth: int = _MOST_DEPTH) -> bool:
+    """Returns True if it is proven that no value fits both schemas."""
+    one, other = (_resolved(schema, definitions) for schema in (one, other))
+    if depth == 0 or not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    types, other_types = _types(one), _types(other)
+    if types and other_types and not types & other_types:
+        return True
+    values, other_values = _values(one), _values(other)
+    if values and other_values:
+        few = len(values) * len(other_values) <= _MOST_PAIRS
+        return few and not any(value == another for value in values for another in other_values)
+    if types != {"object"} or other_types != {"object"}:
+        return False
+    keys = {*_required(one), *_required(other)}
+    return (
+        any(_differ(_property(one, key), _property(other, key), definitions, depth - 1) for key in keys)
+        or any(_forbids(other, key) for key in _required(one))
+        or any(_forbids(one, key) for key in _required(other))
+    )
+
+
+def _resolved(schema: Any, definitions: JsonSchema) -> Any:
+    """Returns the schema that a reference to a definition leads to."""
+    for _ in range(_MOST_DEPTH):
+        if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+            return schema
+        root, key, name = [*schema["$ref"].split("/"), "", ""][:3]
+        found = definitions.get(key) if root == "#" else None
+        schema = found.get(name) if isinstance(found, dict) and schema["$ref"].count("/") == 2 else None
+    return None
+
+
+_TYPES = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+
+
+def _types(schema: JsonSchema) -> set[str]:
+    """Returns the types that a value may have, with "number" for integers; the empty set if nothing says so."""
+    declared = schema.get("type")
+    if declared is None:
+        return {_TYPES.get(type(value), "null") for value in _values(schema)}
+    names = declared if isinstance(declared, list) else [declared]
+    return {"number" if name == "integer" else str(name) for name in names}
+
+
+def _values(schema: JsonSchema) -> list[Any]:
+    """Returns the values of `const` or `enum`; [] if neither is there."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
+
+
+def _required(schema: JsonSchema) -> list[str]:
+    required = schema.get("required")
+    return [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+
+
+def _property(schema: JsonSchema, key: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(key) if isinstance(properties, dict) else None
+
+
+def _forbids(schema: JsonSchema, key: str) -> bool:
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    return is_closed and _property(schema, key) is None
+
+
+def json_rules(name: str, schema: JsonSchema) -> list[str]:
+    """Returns the lines of a Lark grammar whose rule `name` is the JSON of a schema. `x-guidance` in it has the options
+    of llguidance. Raises `NotKept`."""
+    kept = _within_doubles(with_any_of(schema, only_proven=True)[0])
+    if not _holds_big(kept, definitions_of(kept), set()):
+        return [f"{name}: %json {json.dumps(kept, ensure_ascii=False)}"]
+    rules = _ExactRules(name, kept)
+    return [f"{name}: {rules.value(kept)}", *rules.lines]
+
+
+_BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+
+
+def _within_doubles(schema: Any) -> Any:
+    """Returns a schema whose bounds beyond 2**53 are doubles, moved inwards: no reply is outside of the given ones."""
+    if not isinstance(schema, dict):
+        return schema
+    for step, inner in parts(schema):
+        schema = put_shallow(schema, step, _within_doubles(inner))
+    return {key: _inwards(value, _BOUNDS[key]) if key in _BOUNDS else value for key, value in schema.items()}
+
+
+def _inwards(bound: Any, sign: int) -> Any:
+    """Returns a bound, as the next double above (`sign` 1) or below (-1) that llguidance compiles."""
+    if not _is_big(bound):
+        return bound
+    if bound * sign < -_MOST_INTEGER:
+        return -_MOST_INTEGER * sign
+    nearest = float(bound) if abs(bound) < 2**1000 else math.copysign(2.0**1000, bound)
+    return int(nearest if (int(nearest) - bound) * sign >= 0 else math.nextafter(nearest, math.inf * sign))
+
+
+def _is_big(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) > _EXACT
+
+
+def _has_big(value: Any) -> bool:
+    """Returns whether a value is or holds an integer that no double keeps."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return _is_big(value) or any(map(_has_big, inner))
+
+
+def _holds_big(schema: Any, definitions: JsonSchema, seen: set[str]) -> bool:
+    """Returns whether such an integer is a value of a schema, or of one that it refers to. `seen` are references."""
+    if not isinstance(schema, dict):
+        return False
+    if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
+        seen.add(reference)
+        if _holds_big(_resolved({"$ref": reference}, definitions), definitions, seen):
+            return True
+    inner = (part for path, part in parts(schema) if path[0] not in _DEFINITIONS)
+    return any(map(_has_big, _values(schema))) or any(_holds_big(part, definitions, seen) for part in inner)
+
+
+class _ExactRules:
+    """The rules of a schema that holds such integers, as texts. What holds none is left to llguidance.
+
+    Objects have their properties in the order of the schema and no others, which is less than the schema may allow.
+    """
+
+    def __init__(self, name: str, schema: JsonSchema) -> None:
+        self.lines: list[str] = []
+        self._name = name
+        self._definitions = definitions_of(schema)
+        self._options: JsonSchema = schema.get("x-guidance") or {}
+        self._named: dict[str, str] = {}
+        """The names of the rules of references."""
+        blank = self._options.get("whitespace_pattern", "[ \\t\\n\\r]{0,40}")
+        self._blank = f"/({blank})?/" if self._options.get("whitespace_flexible", True) else ""
+        self._comma, self._colon = (
+            f"{self._blank} {json.dumps(self._options.get(key, sign))} {self._blank}"
+            for key, sign in (("item_separator", ","), ("key_separator", ":"))
+        )
+
+    def value(self, schema: Any) -> str:
+        """Returns the expression of a value of a schema."""
+        if not _holds_big(schema, self._definitions, set()):
+            part = schema if isinstance(schema, dict) else {}
+            whole = part | self._definitions | {"x-guidance": self._options}
+            return self._rule(f"%json {json.dumps(whole, ensure_ascii=False)}")
+        said = {key for key in schema if key not in _SAY_NOTHING and (key == "$ref" or key[:1] not in "$x")}
+        said -= {"definitions"}
+        if said == {"$ref"}:
+            return self._reference(schema["$ref"])
+        if said <= {"const", "enum", "type"}:
+            return self._constants(schema)
+        if said in ({"anyOf"}, {"anyOf", "type"}):
+            return f"({' | '.join(self.value(self._typed(branch, schema)) for branch in schema['anyOf'])})"
+        if (
+            said <= {"type", "properties", "required", "additionalProperties"}
+            and schema.get("type", "object") == "object"
+        ):
+            return self._object(schema)
+        if said <= {"type", "items", "prefixItems", "minItems", "maxItems"} and schema.get("type", "array") == "array":
+            return self._array(schema)
+        raise NotKept("the digits of an integer above 2**53 cannot be guaranteed beside " + ", ".join(sorted(said)))
+
+    @staticmethod
+    def _typed(branch: Any, schema: JsonSchema) -> Any:
+        return {"type": schema["type"]} | branch if "type" in schema and isinstance(branch, dict) else branch
+
+    def _rule(self, expression: str) -> str:
+        name = f"{self._name}_{len(self.lines)}"
+        self.lines.append(f"{name}: {expression}")
+        return name
+
+    def _reference(self, reference: str) -> str:
+        if reference not in self._named:
+            # Named first: the schema may refer to itself.
+            self._named[reference] = f"{self._name}_ref_{len(self._named)}"
+            part = _resolved({"$ref": reference}, self._definitions)
+            self.lines.append(f"{self._named[reference]}: {self.value(part)}")
+        return self._named[reference]
+
+    def _constants(self, schema: JsonSchema) -> str:
+        types = _types(schema)
+        texts = [
+            json.dumps(json.dumps(value, ensure_ascii=False), ensure_ascii=False)
+            for value in _values(schema)
+            if _TYPES.get(type(value), "null") in types
+        ]
+        if not texts:
+            raise NotKept("no value of const or enum has the type")
+        return f"({' | '.join(texts)})"
+
+    def _object(self, schema: JsonSchema) -> str:
+        properties, required = schema.get("properties") or {}, _required(schema)
+        members = {key: properties.get(key, {}) for key in [*properties, *required]}
+        first, rest = '""', '""'
+        # From the last to the first: a member needs a comma only if another one stands before it.
+        for key, part in reversed(members.items()):
+            name = json.dumps(json.dumps(key, ensure_ascii=False), ensure_ascii=False)
+            member = self._rule(f"{name} {self._colon} {self.value(part)}")
+            is_optional = key not in required
+            first = self._rule(f"{member} {rest}" + (f" | {first}" if is_optional else ""))
+            rest = self._rule(f"({self._comma} {member}){'?' if is_optional else ''} {rest}")
+        return f'"{{" {self._blank} {first} {self._blank} "}}"'
+
+    def _array(self, schema: JsonSchema) -> str:
+        items, least, most = schema.get("items", {}), schema.get("minItems", 0), schema.get("maxItems")
+        elements = list(map(self.value, schema.get("prefixItems", ())))
+        if most is not None and most < max(1, len(elements)):
+            raise NotKept("the digits of an integer above 2**53 cannot be guaranteed with so few maxItems")
+        tail = ""
+        if items is not False:
+            item = self.value(items)
+            elements = elements or [item]
+            bounds = f"{max(0, least - len(elements))},{'' if most is None else most - len(elements)}"
+            tail = f"({self._comma} {item}){{{bounds}}}"
+        for index, element in reversed(list(enumerate(elements))):
+            tail = f"{self._comma if index else ''} {element} {tail}"
+            tail = tail if index < least else f"({tail})?"
+        return f'"[" {self._blank} {tail} {self._blank} "]"'
+
+
+def weaker(part: JsonSchema, compiles: Callable[[JsonSchema], bool]) -> JsonSchema:
+    """Returns a schema that allows all that `part` allows, and more: without the keywords that alone do not compile, or
+    with nothing but the type. A `oneOf` becomes `anyOf`."""
+    changed = part if "anyOf" in part else {"anyOf" if key == "oneOf" else key: value for key, value in part.items()}
+    changed = {key: value for key, value in changed.items() if compiles({key: value})}
+    if changed != part and compiles(changed):
+        return changed
+    only_type = {key: value for key, value in part.items() if key == "type"}
+    return only_type if only_type != part and compiles(only_type) else {}
