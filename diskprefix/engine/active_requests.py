@@ -24,7 +24,7 @@ from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
-from diskprefix.kv.page_cache import Later
+from diskprefix.kv.page_cache import Later, held_up
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
@@ -219,6 +219,9 @@ class ActiveRequests:
                 return False
             youngest = max(ready, key=lambda one: one.arrived, default=reply)
             with self.failing(youngest.running):
+                if self._pages.disk_hangs and len(self._pages.running) == 1:
+                    # It would lack the same memory when it begins again.
+                    raise held_up()
                 self.preempt(youngest)
             if youngest.state is not None:
                 # It failed, and another reply of its request is being fetched.

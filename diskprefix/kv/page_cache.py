@@ -90,6 +90,11 @@ class PrefixMatch:
     logits: torch.Tensor | None = None
 
 
+def held_up() -> NotReady:
+    """The error of a request that lacks the memory which reads hold that do not end."""
+    return NotReady("a restore holds the KV memory that is missing, and the disk does not answer")
+
+
 class PageCache:
     """The pages of one model, by sequence and by name, within `limit_bytes` and within what `free_bytes` says that the
     device has. `block_size` is in tokens. `keeps`: what no sequence uses stays. For the engine's thread, but for
@@ -223,7 +228,7 @@ class PageCache:
             if sequence is None and (self.running or (is_held and not self.disk_hangs)):
                 return None
             if sequence is None and (self._abandoned or is_held):
-                raise NotReady("a restore holds the KV memory that is missing, and the disk does not answer")
+                raise held_up()
             if sequence is None:
                 raise pool.too_long(len(token_ids))
             sequence.owner, sequence.token_ids, sequence.num_exact = owner, token_ids, len(token_ids)

@@ -26,10 +26,11 @@ ROOT = Path(__file__).parents[2]
 def test_in_no_history_is_a_reply_wrong_or_lost(first: int, tmp_path: Path) -> None:
     found = run_histories(range(first, first + 20), tmp_path)
     assert (found.histories, found.failures) == (20, [])
-    assert all(found.events[kind] for kind in ("purge", "kill", "stop", "from disk", "from memory"))
+    kinds = ("purge", "kill", "stop", "from disk", "from memory", "use_tool", "start_beside", "meet_a_hang")
+    assert all(found.events[kind] for kind in kinds)
 
 
-@pytest.mark.parametrize("mutant", ["the tenant of memory", "the wake behind a fetch", "the end of a pin"])
+@pytest.mark.parametrize("mutant", ["the tenant of memory", "the wake behind a fetch", "the mark of others"])
 def test_without_a_protection_a_history_is_wrong(mutant: str, tmp_path: Path) -> None:
     assert run_histories(range(40), tmp_path, without=mutant, until=MUTANTS[mutant].shows).failures
 

@@ -644,8 +644,7 @@ class History:
 
     def _finish(self) -> None:
         """Waits for all requests, and looks at what is left of them."""
-        # Known: with a bucket, a prompt that lost its memory may wait until the disk answers (seed 46).
-        if self.disk.hangs and self.random.random() < 0.5 and not self._has_bucket:
+        if self.disk.hangs and self.random.random() < 0.5:
             self._within(PATIENCE_S, lambda: not self._waiting(), "a request waits for a read that never ends")
         self._calm()
         self._check_errors()
