@@ -45,6 +45,9 @@ class TaggedFormat:
     def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
         raise NotImplementedError
 
+    def no_call_grammar(self, tools: Sequence[JsonObject]) -> str:
+        raise NotImplementedError
+
 
 class TaggedParser:
     """Parses the whole text at its end."""
