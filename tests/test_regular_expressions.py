@@ -24,6 +24,7 @@ from diskprefix.api.dialect import Head
 from diskprefix.api.reply import DeltaEvent
 from diskprefix.api.responses_writer import OutputItems
 from diskprefix.chat.normalisers import NORMALISERS
+from diskprefix.chat.output.call_patterns import strings_of
 from diskprefix.chat.output.call_values import OfferedTools, python_calls
 from diskprefix.chat.output.choose_format import FamilyFormat
 from diskprefix.chat.output.families import FAMILIES, Family
@@ -46,9 +47,15 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
         for pattern, uses in ((one.pattern, ("search", "sub")), (one.lines, ("search",)), (one.seen, ("search",)))
     ],
     "chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
-    "chat/output/call_values.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
+    "chat/output/call_values.py": [
+        (r"<(/?)([\w.\-]+)>", ("split",)),
+        (f"({strings_of('<escape>').pattern})", ("split",)),
+    ],
     "chat/output/parsers.py": [],
-    "chat/output/call_patterns.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
+    "chat/output/call_patterns.py": [
+        (r'<invoke name="(?P<name>[^"\n]+)">', ("match",)),
+        (strings_of("").pattern, ("finditer",)),
+    ],
     "cli/policy_file.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
 }
 """Samples of the patterns that are made while the program runs, and how they are used, by module. Alternatives of

@@ -158,16 +158,34 @@ class CallGrammar:
         if not is_text:
             value = f"{self._json(f'value_{label}', schema)} {self._terminals(after)}"
         elif values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
-            value = f"({' | '.join(self._terminals(str(one)) for one in values)}) {self._terminals(after)}"
+            stops = self._stops(after)
+            texts = [self._terminals(text) for text in map(str, values) if not any(stop in text for stop in stops)]
+            if not texts:
+                raise InvalidRequest.at("tools", f"no call of this model can hold a value of {key!r}")
+            value = f"({' | '.join(texts)}) {self._terminals(after)}"
         else:
             value = self._free_text(label, after)
         return self._rule(f"argument_{label}", f"{self._terminals(before)} {value}")
 
+    def _stops(self, after: str) -> list[str]:
+        """Returns what ends a text when it is read: its own tag, and what may follow that, as models leave it out."""
+        if not after.startswith("\n"):
+            return [after.strip()]
+        opening, tail = self._family.argument.partition("KEY")[0], self._family.call.split("ARGUMENTS")[1]
+        return [text for text in map(str.strip, (after, opening, tail)) if text]
+
     def _free_text(self, label: str, after: str) -> str:
-        """Returns the rule of any text with its end."""
-        if self._special.match(after):
-            return f"{self._rule(f'text_{label}', '/(?s:.*)/')} {self._terminals(after)}"
-        return self._rule(f"text_{label}[suffix={json.dumps(after)}]", "/(?s:.*)/", name=f"text_{label}")
+        """Returns the rule of any text with its end. Nothing in the text ends it when it is read."""
+        tag, *others = self._stops(after)
+        is_token = self._special.match(after) is not None
+        stops = "|".join(map(re.escape, [tag, *others] if is_token else others))
+        body = "/(?s:.*)/" + (f" & ~/(?s:.*)({_written(stops)})(?s:.*)/" if stops else "")
+        text = self._rule(f"TEXT_{label}", body, name=f"TEXT_{label}")
+        if is_token:
+            return f"{text} {self._terminals(after)}"
+        # Without the blanks before it, as the reader finds it too.
+        text = self._rule(f"text_{label}[suffix={json.dumps(tag)}]", text, name=f"text_{label}")
+        return f"{text} {self._terminals(after.partition(tag)[2])}"
 
     def _json(self, name: str, schema: Any) -> str:
         options = {"x-guidance": _AS_TEMPLATES_WRITE}
@@ -200,7 +218,7 @@ def _object(function: JsonObject) -> JsonObject:
 
 def _written(pattern: str) -> str:
     """Returns a regular expression as it stands between slashes."""
-    return pattern.replace("/", "[/]").replace("\\\n", "\\n")
+    return pattern.replace("/", r"\/").replace("\\\n", "\\n")
 
 
 def _filled(template: str, **values: str) -> str:

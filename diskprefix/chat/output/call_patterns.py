@@ -47,6 +47,17 @@ def _read_as(written: str) -> str:
     return "".join(parts)
 
 
+def strings_of(quotes: str) -> regex.Pattern[str]:
+    """Returns a pattern of strings, of which the last one may lack its end: those between `quotes`, as in braces, and
+    those of JSON and Python."""
+    between = [rf"{regex.escape(quotes)}.*?(?:{regex.escape(quotes)}|\Z)"] if quotes else [_string("'")]
+    return regex.compile("|".join([*between, _string('"')]), regex.DOTALL)
+
+
+def _string(quote: str) -> str:
+    return rf"{quote}(?:[^{quote}\\]|\\.)*+(?:{quote}|\\?\Z)"
+
+
 class CallPatterns:
     """The regular expressions by which the calls of a family are read."""
 
@@ -54,6 +65,11 @@ class CallPatterns:
         head, tail = (part.strip() for part in family.call.split("ARGUMENTS"))
         key, _, value_end = family.argument.partition("VALUE")
         self.ends = any_of(family.ends)
+        self.ends_or_strings = None
+        """`ends`, or strings as the group `string`, in which a tag does not end a call."""
+        if family.body in ("braces", "python"):
+            strings = strings_of(family.quotes).pattern
+            self.ends_or_strings = regex.compile(f"(?P<string>{strings})|{self.ends.pattern}", regex.DOTALL)
         self.tail = regex.compile(family.tail or regex.escape(tail) or r"(?!)")
         pattern = family.head
         if not pattern and family.body not in ("objects", "python"):

@@ -230,7 +230,9 @@ class CallReader:
         reader, quotes = self._reader, self._family.quotes
         arguments: object = None
         if self._family.body == "braces":
-            arguments = braces((yield from reader.before(self._patterns.ends)) or "", quotes)
+            arguments = braces(
+                (yield from reader.before(self._patterns.ends, self._patterns.ends_or_strings)) or "", quotes
+            )
         else:
             text = (yield from reader.before(self._patterns.tail)) or ""
             if (yield from reader.match(self._patterns.tail)):
@@ -240,7 +242,8 @@ class CallReader:
     def _python(self) -> Parsing[None]:
         yield from self._reader.space()
         is_tagged = bool(self._family.ends)
-        source = yield from (self._reader.before(self._patterns.ends) if is_tagged else self._reader.brackets())
+        reader, patterns = self._reader, self._patterns
+        source = yield from (reader.before(patterns.ends, patterns.ends_or_strings) if is_tagged else reader.brackets())
         self._all(python_calls(source or "", self._tools))
 
     def _all(self, calls: Sequence[ParsedCall]) -> bool:

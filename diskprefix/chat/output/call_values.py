@@ -8,7 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import regex
+
 from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.output.call_patterns import strings_of
 
 _NUMBERS = {"integer", "number"}
 
@@ -20,10 +23,6 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)(\s*:)")
 _WRAPPERS = {"print"}
 """Written around calls by Gemma."""
-
-
-_TEXT = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))', re.DOTALL)
-"""A string in quotes. One without an end takes the rest: otherwise each quote in it would be tried too."""
 
 
 class OfferedTools:
@@ -222,18 +221,16 @@ def elements(text: str, prefix: str, schema: JsonObject) -> object:
 
 
 def braces(text: str, quote: str) -> JsonObject | None:
-    """Returns the object `{key:value}`, with strings between two `quote`s; None if it cannot be parsed."""
-    parts = text.split(quote)
-    for index, part in enumerate(parts):
-        # JSON's own strings stay as they are; bare keys stand only outside of them.
-        parts[index] = json.dumps(part) if index % 2 else _with_quoted_keys(part)
+    """Returns the object `{key:value}`, with strings of JSON and between two `quote`s; None if it cannot be parsed."""
+    # Bare keys stand only outside of strings.
+    pieces = regex.split(f"({strings_of(quote).pattern})", text, flags=regex.DOTALL)
+    pieces[::2] = [_BARE_KEY.sub(r'\1"\2"\3', piece) for piece in pieces[::2]]
+    pieces[1::2] = [
+        piece if piece.startswith('"') else json.dumps(piece.removeprefix(quote).removesuffix(quote))
+        for piece in pieces[1::2]
+    ]
     try:
-        value = json.loads("".join(parts))
+        value = json.loads("".join(pieces))
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _with_quoted_keys(text: str) -> str:
-    pieces = _TEXT.split(text)
-    return "".join(piece if piece.startswith('"') else _BARE_KEY.sub(r'\1"\2"\3', piece) for piece in pieces)

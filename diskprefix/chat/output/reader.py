@@ -147,10 +147,19 @@ class Reader:
             at = early.start() + 1
         return found
 
-    def before(self, pattern: regex.Pattern[str]) -> Parsing[str | None]:
-        """Reads the text before a match of `pattern`, or the whole rest if there is none. None if that is empty."""
+    def before(self, pattern: regex.Pattern[str], skipping: regex.Pattern[str] | None = None) -> Parsing[str | None]:
+        """Reads the text before a match of `pattern`, or the whole rest if there is none. None if that is empty.
+
+        `skipping` is the same pattern, or strings as the group `string`. A match in a string counts only if there is
+        no other when the reply has ended."""
         while True:
-            found = pattern.search(self.text, self.at)
+            if skipping is None:
+                found = pattern.search(self.text, self.at)
+            else:
+                matches = skipping.finditer(self.text, self.at)
+                found = next((one for one in matches if one["string"] is None), None)
+                if found is None and self.ended:
+                    found = pattern.search(self.text, self.at)
             if found is not None or not (yield from self.more()):
                 read = self.text[self.at : found.start() if found else None]
                 self.at += len(read)

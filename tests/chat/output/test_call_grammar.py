@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from itertools import islice
 from typing import Any
 
@@ -11,7 +12,8 @@ import llguidance.numpy
 import pytest
 
 from diskprefix.chat.output.choose_format import FamilyFormat
-from diskprefix.chat.output.families import FAMILIES
+from diskprefix.chat.output.families import FAMILIES, NONE
+from diskprefix.chat.output.format import OutputFormat
 from diskprefix.errors import InvalidRequest
 from tests.chat.output.replies import NAMES, format_named, read, tool
 
@@ -120,8 +122,8 @@ def takes(grammar: str, text: str) -> bool:
     return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
 
 
-def one_call(name: str, called: dict[str, Any]) -> str:
-    grammar = format_named(name).call_grammar([called], many=False)
+def one_call(name: str, called: dict[str, Any], format: OutputFormat | None = None) -> str:
+    grammar = (format or format_named(name)).call_grammar([called], many=False)
     return next(text for seed in range(50) if (text := generated(grammar, seed)) is not None)
 
 
@@ -171,6 +173,25 @@ def test_a_tag_that_is_a_token_begins_no_call_with_its_letters_either() -> None:
     )
     assert takes(strict, one_call("hermes", STRICT))
     assert not takes(strict, one_call("hermes", OTHER))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_text_that_holds_a_tag_is_read_back_whole_and_cut_anywhere(name: str) -> None:
+    """Tags of the family in a string ended the call."""
+    format, family = format_named(name), next(family for family in [*FAMILIES, NONE] if family.name == name)
+    tags = set(re.findall(r"<[^<>\s]+>|\[/?[A-Z_]+\]", "\n".join(family.tags)))
+    refused = 0
+    for tag in sorted(tag for tag in tags if not re.search("NAME|KEY|TYPE", tag)):
+        asked = tool("put", text={"type": "string", "const": f"a{tag}b"})
+        asked["function"]["parameters"] |= {"required": ["text"], "additionalProperties": False}
+        try:
+            text = one_call("", asked, format)
+        except InvalidRequest:
+            refused += 1
+            continue
+        for pieces in ([text], list(text)):
+            assert read(format, pieces, [asked], "<|start|>assistant").parsed_calls == [("put", {"text": f"a{tag}b"})]
+    assert refused <= 2
 
 
 def definitions() -> dict[str, Any]:
