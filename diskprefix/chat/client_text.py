@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Literal, TypeAlias, TypeVar
 
@@ -128,7 +128,7 @@ class StandIns:
         self._originals = {code: char for char, code in self._never.items()} | self._doubtful_originals
         one = f"[{chr(codes[0])}-{chr(codes[-1])}]" if codes else "(?!)"
         # The search for one character is faster than that for a repetition.
-        self._any = re.compile(f"{one}{one}*")
+        self._any = re.compile(f"({one}{one}*)")
         self._any_escaped = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 
     def are_in(self, text: str) -> bool:
@@ -162,16 +162,15 @@ class StandIns:
         """Returns the text that is written: each character is the client's."""
         return self._any.sub(lambda match: match[0].translate(self._originals), written)
 
-    def for_tokens(self, written: str, text: str) -> str:
-        """Returns what is written, whose `text` is known, with stand-ins only where a token's text must become no
-        token."""
-
-        def shown(match: re.Match[str]) -> str:
-            begin, end = match.span()
-            is_token = self._rules.tokens.spelled(text, begin, end)
-            return match[0].translate(self._doubtful_originals) if is_token else text[begin:end]
-
-        return self._any.sub(shown, written)
+    def read(self, written: str) -> tuple[str, str]:
+        """Returns the text that is written, and the same with stand-ins where a token's text must become no token."""
+        pieces = self._any.split(written)
+        runs, pieces[1::2] = pieces[1::2], [run.translate(self._originals) for run in pieces[1::2]]
+        text, ends = "".join(pieces), [*accumulate(map(len, pieces))]
+        for k, run in enumerate(runs):
+            if self._rules.tokens.spelled(text, ends[2 * k], ends[2 * k + 1]):
+                pieces[2 * k + 1] = run.translate(self._doubtful_originals)
+        return text, "".join(pieces)
 
 
 def private_characters(number: int, used: Collection[str]) -> range:

@@ -27,17 +27,20 @@ class Rendering:
     template_input: TemplateInput
     written: str
 
-    @cached_property
+    @property
     def text(self) -> str:
         """The text of the prompt."""
-        stand_ins = self.template_input.stand_ins
-        return self.written if stand_ins is None else stand_ins.text(self.written)
+        return self._read[0]
 
-    @cached_property
+    @property
     def for_tokens(self) -> str:
         """The text with stand-ins where it must become no token."""
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[str, str]:
         stand_ins = self.template_input.stand_ins
-        return self.written if stand_ins is None else stand_ins.for_tokens(self.written, self.text)
+        return (self.written, self.written) if stand_ins is None else stand_ins.read(self.written)
 
 
 class ReplySpan(NamedTuple):

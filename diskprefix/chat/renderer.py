@@ -183,8 +183,7 @@ class PromptRenderer:
         rules = self._template.text_rules
         gap, stand_ins = with_stand_ins(gap, rules, lambda gap, change: gap.changed(partial(change, "client")))
         written = write(gap)
-        text = written if stand_ins is None else stand_ins.text(written)
-        return text, written if stand_ins is None else stand_ins.for_tokens(written, text)
+        return (written, written) if stand_ins is None else stand_ins.read(written)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""

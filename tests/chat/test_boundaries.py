@@ -59,8 +59,8 @@ def bounded(messages: list[dict[str, str]], render: Any = chatml) -> tuple[tuple
     """The boundaries, in the way the module docstring describes, and the tokens."""
     changed, stand_ins = standing_in(messages)
     written = render(changed)
-    text = written if stand_ins is None else stand_ins.text(written)
-    encoded = encode(written if stand_ins is None else stand_ins.for_tokens(written, text))
+    text, for_tokens = (written, written) if stand_ins is None else stand_ins.read(written)
+    encoded = encode(for_tokens)
     ids = set(SPECIAL_IDS.values())
     return template_boundaries(encoded.token_ids, encoded.offsets, ids, text, written), encoded
 
@@ -84,7 +84,7 @@ def test_no_text_of_a_token_is_left_and_every_text_comes_back(value: Any) -> Non
     assert (stand_ins is None) == (before == after)
     if stand_ins is not None:
         assert [*map(stand_ins.text, after)] == before
-        kept = [*map(stand_ins.for_tokens, after, before)]
+        kept = [stand_ins.read(text)[1] for text in after]
         assert not any(marker in text for text in kept for marker in MARKERS)
         plain = [text for text in before if not any(marker in text for marker in MARKERS)]
         assert set(plain) <= set(kept)
@@ -110,7 +110,7 @@ def test_a_token_that_is_doubtful_stays_one_but_no_boundary(rules: TextRules, te
     changed, stand_ins = standing_in([text], rules)
     assert stand_ins is not None
     tokens = re.compile("|".join(map(re.escape, rules.tokens.texts)))
-    assert tokens.findall(stand_ins.for_tokens(changed[0], text)) == found
+    assert tokens.findall(stand_ins.read(changed[0])[1]) == found
     assert tokens.findall(changed[0]) == []
     assert stand_ins.text(changed[0]) == text
 
