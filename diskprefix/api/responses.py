@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +17,11 @@ from diskprefix.api.fields import (
     AS_SENT,
     MAX_NAME_CHARS,
     MAX_TOOLS,
+    NO_LIMIT,
     Body,
     CacheControl,
     Count,
+    Limit,
     NamedTool,
     OneOf,
     ReasoningLimits,
@@ -227,8 +228,8 @@ class ResponseRequest(RequestBody, Unmarkable):
         default=None, description="A stored response, whose input and output come before `input`."
     )
     store: bool | None = Field(default=None, description="`false`: the response is not stored. Default: true.")
-    max_output_tokens: Count | None = Field(
-        default=None, description="Most tokens of the reply. Absent, or more than fit: as many as fit."
+    max_output_tokens: Limit | None = Field(
+        default=None, description="Most tokens of the reply. Absent, -1, or more than fit: as many as fit."
     )
     tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
         default=None, description="Functions, and namespaces of them. Tools of other types are skipped."
@@ -309,7 +310,7 @@ class ResponseRequest(RequestBody, Unmarkable):
         echo: Json = {
             "instructions": self.instructions,
             "frequency_penalty": self.frequency_penalty or 0.0,
-            "max_output_tokens": self.max_output_tokens,
+            "max_output_tokens": None if self.max_output_tokens == NO_LIMIT else self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
@@ -375,7 +376,7 @@ class Responses:
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
         if self.compacts:
             # The tools stay in the prompt, whose beginning is that of the conversation so far.
-            most = min(body.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+            most = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
             return Asked(
                 prompt=prompt,
                 sampling=replace(sampling, max_tokens=most),
@@ -447,7 +448,7 @@ class Responses:
 
 def _storable(items: list[SpokenItem]) -> bytes | None:
     """Returns the JSON text of items, or None if it is too large to be stored."""
-    text = json.dumps([stored_form(item) for item in items], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text = json_text([stored_form(item) for item in items])
     if len(text) <= MAX_STORED_BYTES:
         return text
     log.info("[server] a response is not stored: its input has %s", format_size(len(text)))

@@ -11,10 +11,21 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from diskprefix.api.dialect import Json, json_text
-from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, AskedDetail, Body, Markable, OneOf, detail_of
+from diskprefix.api.fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    AskedDetail,
+    Body,
+    Markable,
+    OneOf,
+    detail_of,
+    empty_as,
+    require_content,
+)
+from diskprefix.api.openai_messages import Refusal
 from diskprefix.chat.messages import (
     ContentPart,
     ImagePart,
@@ -41,16 +52,6 @@ class TextContent(Markable):
 
     def neutral(self, path: str) -> ContentPart:
         return TextPart(self.text, f"{path}.text", self.mark)
-
-
-class Refusal(Body):
-    """A refusal of the assistant."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    def neutral(self, path: str) -> ContentPart:
-        return TextPart(self.refusal, f"{path}.refusal")
 
 
 class ImageContent(Body):
@@ -92,10 +93,13 @@ class MessageItem(Markable):
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="Who speaks. `developer` becomes `system` unless the chat template knows it."
     )
-    content: Content = Field(description="Text, or a list of content parts.")
+    content: Annotated[Content | None, AfterValidator(require_content)] = Field(
+        default=None, validate_default=True, description="Text, or a list of content parts. An assistant may have none."
+    )
 
     def neutral(self, path: str) -> Message:
-        return Message(role=self.role, content=_parts(self.content, f"{path}.content"), mark=self.mark, path=path)
+        content = _parts(self.content or (), f"{path}.content")
+        return Message(role=self.role, content=content, mark=self.mark, path=path)
 
 
 def full_name(name: str, namespace: str | None) -> str:
@@ -111,7 +115,7 @@ class CallItem(Body):
     call_id: str = Field(min_length=1, description="The output of the function refers to it.")
     name: str = Field(min_length=1, description="Name of the function.")
     namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
-    arguments: str = Field(description="Its arguments as JSON text.")
+    arguments: Annotated[str, empty_as("")] = Field(default="", description="Its arguments as JSON text.")
 
     def neutral(self, path: str) -> Message:
         call = ToolCall(self.call_id, full_name(self.name, self.namespace), self.arguments)
@@ -124,7 +128,7 @@ class OutputItem(Body):
     type: Literal["function_call_output"]
     id: str | None = None
     call_id: str = Field(min_length=1, description="The call that it answers.")
-    output: Content = Field(description="Text, or a list of content parts.")
+    output: Annotated[Content, empty_as("")] = Field(default="", description="Text, or a list of content parts.")
 
     def neutral(self, path: str) -> Message:
         parts = _parts(self.output, f"{path}.output")
@@ -172,7 +176,7 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] = Field(
+    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS), empty_as([])] = Field(
         default=[], description="Used if there is no `content`."
     )
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = Field(
@@ -280,7 +284,7 @@ def stored_form(item: SpokenItem) -> Json:
             kind = "output_text" if item.role == "assistant" else "input_text"
             form["content"] = [{"type": kind, "text": item.content}]
         if item.role == "assistant":
-            form["content"] = [part | {"annotations": []} for part in form["content"]]
+            form["content"] = [part | {"annotations": []} for part in form.get("content", ())]
     return form
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,11 +14,9 @@ from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
 from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.error_replies import early_failure, early_sign, error_response, logged, note_failure
+from diskprefix.server.error_replies import early_failure, early_sign, error_response, note_failure
 from diskprefix.server.generation import Generation, Generations, LiveEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
-
-log = logging.getLogger("diskprefix")
 
 KEEPALIVE_S = 8.0
 """Clients and proxies give up after as little as ten seconds without a byte."""
@@ -91,8 +88,7 @@ class EventStream(_ReplyResponse):
             await connection.body(_FIRST_BYTES + _encoded(self._writer.begin()))
             await self._stream(connection)
         except DiskPrefixError as error:
-            note_failure(scope, error)
-            log.error("a stream ended early: %s", logged(error))
+            note_failure(scope, error, "a stream ended early")
             await connection.body(_encoded(self._writer.failure(error)), more=False)
         except ClientDisconnect:
             log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
@@ -147,11 +143,9 @@ class PatientResponse(_ReplyResponse):
             else:
                 await whole(scope, receive, send)
         except DiskPrefixError as error:
-            note_failure(scope, error)
+            note_failure(scope, error, "a reply ended early" if connection.has_begun else "")
             if not connection.has_begun:
                 await error_response(scope, error)(scope, receive, send)
-                return
-            log.error("a reply ended early: %s", logged(error))
         except ClientDisconnect:
             log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
         finally:
@@ -208,8 +202,7 @@ class HeldResponse(Response):
         try:
             response = self._preparing.result()
         except DiskPrefixError as error:
-            note_failure(scope, error)
-            log.error("a request that waited cannot be served: %s", logged(error))
+            note_failure(scope, error, "a request that waited cannot be served")
             if self._is_stream:
                 await send({"type": "http.response.body", "body": early_failure(scope, error), "more_body": False})
             return

@@ -33,6 +33,7 @@ from diskprefix.engine.request import (
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, QueueFull
 from diskprefix.server import generation
 from diskprefix.server.generation import EventBuffer, Generation
+from diskprefix.server.keys import Caller
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.streaming import EventStream, PatientResponse
 from tests.engine.driving import Cancelled
@@ -88,7 +89,7 @@ class Sent:
         self._script = script
         self.messages: list[dict[str, Any]] = []
         self.times: list[float] = []
-        self.context = LogContext()
+        self.context = LogContext(caller=Caller("alice"))
 
     async def send(self, message: Any) -> None:
         self.messages.append(message)
@@ -190,13 +191,16 @@ def test_an_early_error_has_its_status() -> None:
     assert (sent.status, json.loads(sent.body)["error"]["param"]) == (400, "messages")
 
 
-def test_a_late_error_of_a_whole_reply_breaks_the_body_off() -> None:
+def test_a_late_error_of_a_whole_reply_breaks_the_body_off_and_the_log_says_whose(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A client takes that for a failure of the connection, and never for a reply."""
     sent = whole(Prepared(None, HELLO[0], DiskPrefixError("the daemon is stopping")))
     assert sent.status == 200
     assert sent.body.strip() == b""
     assert not sent.is_whole
     assert sent.context.error == "the daemon is stopping"
+    assert f"{sent.context.request_id} of alice" in caplog.text
 
 
 @pytest.mark.parametrize("respond", [streamed, whole])
