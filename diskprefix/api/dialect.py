@@ -50,7 +50,7 @@ def json_text(value: object) -> bytes:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError):
         # It takes no integers beyond 64 bits, which a schema may hold.
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from diskprefix.api.fields import (
 )
 from diskprefix.api.responses_items import (
     MAX_STORED_BYTES,
+    TEXT_ARGUMENT,
     Input,
     Item,
     MessageItem,
@@ -59,6 +60,21 @@ class FunctionTool(NamedTool):
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
 
 
+class TextFormatBody(Body):
+    """The format of a custom tool's text."""
+
+    type: Literal["text", "grammar"]
+    syntax: str = Field(default="", description="Of a grammar: `lark` or `regex`.")
+    definition: str = Field(default="", description="The grammar. The model reads it, and is not constrained by it.")
+
+
+class CustomTool(NamedTool):
+    """A tool that takes a text. The model knows it as a function with one argument."""
+
+    type: Literal["custom"]
+    format: TextFormatBody | None = Field(default=None, description="The format of its text.")
+
+
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
 """What a function in a response must have, though a request need not say it."""
 
@@ -75,18 +91,22 @@ class Namespace(Body):
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     tools: Annotated[
-        list[Annotated[FunctionTool | HostedTool, OneOf("an object", HostedTool)]], Field(max_length=MAX_TOOLS)
+        list[Annotated[FunctionTool | CustomTool | HostedTool, OneOf("an object", HostedTool)]],
+        Field(max_length=MAX_TOOLS),
     ]
 
 
 ToolAsSent: TypeAlias = Annotated[
-    Annotated[FunctionTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
+    Annotated[FunctionTool | CustomTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
     AS_SENT,
 ]
 
 
+_SERVED = ("function", "custom")
+
+
 class OfferedFunctions:
-    """The functions among the tools of a request, in the form of OpenAI's chat API."""
+    """The functions and custom tools among the tools of a request, in the form of OpenAI's chat API."""
 
     def __init__(self, sent: Sequence[JsonObject]) -> None:
         self.functions: list[JsonObject] = []
@@ -97,16 +117,18 @@ class OfferedFunctions:
         """The namespaces of functions that have one, by the names that the model knows."""
         named = [*self._named(sent)]
         self.strict = frozenset(tool["name"] for _, tool in named if tool["type"] == "function" and tool.get("strict"))
+        self.custom = frozenset(tool["name"] for _, tool in named if tool["type"] == "custom")
+        """The names of those that are custom tools."""
         skipped = set()
         for path, tool in named:
-            if tool["type"] != "function":
+            if tool["type"] not in _SERVED:
                 skipped.add(shown(tool["type"]))
                 continue
             if tool.get("cache_control") is not None:
                 mark = CacheControl.model_validate(tool["cache_control"]).mark
                 self.marks.append((len(self.functions), mark))
             self.functions.append({"type": "function", "function": _function(tool)})
-            self.paths.append(f"{path}.parameters")
+            self.paths.append(f"{path}.{'format' if tool['type'] == 'custom' else 'parameters'}")
         note_left_out(skipped, "OpenAI's servers")
 
     def _named(self, sent: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
@@ -116,7 +138,7 @@ class OfferedFunctions:
                 yield f"tools.{index}", tool
                 continue
             for place, one in enumerate(tool["tools"]):
-                if one["type"] == "function":
+                if one["type"] in _SERVED:
                     one = one | {"name": full_name(one["name"], tool["name"])}
                     self.namespaces[one["name"]] = tool["name"]
                 yield f"tools.{index}.tools.{place}", one
@@ -124,32 +146,39 @@ class OfferedFunctions:
 
 def _function(tool: JsonObject) -> JsonObject:
     """`strict` is left out: it says nothing to a model."""
+    if tool["type"] == "custom":
+        form = tool.get("format") or {}
+        described = {"description": f"Text of this {form.get('syntax')} grammar: {form.get('definition')}"}
+        text = {"type": "string"} | (described if form.get("type") == "grammar" else {})
+        tool = tool | {
+            "parameters": {"type": "object", "properties": {TEXT_ARGUMENT: text}, "required": [TEXT_ARGUMENT]}
+        }
     kept = ("name", "description", "parameters")
     return {name: value for name, value in tool.items() if name in kept and value is not None}
 
 
 class ChosenFunction(Body):
-    """One of the offered functions."""
+    """One of the offered functions and custom tools."""
 
-    type: Literal["function"] = Field(description="Always `function`.")
+    type: Literal["function", "custom"] = Field(description="`function` or `custom`.")
     name: str = Field(min_length=1, description="Name of an offered function.")
 
 
 class ResponseToolChoice(Body):
     """The function that must be called, or those that may be."""
 
-    type: Literal["function", "allowed_tools"] = Field(description="Tools of other types are not served.")
+    type: Literal["function", "custom", "allowed_tools"] = Field(description="Tools of other types are not served.")
     name: str | None = Field(default=None, min_length=1, description="The function that must be called.")
     mode: Literal["auto", "required"] | None = Field(default=None, description="Whether one of `tools` must be called.")
     tools: list[ChosenFunction] | None = Field(default=None, min_length=1, description="Those that may be called.")
 
     @model_validator(mode="after")
     def _has_what_its_type_says(self) -> ResponseToolChoice:
-        require_fields(self, *(("name",) if self.type == "function" else ("mode", "tools")))
+        require_fields(self, *(("mode", "tools") if self.type == "allowed_tools" else ("name",)))
         return self
 
     def neutral(self, *, many: bool) -> ToolChoice:
-        if self.name is not None and self.type == "function":
+        if self.name is not None and self.type != "allowed_tools":
             return ToolChoice("required", frozenset({self.name}), many=False)
         names = frozenset(tool.name for tool in self.tools or ())
         return ToolChoice(self.mode or "auto", names, many=many)
@@ -232,7 +261,7 @@ class ResponseRequest(RequestBody, Unmarkable):
         default=None, description="Most tokens of the reply. Absent, -1, or more than fit: as many as fit."
     )
     tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Functions, and namespaces of them. Tools of other types are skipped."
+        default=None, description="Functions, custom tools, and namespaces of them. Tools of other types are skipped."
     )
     tool_choice: ToolChoiceField | None = Field(
         default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
@@ -421,6 +450,7 @@ class Responses:
             keep=keep,
             compacts=self.compacts,
             namespaces=body.offered.namespaces,
+            custom=body.offered.custom,
         )
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:

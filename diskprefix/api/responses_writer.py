@@ -1,12 +1,12 @@
 """Writes the reply of OpenAI's responses API: the response, or the events of its stream.
 
-An item is a message, a reasoning or a function call. One is open at a time: the next one closes it.
+An item is a message, a reasoning or a call. One is open at a time: the next one closes it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -24,7 +24,7 @@ from diskprefix.api.reply import (
     WholeReply,
     logprob_reply,
 )
-from diskprefix.api.responses_items import compacted, item_id
+from diskprefix.api.responses_items import compacted, item_id, text_argument
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, TokenLogprob
 from diskprefix.errors import DiskPrefixError
@@ -80,9 +80,11 @@ class OutputItems:
         reasoning_is_summary: bool,
         compacts: bool = False,
         namespaces: Mapping[str, str] | None = None,
+        custom: Collection[str] = (),
     ) -> None:
         self._response_id = response_id
         self._namespaces = namespaces or {}
+        self._custom = custom
         self._summary: list[str] | None = [] if compacts else None
         self._reasoning = _SUMMARY if reasoning_is_summary else _REASONING
         self.done: list[Json] = []
@@ -106,10 +108,14 @@ class OutputItems:
                 begun = [] if self._is_open(self._reasoning) else self._begin_part(self._reasoning, {"summary": []})
                 events += [*begun, self._piece(delta.text)]
             elif isinstance(delta, CallBegin):
-                call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+                is_custom = delta.name in self._custom
+                call = {"call_id": delta.id, "name": delta.name, "input" if is_custom else "arguments": ""}
                 if namespace := self._namespaces.get(delta.name):
                     call |= {"name": delta.name.removeprefix(f"{namespace}__"), "namespace": namespace}
-                events += self._begin("function_call", call)
+                events += self._begin("custom_tool_call" if is_custom else "function_call", call)
+            elif self._open is not None and "input" in self._open.item:
+                # It is a part of JSON, of which the text is known at the end.
+                self._open.text.append(delta.arguments)
             else:
                 events.append(self._piece(delta.arguments))
         if deltas and not any(isinstance(delta, ContentDelta) for delta in deltas):
@@ -187,8 +193,13 @@ class OutputItems:
             return []
         text, names = "".join(closing.text), closing.names
         done = {"type": f"response.{_text_event(names)}.done", **closing.place}
-        if names is None:
-            whole: Json = {"arguments": text}
+        if "input" in closing.item:
+            whole: Json = {"input": text_argument(text)}
+            kind = "response.custom_tool_call_input"
+            events = [closing.place | {"type": f"{kind}.delta", "delta": whole["input"]}]
+            events.append(closing.place | {"type": f"{kind}.done"} | whole)
+        elif names is None:
+            whole = {"arguments": text}
             events = [done | whole | {"name": closing.item["name"]}]
         else:
             whole = {names.field: [closing.part]}
@@ -216,12 +227,17 @@ class ResponseWriter:
         keep: Callable[[Json], None] | None,
         compacts: bool = False,
         namespaces: Mapping[str, str] | None = None,
+        custom: Collection[str] = (),
     ) -> None:
         self._head = head
         self._echo = echo
         self._keep = keep
         self._items = OutputItems(
-            head.id, reasoning_is_summary=reasoning_is_summary, compacts=compacts, namespaces=namespaces
+            head.id,
+            reasoning_is_summary=reasoning_is_summary,
+            compacts=compacts,
+            namespaces=namespaces,
+            custom=custom,
         )
         self._num_events = 0
         self._end = EndEvent(0, "stop")

@@ -9,9 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
+from diskprefix.api.responses_items import full_name
 from diskprefix.json_values import whole_characters
-from tests.server.scripted import ScriptedEngine, scripted_app
+from tests.server.agent_model import call, saying
+from tests.server.scripted import ScriptedEngine, events_of, scripted_app
 from tests.server.test_bad_requests import JSON, ROUTES, USER
 
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = (
@@ -191,3 +195,90 @@ def test_what_says_nothing_is_read_as_nothing(
 ) -> None:
     served(client, path, **fields)
     assert engine.last_prompt == prompt + SAID
+
+
+PATCH = '*** Begin Patch\n+ "x" \u00e9\n*** End Patch'
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+CUSTOM = {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": GRAMMAR}
+SPACE = {"type": "namespace", "name": "files", "description": "", "tools": [CUSTOM]}
+PATCHED = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": PATCH}
+EXEC = {"type": "exec", "command": ["ls"], "env": {}}
+SHELL = {"type": "local_shell_call", "id": "lsh_1", "call_id": "c1", "action": EXEC}
+SEARCHED = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}}
+
+
+def said_by_assistant(name: str, arguments: Any) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return f'{SAID}<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call><|im_end|>\n'
+
+
+@pytest.mark.parametrize(
+    ("call", "output", "written"),
+    [
+        (PATCHED, {"type": "custom_tool_call_output", "call_id": "c1"}, ("apply_patch", {"input": PATCH})),
+        (SHELL, {"type": "local_shell_call_output", "id": "c1"}, ("local_shell", EXEC)),
+        (SHELL, {"type": "function_call_output", "call_id": "c1"}, ("local_shell", EXEC)),
+    ],
+)
+def test_the_items_of_codex_are_calls_and_results_and_a_search_without_a_result_is_left_out(
+    client: httpx.Client, engine: ScriptedEngine, call: Any, output: Any, written: tuple[str, Any]
+) -> None:
+    answer = served(client, RESPONSES, input=[USER, SEARCHED, call, output | {"output": "Done!"}])
+    assert engine.last_prompt == ASKED + said_by_assistant(*written) + NOTHING.replace("\n\n", "\nDone!\n") + SAID
+    [listed] = [
+        one
+        for one in client.get(f"/v1/responses/{answer.json()['id']}/input_items").json()["data"]
+        if one["type"] == call["type"]
+    ]
+    assert listed == listed | call
+    again = served(client, RESPONSES, input=USER["content"], previous_response_id=answer.json()["id"])
+    assert again.json()["status"] == "completed"
+
+
+@pytest.mark.parametrize("choice", ["auto", {"type": "custom", "name": "apply_patch"}])
+@pytest.mark.parametrize("tools", [[CUSTOM], [SPACE]])
+def test_a_custom_tool_is_a_function_of_one_text_and_its_call_is_an_item_of_its_own(
+    client: httpx.Client, engine: ScriptedEngine, tools: list[Any], choice: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = tools[0]["name"] if tools != [CUSTOM] else None
+    name = full_name("apply_patch", space)
+    if isinstance(choice, dict):
+        choice = choice | {"name": name}
+    monkeypatch.setattr(engine, "script", saying(call(name, input=PATCH) + call(name, text="a", more=1)))
+    asked = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": True}
+    whole = served(client, RESPONSES, **asked).json()
+    items = whole["output"]
+    same = {"type": "custom_tool_call", "name": "apply_patch", "status": "completed"}
+    same |= {} if space is None else {"namespace": space}
+    assert [one["input"] for one in items] == ([PATCH, '{"text": "a", "more": 1}'] if choice == "auto" else [PATCH])
+    assert all(one == one | same for one in items)
+    assert '"required": ["input"]' in engine.last_prompt
+    assert GRAMMAR["definition"] in json.loads(
+        f'"{engine.last_prompt.split("grammar: ")[1].partition(chr(125))[0][:-1]}"'
+    )
+    events = events_of(served(client, RESPONSES, stream=True, **asked).text)
+    of_first = [one for one in events if one.get("output_index") == 0]
+    assert [one["type"].removeprefix("response.") for one in of_first] == [
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+    ]
+    assert (of_first[0]["item"]["input"], of_first[1]["delta"], of_first[2]["input"]) == ("", PATCH, PATCH)
+    assert [one["item_id"] for one in of_first[1:3]] == [of_first[0]["item"]["id"]] * 2
+    kind = TypeAdapter[Any](ResponseStreamEvent)
+    for one in events:
+        kind.validate_json(json.dumps(one), strict=True)
+    again = [one | {"id": None, "status": None} for one in items]
+    outputs = [{"type": "custom_tool_call_output", "call_id": one["call_id"], "output": "Done!"} for one in items]
+    served(client, RESPONSES, input=[USER, *again, *outputs], tools=tools)
+    assert json.dumps({"input": PATCH}, ensure_ascii=False) in engine.last_prompt
+
+
+def test_half_a_character_in_a_models_arguments_is_whole_in_the_reply(
+    client: httpx.Client, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "script", saying(call("read", path=HALF)))
+    tool = {"name": "read", "input_schema": {"type": "object"}}
+    [used] = served(client, MESSAGES, tools=[tool]).json()["content"]
+    assert used["input"] == {"path": "\ufffd"}
