@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, Literal, TypeAlias, cast
@@ -390,17 +392,14 @@ class Responses:
         self._echo: Mapping[str, msgspec.Raw] = {}
         self._input: bytes | None = None
         """JSON text of the items of the request itself, if the response is to be stored."""
+        self._early: ResponseWriter | None = None
+        """The writer of the events that were sent while the model was loading."""
         self.compacts = False
         """True if the reply is to be the conversation in short."""
 
     def read(self, body: ResponseRequest, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
         body.require_stream(body.stream_options)
-        self._echo = body.echo
-        if (num_bytes := sum(len(bytes(value)) for value in self._echo.values())) > MAX_STORED_BYTES:
-            limit = format_size(MAX_STORED_BYTES)
-            said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
-            largest = max(self._echo, key=lambda name: len(bytes(self._echo[name])))
-            raise InvalidRequest.at(largest, said)
+        self._echo = _echo_of(body)
         prompt = self.conversation(body, ResponseStore(notes()))
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
         if self.compacts:
@@ -438,7 +437,26 @@ class Responses:
             path="input",
         )
 
+    def early(self, body: ResponseRequest, reply_id: str) -> ResponseWriter | None:
+        """Returns the writer of `response.created` and `response.in_progress` before the model is loaded."""
+        with suppress(InvalidRequest):
+            head = Head(
+                id=reply_id,
+                created=int(time.time()),
+                model=body.model or "",
+                fingerprint="",
+                prompt_tokens=0,
+                request_id="",
+            )
+            # It writes whether the response will be stored, and never a whole response.
+            keep = _is_not_called if body.is_stored else None
+            self._early = ResponseWriter(head, _echo_of(body), reasoning_is_summary=False, keep=keep)
+        return self._early
+
     def writer(self, body: ResponseRequest, head: Head) -> ResponseWriter:
+        num_events = 0
+        if self._early is not None:
+            head, num_events = replace(head, created=self._early.head.created), self._early.num_events
         keep = None
         if self._store is not None and self._input is not None:
             keep = partial(self._store.put, input_json=self._input, prompt=head.prompt)
@@ -451,6 +469,7 @@ class Responses:
             compacts=self.compacts,
             namespaces=body.offered.namespaces,
             custom=body.offered.custom,
+            num_events=num_events,
         )
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:
@@ -474,6 +493,20 @@ class Responses:
         if body.is_stored and not self.compacts:
             self._input = _storable([item for item, _ in said])
         return [*earlier, *said]
+
+
+def _is_not_called(_response: Json) -> None:
+    raise AssertionError("the response is written by another writer")
+
+
+def _echo_of(body: ResponseRequest) -> Mapping[str, msgspec.Raw]:
+    """Returns `body.echo`. Raises `InvalidRequest` if it is too large."""
+    echo = body.echo
+    if (num_bytes := sum(len(bytes(value)) for value in echo.values())) > MAX_STORED_BYTES:
+        limit = format_size(MAX_STORED_BYTES)
+        said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
+        raise InvalidRequest.at(max(echo, key=lambda name: len(bytes(echo[name]))), said)
+    return echo
 
 
 def _storable(items: list[SpokenItem]) -> bytes | None:

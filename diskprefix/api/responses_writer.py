@@ -228,8 +228,9 @@ class ResponseWriter:
         compacts: bool = False,
         namespaces: Mapping[str, str] | None = None,
         custom: Collection[str] = (),
+        num_events: int = 0,
     ) -> None:
-        self._head = head
+        self.head = head
         self._echo = echo
         self._keep = keep
         self._items = OutputItems(
@@ -239,7 +240,8 @@ class ResponseWriter:
             namespaces=namespaces,
             custom=custom,
         )
-        self._num_events = 0
+        self.num_events = num_events
+        """The events that were sent, also before there was this writer."""
         self._end = EndEvent(0, "stop")
 
     def whole(self, reply: WholeReply) -> Json:
@@ -250,6 +252,8 @@ class ResponseWriter:
         return self._complete(reply.done)
 
     def begin(self) -> Sequence[ServerSentEvent]:
+        if self.num_events:
+            return ()
         response = self._response("in_progress")
         return self._numbered(
             [{"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}]
@@ -279,8 +283,8 @@ class ResponseWriter:
     def _numbered(self, events: Sequence[Json]) -> list[ServerSentEvent]:
         sent = []
         for event in events:
-            sent.append(ServerSentEvent(event | {"sequence_number": self._num_events}, event["type"]))
-            self._num_events += 1
+            sent.append(ServerSentEvent(event | {"sequence_number": self.num_events}, event["type"]))
+            self.num_events += 1
         return sent
 
     def _complete(self, done: DoneEvent) -> Json:
@@ -290,7 +294,7 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._items.done,
             "usage": _usage(done, self._end.reasoning_tokens),
-            **figures_reply(done, self._head.clamped_to),
+            **figures_reply(done, self.head.clamped_to),
         }
         if self._keep is not None:
             self._keep(response)
@@ -299,21 +303,21 @@ class ResponseWriter:
     def _response(self, status: str) -> Json:
         """Returns a response without output."""
         return {
-            "id": self._head.id,
+            "id": self.head.id,
             "object": "response",
-            "created_at": self._head.created,
+            "created_at": self.head.created,
             "completed_at": None,
             "status": status,
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self._head.model,
+            "model": self.head.model,
             "output": [],
             "service_tier": "default",
             "store": self._keep is not None,
-            "system_fingerprint": self._head.fingerprint,
+            "system_fingerprint": self.head.fingerprint,
             # What is known so far: Open Responses requires the field, and OpenAI's schema takes no null.
-            "usage": _counts(self._head.prompt_tokens),
+            "usage": _counts(self.head.prompt_tokens),
             **self._echo,
         }
 

@@ -165,21 +165,31 @@ class PatientResponse(_ReplyResponse):
         return events
 
 
-async def first_signs(preparing: asyncio.Task[Response], *, is_stream: bool) -> Response:
-    """Returns the prepared response, or, if that takes long, one that shows signs of life until it is ready."""
+async def first_signs(
+    preparing: asyncio.Task[Response], *, is_stream: bool, early: Callable[[], ReplyWriter | None] | None = None
+) -> Response:
+    """Returns the prepared response, or, if that takes long, one that shows signs of life until it is ready: the events
+    of the writer that `early` returns, or comments."""
     done, _ = await asyncio.wait({preparing}, timeout=KEEPALIVE_S)
-    return preparing.result() if done else HeldResponse(preparing, is_stream=is_stream)
+    if done:
+        return preparing.result()
+    # In a thread: the events repeat fields of the request.
+    writer = await asyncio.to_thread(early) if is_stream and early is not None else None
+    return HeldResponse(preparing, is_stream=is_stream, writer=writer)
 
 
 class HeldResponse(Response):
     """Begins before it is known whether a request can be served. An error is sent as in a reply that fails."""
 
-    def __init__(self, preparing: asyncio.Task[Response], *, is_stream: bool) -> None:
+    def __init__(
+        self, preparing: asyncio.Task[Response], *, is_stream: bool, writer: ReplyWriter | None = None
+    ) -> None:
         self.media_type = EventStream.media_type if is_stream else PatientResponse.media_type
         super().__init__(headers=_STREAM_HEADERS if is_stream else None)
         del self.headers["content-length"]
         self._preparing = preparing
         self._is_stream = is_stream
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sign = early_sign(scope) if self._is_stream else b"\n"
@@ -187,6 +197,8 @@ class HeldResponse(Response):
         leaving = asyncio.create_task(disconnected(receive))
         try:
             while not self._preparing.done():
+                if self._writer is not None:
+                    sign = _encoded(self._writer.begin()) or self._writer.keepalive()
                 await send({"type": "http.response.body", "body": sign, "more_body": True})
                 waited = {self._preparing, leaving}
                 await asyncio.wait(waited, timeout=KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -204,7 +216,10 @@ class HeldResponse(Response):
         except DiskPrefixError as error:
             note_failure(scope, error, "a request that waited cannot be served")
             if self._is_stream:
-                await send({"type": "http.response.body", "body": early_failure(scope, error), "more_body": False})
+                body = (
+                    _encoded(self._writer.failure(error)) if self._writer is not None else early_failure(scope, error)
+                )
+                await send({"type": "http.response.body", "body": body, "more_body": False})
             return
         has_failed = False
 

@@ -282,3 +282,61 @@ def test_half_a_character_in_a_models_arguments_is_whole_in_the_reply(
     tool = {"name": "read", "input_schema": {"type": "object"}}
     [used] = served(client, MESSAGES, tools=[tool]).json()["content"]
     assert used["input"] == {"path": "\ufffd"}
+
+
+DATA = "data:image/png;base64,iVBORw0KGgo="
+OF_CHAT = {"type": "image_url", "image_url": {"url": DATA}}
+OF_MESSAGES = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+OF_RESPONSES = {"type": "input_image", "image_url": DATA}
+PICTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    CHAT: ("messages", OF_CHAT, {"type": "file", "file": {"file_id": "f"}}),
+    MESSAGES: (
+        "messages",
+        OF_MESSAGES,
+        {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}},
+    ),
+    RESPONSES: ("input", OF_RESPONSES, {"type": "input_file", "file_data": "x"}),
+}
+REPLIED = {"role": "assistant", "content": "Hm."}
+
+
+def seen(path: str, part: Any) -> list[dict[str, Any]]:
+    """A call, and its result with a part that is no text."""
+    if path == CHAT:
+        return [*called("{}"), result([part])]
+    if path == RESPONSES:
+        return [USER, CALL_ITEM, OUTPUT_ITEM | {"output": [part]}]
+    *asked, answer = used({})
+    return [*asked, answer | {"content": [answer["content"][0] | {"content": [part]}]}]
+
+
+@pytest.mark.parametrize("path", PICTURES)
+@pytest.mark.parametrize(("which", "word"), [(1, "picture"), (2, None)])
+@pytest.mark.parametrize("place", ["result", "older turn"])
+def test_a_picture_that_the_history_keeps_is_a_note_for_a_model_of_text(
+    client: httpx.Client, engine: ScriptedEngine, path: str, which: int, word: str | None, place: str
+) -> None:
+    field, *parts = PICTURES[path]
+    part = parts[which - 1]
+    word = word or ("document" if path == MESSAGES else "file")
+    messages = seen(path, part) if place == "result" else [USER | {"content": [part]}, REPLIED, USER]
+    answer = served(client, path, **{field: messages}).json()
+    note = f"[{word} left out: this model reads text]"
+    assert engine.last_prompt.count(note) == 1
+    [change] = engine.requests[-1].prompt.rewriting.changes
+    assert change.normaliser == "unread_content"
+    assert change.path.startswith(f"{field}.{'2' if place == 'result' else '0'}.")
+    assert "prefix_cache" in answer
+    last = [REPLIED, USER | {"content": [part]}, USER]
+    refused = client.post(path, json=ROUTES[path] | {field: last})
+    assert (refused.status_code, "this model takes text only" in refused.text) == (400, True)
+
+
+def test_every_page_and_every_question_answers_head_as_get_without_a_body(client: httpx.Client) -> None:
+    for path in ("/", "/chat", "/dashboard", "/health", "/v1/models", "/v1/models/scripted", "/props", "/metrics"):
+        asked, head = client.get(path), client.head(path)
+        assert (head.status_code, head.content) == (asked.status_code, b""), path
+        assert head.headers.get("content-type") == asked.headers.get("content-type")
+    assert client.head("/tokenize").status_code == 405
+    assert client.head("/nowhere").status_code == 404
+    assert client.head("/docs").status_code == client.head("/openapi.json").status_code == 200
