@@ -255,8 +255,9 @@ def template_of(path: Path) -> str:
 def offered_by(known: KnownModel, needs: ModelNeeds) -> list[str]:
     """Returns the capabilities of a model by its files, as `/v1/models` names them once it is loaded. Raises
     `ModelError`, `OSError`."""
-    own = known.settings.chat_template
-    template = own.read_text(encoding="utf-8") if own else "" if known.path is None else template_of(known.path)
+    template = "" if known.path is None else template_of(known.path)
+    if known.settings.chat_template is not None:
+        template = known.settings.chat_template.read_text(encoding="utf-8", errors="replace")
     offered = {
         "completion": True,
         "chat": bool(template),

@@ -73,7 +73,7 @@ class Listing:
             if self._catalogue is not None and not isinstance(self._known_needs.get(known.name), ModelNeeds):
                 try:
                     found: ModelNeeds | DiskPrefixError | None = await asyncio.to_thread(self._needs, known.settings)
-                    if found is not None and known.path is not None:
+                    if isinstance(found, ModelNeeds) and known.path is not None:
                         self._offers[known.name] = await asyncio.to_thread(_offer, known, known.path, found)
                 except DiskPrefixError as error:
                     found = error
