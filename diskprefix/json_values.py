@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 MOST_PARTS, MOST_VALUES = 1 << 18, 1 << 21
 """Limits for a request: objects, lists and texts (keys included), and values in all. Parsing holds Python's lock."""
@@ -43,12 +44,15 @@ def _sum(counted: Iterable[Counted]) -> Counted:
 
 def _count(text: bytes) -> Counted:
     outside = _outside_of_strings(text)
-    parts = sum(int(np.count_nonzero(outside == ord(mark))) for mark in '"[{')
-    return Counted(parts, int(np.count_nonzero(outside == ord(","))) + parts)
+    parts = sum(int((outside == ord(mark)).sum()) for mark in '"[{')
+    return Counted(parts, int((outside == ord(",")).sum()) + parts)
 
 
 def _outside_of_strings(text: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Returns the characters of JSON that are not in strings, with the last quote of each."""
+    # Not above: the front process, which reads bodies too, has no numpy.
+    import numpy as np
+
     marks = np.frombuffer(text.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     return marks[~np.logical_xor.accumulate(marks == ord('"'))]
 

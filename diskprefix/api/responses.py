@@ -70,7 +70,7 @@ class TextFormatBody(Body):
     definition: str = Field(default="", description="The grammar. The model reads it, and is not constrained by it.")
 
 
-class CustomTool(NamedTool):
+class TextTool(NamedTool):
     """A tool that takes a text. The model knows it as a function with one argument."""
 
     type: Literal["custom"]
@@ -93,13 +93,13 @@ class Namespace(Body):
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     tools: Annotated[
-        list[Annotated[FunctionTool | CustomTool | HostedTool, OneOf("an object", HostedTool)]],
+        list[Annotated[FunctionTool | TextTool | HostedTool, OneOf("an object", HostedTool)]],
         Field(max_length=MAX_TOOLS),
     ]
 
 
 ToolAsSent: TypeAlias = Annotated[
-    Annotated[FunctionTool | CustomTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
+    Annotated[FunctionTool | TextTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
     AS_SENT,
 ]
 

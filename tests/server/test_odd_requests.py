@@ -13,6 +13,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from diskprefix.api.responses_items import full_name
+from diskprefix.extras.front.front_messages import read_named
 from diskprefix.json_values import whole_characters
 from tests.server.agent_model import call, saying
 from tests.server.scripted import ScriptedEngine, events_of, scripted_app
@@ -340,3 +341,8 @@ def test_every_page_and_every_question_answers_head_as_get_without_a_body(client
     assert client.head("/tokenize").status_code == 405
     assert client.head("/nowhere").status_code == 404
     assert client.head("/docs").status_code == client.head("/openapi.json").status_code == 200
+
+
+def test_the_front_reads_the_model_of_a_body_with_half_a_character() -> None:
+    body = json.dumps({"model": "ash", "messages": [USER | {"content": HALF}]}).encode()
+    assert read_named(body).model == read_named(b"\xef\xbb\xbf" + body).model == "ash"
