@@ -120,7 +120,7 @@ class ShareFull(QueueFull):
     """The status is not 503, because other callers are served and a proxy must not consider the daemon down."""
 
     http_status = 429
-    error_type = "invalid_request_error"
+    error_type = "rate_limit_error"
     code = "too_many_requests"
 
 

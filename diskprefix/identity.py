@@ -26,6 +26,15 @@ def identity_text(
     )
 
 
+def identity_of_tenant(identity: str, tenant: str) -> str:
+    """Returns the identity of a tenant, from another tenant's with the same model. Raises `ValueError` for a text that
+    is no identity."""
+    values = json.loads(identity)
+    if not isinstance(values, dict):
+        raise ValueError("not an identity")
+    return canonical(values | {"salt": tenant})
+
+
 def identity_fields(text: str) -> dict[str, str]:
     """Returns the fields of an identity, without the tenant. Raises `ValueError` if it is not the text of one."""
     try:

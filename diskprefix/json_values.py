@@ -1,11 +1,14 @@
-"""Counts the values of JSON texts without parsing. Two bytes of text can become a hundred bytes of objects."""
+"""Counts the values of JSON texts without parsing (two bytes of text can become a hundred bytes of objects), and mends
+escapes that are no characters."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 MOST_PARTS, MOST_VALUES = 1 << 18, 1 << 21
 """Limits for a request: objects, lists and texts (keys included), and values in all. Parsing holds Python's lock."""
@@ -41,11 +44,31 @@ def _sum(counted: Iterable[Counted]) -> Counted:
 
 def _count(text: bytes) -> Counted:
     outside = _outside_of_strings(text)
-    parts = sum(int(np.count_nonzero(outside == ord(mark))) for mark in '"[{')
-    return Counted(parts, int(np.count_nonzero(outside == ord(","))) + parts)
+    parts = sum(int((outside == ord(mark)).sum()) for mark in '"[{')
+    return Counted(parts, int((outside == ord(",")).sum()) + parts)
 
 
 def _outside_of_strings(text: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Returns the characters of JSON that are not in strings, with the last quote of each."""
+    # Not above: the front process, which reads bodies too, has no numpy.
+    import numpy as np
+
     marks = np.frombuffer(text.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     return marks[~np.logical_xor.accumulate(marks == ord('"'))]
+
+
+_SURROGATES = re.compile(
+    r"(?<!\\)((?:\\\\)*+)(?:((?:\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})++)"
+    r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+"""Escaped backslashes, and behind them escapes of whole surrogate pairs, or the escape of one half of a pair."""
+
+
+def whole_characters(text: str) -> str:
+    r"""Returns JSON text with U+FFFD for each escape of half a surrogate pair, such as `\ud83d` alone.
+
+    A tool's result that was cut inside an emoji ends with one. No tokenizer takes it, and a client's history keeps it.
+    """
+    if r"\ud" not in text and r"\uD" not in text:
+        return text
+    return _SURROGATES.sub(lambda found: found[0] if found[2] else rf"{found[1]}\ufffd", text)

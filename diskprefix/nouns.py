@@ -189,7 +189,8 @@ class Mark(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A change by a normaliser. `path` is the place in the client's body."""
+    """A change by a normaliser, or `unread_content`: a note in the place of a picture. `path` is the place in the
+    client's body."""
 
     normaliser: str
     path: str

@@ -103,7 +103,7 @@ class Setting:
 MODEL, SERVER, CACHE, SHARED_TIER = "Model", "Server", "Disk cache", "Shared tier"
 _SAMPLING = {
     "temperature": (0.0, 2.0),
-    "top_p": (1e-6, 1.0),
+    "top_p": (0.0, 1.0),
     "top_k": (-1, 2**31 - 1),
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),

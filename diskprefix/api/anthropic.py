@@ -14,15 +14,16 @@ from diskprefix.api.anthropic_writer import MessageWriter
 from diskprefix.api.asked import Asked, TextFormat, ToolChoice, note_left_out
 from diskprefix.api.dialect import Head
 from diskprefix.api.fields import (
-    MAX_COUNT,
     MAX_MESSAGES,
     MAX_PARTS,
     MAX_STOPS,
     MAX_TOOLS,
     Body,
     Count,
+    LimitOrNothing,
     Markable,
     NamedTool,
+    NotServed,
     OneOf,
     RequestBody,
     StopString,
@@ -159,7 +160,7 @@ class CountTokensRequest(RequestBody, Markable):
     thinking: ThinkingBody | None = Field(default=None, description="Absent: as the chat template has it.")
     output_config: OutputConfig | None = Field(default=None, description="Effort, and JSON of a schema.")
     output_format: JsonFormat | None = Field(default=None, description="The older name of `output_config.format`.")
-    mcp_servers: None = Field(default=None, description="Not supported.")
+    mcp_servers: NotServed = Field(default=None, description="Not supported.")
     container: None = Field(default=None, description="Not supported.")
     compaction: None = Field(default=None, description="Not supported.")
     thread: JsonObject | None = Field(default=None, description="Not supported; the client then sends all messages.")
@@ -203,11 +204,9 @@ class MessagesRequest(CountTokensRequest):
         }
     )
 
-    max_tokens: int = Field(
-        ge=0,
-        le=MAX_COUNT,
-        description="Most tokens of the reply. More than fit: as many as fit. 0: the prompt is computed and kept, and "
-        "there is no reply.",
+    max_tokens: LimitOrNothing = Field(
+        description="Most tokens of the reply. -1, or more than fit: as many as fit. 0: the prompt is computed and "
+        "kept, and there is no reply."
     )
     temperature: float | None = Field(default=None, ge=0, le=1, description="Below 0.00001 it is greedy; default 1.")
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = Field(

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from diskprefix.api.fields import MAX_PARTS, Body, Markable, OneOf
+from diskprefix.api.fields import MAX_PARTS, Body, Markable, OneOf, empty_as, require_content
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -77,7 +77,7 @@ class ContentSource(Body):
     """A document of content blocks."""
 
     type: Literal["content"] = Field(description="`content`.")
-    content: TextOrInnerBlocks = Field(description="Text, or text and image blocks.")
+    content: TextOrBlocks = Field(description="Text, or text and image blocks.")
 
 
 class Citations(Body):
@@ -137,7 +137,7 @@ class ToolUseBlock(Markable):
     type: Literal["tool_use"] = Field(description="`tool_use`.")
     id: str = Field(min_length=1, description="The `tool_use_id` of its result refers to it.")
     name: str = Field(min_length=1, description="Name of the tool.")
-    input: JsonObject = Field(description="Its arguments.")
+    input: Annotated[JsonObject, empty_as({})] = Field(description="Its arguments.")
 
 
 class ToolResultBlock(Markable):
@@ -145,7 +145,7 @@ class ToolResultBlock(Markable):
 
     type: Literal["tool_result"] = Field(description="`tool_result`.")
     tool_use_id: str = Field(min_length=1, description="The call that it answers.")
-    content: TextOrInnerBlocks | None = Field(default=None, description="Text, or blocks.")
+    content: TextOrBlocks | None = Field(default=None, description="Text, or blocks.")
     is_error: bool | None = Field(default=None, description="`true`: the model reads `Error:` before the content.")
 
     def parts(self, path: str) -> Iterator[ContentPart]:
@@ -189,8 +189,7 @@ Block: TypeAlias = Annotated[
     OneOf("a content block with a type", OtherBlock),
 ]
 _TEXT_OR_BLOCKS = OneOf("a string or a list of content blocks")
-TextOrInnerBlocks: TypeAlias = Annotated[str | Annotated[list[Block], Field(max_length=MAX_PARTS)], _TEXT_OR_BLOCKS]
-Content: TypeAlias = Annotated[str | Annotated[list[Block], Field(min_length=1, max_length=MAX_PARTS)], _TEXT_OR_BLOCKS]
+TextOrBlocks: TypeAlias = Annotated[str | Annotated[list[Block], Field(max_length=MAX_PARTS)], _TEXT_OR_BLOCKS]
 
 ContentSource.model_rebuild()
 DocumentBlock.model_rebuild()
@@ -237,7 +236,11 @@ class AnthropicMessageBody(Body):
     """One message of the conversation. A `system` message may stand anywhere, and stays there."""
 
     role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
-    content: Content = Field(description="Text, or a list of content blocks.")
+    content: Annotated[TextOrBlocks | None, AfterValidator(require_content)] = Field(
+        default=None,
+        validate_default=True,
+        description="Text, or a list of content blocks. An assistant may have none.",
+    )
 
     def neutral(self, path: str) -> Iterator[Message]:
         """Returns the messages that it is: one for each tool result, and one for what stands between them."""
@@ -245,7 +248,7 @@ class AnthropicMessageBody(Body):
             yield Message(role=self.role, content=(TextPart(self.content, f"{path}.content"),), path=path)
             return
         said: list[tuple[Block, str]] = []
-        for index, block in enumerate(self.content):
+        for index, block in enumerate(self.content or ()):
             block_path = f"{path}.content.{index}"
             require_served(block, block_path, _ALLOWED[self.role], f"a message of role {self.role}")
             if not isinstance(block, ToolResultBlock):
@@ -255,7 +258,7 @@ class AnthropicMessageBody(Body):
                 yield self._message(said, path)
                 said = []
             yield _result(block, block_path)
-        if said:
+        if said or not self.content:
             yield self._message(said, path)
 
     def _message(self, said: Sequence[tuple[Block, str]], path: str) -> Message:
@@ -276,7 +279,7 @@ class AnthropicMessageBody(Body):
         """Returns whether the message is an assistant's text alone, which the reply continues."""
         if self.role != "assistant" or isinstance(self.content, str):
             return self.role == "assistant" and bool(self.content)
-        blocks = [block for block in self.content if not isinstance(block, ThinkingBlock | RedactedThinkingBlock)]
+        blocks = [block for block in self.content or () if not isinstance(block, ThinkingBlock | RedactedThinkingBlock)]
         return bool(blocks) and all(isinstance(block, TextBlock) and block.text for block in blocks)
 
 

@@ -18,6 +18,7 @@ from diskprefix.api.reply import CallBegin, EndEvent, ReplyDelta, ReplyEvent, Wh
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
+from diskprefix.json_values import whole_characters
 
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -179,7 +180,7 @@ def _usage(prompt_tokens: int, read: int, created: int, output_tokens: int) -> J
 def _input(call: WholeCall) -> Json:
     """Returns the arguments. What is no JSON object is handed over as Anthropic's documentation says to return it."""
     try:
-        arguments = json.loads(call.arguments or "{}")
+        arguments = json.loads(whole_characters(call.arguments or "{}"))
     except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}

@@ -9,7 +9,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -50,7 +50,7 @@ def json_text(value: object) -> bytes:
         return msgspec.json.encode(value)
     except (TypeError, ValueError, OverflowError):
         # It takes no integers beyond 64 bits, which a schema may hold.
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,12 @@ class Dialect(BodyReader[B], Protocol[B]):
 
     def writer(self, body: B, head: Head) -> ReplyWriter:
         """Returns the writer of the reply. It must not keep `body`: with images in it, it is too large for that."""
+
+
+@runtime_checkable
+class EarlyDialect(Protocol):
+    """An API whose streams begin with events of their own while the model loads: its clients do not count comments."""
+
+    def early(self, body: Any, reply_id: str, /) -> ReplyWriter | None:
+        """Returns the writer of these events, None if the request will be refused. The stream's own writer goes on
+        where it ends."""

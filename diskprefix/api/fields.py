@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
@@ -39,24 +40,39 @@ from diskprefix.units import parse_duration
 if TYPE_CHECKING:
     from diskprefix.model.load.picture_processor import Detail
 
+T = TypeVar("T")
+
 REFUSED = "refused"
 """The type of errors whose message says all, and must not be completed with the value at fault."""
 
 
-def _fail_fast(schema: Any) -> None:
-    """Makes each list and each dict in a schema of pydantic stop at its first error."""
+def _as_json(schema: Any) -> None:
+    """Makes each list and each dict in a schema of pydantic stop at its first error, and each integer read 3.0 as 3."""
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "dict"):
             schema["fail_fast"] = True
+        elif schema.get("type") == "int" and "strict" not in schema:
+            _take_points(schema)
+            return
         for part in schema.values():
-            _fail_fast(part)
+            _as_json(part)
     elif isinstance(schema, list | tuple):
         for part in schema:
-            _fail_fast(part)
+            _as_json(part)
+
+
+def _take_points(integer: Any) -> None:
+    """Changes the schema of an integer in place: it also takes a float without a fraction, which JSON Schema calls an
+    integer. Plain integers are tried first: a prompt may be a million of them."""
+    plain = integer | {"strict": True}
+    floats = core_schema.chain_schema([core_schema.float_schema(strict=True), integer | {"strict": False}])
+    either = core_schema.union_schema([(plain, "~int"), (floats, "~float")], mode="left_to_right")
+    integer.clear()
+    integer |= either | {"metadata": {"pydantic_js_functions": [lambda _schema, handler: handler(plain)]}}
 
 
 class Body(BaseModel):
-    """A JSON object that is read strictly: "5" is not taken for 5, nor true for 1, and NaN is refused.
+    """A JSON object that is read strictly: "5" is not taken for 5, nor true for 1, and NaN is refused. 5.0 is 5.
 
     Lists and objects are read up to their first error: an error takes two kilobytes, and only one is reported.
     """
@@ -66,7 +82,7 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
-        _fail_fast(schema)
+        _as_json(schema)
         return schema
 
 
@@ -75,6 +91,27 @@ def require_fields(body: Any, *names: str) -> None:
     for name in names:
         if getattr(body, name) is None:
             raise PydanticCustomError(REFUSED, f"of type {body.type} needs the field {name.rstrip('_')}")
+
+
+def require_content(content: T, info: ValidationInfo) -> T:
+    """Raises a validation error for a message without content, unless it is an assistant's or the result of a call."""
+    role = info.data.get("role", "assistant")
+    if content is None and role not in ("assistant", "tool", "function"):
+        raise PydanticCustomError(REFUSED, f"is required in a message of role {role}")
+    return content
+
+
+def _if_asked(value: object) -> object:
+    return None if value in ([], "none", "auto") else value
+
+
+NotServed: TypeAlias = Annotated[None, BeforeValidator(_if_asked)]
+"""A field that is not supported, and may be sent with a value that asks for nothing."""
+
+
+def empty_as(nothing: object) -> BeforeValidator:
+    """Reads null, an empty text and an empty list as `nothing`."""
+    return BeforeValidator(lambda value: nothing if value in (None, "", []) else value)
 
 
 def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
@@ -216,6 +253,18 @@ MAX_CACHE_KEY_CHARS = 512
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
+
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("limit", "Input should be at least 1, or -1 for no limit")
+    return value
+
+
+NO_LIMIT = -1
+"""A limit that limits nothing, as llama.cpp and Ollama have it."""
+LimitOrNothing: TypeAlias = Annotated[int, Field(ge=NO_LIMIT, le=MAX_COUNT)]
+Limit: TypeAlias = Annotated[LimitOrNothing, AfterValidator(_not_zero)]
+
 Effort: TypeAlias = Annotated[
     Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
     Field(description="Told to chat templates that know it; `none` also turns thinking off."),
@@ -257,12 +306,16 @@ Salt: TypeAlias = Annotated[
 ]
 
 
+def _without_point(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class PrefixCacheOptions(Body, extra="forbid"):
     """Options of the disk cache for this request. A field that is not listed here is refused, and so is null."""
 
     scope: Annotated[
         Any,
-        AfterValidator(lambda value: parse_scope(value, param="prefix_cache.scope")),
+        AfterValidator(lambda value: parse_scope(_without_point(value), param="prefix_cache.scope")),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": MAX_VALUE}]}),
     ] = Field(
         default=None,
@@ -325,7 +378,9 @@ class SamplingFields(Body):
     """Fields about sampling, in every API: OpenAI's and vLLM's."""
 
     temperature: float | None = Field(default=None, ge=0, le=2, description="Below 0.00001 it is greedy; default 1.")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling: smallest set with this mass.")
+    top_p: float | None = Field(
+        default=None, ge=0, le=1, description="Nucleus sampling: smallest set with this mass; 0 is greedy."
+    )
     top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT, description="Only the k likeliest; 0 or -1: all.")
     min_p: float | None = Field(default=None, ge=0, le=1, description="Least probability, relative to the likeliest.")
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable.")
@@ -405,17 +460,18 @@ def sampling_params(
     logprobs: int | None = None,
     n: int | None = None,
 ) -> SamplingParams:
-    """Raises `InvalidRequest` for unknown token ids. Each API has other names for what `fields` does not hold."""
+    """Raises `InvalidRequest` for unknown token ids. Each API has other names for what `fields` does not hold.
+    `max_tokens` may be `NO_LIMIT`."""
     said = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
-    if said.get("temperature", 1) < _GREEDY_BELOW:
-        said["temperature"] = 0.0
+    if said.get("temperature", 1) < _GREEDY_BELOW or said.get("top_p") == 0:
+        said |= {"temperature": 0.0, "top_p": 1.0}
     if "top_k" in said:
         said["top_k"] = max(said["top_k"], 0)
     if "logit_bias" in said:
         said["logit_bias"] = _logit_bias(said["logit_bias"], vocab_size)
     return SamplingParams(
         **said,
-        max_tokens=max_tokens,
+        max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
         stop=tuple(stop),
         # The alternatives cannot be more than the vocabulary.
         logprobs=None if logprobs is None else min(logprobs, vocab_size),

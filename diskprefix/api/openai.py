@@ -14,10 +14,10 @@ from diskprefix.api.asked import Asked
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import openai_error
 from diskprefix.api.fields import (
-    MAX_COUNT,
     MAX_STOPS,
     Body,
-    Count,
+    Limit,
+    LimitOrNothing,
     OneOf,
     RequestBody,
     StopString,
@@ -50,8 +50,8 @@ class OpenAIBody(RequestBody, Unmarkable):
     """The fields of both bodies."""
 
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
-    max_tokens: Count | None = Field(
-        default=None, description="Most tokens of a choice. Absent, or more than fit: as many as fit."
+    max_tokens: Limit | None = Field(
+        default=None, description="Most tokens of a choice. Absent, -1, or more than fit: as many as fit."
     )
     stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
     n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
@@ -216,8 +216,8 @@ class CompletionRequest(OpenAIBody):
             custom_error_message="Input should be a string or a list of token ids, or a list of such prompts",
         ),
     ] = Field(description=f"Text, or token ids; or a list of up to {MAX_PROMPTS} such prompts.")
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = Field(
-        default=None, description=f"Most tokens of a choice; 0: the prompt is only computed. Absent: {_MOST_TOKENS}."
+    max_tokens: LimitOrNothing | None = Field(
+        default=None, description=f"Most tokens of a choice; 0: only the prompt; -1: any. Absent: {_MOST_TOKENS}."
     )
     logprobs: int | None = Field(
         default=None, ge=0, le=20, description="So many alternatives for every token, and the token itself."
@@ -300,6 +300,9 @@ class _Offsets:
 
     def before(self, token: TokenLogprob) -> int:
         """Returns the number of complete characters before a token, which comes next."""
+        if token.data and token.data[0] & 0xC0 != 0x80:
+            # A part of a character that is not continued is U+FFFD in the text.
+            self._num_chars += len(self._decoder.decode(b"", final=True))
         num_chars = self._num_chars
         self._num_chars += len(self._decoder.decode(token.data))
         return num_chars

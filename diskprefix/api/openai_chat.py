@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal, cast
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field
 
 from diskprefix.api.asked import Asked, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.dialect import Head, Json
-from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Count, Effort, ReasoningLimits
+from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Effort, Limit, NotServed, ReasoningLimits
 from diskprefix.api.openai import OpenAIBody, OpenAIWriter
 from diskprefix.api.openai_messages import (
     MessageBody,
@@ -37,7 +37,7 @@ class ChatRequest(OpenAIBody):
     messages: list[MessageBody] = Field(
         min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
     )
-    max_completion_tokens: Count | None = Field(default=None, description="Takes precedence over `max_tokens`.")
+    max_completion_tokens: Limit | None = Field(default=None, description="Takes precedence over `max_tokens`.")
     logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
     tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
@@ -64,18 +64,10 @@ class ChatRequest(OpenAIBody):
     modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
     audio: None = Field(default=None, description="Not supported.")
     web_search_options: None = Field(default=None, description="Not supported.")
-    functions: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tools`.")
-    function_call: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tool_choice`.")
-
-    @field_validator("messages", mode="after")
-    @classmethod
-    def _only_a_tool_call_needs_no_content(cls, messages: list[MessageBody]) -> list[MessageBody]:
-        for index, message in enumerate(messages):
-            says_more = message.role == "assistant" and (message.tool_calls or message.neutral("").reasoning)
-            if message.content is None and not says_more:
-                problem = f"is required in a message of role {message.role}"
-                raise InvalidRequest.at(f"messages.{index}.content", problem)
-        return messages
+    functions: NotServed = Field(default=None, description="Not supported (deprecated by OpenAI): use `tools`.")
+    function_call: NotServed = Field(
+        default=None, description="Not supported (deprecated by OpenAI): use `tool_choice`."
+    )
 
     @property
     def conversation(self) -> Conversation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from diskprefix.api.asked import OF_ONE_OF, TextFormat, ToolChoice
 from diskprefix.api.fields import (
@@ -20,6 +20,7 @@ from diskprefix.api.fields import (
     TextOrObject,
     Unmarkable,
     detail_of,
+    require_content,
     require_fields,
 )
 from diskprefix.chat.messages import (
@@ -65,17 +66,27 @@ class ImagePartBody(Markable):
         return ImagePart(self.image_url.url, path, f"{path}.image_url.url", detail_of(self.image_url.detail))
 
 
+class Refusal(Body):
+    """A refusal of the assistant."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    def neutral(self, path: str) -> ContentPart:
+        return TextPart(self.refusal, f"{path}.refusal")
+
+
 class OtherPartBody(Body):
     """A content part of a kind that no model here takes. It is read so that the error can name its type."""
 
-    type: Literal["text", "image_url", "input_audio", "video_url", "file"]
+    type: Literal["text", "image_url", "refusal", "input_audio", "video_url", "file"]
 
     def neutral(self, path: str) -> ContentPart:
         return OtherPart(self.type.removeprefix("input_"), path)
 
 
 PartBody: TypeAlias = Annotated[
-    TextPartBody | ImagePartBody | OtherPartBody,
+    TextPartBody | ImagePartBody | Refusal | OtherPartBody,
     OneOf("a content part whose type is text or image_url", OtherPartBody),
 ]
 Content: TypeAlias = Annotated[
@@ -87,7 +98,9 @@ class FunctionCall(Unmarkable):
     """The function that the assistant called."""
 
     name: str = Field(min_length=1, description="Name of the function.")
-    arguments: TextOrObject = Field(description="Its arguments: JSON text, as OpenAI sends it, or an object.")
+    arguments: TextOrObject | None = Field(
+        default=None, description="Its arguments: JSON text, as OpenAI sends it, or an object. Absent or empty: none."
+    )
 
 
 class ToolCallBody(Unmarkable):
@@ -104,16 +117,19 @@ class MessageBody(Markable):
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
-                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"role": {"enum": ["assistant", "tool", "function"]}}},
                 {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
             ]
         }
     )
 
     role: Role = Field(description="Who speaks. `developer` becomes `system` unless the chat template knows it.")
-    content: Content | None = Field(
-        default=None, description="Text, or a list of content parts. An assistant message with tool calls needs none."
+    content: Annotated[Content | None, AfterValidator(require_content)] = Field(
+        default=None,
+        validate_default=True,
+        description="Text, or a list of content parts. An assistant's message and a tool's may have none.",
     )
+    refusal: str | None = Field(default=None, description="The assistant's refusal, if there is no `content`.")
     name: str | None = Field(default=None, description="Name of the speaker, for chat templates that render it.")
     tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_PARTS)] | None = Field(
         default=None, description="Tool calls of an assistant message."
@@ -124,7 +140,7 @@ class MessageBody(Markable):
 
     def neutral(self, path: str) -> Message:
         """Returns the message. `path` is where it stood in the body."""
-        content = self.content
+        content = self.refusal if self.content is None else self.content
         parts: tuple[ContentPart, ...] = ()
         if isinstance(content, str):
             parts = (TextPart(content, f"{path}.content"),)
@@ -135,7 +151,7 @@ class MessageBody(Markable):
             content=parts,
             name=self.name,
             tool_calls=tuple(
-                ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
+                ToolCall(call.id, call.function.name, call.function.arguments or "") for call in self.tool_calls or ()
             ),
             tool_call_id=self.tool_call_id,
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,

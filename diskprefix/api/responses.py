@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, Literal, TypeAlias, cast
@@ -18,9 +19,11 @@ from diskprefix.api.fields import (
     AS_SENT,
     MAX_NAME_CHARS,
     MAX_TOOLS,
+    NO_LIMIT,
     Body,
     CacheControl,
     Count,
+    Limit,
     NamedTool,
     OneOf,
     ReasoningLimits,
@@ -31,6 +34,7 @@ from diskprefix.api.fields import (
 )
 from diskprefix.api.responses_items import (
     MAX_STORED_BYTES,
+    TEXT_ARGUMENT,
     Input,
     Item,
     MessageItem,
@@ -58,6 +62,21 @@ class FunctionTool(NamedTool):
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
 
 
+class TextFormatBody(Body):
+    """The format of a custom tool's text."""
+
+    type: Literal["text", "grammar"]
+    syntax: str = Field(default="", description="Of a grammar: `lark` or `regex`.")
+    definition: str = Field(default="", description="The grammar. The model reads it, and is not constrained by it.")
+
+
+class TextTool(NamedTool):
+    """A tool that takes a text. The model knows it as a function with one argument."""
+
+    type: Literal["custom"]
+    format: TextFormatBody | None = Field(default=None, description="The format of its text.")
+
+
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
 """What a function in a response must have, though a request need not say it."""
 
@@ -74,18 +93,22 @@ class Namespace(Body):
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
     tools: Annotated[
-        list[Annotated[FunctionTool | HostedTool, OneOf("an object", HostedTool)]], Field(max_length=MAX_TOOLS)
+        list[Annotated[FunctionTool | TextTool | HostedTool, OneOf("an object", HostedTool)]],
+        Field(max_length=MAX_TOOLS),
     ]
 
 
 ToolAsSent: TypeAlias = Annotated[
-    Annotated[FunctionTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
+    Annotated[FunctionTool | TextTool | Namespace | HostedTool, OneOf("an object", HostedTool)],
     AS_SENT,
 ]
 
 
+_SERVED = ("function", "custom")
+
+
 class OfferedFunctions:
-    """The functions among the tools of a request, in the form of OpenAI's chat API."""
+    """The functions and custom tools among the tools of a request, in the form of OpenAI's chat API."""
 
     def __init__(self, sent: Sequence[JsonObject]) -> None:
         self.functions: list[JsonObject] = []
@@ -96,16 +119,18 @@ class OfferedFunctions:
         """The namespaces of functions that have one, by the names that the model knows."""
         named = [*self._named(sent)]
         self.strict = frozenset(tool["name"] for _, tool in named if tool["type"] == "function" and tool.get("strict"))
+        self.custom = frozenset(tool["name"] for _, tool in named if tool["type"] == "custom")
+        """The names of those that are custom tools."""
         skipped = set()
         for path, tool in named:
-            if tool["type"] != "function":
+            if tool["type"] not in _SERVED:
                 skipped.add(shown(tool["type"]))
                 continue
             if tool.get("cache_control") is not None:
                 mark = CacheControl.model_validate(tool["cache_control"]).mark
                 self.marks.append((len(self.functions), mark))
             self.functions.append({"type": "function", "function": _function(tool)})
-            self.paths.append(f"{path}.parameters")
+            self.paths.append(f"{path}.{'format' if tool['type'] == 'custom' else 'parameters'}")
         note_left_out(skipped, "OpenAI's servers")
 
     def _named(self, sent: Sequence[JsonObject]) -> Iterator[tuple[str, JsonObject]]:
@@ -115,7 +140,7 @@ class OfferedFunctions:
                 yield f"tools.{index}", tool
                 continue
             for place, one in enumerate(tool["tools"]):
-                if one["type"] == "function":
+                if one["type"] in _SERVED:
                     one = one | {"name": full_name(one["name"], tool["name"])}
                     self.namespaces[one["name"]] = tool["name"]
                 yield f"tools.{index}.tools.{place}", one
@@ -123,32 +148,39 @@ class OfferedFunctions:
 
 def _function(tool: JsonObject) -> JsonObject:
     """`strict` is left out: it says nothing to a model."""
+    if tool["type"] == "custom":
+        form = tool.get("format") or {}
+        described = {"description": f"Text of this {form.get('syntax')} grammar: {form.get('definition')}"}
+        text = {"type": "string"} | (described if form.get("type") == "grammar" else {})
+        tool = tool | {
+            "parameters": {"type": "object", "properties": {TEXT_ARGUMENT: text}, "required": [TEXT_ARGUMENT]}
+        }
     kept = ("name", "description", "parameters")
     return {name: value for name, value in tool.items() if name in kept and value is not None}
 
 
 class ChosenFunction(Body):
-    """One of the offered functions."""
+    """One of the offered functions and custom tools."""
 
-    type: Literal["function"] = Field(description="Always `function`.")
+    type: Literal["function", "custom"] = Field(description="`function` or `custom`.")
     name: str = Field(min_length=1, description="Name of an offered function.")
 
 
 class ResponseToolChoice(Body):
     """The function that must be called, or those that may be."""
 
-    type: Literal["function", "allowed_tools"] = Field(description="Tools of other types are not served.")
+    type: Literal["function", "custom", "allowed_tools"] = Field(description="Tools of other types are not served.")
     name: str | None = Field(default=None, min_length=1, description="The function that must be called.")
     mode: Literal["auto", "required"] | None = Field(default=None, description="Whether one of `tools` must be called.")
     tools: list[ChosenFunction] | None = Field(default=None, min_length=1, description="Those that may be called.")
 
     @model_validator(mode="after")
     def _has_what_its_type_says(self) -> ResponseToolChoice:
-        require_fields(self, *(("name",) if self.type == "function" else ("mode", "tools")))
+        require_fields(self, *(("mode", "tools") if self.type == "allowed_tools" else ("name",)))
         return self
 
     def neutral(self, *, many: bool) -> ToolChoice:
-        if self.name is not None and self.type == "function":
+        if self.name is not None and self.type != "allowed_tools":
             return ToolChoice("required", frozenset({self.name}), many=False)
         names = frozenset(tool.name for tool in self.tools or ())
         return ToolChoice(self.mode or "auto", names, many=many)
@@ -227,11 +259,11 @@ class ResponseRequest(RequestBody, Unmarkable):
         default=None, description="A stored response, whose input and output come before `input`."
     )
     store: bool | None = Field(default=None, description="`false`: the response is not stored. Default: true.")
-    max_output_tokens: Count | None = Field(
-        default=None, description="Most tokens of the reply. Absent, or more than fit: as many as fit."
+    max_output_tokens: Limit | None = Field(
+        default=None, description="Most tokens of the reply. Absent, -1, or more than fit: as many as fit."
     )
     tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
-        default=None, description="Functions, and namespaces of them. Tools of other types are skipped."
+        default=None, description="Functions, custom tools, and namespaces of them. Tools of other types are skipped."
     )
     tool_choice: ToolChoiceField | None = Field(
         default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
@@ -308,7 +340,7 @@ class ResponseRequest(RequestBody, Unmarkable):
         echo: Json = {
             "instructions": self.instructions,
             "frequency_penalty": self.frequency_penalty or 0.0,
-            "max_output_tokens": self.max_output_tokens,
+            "max_output_tokens": None if self.max_output_tokens == NO_LIMIT else self.max_output_tokens,
             "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
@@ -359,22 +391,19 @@ class Responses:
         self._echo: Mapping[str, msgspec.Raw] = {}
         self._input: bytes | None = None
         """JSON text of the items of the request itself, if the response is to be stored."""
+        self._early: ResponseWriter | None = None
+        """The writer of the events that were sent while the model was loading."""
         self.compacts = False
         """True if the reply is to be the conversation in short."""
 
     def read(self, body: ResponseRequest, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
         body.require_stream(body.stream_options)
-        self._echo = body.echo
-        if (num_bytes := sum(len(bytes(value)) for value in self._echo.values())) > MAX_STORED_BYTES:
-            limit = format_size(MAX_STORED_BYTES)
-            said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
-            largest = max(self._echo, key=lambda name: len(bytes(self._echo[name])))
-            raise InvalidRequest.at(largest, said)
+        self._echo = _echo_of(body)
         prompt = self.conversation(body, ResponseStore(notes()))
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
         if self.compacts:
             # The tools stay in the prompt, whose beginning is that of the conversation so far.
-            most = min(body.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+            most = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
             return Asked(
                 prompt=prompt,
                 sampling=replace(sampling, max_tokens=most),
@@ -407,7 +436,26 @@ class Responses:
             path="input",
         )
 
+    def early(self, body: ResponseRequest, reply_id: str) -> ResponseWriter | None:
+        """Returns the writer of `response.created` and `response.in_progress` before the model is loaded."""
+        with suppress(InvalidRequest):
+            head = Head(
+                id=reply_id,
+                created=int(time.time()),
+                model=body.model or "",
+                fingerprint="",
+                prompt_tokens=0,
+                request_id="",
+            )
+            # It writes whether the response will be stored, and never a whole response.
+            keep = _is_not_called if body.is_stored else None
+            self._early = ResponseWriter(head, _echo_of(body), reasoning_is_summary=False, keep=keep)
+        return self._early
+
     def writer(self, body: ResponseRequest, head: Head) -> ResponseWriter:
+        num_events = 0
+        if self._early is not None:
+            head, num_events = replace(head, created=self._early.head.created), self._early.num_events
         keep = None
         if self._store is not None and self._input is not None:
             keep = partial(self._store.put, input_json=self._input, prompt=head.prompt)
@@ -419,6 +467,8 @@ class Responses:
             keep=keep,
             compacts=self.compacts,
             namespaces=body.offered.namespaces,
+            custom=body.offered.custom,
+            num_events=num_events,
         )
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:
@@ -444,9 +494,23 @@ class Responses:
         return [*earlier, *said]
 
 
+def _is_not_called(_response: Json) -> None:
+    raise AssertionError("the response is written by another writer")
+
+
+def _echo_of(body: ResponseRequest) -> Mapping[str, msgspec.Raw]:
+    """Returns `body.echo`. Raises `InvalidRequest` if it is too large."""
+    echo = body.echo
+    if (num_bytes := sum(len(bytes(value)) for value in echo.values())) > MAX_STORED_BYTES:
+        limit = format_size(MAX_STORED_BYTES)
+        said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
+        raise InvalidRequest.at(max(echo, key=lambda name: len(bytes(echo[name]))), said)
+    return echo
+
+
 def _storable(items: list[SpokenItem]) -> bytes | None:
     """Returns the JSON text of items, or None if it is too large to be stored."""
-    text = json.dumps([stored_form(item) for item in items], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text = json_text([stored_form(item) for item in items])
     if len(text) <= MAX_STORED_BYTES:
         return text
     log.info("[server] a response is not stored: its input has %s", format_size(len(text)))

@@ -5,16 +5,28 @@ The items of one turn of the assistant become one message: its reasoning, then i
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter, model_validator
 
 from diskprefix.api.dialect import Json, json_text
-from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, AskedDetail, Body, Markable, OneOf, detail_of
+from diskprefix.api.fields import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    AskedDetail,
+    Body,
+    Markable,
+    OneOf,
+    detail_of,
+    empty_as,
+    require_content,
+)
+from diskprefix.api.openai_messages import Refusal
 from diskprefix.chat.messages import (
     ContentPart,
     ImagePart,
@@ -26,6 +38,7 @@ from diskprefix.chat.messages import (
     joined,
 )
 from diskprefix.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
+from diskprefix.json_values import whole_characters
 from diskprefix.printable import shown
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
@@ -41,16 +54,6 @@ class TextContent(Markable):
 
     def neutral(self, path: str) -> ContentPart:
         return TextPart(self.text, f"{path}.text", self.mark)
-
-
-class Refusal(Body):
-    """A refusal of the assistant."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    def neutral(self, path: str) -> ContentPart:
-        return TextPart(self.refusal, f"{path}.refusal")
 
 
 class ImageContent(Body):
@@ -92,10 +95,13 @@ class MessageItem(Markable):
     role: Literal["user", "assistant", "system", "developer"] = Field(
         description="Who speaks. `developer` becomes `system` unless the chat template knows it."
     )
-    content: Content = Field(description="Text, or a list of content parts.")
+    content: Annotated[Content | None, AfterValidator(require_content)] = Field(
+        default=None, validate_default=True, description="Text, or a list of content parts. An assistant may have none."
+    )
 
     def neutral(self, path: str) -> Message:
-        return Message(role=self.role, content=_parts(self.content, f"{path}.content"), mark=self.mark, path=path)
+        content = _parts(self.content or (), f"{path}.content")
+        return Message(role=self.role, content=content, mark=self.mark, path=path)
 
 
 def full_name(name: str, namespace: str | None) -> str:
@@ -111,37 +117,72 @@ class CallItem(Body):
     call_id: str = Field(min_length=1, description="The output of the function refers to it.")
     name: str = Field(min_length=1, description="Name of the function.")
     namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
-    arguments: str = Field(description="Its arguments as JSON text.")
+    arguments: Annotated[str, empty_as("")] = Field(default="", description="Its arguments as JSON text.")
 
     def neutral(self, path: str) -> Message:
         call = ToolCall(self.call_id, full_name(self.name, self.namespace), self.arguments)
         return Message(role="assistant", tool_calls=(call,), path=path)
 
 
-class OutputItem(Body):
-    """The output of a function."""
+TEXT_ARGUMENT = "input"
+"""The name of the one argument of a custom tool, which the model knows as a function."""
 
-    type: Literal["function_call_output"]
+
+def text_argument(arguments: str) -> str:
+    """Returns the text for a custom tool that is the one argument of a call; other arguments as they are."""
+    try:
+        [text] = json.loads(whole_characters(arguments)).values()
+    except (ValueError, AttributeError, RecursionError):
+        return arguments
+    return text if isinstance(text, str) else arguments
+
+
+class CustomCallItem(Body):
+    """A call of a custom tool by the assistant."""
+
+    type: Literal["custom_tool_call"]
+    id: str | None = None
+    call_id: str = Field(min_length=1, description="The output of the tool refers to it.")
+    name: str = Field(min_length=1, description="Name of the tool.")
+    namespace: str | None = Field(default=None, description="The namespace that it was offered in.")
+    input: Annotated[str, empty_as("")] = Field(default="", description="Its text.")
+
+    def neutral(self, path: str) -> Message:
+        call = ToolCall(self.call_id, full_name(self.name, self.namespace), {TEXT_ARGUMENT: self.input})
+        return Message(role="assistant", tool_calls=(call,), path=path)
+
+
+class OutputItem(Body):
+    """The output of a function, of a custom tool or of a command. That of a command may name its call by `id` alone."""
+
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
     id: str | None = None
     call_id: str = Field(min_length=1, description="The call that it answers.")
-    output: Content = Field(description="Text, or a list of content parts.")
+    output: Annotated[Content, empty_as("")] = Field(default="", description="Text, or a list of content parts.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_its_call(cls, item: JsonObject) -> JsonObject:
+        is_command = item.get("type") == "local_shell_call_output"
+        return {"call_id": item.get("id")} | item if is_command else item
 
     def neutral(self, path: str) -> Message:
         parts = _parts(self.output, f"{path}.output")
         return Message(role="tool", content=parts, tool_call_id=self.call_id, path=path)
 
 
-class ComputerCallItem(Body):
-    """An action of the assistant on a computer. To the model it is a call of a function `computer`."""
+class ActionItem(Body):
+    """An action of the assistant on a computer, or a command. To the model it is a call of a function, `computer` or
+    `local_shell`."""
 
-    type: Literal["computer_call"]
+    type: Literal["computer_call", "local_shell_call"]
     id: str | None = None
-    call_id: str = Field(min_length=1, description="The screenshot after it refers to it.")
+    call_id: str = Field(min_length=1, description="The screenshot or the output after it refers to it.")
     action: JsonObject = Field(description="What it does.")
-    name: ClassVar[str] = "computer"
 
     def neutral(self, path: str) -> Message:
-        return Message(role="assistant", tool_calls=(ToolCall(self.call_id, self.name, self.action),), path=path)
+        call = ToolCall(self.call_id, self.type.removesuffix("_call"), self.action)
+        return Message(role="assistant", tool_calls=(call,), path=path)
 
 
 class Screenshot(Body):
@@ -172,7 +213,7 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] = Field(
+    summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS), empty_as([])] = Field(
         default=[], description="Used if there is no `content`."
     )
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = Field(
@@ -214,6 +255,12 @@ class ReferenceItem(Body):
     id: str = Field(min_length=1, description="Id of the item.")
 
 
+class SearchItem(Body):
+    """A search on the web by OpenAI's servers. It has no results, so it is left out."""
+
+    type: Literal["web_search_call"]
+
+
 class OtherItem(Body):
     """An item of a hosted tool. It is read so that the error can name its type."""
 
@@ -221,8 +268,13 @@ class OtherItem(Body):
         "message",
         "function_call",
         "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "local_shell_call",
+        "local_shell_call_output",
         "computer_call",
         "computer_call_output",
+        "web_search_call",
         "reasoning",
         "item_reference",
     ]
@@ -234,10 +286,11 @@ def _type_of_item(value: JsonObject) -> str:
 
 
 SpokenItem: TypeAlias = (
-    MessageItem | CallItem | OutputItem | ComputerCallItem | ScreenshotItem | ReasoningItem | CompactionItem
+    MessageItem | CallItem | CustomCallItem | OutputItem | ActionItem | ScreenshotItem | ReasoningItem | CompactionItem
 )
 Item: TypeAlias = Annotated[
-    SpokenItem | ReferenceItem | TriggerItem | OtherItem, OneOf("an item, which is an object", OtherItem, _type_of_item)
+    SpokenItem | SearchItem | ReferenceItem | TriggerItem | OtherItem,
+    OneOf("an item, which is an object", OtherItem, _type_of_item),
 ]
 Input: TypeAlias = Annotated[
     str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)], OneOf("a string or a list of items")
@@ -247,6 +300,10 @@ _ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "local_shell_call": "lsh",
+    "local_shell_call_output": "lsho",
     "computer_call": "cc",
     "computer_call_output": "cco",
     "reasoning": "rs",
@@ -280,7 +337,7 @@ def stored_form(item: SpokenItem) -> Json:
             kind = "output_text" if item.role == "assistant" else "input_text"
             form["content"] = [{"type": kind, "text": item.content}]
         if item.role == "assistant":
-            form["content"] = [part | {"annotations": []} for part in form["content"]]
+            form["content"] = [part | {"annotations": []} for part in form.get("content", ())]
     return form
 
 
@@ -290,10 +347,9 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
     names: dict[str | None, str] = {}
     for item, path in items:
         message = item.neutral(path)
-        if isinstance(item, CallItem | ComputerCallItem):
-            names[item.call_id] = message.tool_calls[0].name
-        elif isinstance(item, OutputItem | ScreenshotItem):
-            message = replace(message, name=names.get(item.call_id))
+        names |= {call.id: call.name for call in message.tool_calls}
+        if message.role == "tool":
+            message = replace(message, name=names.get(message.tool_call_id))
         if runs and _continues(runs[-1][-1], message):
             runs[-1].append(message)
         else:

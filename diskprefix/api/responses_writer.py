@@ -1,12 +1,12 @@
 """Writes the reply of OpenAI's responses API: the response, or the events of its stream.
 
-An item is a message, a reasoning or a function call. One is open at a time: the next one closes it.
+An item is a message, a reasoning or a call. One is open at a time: the next one closes it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -24,7 +24,7 @@ from diskprefix.api.reply import (
     WholeReply,
     logprob_reply,
 )
-from diskprefix.api.responses_items import compacted, item_id
+from diskprefix.api.responses_items import compacted, item_id, text_argument
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, TokenLogprob
 from diskprefix.errors import DiskPrefixError
@@ -80,9 +80,11 @@ class OutputItems:
         reasoning_is_summary: bool,
         compacts: bool = False,
         namespaces: Mapping[str, str] | None = None,
+        custom: Collection[str] = (),
     ) -> None:
         self._response_id = response_id
         self._namespaces = namespaces or {}
+        self._custom = custom
         self._summary: list[str] | None = [] if compacts else None
         self._reasoning = _SUMMARY if reasoning_is_summary else _REASONING
         self.done: list[Json] = []
@@ -106,10 +108,14 @@ class OutputItems:
                 begun = [] if self._is_open(self._reasoning) else self._begin_part(self._reasoning, {"summary": []})
                 events += [*begun, self._piece(delta.text)]
             elif isinstance(delta, CallBegin):
-                call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+                is_custom = delta.name in self._custom
+                call = {"call_id": delta.id, "name": delta.name, "input" if is_custom else "arguments": ""}
                 if namespace := self._namespaces.get(delta.name):
                     call |= {"name": delta.name.removeprefix(f"{namespace}__"), "namespace": namespace}
-                events += self._begin("function_call", call)
+                events += self._begin("custom_tool_call" if is_custom else "function_call", call)
+            elif self._open is not None and "input" in self._open.item:
+                # It is a part of JSON, of which the text is known at the end.
+                self._open.text.append(delta.arguments)
             else:
                 events.append(self._piece(delta.arguments))
         if deltas and not any(isinstance(delta, ContentDelta) for delta in deltas):
@@ -187,8 +193,13 @@ class OutputItems:
             return []
         text, names = "".join(closing.text), closing.names
         done = {"type": f"response.{_text_event(names)}.done", **closing.place}
-        if names is None:
-            whole: Json = {"arguments": text}
+        if "input" in closing.item:
+            whole: Json = {"input": text_argument(text)}
+            kind = "response.custom_tool_call_input"
+            events = [closing.place | {"type": f"{kind}.delta", "delta": whole["input"]}]
+            events.append(closing.place | {"type": f"{kind}.done"} | whole)
+        elif names is None:
+            whole = {"arguments": text}
             events = [done | whole | {"name": closing.item["name"]}]
         else:
             whole = {names.field: [closing.part]}
@@ -216,14 +227,21 @@ class ResponseWriter:
         keep: Callable[[Json], None] | None,
         compacts: bool = False,
         namespaces: Mapping[str, str] | None = None,
+        custom: Collection[str] = (),
+        num_events: int = 0,
     ) -> None:
-        self._head = head
+        self.head = head
         self._echo = echo
         self._keep = keep
         self._items = OutputItems(
-            head.id, reasoning_is_summary=reasoning_is_summary, compacts=compacts, namespaces=namespaces
+            head.id,
+            reasoning_is_summary=reasoning_is_summary,
+            compacts=compacts,
+            namespaces=namespaces,
+            custom=custom,
         )
-        self._num_events = 0
+        self.num_events = num_events
+        """The events that were sent, also before there was this writer."""
         self._end = EndEvent(0, "stop")
 
     def whole(self, reply: WholeReply) -> Json:
@@ -234,6 +252,8 @@ class ResponseWriter:
         return self._complete(reply.done)
 
     def begin(self) -> Sequence[ServerSentEvent]:
+        if self.num_events:
+            return ()
         response = self._response("in_progress")
         return self._numbered(
             [{"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}]
@@ -263,8 +283,8 @@ class ResponseWriter:
     def _numbered(self, events: Sequence[Json]) -> list[ServerSentEvent]:
         sent = []
         for event in events:
-            sent.append(ServerSentEvent(event | {"sequence_number": self._num_events}, event["type"]))
-            self._num_events += 1
+            sent.append(ServerSentEvent(event | {"sequence_number": self.num_events}, event["type"]))
+            self.num_events += 1
         return sent
 
     def _complete(self, done: DoneEvent) -> Json:
@@ -274,7 +294,7 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._items.done,
             "usage": _usage(done, self._end.reasoning_tokens),
-            **figures_reply(done, self._head.clamped_to),
+            **figures_reply(done, self.head.clamped_to),
         }
         if self._keep is not None:
             self._keep(response)
@@ -283,21 +303,21 @@ class ResponseWriter:
     def _response(self, status: str) -> Json:
         """Returns a response without output."""
         return {
-            "id": self._head.id,
+            "id": self.head.id,
             "object": "response",
-            "created_at": self._head.created,
+            "created_at": self.head.created,
             "completed_at": None,
             "status": status,
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": self._head.model,
+            "model": self.head.model,
             "output": [],
             "service_tier": "default",
             "store": self._keep is not None,
-            "system_fingerprint": self._head.fingerprint,
+            "system_fingerprint": self.head.fingerprint,
             # What is known so far: Open Responses requires the field, and OpenAI's schema takes no null.
-            "usage": _counts(self._head.prompt_tokens),
+            "usage": _counts(self.head.prompt_tokens),
             **self._echo,
         }
 

@@ -6,16 +6,16 @@ import base64
 import binascii
 import re
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from diskprefix.chat.draft import PromptDraft
-from diskprefix.chat.messages import ImagePart, Message, OtherPart, TextPart, joined
+from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, joined
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import Picture
+from diskprefix.nouns import Change, Picture
 from diskprefix.printable import shown
 from diskprefix.tokens import TokenIds, picture_ids
 
@@ -28,6 +28,36 @@ _MOST_IMAGES = 256
 """The most images in one request."""
 _WORDS = {"video_url": "videos", "file": "files"}
 _SHOWN_CHARS = 40
+
+
+def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
+    """Puts a note in the place of each picture or file that the model does not take, in results of calls and in turns
+    before the user's newest one: a client sends these again in each request, and an error would come back for ever.
+    `read_pictures` refuses the others."""
+    messages = draft.conversation.messages
+    takes_pictures = processor is not None and processor.problem is None
+    changes: list[Change] = []
+
+    def read(part: ContentPart) -> ContentPart:
+        if isinstance(part, TextPart) or (takes_pictures and isinstance(part, ImagePart)):
+            return part
+        kind = "picture" if isinstance(part, ImagePart) else part.kind.removesuffix("_url")
+        changes.append(Change("unread_content", part.path))
+        what = "text and pictures" if takes_pictures else "text"
+        return TextPart(f"[{kind} left out: this model reads {what}]", part.path)
+
+    end = max((index + 1 for index, message in enumerate(messages) if message.role == "user"), default=0)
+    begin = end - len([*takewhile(lambda message: message.role == "user", reversed(messages[:end]))])
+    noted = [
+        message if begin <= index < end else replace(message, content=tuple(map(read, message.content)))
+        for index, message in enumerate(messages)
+    ]
+    if not changes:
+        return draft
+    rewriting = draft.prompt.rewriting
+    conversation = replace(draft.conversation, messages=noted)
+    rewriting = replace(rewriting, changes=(*rewriting.changes, *changes))
+    return replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
 
 
 def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
 from diskprefix.chat.client_text import with_stand_ins
-from diskprefix.chat.content import place_pictures, read_pictures
+from diskprefix.chat.content import note_unread, place_pictures, read_pictures
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
@@ -130,7 +130,11 @@ class PromptRenderer:
         ]
 
     def _rewriting_steps(self) -> list[DraftStep]:
-        return [partial(normalise, self._normalisers), partial(place, self._template)]
+        return [
+            partial(normalise, self._normalisers),
+            partial(note_unread, self._processor),
+            partial(place, self._template),
+        ]
 
     def _writing_steps(self) -> list[DraftStep]:
         steps: list[DraftStep] = [

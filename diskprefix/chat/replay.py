@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from diskprefix.chat.messages import Message, TextPart, ToolCall
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
+from diskprefix.json_values import whole_characters
 from diskprefix.nouns import Picture, Prompt
 
 _ID_BYTES = 32
@@ -63,7 +64,9 @@ def _canonical_arguments(arguments: str | Mapping[str, Any]) -> str:
     """Returns JSON text with sorted keys, without blanks. 1.0 is 1. Text that is not JSON stays as it is."""
     try:
         text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, separators=(",", ":"))
+        return json.dumps(
+            json.loads(whole_characters(text), parse_float=_number), sort_keys=True, separators=(",", ":")
+        )
     except (ValueError, RecursionError):
         return str(arguments)
 

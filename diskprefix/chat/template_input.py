@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from diskprefix.chat.client_text import Author, Change, StandIns
 from diskprefix.chat.messages import ContentPart, Conversation, JsonObject, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
-from diskprefix.json_values import count_values
+from diskprefix.json_values import count_values, whole_characters
 
 log = logging.getLogger("diskprefix")
 
@@ -115,7 +115,7 @@ def _tool_call(call: ToolCall) -> JsonObject:
     arguments = call.arguments or {}
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
+            parsed = json.loads(whole_characters(arguments))
             arguments = arguments if _is_deep(parsed) else parsed
         except (ValueError, RecursionError):
             log.debug("the arguments of a tool call are not JSON; the template gets the text")

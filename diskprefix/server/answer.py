@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from diskprefix.api.anthropic import CountTokensRequest, Messages
 from diskprefix.api.asked import Asked, constraint_of, thought_budget_of
 from diskprefix.api.compaction import Compaction, CompactRequest
-from diskprefix.api.dialect import BodyReader, Dialect, Head, ReplyWriter
+from diskprefix.api.dialect import BodyReader, Dialect, EarlyDialect, Head, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
@@ -166,9 +165,17 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
         body = await daemon.bodies.read_json(request, dialect.body, held)
         is_stream = bool(body.stream)
         preparing = asyncio.create_task(_response(request, dialect, body, held.pop_all()))
+    early = None
+    if is_stream and isinstance(dialect, EarlyDialect):
+        early = partial(daemon.threads.run, "writing", dialect.early, body, _reply_id(dialect, context))
     # A body may have megabytes of pictures, and the reply may take minutes.
     del body
-    return await first_signs(preparing, is_stream=is_stream)
+    return await first_signs(preparing, is_stream=is_stream, early=early)
+
+
+def _reply_id(dialect: Dialect[Any], context: LogContext) -> str:
+    """Returns the id of the reply, which is known before the engine has the request."""
+    return dialect.id_prefix + context.request_id.removeprefix("req_")
 
 
 async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncExitStack) -> Response:
@@ -315,7 +322,7 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     ends = serving.renderer.fill_in_ends(asked.prompt) if isinstance(asked.prompt, FillIn) else ()
     sampling = _sampling(asked, max(rendered.rooms), num_choices)
     generate = GenerateRequest(
-        id=f"{rendered.dialect.id_prefix}{uuid.uuid4().hex}",
+        id=_reply_id(rendered.dialect, arrival.context),
         prompt=replayed.prompt,
         # Special tokens are no text, so those that end the reply are stop strings.
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),

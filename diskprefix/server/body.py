@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from starlette.requests import Request
 
 from diskprefix.api.fields import REFUSED
 from diskprefix.errors import GOT, InvalidRequest
-from diskprefix.json_values import count_values
+from diskprefix.json_values import count_values, whole_characters
 from diskprefix.printable import shown
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, CountedRequest, Turns
 from diskprefix.server.log_context import log_context
@@ -90,7 +91,8 @@ def _check_content_type(request: Request) -> None:
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind in ("application/json", "application/x-www-form-urlencoded") or kind.endswith("+json"):
         return
-    raise HTTPException(415, f"content-type {shown(kind) or 'of the body'} is not supported; send application/json")
+    problem = f"content-type {shown(kind)} is not supported" if kind else "the content-type is empty"
+    raise HTTPException(415, f"{problem}; send application/json")
 
 
 def parse_json(body: bytes, model: type[Model]) -> Model:
@@ -98,7 +100,7 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
     if not body.strip():
         raise InvalidRequest("the body is empty; send a JSON object", code="invalid_json")
     try:
-        text = body.decode("utf-8-sig")
+        text = whole_characters(body.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InvalidRequest(
             f"the body is not valid UTF-8 (byte {error.start}: 0x{body[error.start]:02x})", code="invalid_utf8"
@@ -145,6 +147,9 @@ def refusal_of(first: Any) -> InvalidRequest:
     return InvalidRequest.at(param, _explain(first))
 
 
+_PYTHONS_WORD = re.compile(r"(?<=^Input should be )(?:True|False)$")
+
+
 def _explain(error: Any) -> str:
     """Returns pydantic's message in the words of this API, with the beginning of the wrong value."""
     match error["type"]:
@@ -161,7 +166,7 @@ def _explain(error: Any) -> str:
     if error["type"] == REFUSED:
         return str(error["msg"])
     message = (
-        str(error["msg"])
+        _PYTHONS_WORD.sub(lambda found: found[0].lower(), str(error["msg"]))
         .replace("Input should be", "must be")
         .replace("String should", "must")
         .replace("valid array", "list")

@@ -45,10 +45,14 @@ def logged(error: DiskPrefixError) -> str:
     return one_line(error.message.partition(GOT)[0])
 
 
-def note_failure(scope: Scope, error: DiskPrefixError) -> None:
-    """Notes an error for the log and the metrics, with its status: also that of a reply that had begun with 200."""
+def note_failure(scope: Scope, error: DiskPrefixError, late: str = "") -> None:
+    """Notes an error for the log and the metrics, with its status: also that of a reply that had begun with 200.
+    `late` says of such a reply what happened; the log then has a line of its own with the request's id and key."""
     context = log_context(Request(scope))
     context.error, context.status = logged(error), error.http_status
+    if late:
+        key = f" of {context.caller.name}" if context.caller.name else ""
+        log.error("%s (%s%s): %s", late, context.request_id, key, context.error)
 
 
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:

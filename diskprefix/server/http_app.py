@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diskprefix import hooks
 from diskprefix.server import answer, model_routes, status, stored_responses
@@ -58,6 +59,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | Own
         exception_handlers=HANDLERS,
     )
     app.state.daemon, app.state.who = daemon, who
+    app.add_middleware(_HeadAsGet)
     app.add_middleware(Auth, who=who, in_flight=daemon.in_flight)
     app.add_middleware(BrowserGuard, host=settings.host, has_keys=settings.api_keys is not None)
     app.add_middleware(AccessLog, daemon=daemon)
@@ -69,6 +71,28 @@ def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | Own
     hooks.add_routes(app)
     _complete_openapi(app, with_keys=isinstance(who, ApiKeys))
     return app
+
+
+class _HeadAsGet:
+    """ASGI middleware that answers HEAD as GET without a body. FastAPI's routes of GET refuse it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        asked = {**scope, "method": "GET"}
+        await self._app(asked, receive, send_head)
+        # The log has it.
+        scope["route"] = asked.get("route")
 
 
 def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:

@@ -34,7 +34,6 @@ def _daemon(request: Request) -> Daemon:
     return daemon
 
 
-@router.head("/", include_in_schema=False)
 @router.get("/", summary="Welcome", **replies("The name of the program, and where to look."))
 async def welcome() -> JSONResponse:
     """200 as soon as the daemon listens: some clients look here first. Browsers get the dashboard instead."""

@@ -16,6 +16,7 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import replies
 from diskprefix.server.log_context import log_context
+from diskprefix.store.note_record import NoteKind
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"])
 
@@ -30,15 +31,20 @@ Salt = Annotated[
 ]
 
 
-async def _answer(request: Request, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
-    """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes."""
+async def _answer(request: Request, id_: str, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
+    """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes. Of several
+    models, the one that replied may not be loaded."""
     daemon: Daemon = request.app.state.daemon
     caller = log_context(request).caller
     serving = await daemon.ready()
     tenant = caller.tenant if salt is None else caller.tenant.with_salt(salt)
-    store = ResponseStore(serving.engine.cache.notes(tenant))
+    notes = serving.engine.cache.notes(tenant)
+
+    def work() -> bytes:
+        return json_text(read(ResponseStore(notes.holder(NoteKind.RESPONSE, id_))))
+
     async with daemon.stored_turns.of(caller.account):
-        content = await daemon.threads.run_for(request, "rendering", lambda: json_text(read(store)))
+        content = await daemon.threads.run_for(request, "rendering", work)
     return Response(content, media_type="application/json")
 
 
@@ -52,7 +58,7 @@ async def get_response(
 ) -> Response:
     """Return a response that was stored. `stream` is not supported."""
     del stream
-    return await _answer(request, cache_salt, lambda store: store.get(response_id).response)
+    return await _answer(request, response_id, cache_salt, lambda store: store.get(response_id).response)
 
 
 @router.delete(
@@ -67,7 +73,7 @@ async def delete_response(request: Request, response_id: str, cache_salt: Salt =
         store.delete(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
-    return await _answer(request, cache_salt, delete)
+    return await _answer(request, response_id, cache_salt, delete)
 
 
 @router.get(
@@ -84,7 +90,9 @@ async def list_input_items(
     cache_salt: Salt = None,
 ) -> Response:
     """List the items that a stored response was made from, with those of the responses that it continues."""
-    return await _answer(request, cache_salt, lambda store: _page(store.items_of(response_id), limit, order, after))
+    return await _answer(
+        request, response_id, cache_salt, lambda store: _page(store.items_of(response_id), limit, order, after)
+    )
 
 
 def _page(items: list[Json], limit: int, order: Literal["asc", "desc"], after: str | None) -> Json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -17,11 +16,9 @@ from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
 from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.error_replies import early_failure, early_sign, logged, note_failure
+from diskprefix.server.error_replies import early_failure, early_sign, note_failure
 from diskprefix.server.generation import Generation, Generations
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
-
-log = logging.getLogger("diskprefix")
 
 KEEPALIVE_S = 8.0
 """Clients and proxies give up after as little as ten seconds without a byte."""
@@ -63,8 +60,7 @@ class EventStream(Response):
             await self._body(_FIRST_BYTES + _encoded(self._writer.begin()))
             await self._stream()
         except DiskPrefixError as error:
-            note_failure(scope, error)
-            log.error("a stream ended early: %s", logged(error))
+            note_failure(scope, error, "a stream ended early")
             await self._body(_encoded(self._writer.failure(error)), more=False)
         except ClientDisconnect:
             log_context(Request(scope)).status = CLIENT_CLOSED_REQUEST
@@ -116,10 +112,18 @@ async def json_reply(
     return Response(content, media_type="application/json")
 
 
-async def first_signs(preparing: asyncio.Task[Response], *, is_stream: bool) -> Response:
-    """Returns the prepared response, or, if that takes long, one that shows signs of life until it is ready."""
+async def first_signs(
+    preparing: asyncio.Task[Response],
+    *,
+    is_stream: bool,
+    early: Callable[[], Awaitable[ReplyWriter | None]] | None = None,
+) -> Response:
+    """Returns the prepared response, or, if that takes long, one that shows signs of life until it is ready: the events
+    of the writer that `early` returns, or comments."""
     done, _ = await asyncio.wait({preparing}, timeout=KEEPALIVE_S)
-    return preparing.result() if done else HeldResponse(preparing, is_stream=is_stream)
+    if done:
+        return preparing.result()
+    return HeldResponse(preparing, is_stream=is_stream, writer=await early() if early is not None else None)
 
 
 class HeldResponse(Response):
@@ -131,12 +135,15 @@ class HeldResponse(Response):
     pass for a reply.
     """
 
-    def __init__(self, preparing: asyncio.Task[Response], *, is_stream: bool) -> None:
+    def __init__(
+        self, preparing: asyncio.Task[Response], *, is_stream: bool, writer: ReplyWriter | None = None
+    ) -> None:
         self.media_type = EventStream.media_type if is_stream else "application/json"
         super().__init__(headers=_STREAM_HEADERS if is_stream else None)
         del self.headers["content-length"]
         self._preparing = preparing
         self._is_stream = is_stream
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sign = early_sign(scope) if self._is_stream else b"\n"
@@ -144,6 +151,8 @@ class HeldResponse(Response):
         leaving = asyncio.create_task(disconnected(receive))
         try:
             while not self._preparing.done():
+                if self._writer is not None:
+                    sign = _encoded(self._writer.begin()) or self._writer.keepalive()
                 await send({"type": "http.response.body", "body": sign, "more_body": True})
                 waited = {self._preparing, leaving}
                 await asyncio.wait(waited, timeout=KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -163,10 +172,12 @@ class HeldResponse(Response):
         try:
             response = self._preparing.result()
         except DiskPrefixError as error:
-            note_failure(scope, error)
-            log.error("a reply ended early: %s", logged(error))
+            note_failure(scope, error, "a reply ended early")
             if self._is_stream:
-                await send({"type": "http.response.body", "body": early_failure(scope, error), "more_body": False})
+                body = (
+                    _encoded(self._writer.failure(error)) if self._writer is not None else early_failure(scope, error)
+                )
+                await send({"type": "http.response.body", "body": body, "more_body": False})
             return
         has_failed = False
 

@@ -10,11 +10,12 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.identity import identity_of_tenant
 from diskprefix.store.changes import RECORDS_AT_ONCE, Changes, Part, batches
 from diskprefix.store.note_record import (
     MAX_NOTE_BYTES,
@@ -34,10 +35,10 @@ from diskprefix.store.note_record import (
     total_limit,
 )
 from diskprefix.store.savings import keep_counts
-from diskprefix.store.schema import RootRecord
+from diskprefix.store.schema import ModelRecord, RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.store_identity import Epoch, epoch_of
-from diskprefix.tokens import HASH_BYTES, TokenIds, prompt_digest
+from diskprefix.tokens import HASH_BYTES, TokenIds, prompt_digest, root_hash
 
 log = logging.getLogger("diskprefix")
 
@@ -150,6 +151,11 @@ class Notes:
         key = note_key(root, kind, id_)
         with self._written:
             return self._written.wait_for(lambda: key not in self._waiting, timeout_s)
+
+    def models(self) -> list[ModelRecord]:
+        """Returns the models that the store was served with. Raises `CacheError`."""
+        with self._store.snapshot() as snapshot:
+            return [record for _, record in snapshot.models()]
 
     def write(self) -> None:
         """Writes what waits in one transaction, then makes the notes fit their shares. Raises `CacheError`."""
@@ -280,6 +286,17 @@ class TenantNotes:
     record: RootRecord
     ttl_s: float
     """Time to live of the notes that are put, after their last use, in seconds."""
+
+    def holder(self, kind: NoteKind, id_: str) -> TenantNotes:
+        """Returns the notes of the same tenant that have a note: these, or those with another model of the store; these
+        if none have it."""
+        return next((one for one in (self, *self._with_other_models()) if one.get(kind, id_) is not None), self)
+
+    def _with_other_models(self) -> Iterator[TenantNotes]:
+        with suppress(CacheError, ValueError):
+            for model in self.notes.models():
+                root = root_hash(identity_of_tenant(model.identity, self.record.tenant))
+                yield replace(self, root=root)
 
     def put(self, kind: NoteKind, id_: str, content: bytes, prompt: TokenIds | None = None) -> bool:
         return self.notes.put(self.epoch, self.root, self.record, kind, id_, content, self.ttl_s, prompt)

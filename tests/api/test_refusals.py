@@ -111,11 +111,12 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("messages.2.tool_calls.0.function.cache_control", NO_MARK, MARK),
         ("messages.2.tool_calls.1.cache_control", NO_MARK, MARK),
         ("cache_control", NO_MARK, MARK, "ephemeral"),
-        ("max_tokens", "", 0, 2**31, "5", True, 5.0),
+        ("max_tokens", "", 2**31, "5", True, 5.5, 1e300),
         ("max_tokens", "(got -5)", -5),
-        ("max_completion_tokens", "", -1),
+        ("max_tokens", "at least 1, or -1 for no limit", 0, 0.0),
+        ("max_completion_tokens", "", -2, -1.5),
         ("temperature", "", 2.5, -5e-324, float("nan")),
-        ("top_p", "", 0, 1.01),
+        ("top_p", "", -0.01, 1.01),
         ("top_k", "", -2, 2**31),
         ("min_p", "", -0.1, 1.01),
         ("seed", "", 2**63, -(2**63) - 1, 1.5, "9" * 10_000),
@@ -151,6 +152,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("structured_outputs", "needs exactly one", {}, {"json_object": True, "choice": ["b"]}),
         ("structured_outputs", "not allowed beside response_format", {"choice": ["a"]}),
         ("structured_outputs.json", "", 5),
+        ("structured_outputs.json_object", "must be true (got false)", False),
         ("structured_outputs.regex", "", "a"),
         ("structured_outputs.grammar", "", 'start: "a"'),
         ("structured_outputs.choice", "", []),
@@ -161,8 +163,8 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("modalities.1", "", "audio"),
         ("audio", "", {"voice": "alloy", "format": "wav"}),
         ("web_search_options", "", {}),
-        ("functions", "", []),
-        ("function_call", "", "auto"),
+        ("functions", "is not supported", {}, [{"name": "f"}]),
+        ("function_call", "is not supported", "f", {"name": "f"}),
         ("chat_template_kwargs", "", "x"),
         ("prefix_cache", "", "full"),
         ("prefix_cache.scope", "", "sometimes", "auto:0", ["auto"], True, 1.5, 0, None),
@@ -187,13 +189,12 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("best_of", "must be equal to n", 2),
     ],
     "messages": [
-        ("max_tokens", "greater than or equal to 0", -1),
+        ("max_tokens", "greater than or equal to -1", -2),
         ("max_tokens", "is required", GONE),
         ("messages", "must not be empty", []),
         ("messages", "must be a list", "hello"),
         ("messages.0.role", "'user', 'assistant' or 'system'", "tool"),
-        ("messages.0.content", "is required", GONE),
-        ("messages.0.content", "must not be empty", []),
+        ("messages.0.content", "is required", GONE, None),
         ("messages.0.content", "a string or a list of content blocks", 5),
         ("messages.1.content.0", "a content block with a type", "x"),
         ("messages.1.content.0.type", "valid string", 5),
@@ -229,7 +230,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("input.0.role", "", "wizard"),
         ("input.0.content", "", GONE, None),
         ("input.0.cache_control.type", "", "eternal"),
-        ("input.0.type", "", "web_search_call", 5, "custom_tool_call"),
+        ("input.0.type", "", "file_search_call", 5),
         ("input.1.content.0", "", "x"),
         ("input.1.content.0.text", "", GONE),
         ("input.1.content.0.type", "", "text", 5),
@@ -252,6 +253,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("tool_choice", "", "sometimes", {"type": "function"}, {"type": "allowed_tools", "mode": "auto"}),
         ("tool_choice", "names 'x'", {"type": "function", "name": "x"}),
         ("tool_choice.type", "", "web_search_preview"),
+        ("tool_choice", "names 'x'", {"type": "custom", "name": "x"}),
         ("tool_choice.tools.0.type", "", "mcp"),
         ("text.format", "", {"type": "json_schema", "name": "n"}),
         ("text.format.type", "", "grammar"),
@@ -288,7 +290,6 @@ BEGUN = [USER, {"role": "assistant", "content": "The answer is"}]
 GO_ON = {"continue_final_message": True}
 IMAGE = {"type": "input_image", "file_id": "f"}
 BODIES: list[tuple[str, dict[str, Any], str, str]] = [
-    ("chat", {"messages": [{"role": "assistant", "content": None}]}, "messages.0.content", "is required"),
     ("chat", {"tools": [], "tool_choice": "required"}, "tool_choice", "no tool is offered"),
     (
         "chat",
@@ -311,7 +312,7 @@ BODIES: list[tuple[str, dict[str, Any], str, str]] = [
     ("messages", block({"type": "image", "source": {"type": "file"}}), "messages.0.content.0.source", "of type base64"),
     ("messages", block(BASE64), "messages.0.content.0.source.media_type", "is required"),
     ("messages", block(DOCUMENT | {"source": {"type": "text"}}), "messages.0.content.0.source.data", "is required"),
-    ("messages", block(DOCUMENT | CITED), "messages.0.content.0.citations.enabled", "must be False"),
+    ("messages", block(DOCUMENT | CITED), "messages.0.content.0.citations.enabled", "must be false (got true)"),
     ("messages", {"tools": [SEARCH]}, "tools.0.type", "run by Anthropic's servers, and no other tool is offered"),
     ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0.type", "is not known here"),
     ("messages", {"tools": [], "tool_choice": {"type": "any"}}, "tool_choice", "no tool is offered"),
@@ -444,7 +445,7 @@ WRONG_NUMBERS = [1.5] * 3
     ],
 )
 def test_a_list_is_read_up_to_its_first_error(api: str, fields: dict[str, Any]) -> None:
-    """Each takes two kilobytes, and a body may have two million values."""
+    """Each takes two kilobytes, and a body may have two million values. A wrong integer is two errors."""
     with pytest.raises(ValidationError) as caught:
         APIS[api][0].body.model_validate_json(json.dumps(fields))
-    assert caught.value.error_count() == 1
+    assert caught.value.error_count() <= 2

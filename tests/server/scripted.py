@@ -250,6 +250,9 @@ class ScriptedNotes:
     def get(self, kind: NoteKind, id_: str) -> bytes | None:
         return self.noted.get((self.tenant, kind, id_))
 
+    def holder(self, _kind: NoteKind, _id: str) -> ScriptedNotes:
+        return self
+
     def settle(self, _kind: NoteKind, _id: str, _timeout_s: float) -> bool:
         return True
 

@@ -172,7 +172,7 @@ ASKING: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("fields", "error_type", "param", "code"),
     [
-        ({"max_tokens": -1}, "invalid_request_error", "max_tokens", None),
+        ({"max_tokens": -2}, "invalid_request_error", "max_tokens", None),
         ({"tool_choice": {"type": "any"}}, "invalid_request_error", "tool_choice", None),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]},

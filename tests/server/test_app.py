@@ -15,6 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from diskprefix import hooks
 from diskprefix.api.anthropic import Messages
@@ -111,7 +113,12 @@ def test_no_more_requests_wait_for_the_model_than_the_queue_takes(chat_model: Pa
 @pytest.mark.parametrize("error", [None, ModelError("no such model")], ids=["loads", "fails"])
 @pytest.mark.parametrize(
     ("path", "stream", "sign"),
-    [(CHAT, True, b": keepalive"), ("/v1/messages", True, b"event: ping"), (CHAT, False, b"\n\n\n")],
+    [
+        (CHAT, True, b": keepalive"),
+        ("/v1/messages", True, b"event: ping"),
+        ("/v1/responses", True, b"event: response.in_progress"),
+        (CHAT, False, b"\n\n\n"),
+    ],
 )
 def test_a_request_that_waits_for_the_model_gets_signs_of_life_and_then_its_reply_or_the_error(
     chat_model: Path,
@@ -124,7 +131,7 @@ def test_a_request_that_waits_for_the_model_gets_signs_of_life_and_then_its_repl
 ) -> None:
     monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
     load = SlowLoad(engine, error)
-    body = HELLO | {"stream": stream, "max_tokens": 5}
+    body = HELLO | {"stream": stream, "max_tokens": 5, "input": "hello"}
     with (
         started_app(chat_model, load) as server,
         server.client() as client,
@@ -143,7 +150,17 @@ def test_a_request_that_waits_for_the_model_gets_signs_of_life_and_then_its_repl
         return
     assert answer.status_code == 200
     assert sign in signs
-    assert (b"Hello" if error is None else b'code":"not_ready"') in whole
+    failure = b'"type":"response.failed"' if path == "/v1/responses" else b'code":"not_ready"'
+    assert (b"Hello" if error is None else failure) in whole
+    if path == "/v1/responses":
+        events = events_of(whole.decode())
+        assert [event["sequence_number"] for event in events] == [*range(len(events))]
+        kinds = [event["type"] for event in events if event["type"] != "response.in_progress"]
+        assert (kinds.count("response.created"), kinds[0]) == (1, "response.created")
+        ends = [event["response"] for event in events if "response" in event]
+        assert len({(one["id"], one["created_at"], one["store"]) for one in ends}) == 1
+        for event in events:
+            TypeAdapter[Any](ResponseStreamEvent).validate_json(json.dumps(event), strict=True)
     if not stream:
         assert json.loads(whole)["choices"][0]["message"]["content"] == "Hello world"
 
@@ -647,6 +664,45 @@ def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_trac
     assert [answer.status_code for answer in answers] == [503]
     assert answers[0].json()["error"]["message"] == "the daemon is stopping"
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_each_stream_ends_with_an_error_event_of_its_api_when_the_daemon_stops(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, is_loading: bool
+) -> None:
+    monkeypatch.setattr(streaming, "KEEPALIVE_S", 0.01)
+    engine.script = until_cancelled
+    texts: dict[str, str] = {}
+    load = SlowLoad(engine)
+    paths = (CHAT, "/v1/completions", "/v1/messages", "/v1/responses")
+
+    def ask(url: str, path: str) -> None:
+        asked = HELLO | {"stream": True, "max_tokens": 5, "input": "hello"}
+        asked |= {"prompt": "hello"} if path == "/v1/completions" else {}
+        with httpx.stream("POST", url + path, json=asked, timeout=30) as answer:
+            for part in answer.iter_text():
+                texts[path] = texts.get(path, "") + part
+
+    with started_app(chat_model, load) as server:
+        if not is_loading:
+            load.go_on.set()
+            server.wait_ready()
+        asking = [threading.Thread(target=ask, args=(server.url, path)) for path in paths]
+        for one in asking:
+            one.start()
+        wait_until(lambda: len(texts) == len(paths), "all streams have begun")
+        asyncio.run_coroutine_threadsafe(server.daemon.drain(0), server.daemon._loop).result(30)
+        for one in asking:
+            one.join(30)
+        load.go_on.set()
+    stopping = "the daemon is stopping"
+    ends = {path: events_of(text)[-1] for path, text in texts.items()}
+    for path in paths[:2]:
+        assert (ends[path]["error"]["message"], ends[path]["error"]["code"]) == (stopping, "not_ready")
+    assert (ends["/v1/messages"]["type"], ends["/v1/messages"]["error"]["message"]) == ("error", stopping)
+    assert ends["/v1/messages"]["error"]["type"] == "overloaded_error"
+    failed = ends["/v1/responses"]
+    assert (failed["type"], failed["response"]["error"]["message"]) == ("response.failed", stopping)
 
 
 def test_a_stopping_daemon_refuses_what_waits_and_cancels_what_runs(chat_model: Path, engine: ScriptedEngine) -> None:

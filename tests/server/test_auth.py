@@ -257,7 +257,7 @@ def test_one_key_cannot_take_the_whole_queue(chat_model: Path, keys_file: Path) 
         refused = client.post(CHAT, json=HELLO, headers=bearer(ALICE))
         assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (429, True)
         error = refused.json()["error"]
-        assert (error["type"], error["code"]) == ("invalid_request_error", "too_many_requests")
+        assert (error["type"], error["code"]) == ("rate_limit_error", "too_many_requests")
         assert error["message"].startswith("3 requests with this API key are not answered yet")
         assert status(BOB) == 200
         held += [arriving(server, BOB) for _ in range(2)]

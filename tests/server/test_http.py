@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,9 +132,15 @@ def test_what_a_first_token_waited_for_others_is_told() -> None:
 
 def test_logprobs_of_completions_have_the_place_of_each_token_in_the_text(client: httpx.Client) -> None:
     body = {"prompt": "Name three rivers", "max_tokens": 12, "temperature": 0, "logprobs": 2, "logit_bias": {"2": -100}}
-    logprobs = client.post(COMPLETIONS, json=body).json()["choices"][0]["logprobs"]
-    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 12
-    assert logprobs["text_offset"] == [0, *accumulate(map(len, logprobs["tokens"][:-1]))]
+    [choice] = client.post(COMPLETIONS, json=body).json()["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert len(tokens) == len(offsets) == len(choice["logprobs"]["token_logprobs"]) == 12
+    assert len(choice["logprobs"]["top_logprobs"]) == 12
+    assert offsets == sorted(offsets)
+    places = dict(zip(offsets, tokens, strict=True))
+    whole = {place: token for place, token in places.items() if not token.startswith("bytes:")}
+    assert len(whole) > 1
+    assert all(choice["text"].startswith(token, place) for place, token in whole.items())
 
 
 def test_health_and_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) -> None:

@@ -34,6 +34,7 @@ from diskprefix.engine.request import (
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, QueueFull
 from diskprefix.server import generation, streaming
 from diskprefix.server.generation import EventBuffer, Generation
+from diskprefix.server.keys import Caller
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.streaming import EventStream, HeldResponse, first_signs, json_reply
 from tests.engine.driving import Cancelled
@@ -91,7 +92,7 @@ class Sent:
         self._script = script
         self.messages: list[dict[str, Any]] = []
         self.times: list[float] = []
-        self.context = LogContext()
+        self.context = LogContext(caller=Caller("alice"))
 
     async def send(self, message: Any) -> None:
         self.messages.append(message)
@@ -199,13 +200,16 @@ def test_a_quick_reply_is_an_ordinary_response_and_a_slow_one_is_json_behind_bla
     assert sent.is_whole
 
 
-def test_a_late_error_of_a_whole_reply_breaks_the_body_off() -> None:
+def test_a_late_error_of_a_whole_reply_breaks_the_body_off_and_the_log_says_whose(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A client takes that for a failure of the connection, and never for a reply."""
     sent = whole(Prepared(None, None, HELLO[0], DiskPrefixError("the daemon is stopping")))
     assert sent.status == 200
     assert sent.body.strip() == b""
     assert not sent.is_whole
     assert sent.context.error == "the daemon is stopping"
+    assert f"{sent.context.request_id} of alice" in caplog.text
 
 
 def test_a_client_that_leaves_as_its_response_is_ready_has_its_generation_closed() -> None:

@@ -16,6 +16,7 @@ from diskprefix.model.load.checkpoint import require_weights
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf_file import first_parts, model_stem
+from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
 from diskprefix.native import build
 from diskprefix.nouns import MOST_NAME_CHARS, require_model_name
@@ -239,3 +240,29 @@ def _needs(path: Path, settings: Settings) -> ModelNeeds:
     is_compiled = build.LIBRARY.exists() and settings.kernels != "torch"
     can_keep = is_compiled and settings.dtype in ("auto", "bfloat16")
     return needs_of_gguf(path, settings.weights if can_keep else "native", 4 if settings.dtype == "float32" else 2)
+
+
+def template_of(path: Path) -> str:
+    """Returns the text with the chat template of a model, empty if it has none. Raises `ModelError`, `OSError`."""
+    if path.is_file():
+        return str(read_header(path).values.get("tokenizer.chat_template") or "")
+    config, file = path / "tokenizer_config.json", path / "chat_template.jinja"
+    in_config = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    in_file = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return in_file or (in_config if '"chat_template"' in in_config else "")
+
+
+def offered_by(known: KnownModel, needs: ModelNeeds) -> list[str]:
+    """Returns the capabilities of a model by its files, as `/v1/models` names them once it is loaded. Raises
+    `ModelError`, `OSError`."""
+    template = "" if known.path is None else template_of(known.path)
+    if known.settings.chat_template is not None:
+        template = known.settings.chat_template.read_text(encoding="utf-8", errors="replace")
+    offered = {
+        "completion": True,
+        "chat": bool(template),
+        "tool_use": "tools" in template,
+        "reasoning": "reasoning_content" in template or "<think>" in template,
+        "vision": needs.takes_pictures,
+    }
+    return [name for name, is_offered in offered.items() if is_offered]

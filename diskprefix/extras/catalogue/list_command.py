@@ -13,12 +13,11 @@ from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
 from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue, template_of
 from diskprefix.model.load.checkpoint import checkpoint_files, weight_files
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import part_paths
-from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line
@@ -185,16 +184,6 @@ def row_of(known: KnownModel) -> dict[str, Any]:
 
 def _files(path: Path) -> list[Path]:
     return part_paths(path) if path.is_file() else checkpoint_files(path, weight_files(path))
-
-
-def template_of(path: Path) -> str:
-    """Returns the text with the chat template of a model, empty if it has none. Raises `ModelError`, `OSError`."""
-    if path.is_file():
-        return str(read_header(path).values.get("tokenizer.chat_template") or "")
-    config, file = path / "tokenizer_config.json", path / "chat_template.jinja"
-    in_config = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    in_file = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    return in_file or (in_config if '"chat_template"' in in_config else "")
 
 
 def _own(known: KnownModel) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 from diskprefix.cli.options import variable_of
 from diskprefix.cli.tooling import status
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, plain_name
-from diskprefix.extras.catalogue.list_command import row_of, template_of
+from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, plain_name, template_of
+from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.extras.clients.recipe import Served
 from diskprefix.extras.daemon_call import Call, key_for, wait_ready

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 
 from diskprefix.api.error_forms import ANTHROPIC_PATH, anthropic_error, one_line, openai_error, retry_headers
 from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.json_values import whole_characters
 from diskprefix.printable import shown
 from diskprefix.units import parse_duration
 
@@ -32,7 +33,7 @@ class Named(msgspec.Struct):
 def read_named(body: bytes) -> Named:
     """Returns the model's name in a body. Raises `InvalidRequest`."""
     try:
-        return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"), type=Named)
+        return msgspec.json.decode(whole_characters(body.decode("utf-8-sig")), type=Named)
     except msgspec.ValidationError as error:
         field_name = "keep_alive" if "keep_alive" in str(error) else "model"
         raise InvalidRequest.at(field_name, f"is wrong: {one_line(str(error))}") from error

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs, offered_by
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
@@ -41,6 +42,8 @@ class Listing:
         self._catalogue, self._needs = catalogue, needs
         self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
         """Also why they could not be read when it was tried last."""
+        self._offers: dict[str, tuple[int, list[str]]] = {}
+        """When the files of each model were written, in seconds since 1970, and its capabilities."""
         self._learning = asyncio.Lock()
         self._reader = ThreadPoolExecutor(1, "models")
         """Not the event loop's own threads, for which its end waits."""
@@ -79,6 +82,8 @@ class Listing:
             if self._catalogue is not None and not isinstance(self._known_needs.get(known.name), ModelNeeds):
                 try:
                     found: ModelNeeds | DiskPrefixError | None = await self._read(self._needs, known.settings)
+                    if isinstance(found, ModelNeeds) and known.path is not None:
+                        self._offers[known.name] = await self._read(_offer, known, known.path, found)
                 except DiskPrefixError as error:
                     found = error
                 except OSError as error:
@@ -117,7 +122,8 @@ class Listing:
     def _card(
         self, known: KnownModel, loaded: Iterable[str], limit_bytes: int, *, sees_all: bool = False
     ) -> dict[str, Any]:
-        said: dict[str, Any] = {"id": known.name, "object": "model", "created": 0, "owned_by": "diskprefix"}
+        created, capabilities = self._offers.get(known.name, (0, []))
+        said: dict[str, Any] = {"id": known.name, "object": "model", "created": created, "owned_by": "diskprefix"}
         said |= {"loaded": known.name in loaded, "aliases": list(known.aliases), "pinned": known.pin}
         try:
             needs = self._needs_of(known)
@@ -126,6 +132,10 @@ class Listing:
         if needs is None:
             return said
         fit = fit_beside(needs, known.settings, limit_bytes)
+        if capabilities:
+            modalities = ["text", *["image"] * ("vision" in capabilities)]
+            said["architecture"] = {"input_modalities": modalities, "output_modalities": ["text"]}
+            said["capabilities"] = capabilities
         names = ("max_model_len", "context_length", "context_window", "max_context_length")
         return said | dict.fromkeys(names, fit.context) | {"needs_bytes": fit.needed_bytes, "needs": dict(fit.rows())}
 
@@ -136,7 +146,7 @@ class Listing:
             "id": known.name,
             "type": "model",
             "display_name": known.name,
-            "created_at": datetime.fromtimestamp(0, UTC).isoformat(),
+            "created_at": datetime.fromtimestamp(card.get("created", 0), UTC).isoformat(),
             "lifecycle": "active",
             "max_input_tokens": positions,
             "max_tokens": positions,
@@ -148,6 +158,10 @@ class Listing:
         if isinstance(found, DiskPrefixError):
             raise found
         return found
+
+
+def _offer(known: KnownModel, path: Path, needs: ModelNeeds) -> tuple[int, list[str]]:
+    return int(path.stat().st_mtime), offered_by(known, needs)
 
 
 def fit_beside(needs: ModelNeeds, settings: Settings, limit_bytes: int) -> Fit:

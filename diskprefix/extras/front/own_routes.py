@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from diskprefix.api.error_forms import HttpError
+from diskprefix.errors import NotReady
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _METRICS_S = 5.0
 """The time for a worker to answer with its metrics."""
+_STORED_S = 40.0
+"""The time for a worker to read or delete a stored response. A deletion waits for the disk."""
 
 
 class OwnRoutes:
@@ -54,6 +57,8 @@ class OwnRoutes:
                 is_kept = self._listing.is_kept(self._listing.only)
                 return JSONResponse({"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
             return None
+        if path.startswith("/v1/responses/") and method != "POST" and b"model=" not in scope["query_string"]:
+            return await self._stored(scope)
         return await self._of_several(path, scope, caller) if method in ("GET", "HEAD") else None
 
     async def _of_several(self, path: str, scope: Scope, caller: Caller) -> Response | None:
@@ -91,10 +96,30 @@ class OwnRoutes:
         )
         return JSONResponse(cards)
 
+    @property
+    def _ready(self) -> list[ModelWorker]:
+        return [worker for place, worker in self._by_place.items() if place.phase is Phase.READY]
+
+    async def _stored(self, scope: Scope) -> Response:
+        """Returns what the first worker says that knows a stored response. Each reads what all models have stored; that
+        of a newer one may not be written yet. Raises `NotReady` if no model is loaded."""
+        answer = None
+        for worker in self._ready:
+            answer = await _answer_of(worker, scope, _STORED_S) or answer
+            if answer is not None and answer.status_code != 404:
+                break
+        if answer is None:
+            raise NotReady("no model is loaded that could read stored responses; a request for a reply loads one")
+        return answer
+
     async def _metrics(self, scope: Scope) -> Response:
-        ready = [worker for place, worker in self._by_place.items() if place.phase is Phase.READY]
-        found = await asyncio.gather(*(_metrics_of(worker, scope) for worker in ready))
-        texts = {worker.place.model: text for worker, text in zip(ready, found, strict=True) if text is not None}
+        ready = self._ready
+        found = await asyncio.gather(*(_answer_of(worker, scope, _METRICS_S) for worker in ready))
+        texts = {
+            worker.place.model: bytes(answer.body).decode()
+            for worker, answer in zip(ready, found, strict=True)
+            if answer is not None and answer.status_code == 200
+        }
         loaded = {known.name: known.name in texts for known in self._listing.models()}
         return Response(merged_metrics(texts, loaded), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -104,8 +129,8 @@ def _shown_place(place: Place) -> dict[str, Any]:
     return {name: getattr(place, name) for name in names} | {"phase": place.phase.name.lower()}
 
 
-async def _metrics_of(worker: ModelWorker, scope: Scope) -> str | None:
-    """Returns the metrics of a worker, None if it does not answer in time."""
+async def _answer_of(worker: ModelWorker, scope: Scope, limit_s: float) -> Response | None:
+    """Returns the answer of a worker to a request without a body, None if there is none in time."""
     body = bytearray()
 
     async def receive() -> Message:
@@ -118,7 +143,7 @@ async def _metrics_of(worker: ModelWorker, scope: Scope) -> str | None:
     # It must not wait for the body of the client.
     headers = [header for header in scope["headers"] if header[0] not in (b"content-length", b"transfer-encoding")]
     with suppress(NotTaken, WorkerGone, TimeoutError):
-        async with asyncio.timeout(_METRICS_S):
+        async with asyncio.timeout(limit_s):
             status = await passing.pass_on(worker.path, {**scope, "headers": headers}, Incoming(receive), send)
-        return body.decode() if status == 200 else None
+        return Response(bytes(body), status, media_type="application/json")
     return None

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from diskprefix.api.asked import Asked
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import openai_error
-from diskprefix.api.fields import MAX_COUNT, MAX_PARTS, Body
+from diskprefix.api.fields import MAX_PARTS, Body, LimitOrNothing
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai import OpenAIBody
 from diskprefix.api.reply import DeltaEvent, EndEvent, ReplyEvent, WholeReply
@@ -49,8 +49,8 @@ class InfillRequest(OpenAIBody):
         default=None, description="Other files, those that change least first."
     )
     prompt: str | None = Field(default=None, description="The beginning of what fills the gap.")
-    n_predict: int | None = Field(
-        default=None, ge=-1, le=MAX_COUNT, description="Most tokens of the reply; 0: the prompt is only kept; -1: any."
+    n_predict: LimitOrNothing | None = Field(
+        default=None, description="Most tokens of the reply; 0: the prompt is only kept; -1: any."
     )
     n: Literal[1] | None = Field(default=None, description="One choice.")
 
@@ -63,7 +63,7 @@ class Infill:
     def read(self, body: InfillRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
         files = tuple((file.filename, file.text) for file in body.input_extra or ())
         begun, in_text = body.prompt or "", body.special_tokens_in_text or False
-        limit = body.max_tokens if body.n_predict is None else None if body.n_predict < 0 else body.n_predict
+        limit = body.max_tokens if body.n_predict is None else body.n_predict
         return Asked(
             prompt=FillIn(body.input_prefix, body.input_suffix, "input_suffix", files, begun, in_text),
             sampling=body.sampling(vocab_size, limit, None),

@@ -10,7 +10,6 @@ from diskprefix.extras.web_page import CHAT_PAGE
 router = APIRouter(prefix="/chat", include_in_schema=False)
 
 
-@router.head("")
 @router.get("")
 async def page() -> Response:
     """The page. It needs no key, and asks for one."""

@@ -21,6 +21,6 @@ def add_routes(app: FastAPI) -> None:
 
     app.state.dashboard = routes.Dashboard(app.state.daemon)
     app.include_router(routes.router)
-    page = routes.PageRoute("/", lambda: DASHBOARD_PAGE.response(), methods=["GET", "HEAD"], include_in_schema=False)
+    page = routes.PageRoute("/", lambda: DASHBOARD_PAGE.response(), include_in_schema=False)
     # Before the daemon's own route.
     app.router.routes.insert(0, page)

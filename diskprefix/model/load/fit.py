@@ -88,11 +88,13 @@ class TokenState:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNeeds:
-    """The needs of a model: `weights` has the bytes of its weights in memory by form."""
+    """The needs of a model: `weights` has the bytes of its weights in memory by form. `takes_pictures`: it has an
+    encoder of pictures."""
 
     name: str
     weights: Mapping[str, int] = field(default_factory=dict)
     state: TokenState
+    takes_pictures: bool = False
 
     @property
     def weights_bytes(self) -> int:
@@ -193,6 +195,7 @@ def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2, *, uses_draft_
         name=gguf.name,
         weights=_weights_of_gguf([*tensors, *draft_layer], weights, dtype_bytes, architecture, encoder),
         state=state_of(tensors, config, dtype_bytes, draft_layer),
+        takes_pictures=projector is not None,
     )
 
 
@@ -215,7 +218,8 @@ def needs_of_checkpoint(
     draft_layer = [replace(one, name=f"layers.{num_layers}.{used[one.name]}") for one in stored if used.get(one.name)]
     stored = [one for one in stored if one.name not in further]
     weights = _weights_of_checkpoint([*stored, *draft_layer], dtype_bytes)
-    return ModelNeeds(name=name, weights=weights, state=state_of(stored, config, dtype_bytes, draft_layer))
+    state = state_of(stored, config, dtype_bytes, draft_layer)
+    return ModelNeeds(name=name, weights=weights, state=state, takes_pictures="vision_config" in config)
 
 
 def _dtype_bytes(dtype: str, config: Mapping[str, Any]) -> int:

@@ -87,7 +87,7 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        elif not self._making.done() and (scope.get("method"), scope["path"]) == ("GET", "/health"):
+        elif not self._making.done() and scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
             await send({"type": "http.response.start", "status": 503, "headers": _HEADERS})
             await send({"type": "http.response.body", "body": _LOADING})
         else:

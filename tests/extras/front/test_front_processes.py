@@ -315,9 +315,12 @@ def test_a_name_that_no_model_can_have_is_a_404_wherever_it_stands_and_a_body_wi
 def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: DaemonProcess) -> None:
     ask(daemon, "ash").raise_for_status()
     with daemon.client() as client:
+        wait_until(lambda: "problem" in client.get("/v1/models/damaged").json(), "all headers are read")
         listed = client.get("/v1/models").json()["data"]
         assert {card["id"]: card["loaded"] for card in listed}["ash"]
         assert [card["id"] for card in listed] == ["ash", "birch", "damaged"]
+        assert [card.get("capabilities") for card in listed] == [["completion", "chat", "tool_use"]] * 2 + [None]
+        assert all(card["created"] > 1e9 for card in listed[:2])
         asked = [{"model": name, "input": "Oslo"} for name in ("ash", "birch")]
         made = [client.post("/v1/embeddings", json=one).raise_for_status().json() for one in asked]
         assert [one["model"] for one in made] == ["ash", "birch"]
@@ -329,6 +332,39 @@ def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: Da
         assert 'diskprefix_model_loaded{model="ash"} 1.0\n' in metrics
         assert re.search(r'^diskprefix_requests_total\{model="ash",outcome="completed"\} [1-9]', metrics, re.MULTILINE)
         assert client.get("/props", params={"model": "ash"}).json()["model"]["name"] == "ash"
+
+
+def test_a_stored_response_is_found_without_the_models_name_also_when_another_model_is_loaded(
+    daemon: DaemonProcess,
+) -> None:
+    with daemon.client() as client:
+        made = [
+            client.post("/v1/responses", json={"model": name, "input": "hello", "max_output_tokens": 1}, timeout=120)
+            for name in ("ash", "birch")
+        ]
+        of_ash, of_birch = (one.raise_for_status().json() for one in made)
+        for one in (of_ash, of_birch):
+            assert client.get(f"/v1/responses/{one['id']}").raise_for_status().json() == one
+        assert client.get("/v1/responses/resp_0").status_code == 404
+        ordered(daemon, "ash", "unload")
+        wait_until(lambda: "ash" not in states(daemon), "ash is unloaded")
+        assert client.get(f"/v1/responses/{of_ash['id']}").raise_for_status().json() == of_ash
+        listed = client.get(f"/v1/responses/{of_ash['id']}/input_items").raise_for_status().json()["data"]
+        assert [one["content"][0]["text"] for one in listed] == ["hello"]
+        assert client.delete(f"/v1/responses/{of_ash['id']}").raise_for_status().json()["deleted"]
+        assert client.get(f"/v1/responses/{of_ash['id']}").status_code == 404
+        ordered(daemon, "birch", "unload")
+        wait_until(lambda: not states(daemon), "birch is unloaded")
+        refused = client.get(f"/v1/responses/{of_birch['id']}")
+        assert (refused.status_code, "no model is loaded" in refused.text) == (503, True)
+
+
+@pytest.mark.parametrize("path", ["/", "/chat", "/health", "/v1/models", "/v1/models/ash", "/props?model=ash"])
+def test_head_is_answered_as_get_without_a_body(daemon: DaemonProcess, path: str) -> None:
+    ask(daemon, "ash").raise_for_status()
+    with daemon.client() as client:
+        asked, head = client.get(path), client.head(path)
+    assert (head.status_code, head.content) == (asked.status_code, b"") == (200, b"")
 
 
 def test_a_model_is_loaded_and_unloaded_by_its_routes_and_by_keep_alive(daemon: DaemonProcess) -> None:
