@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
-from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, outcome_of
+from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -116,14 +116,15 @@ class TextEvent:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """The progress of a prompt of `total` tokens: `cached` were restored, `processed` were restored or computed, and
-    the first `kept` are to be saved. `elapsed_ms` runs since the engine accepted the request."""
+    """The progress of a prompt of `total` tokens: `cached` were restored from `source`, `processed` were restored or
+    computed, and the first `kept` are to be saved. `elapsed_ms` runs since the engine accepted the request."""
 
     total: int
     cached: int
     processed: int
     kept: int
     elapsed_ms: float
+    source: StateSource = "none"
 
 
 @dataclass(frozen=True)
