@@ -153,10 +153,12 @@ class Usage:
 @dataclass(frozen=True, kw_only=True)
 class Timings:
     """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
-    the prompt if there is none. `drafted_tokens` were guessed and computed; `accepted_tokens` of them are in the reply
-    (`engine.speculation`). `drafted_by` says what guessed them: ngram, model or mtp, with commas between.
-    `draft_ms` is the time of guessing. `image_tokens` of the prompt are those of pictures, of which `images_encoded`
-    were encoded, in `encode_ms`, and `images_restored` were read from the store; the rest needed neither."""
+    the prompt if there is none. `late_restore_ms`: an exact repeat gets its first token from the stored logits, while
+    the state is still restored; `restore_ms` is the part before that token. `drafted_tokens` were guessed and computed;
+    `accepted_tokens` of them are in the reply (`engine.speculation`). `drafted_by` says what guessed them: ngram, model
+    or mtp, with commas between. `draft_ms` is the time of guessing. `image_tokens` of the prompt are those of pictures,
+    of which `images_encoded` were encoded, in `encode_ms`, and `images_restored` were read from the store; the rest
+    needed neither."""
 
     queue_ms: float
     lookup_ms: float
@@ -165,6 +167,7 @@ class Timings:
     ttft_ms: float
     decode_ms: float
     decode_tokens_per_s: float
+    late_restore_ms: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafted_by: str = ""
@@ -176,8 +179,7 @@ class Timings:
 
     @property
     def others_ms(self) -> float:
-        """The rest of `ttft_ms`: steps for other requests, waits between threads, and sampling. Never below 0:
-        `restore_ms` may go on behind the first token."""
+        """The rest of `ttft_ms`: steps for other requests, waits between threads, and sampling. Never below 0."""
         known_ms = self.queue_ms + self.lookup_ms + self.restore_ms + self.encode_ms + self.prefill_ms
         return max(0.0, self.ttft_ms - known_ms)
 

@@ -46,8 +46,8 @@ log = logging.getLogger("diskprefix")
 
 PROGRESS_S = 1.0
 """The least time between two reports of progress."""
-FIRST_LOGGED_S, LOGGED_S = 5.0, 30.0
-"""The time after which the log tells how far a prefill is, and the least time between two such lines."""
+LOGGED_S = 5.0
+"""The time after which the log tells how far a prefill is. Each later line comes after twice the time."""
 
 ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 """The state of a reply after a step. `computing`: the next step computes it. `waiting`: no step computes it until the
@@ -371,7 +371,7 @@ class RunningRequest:
     prefilled_at: float = 0.0
     """The end of the last step of the prefill."""
     reported_at: float = float("-inf")
-    logged_at: float = 0.0
+    num_logged: int = 0
 
     @property
     def request(self) -> GenerateRequest:
@@ -455,7 +455,12 @@ class RunningRequest:
         Sends it to a client that wants it: once a second, and at the end."""
         total, now = len(self.request.prompt.token_ids), time.perf_counter()
         self.prefilled_at, self.prefill_began_at = now, self.prefill_began_at or now
-        self._log_progress(processed, total, now)
+        speed, seconds_left = self._prefill_speed(processed, now)
+        is_long = now - self.prefill_began_at > LOGGED_S * 2**self.num_logged
+        if is_long and speed and seconds_left and seconds_left > LOGGED_S / 5:
+            self.num_logged += 1
+            figures = f"{processed:,} of {total:,} tokens · {speed:.0f} tokens/s · {seconds_left:.0f} s left"
+            log.info("[engine] %s computes its prompt: %s", self.request.id, figures)
         if not self.request.reports_progress or (processed < total and now - self.reported_at < PROGRESS_S):
             return
         self.reported_at = now
@@ -463,26 +468,20 @@ class RunningRequest:
         restored, kept = self.cached.restored, self.cached.selection.kept
         self.ticket.emit(ProgressEvent(total, restored.num_tokens, processed, kept, elapsed_ms, restored.source))
 
-    def _log_progress(self, processed: int, total: int, now: float) -> None:
-        since_s = now - (self.logged_at or self.prefill_began_at)
-        if processed >= total or since_s < (LOGGED_S if self.logged_at else FIRST_LOGGED_S):
-            return
-        speed, seconds_left = self._prefill_speed(processed, now)
-        if speed is not None and seconds_left is not None:
-            self.logged_at = now
-            figures = f"{processed:,} of {total:,} tokens", f"{speed:.0f} tokens/s", f"{seconds_left:.0f} s left"
-            log.info("[engine] %s computes its prompt: %s", self.request.id, " · ".join(figures))
-
     def done_event(self, report: CacheReport) -> DoneEvent:
         """Returns the last event of a request that ended well."""
         prompt_tokens, decode_s = self.prompt_ids.shape[1], self.last_token_at - self.first_token_at
         usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=self.num_generated, cached_tokens=report.restored)
+        restored, ttft_ms = self.cached.restored, (self.first_token_at - self.ticket.arrived_at) * 1e3
+        queue_ms = (self.started - self.ticket.arrived_at) * 1e3
+        late_ms = min(restored.restore_ms, max(0.0, queue_ms + restored.lookup_ms + restored.restore_ms - ttft_ms))
         timings = Timings(
-            queue_ms=(self.started - self.ticket.arrived_at) * 1e3,
-            lookup_ms=self.cached.restored.lookup_ms,
-            restore_ms=self.cached.restored.restore_ms,
+            queue_ms=queue_ms,
+            lookup_ms=restored.lookup_ms,
+            restore_ms=restored.restore_ms - late_ms,
+            late_restore_ms=late_ms,
             prefill_ms=self.prefill_s * 1e3,
-            ttft_ms=(self.first_token_at - self.ticket.arrived_at) * 1e3,
+            ttft_ms=ttft_ms,
             decode_ms=decode_s * 1e3,
             decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
             drafted_tokens=self.num_drafted,
