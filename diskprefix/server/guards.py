@@ -60,7 +60,7 @@ class Auth:
 
 def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
     """Returns the caller of a request. Raises `HttpError` 401 if it needs a key and has none in force, or if its token
-    is that of another start."""
+    is another one."""
     headers = Headers(scope=scope)
     # Anthropic's clients send the key alone, in a header of its own.
     key = headers.get("x-api-key")
@@ -71,7 +71,7 @@ def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
     if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
         return NOBODY
     if isinstance(who, OwnerToken):
-        raise HttpError(401, f"the token is not this daemon's, which has a new one at each start: {TOKEN_PLACE}")
+        raise HttpError(401, f"the token is not this daemon's: {TOKEN_PLACE}")
     missing = "an API key is needed: send the header Authorization: Bearer KEY"
     raise HttpError(401, "the API key is not one of this daemon's" if authorization else missing)
 

@@ -186,15 +186,14 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
 
 
 def made_token(settings: Settings) -> OwnerToken | None:
-    """Returns a new token for the owner of a daemon, None if it has API keys."""
-    return OwnerToken.new() if settings.api_keys is None else None
+    """Returns the token of the owner of a daemon, None if it has API keys."""
+    return OwnerToken.of_user() if settings.api_keys is None else None
 
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
     """Logs the address of the daemon, and where its dashboard is, and returns the address."""
     address = _address_of(listeners[0], settings.host)
     log.info("listening on %s; /health tells when the model is loaded", address)
-    # A new token each time: while no daemon runs, another program at its address could be shown the old one.
     if listeners[0].family != socket.AF_UNIX:
         log.info("%s", dashboard_line(address, token.text if token else ""))
     return address
