@@ -89,6 +89,7 @@ def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) 
 
 
 def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: DaemonProcess) -> None:
+    ask(daemon, "what the page says of the day needs a request")
     page = browser.new_page()
     page.goto(daemon.url)
     page.locator("#login", has_text="type this in a terminal").wait_for()
