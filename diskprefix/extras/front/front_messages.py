@@ -8,10 +8,9 @@ import uuid
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from diskprefix.api.error_forms import ANTHROPIC_PATH, anthropic_error, one_line, openai_error, retry_headers
+from diskprefix.api.error_forms import error_body, one_line, retry_headers
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.json_values import whole_characters
 from diskprefix.printable import shown
@@ -56,9 +55,7 @@ def keep_alive_seconds(value: str | float) -> float:
 def refusal(scope: Scope, error: DiskPrefixError, *, sees_all: bool) -> JSONResponse:
     """Returns an error in the form of the API that was called, as a caller may see it who `sees_all` or not."""
     request_id = f"req_{uuid.uuid4().hex[:24]}"
-    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope)
-    told = error.told_to(sees_all=sees_all)
-    said = anthropic_error(told, request_id) if is_anthropic else openai_error(told)
+    said = error_body(scope, error.told_to(sees_all=sees_all), request_id)
     headers = {"x-request-id": request_id, "request-id": request_id} | (retry_headers(error) or {})
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
