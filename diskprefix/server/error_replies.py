@@ -72,8 +72,9 @@ def opening(scope: Scope) -> bytes:
 
 def early_sign(scope: Scope) -> bytes:
     """Returns a sign of life for a stream that has not begun. Anthropic's clients ignore comments."""
-    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
-    return b'event: ping\ndata: {"type": "ping"}\n\n' if is_anthropic else opening(scope)
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        return b'event: ping\ndata: {"type": "ping"}\n\n'
+    return b" " if scope["path"].startswith(OLLAMA_PATH) else b": keepalive\n\n"
 
 
 def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:

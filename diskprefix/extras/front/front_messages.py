@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import uuid
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
 log = logging.getLogger("diskprefix")
+
+_PART = re.compile(r"[\d.]+[a-z]+", re.ASCII)
 
 
 class Named(msgspec.Struct):
@@ -41,15 +44,22 @@ def read_named(body: bytes) -> Named:
 
 
 def keep_alive_seconds(value: str | float) -> float:
-    """Returns the seconds that a request says, infinite for a negative number. Raises `InvalidRequest`."""
+    """Returns the seconds that a request says, infinite for what is negative. Raises `InvalidRequest`.
+
+    Ollama's clients in Go send `1h30m0s`.
+    """
+    text = str(value)
+    unsigned = text[1:] if text[1:2].isdigit() and text[0] == "-" else text
     try:
-        seconds = float(value)
+        seconds = float(unsigned)
     except ValueError:
+        parts = _PART.findall(unsigned)
+        parts = parts if parts and "".join(parts) == unsigned else [text]
         try:
-            seconds = parse_duration(str(value), param="keep_alive")
+            seconds = sum(parse_duration(part, param="keep_alive") for part in parts)
         except DiskPrefixError as error:
             raise InvalidRequest(error.message, param="keep_alive") from error
-    return math.inf if seconds < 0 or math.isnan(seconds) else seconds
+    return math.inf if text != unsigned or not seconds >= 0 else seconds
 
 
 def refusal(scope: Scope, error: DiskPrefixError, *, sees_all: bool) -> JSONResponse:

@@ -30,7 +30,7 @@ from diskprefix.api.reply import (
     whole_choice,
 )
 from diskprefix.chat.fill_in import FillIn
-from diskprefix.chat.messages import Conversation, ImagePart, JsonObject, Message, TextPart
+from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, TextPart
 from diskprefix.chat.output.format import ToolCallDelta
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
@@ -164,7 +164,7 @@ class OllamaGenerateRequest(OllamaBody):
     @property
     def source(self) -> Conversation | str | FillIn:
         if not (self.raw or self.suffix):
-            content = [*_pictures(self.images, "images"), TextPart(self.prompt, "prompt")]
+            content: list[ContentPart] = [*_pictures(self.images, "images"), TextPart(self.prompt, "prompt")]
             system = Message(role="system", content=(TextPart(self.system, "system"),), path="system")
             user = Message(role="user", content=content, path="prompt")
             return self.conversation([system, user] if self.system else [user], [])

@@ -321,7 +321,7 @@ def test_behind_a_front_all_models_are_listed_without_loading_one_and_keep_alive
     with DaemonProcess(*flags) as daemon, Client(daemon.url) as client:
         wait_until(lambda: all(one.size for one in client.list().models), "headers are read")
         assert [one.model for one in client.list().models] == ["ash", "birch"]
-        assert client.show("birch").modelinfo["llama.context_length"] == POSITIONS  # type: ignore[index]
+        assert client.show("birch").modelinfo["llama.context_length"] == POSITIONS
         assert client.ps().models == []
         with pytest.raises(ResponseError, match="rm NAME"):
             client.delete("ash")
