@@ -50,7 +50,8 @@ BESIDE = {
     "talk": {"daemon_call", "open_page", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "setup": {"catalogue", "daemon_call", "front"},
-    "front": {"catalogue", "web_page"},
+    "front": {"catalogue", "ollama", "web_page"},
+    "ollama": {"embedding"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
 

@@ -141,6 +141,8 @@ class Asked:
     more_prompts: tuple[str | list[int] | FillIn, ...] = ()
     """Further prompts, each of which is replied to as if it came alone."""
     sampling: SamplingParams
+    num_ctx: int | None = None
+    """Most tokens of prompt and reply together, as `options.num_ctx` asks for it."""
     tool_choice: ToolChoice = ToolChoice()
     text_format: TextFormat | None = None
     thinking_budget: int | None = None

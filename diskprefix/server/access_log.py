@@ -35,11 +35,10 @@ class AccessLog:
             return
         record = LogContext()
         scope.setdefault("state", {})["record"] = record
-        started = time.perf_counter()
         try:
             await self._answer(scope, receive, send, record)
         finally:
-            self._close(scope, record, time.perf_counter() - started)
+            self._close(scope, record, time.perf_counter() - record.began_at)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: LogContext) -> None:
         response_started = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
@@ -26,6 +27,7 @@ class LogContext:
     """The facts about one request, filled in while it is served."""
 
     request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
+    began_at: float = field(default_factory=time.perf_counter)
     status: int = 500
     caller: Caller = NOBODY
     error: str | None = None

@@ -117,6 +117,7 @@ def test_no_more_requests_wait_for_the_model_than_the_queue_takes(chat_model: Pa
         (CHAT, True, b": keepalive"),
         ("/v1/messages", True, b"event: ping"),
         ("/v1/responses", True, b"event: response.in_progress"),
+        ("/api/chat", True, b"   "),
         (CHAT, False, b"\n\n\n"),
     ],
 )
@@ -150,7 +151,8 @@ def test_a_request_that_waits_for_the_model_gets_signs_of_life_and_then_its_repl
         return
     assert answer.status_code == 200
     assert sign in signs
-    failure = b'"type":"response.failed"' if path == "/v1/responses" else b'code":"not_ready"'
+    failures = {"/v1/responses": b'"type":"response.failed"', "/api/chat": b'{"error":"the model could not be loaded'}
+    failure = failures.get(path, b'code":"not_ready"')
     assert (b"Hello" if error is None else failure) in whole
     if path == "/v1/responses":
         events = events_of(whole.decode())

@@ -65,6 +65,8 @@ HALVES: list[tuple[str, dict[str, Any]]] = [
     (MESSAGES, {"system": HALF}),
     ("/v1/messages/count_tokens", {"system": HALF}),
     ("/v1/embeddings", {"input": [HALF, "x"]}),
+    ("/api/chat", {"messages": [{"role": "user", "content": HALF}]}),
+    ("/api/generate", {"prompt": HALF, "system": HALF}),
     ("/tokenize", {"content": HALF}),
     ("/apply-template", {"messages": [USER | {"content": HALF}]}),
 ]

@@ -84,11 +84,13 @@ class Catalogue:
         return self._models
 
     def find(self, name: str) -> KnownModel:
-        """Returns the model with a name or an alias. Raises `ModelNotFound`, which names the nearest."""
+        """Returns the model with a name or an alias, which Ollama's clients may end with `:latest`. Raises
+        `ModelNotFound`, which names the nearest."""
         require_model_name(name)
         by_name = self._by_name
-        if name in by_name:
-            return by_name[name]
+        for asked in (name, name.removesuffix(":latest")):
+            if asked in by_name:
+                return by_name[asked]
         folded = {known.casefold(): known for known in by_name}
         near = get_close_matches(name.casefold(), folded, n=1)
         if near:

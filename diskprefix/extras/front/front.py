@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
+_SHOW = "/api/show"
 _ATTEMPTS = 3
 """Workers that may die before they take a request, until it fails."""
 _LEAST_PAUSE_S = 1.0
@@ -315,6 +316,8 @@ class Front:
             return response
         with self._in_flight.counted(scope, caller.account) as incoming.place:
             known, keep_alive_s = await self._chosen(scope, incoming)
+            if scope["path"] == _SHOW and self._listing.only is None:
+                return self._routes.shown(known.name, caller)
             if not incoming.has_left:
                 await self._pass_on(known, scope, incoming, send, caller, keep_alive_s)
         return None
@@ -330,8 +333,8 @@ class Front:
     ) -> None:
         for _ in range(_ATTEMPTS):
             # What others read from time to time, or watch all day, neither loads a model nor keeps it in memory.
-            is_use = scope["method"] == "POST"
-            loads = is_use or scope["path"].startswith("/v1/models")
+            is_use = scope["method"] == "POST" and scope["path"] != _SHOW
+            loads = is_use or scope["path"].startswith(("/v1/models", "/api/tags", _SHOW))
             worker = await self._worker_for(known, caller.account, loads=loads)
             if loads:
                 self._swaps.begin_request(worker.place, caller.account)

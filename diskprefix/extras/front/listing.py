@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs, offered_by
+from diskprefix.extras.ollama.ollama_models import facts_of
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
@@ -44,6 +46,8 @@ class Listing:
         """Also why they could not be read when it was tried last."""
         self._offers: dict[str, tuple[int, list[str]]] = {}
         """When the files of each model were written, in seconds since 1970, and its capabilities."""
+        self.facts: defaultdict[str, dict[str, Any]] = defaultdict(lambda: facts_of(None))
+        """What Ollama's API says of the files of each model."""
         self._learning = asyncio.Lock()
         self._reader = ThreadPoolExecutor(1, "models")
         """Not the event loop's own threads, for which its end waits."""
@@ -84,6 +88,7 @@ class Listing:
                     found: ModelNeeds | DiskPrefixError | None = await self._read(self._needs, known.settings)
                     if isinstance(found, ModelNeeds) and known.path is not None:
                         self._offers[known.name] = await self._read(_offer, known, known.path, found)
+                        self.facts[known.name] = await self._read(facts_of, known.path)
                 except DiskPrefixError as error:
                     found = error
                 except OSError as error:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ParamSpec
@@ -18,10 +19,11 @@ from typing import Any, ParamSpec
 import pytest
 import uvicorn
 
-from diskprefix.errors import DiskPrefixError, ModelError
+from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel
 from diskprefix.extras.front import front, own_routes, passing
 from diskprefix.extras.front.front import Front
+from diskprefix.extras.front.front_messages import keep_alive_seconds
 from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
@@ -302,6 +304,22 @@ async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_use
         is_passed.set()
         await looked_up
         assert (place.used_at, place.num_active) == (used_at + 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [(1.5, 1.5), ("0", 0.0), ("5m", 300.0), ("5m0s", 300.0), ("1h30m", 5400.0), (-1, inf), ("-1m", inf), ("nan", inf)],
+)
+def test_keep_alive_is_a_number_or_a_duration_as_ollamas_clients_in_go_write_it(
+    said: str | float, seconds: float
+) -> None:
+    assert keep_alive_seconds(said) == seconds
+
+
+@pytest.mark.parametrize("said", ["", "-", "--1", "5mm", "5m x", "1.2.3s"])
+def test_what_is_no_duration_is_refused(said: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not a duration"):
+        keep_alive_seconds(said)
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
