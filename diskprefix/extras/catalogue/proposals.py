@@ -23,6 +23,11 @@ the embeddings of each layer of Gemma 4 E2B and E4B (2.3 and 2.8 billion) have 1
 """
 
 
+def how_to_get_one() -> str:
+    """Returns what a user without a model does next."""
+    return f"fetch one with `diskprefix pull {proposed()}`, or put a .gguf file below --models-dir"
+
+
 def proposed() -> str:
     """Returns the largest model that fits into the free memory, or else the smallest."""
     free = available_ram_bytes()

@@ -17,6 +17,7 @@ from diskprefix.errors import ModelError, SettingsError
 from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
+from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.nouns import require_model_name
@@ -47,9 +48,14 @@ def pull(name: str, as_json: bool) -> None:
     \b
     Exit codes: 0 done; 2 wrong usage; 3 the model cannot be fetched, or no quant of it fits.
     """
-    path = fetched_model(name, _say, "pull", _warn, with_weights=True)
-    fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
-    if fetched is None:
+    # A name that no repository has, such as Ollama's.
+    if name.count("/") != 1 and (found := found_model(name)) is not None and found.path is not None:
+        _say(f"{found.owner} has it on this machine already, so nothing is fetched")
+        path, fetched = found.path, name
+    else:
+        path = fetched_model(name, _say, "pull", _warn, with_weights=True)
+        fetched = next((known for known, place in cached_models() if place.samefile(path)), "")
+    if not fetched:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
     if ":" in name and name.lower() != fetched.lower():
         # By the name of the file: its quant may be that of others upstream.
@@ -125,6 +131,8 @@ def _not_pulled(name: str, here: Sequence[str]) -> str:
     if os.path.exists(os.path.expanduser(name)):
         return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
     require_model_name(name)
+    if (found := found_model(name)) is not None:
+        return f"{name} belongs to {found.owner}, and only that removes it"
     near = get_close_matches(name, here, n=1)
     hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"
     return f"no model that was fetched from the hub is called {name!r}; {hint}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,12 +15,18 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs, offered_by
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, file_bytes, needs, offered_by
+from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
-from diskprefix.printable import first_line
+from diskprefix.model.load.found_models import models_below
+from diskprefix.printable import first_line, shown
 from diskprefix.settings import Settings
+from diskprefix.units import format_size
 
 T = TypeVar("T")
+
+log = logging.getLogger("diskprefix")
+_MOST_TOLD = 20
 
 _LEAST_KV_BYTES = 1 << 20
 _KV_PART = 4
@@ -35,6 +43,7 @@ class Listing:
         needs: Callable[[Settings], ModelNeeds | None] = needs,
     ) -> None:
         self._idle_unload_s = settings.idle_unload or None
+        self._folder = settings.models_dir
         self.only = None
         if catalogue is None:
             # Its worker knows its name.
@@ -75,6 +84,22 @@ class Listing:
             if self._catalogue is not None:
                 await self._read(self._catalogue.read_again)
             self._known_needs.clear()
+
+    async def tell(self) -> None:
+        """Logs the models with the sizes of their files, and whether --models-dir has none."""
+        models = self.models()
+        for line in await self._read(lambda: [_told(known) for known in models[:_MOST_TOLD]]):
+            log.info("[models] %s", line)
+        if len(models) > _MOST_TOLD:
+            log.info("[models] and %d more: `diskprefix list` shows them", len(models) - _MOST_TOLD)
+        if self._folder is not None and not await self._read(models_below, self._folder):
+            log.warning(
+                "[models] --models-dir %s has no model: neither .gguf files nor folders with a config.json and "
+                "*.safetensors; put one there, or fetch one with `diskprefix pull %s`, then `kill -HUP %d`",
+                self._folder,
+                proposed(),
+                os.getpid(),
+            )
 
     async def learn(self, known: KnownModel) -> None:
         """Reads what a model needs from the disk, unless that is known. `sized` and `cards` do not wait for it."""
@@ -158,6 +183,14 @@ class Listing:
         if isinstance(found, DiskPrefixError):
             raise found
         return found
+
+
+def _told(known: KnownModel) -> str:
+    try:
+        size = "not fetched yet" if known.path is None else format_size(file_bytes(known.path))
+    except (ModelError, OSError):
+        size = "cannot be read"
+    return f"{shown(known.name)}: {size}, {known.origin}"
 
 
 def _offer(known: KnownModel, path: Path, needs: ModelNeeds) -> tuple[int, list[str]]:
