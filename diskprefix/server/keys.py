@@ -91,12 +91,13 @@ class OwnerToken:
     def caller(self, authorization: str | None) -> Caller | None:
         """Returns the caller with this header `Authorization`: the owner, or the tenant of a key that the client has
         chosen. Returns None for the token of another start."""
-        match = _BEARER.fullmatch(authorization or "")
-        if match is None:
+        if not authorization:
             return ANYBODY
-        if hmac.compare_digest(match[1].encode(errors="replace"), self.text.encode()):
+        match = _BEARER.fullmatch(authorization)
+        key = match[1] if match is not None else authorization
+        if hmac.compare_digest(key.encode(errors="replace"), self.text.encode()):
             return Caller(tenant=self.tenant, sees_all=True, is_owner=True)
-        return None if match[1].startswith(_TOKEN_MARK) else Caller(tenant=Tenant.of_key(match[1]), sees_all=True)
+        return None if key.startswith(_TOKEN_MARK) else Caller(tenant=Tenant.of_key(key), sees_all=True)
 
 
 class ApiKeys:

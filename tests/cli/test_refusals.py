@@ -25,7 +25,7 @@ REFUSED = """
 2 | serve --sampling temperature                   | --sampling: temperature= is not a number
 2 | serve --sampling temperature=warm              | temperature=warm is not a number
 2 | serve --sampling top_k=1.5                     | top_k=1.5 is not a number
-2 | serve --sampling top_p=0                       | top_p=0 is out of range
+2 | serve --sampling top_p=1.5                     | top_p=1.5 is out of range
 2 | serve --sampling top_p=0.5,temperature=nan     | temperature=nan is out of range
 2 | serve --disk-prefix-cache auto:0               | --disk-prefix-cache, auto:0
 2 | serve --disk-prefix-cache ''                   | --disk-prefix-cache

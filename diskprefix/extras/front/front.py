@@ -37,7 +37,7 @@ from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.guards import BrowserGuard, caller_of
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
-from diskprefix.server.limits import BodyPace, InFlight
+from diskprefix.server.limits import LARGE_BYTES, BodyPace, InFlight
 from diskprefix.server.process.process import process_age_s
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
@@ -367,7 +367,7 @@ class Front:
                 if loads:
                     worker.place.num_active -= 1
                     if is_use:
-                        worker.place.keep(caller.account, self._loop.time(), keep_alive_s, decides=caller.is_owner)
+                        worker.place.keep(caller.tenant, self._loop.time(), keep_alive_s, decides=caller.is_owner)
                     self._settle()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
@@ -427,7 +427,10 @@ class Front:
         if encoding.lower() != "identity":
             raise HttpError(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
         body = await incoming.read(headers, self._pace)
-        return Named() if incoming.has_left or not body else read_named(body)
+        if incoming.has_left or not body:
+            return Named()
+        # Other clients wait while the event loop reads megabytes.
+        return read_named(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(read_named, body)
 
     async def _ordered(self, name: str, what: str, caller: Caller) -> dict[str, str]:
         """Loads or unloads a model. Returns what is under way."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 import pytest
@@ -177,6 +178,16 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.001)
 
 
+def test_a_worker_that_tells_of_a_prompt_that_hangs_gives_no_sign_of_life() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        worker = ToldWorker(1, ours, place=Place(model="one", needed_bytes=1, waits_since=0), path="")
+        for now, message in ((5.0, b"WATCHDOG=1"), (9.0, b"STATUS=a prompt is rendered for 65 s")):
+            theirs.send(message)
+            Workers._read(SimpleNamespace(_loop=SimpleNamespace(time=lambda now=now: now)), worker)  # type: ignore[arg-type]
+        assert (worker.seen_at, worker.status) == (5.0, "a prompt is rendered for 65 s")
+
+
 @in_a_loop
 async def test_no_worker_is_started_once_the_daemon_stops() -> None:
     told = Told(Listing(Settings(), Models(named("one")), needs))
@@ -295,12 +306,14 @@ async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_use
         assert (place.used_at, place.num_active) == (used_at + 1, 0)
 
 
+@pytest.mark.parametrize("has_keys", [False, True])
 @in_a_loop
 async def test_a_key_unloads_with_keep_alive_what_it_alone_uses_and_the_admin_any_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_keys: bool
 ) -> None:
-    admin, alice, bob = "a" * 24, "l" * 24, "b" * 24
-    keys = ApiKeys(write_keys(tmp_path / "keys", f"admin {admin}", f"alice {alice}", f"bob {bob}"))
+    admin, alice, bob = "a" * 24 if has_keys else TOKEN.text, "l" * 24, "b" * 24
+    lines = (f"admin {admin}", f"alice {alice}", f"bob {bob}")
+    keys = ApiKeys(write_keys(tmp_path / "keys", *lines)) if has_keys else TOKEN
 
     async def passes(*_: Any) -> int:
         return 200
