@@ -97,7 +97,7 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("OLLAMA_MODELS", "LLAMA_CACHE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(found_models, "_OF_OLLAMAS_SERVICE", tmp_path / "service")
+    monkeypatch.setattr(found_models, "_OF_OLLAMAS_SERVICE", str(tmp_path / "service"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
-from diskprefix.extras.catalogue.proposals import how_to_get_one
+from diskprefix.extras.catalogue.proposals import none_known
 from diskprefix.model.load.checkpoint import checkpoint_files, require_weights, weight_files
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
@@ -30,7 +30,6 @@ from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of
 log = logging.getLogger("diskprefix")
 
 _SHOWN_NAMES = 8
-NONE_KNOWN = "the daemon knows no model: {}; it looks again at SIGHUP and at its next start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +99,7 @@ class Catalogue:
         elif by_name:
             hint = f"there are {listed([model.name for model in self._models])}"
         else:
-            hint = NONE_KNOWN.format(how_to_get_one())
+            hint = none_known()
         raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
 
     def read_again(self) -> None:
@@ -153,8 +152,9 @@ class Catalogue:
         for name, path in cached_models():
             yield from self._unless_seen(seen, name, str(path), "pulled")
         for one in found_models():
-            for known in self._unless_seen(seen, one.name, str(one.path or one.name), one.owner):
-                yield replace(known, aliases=one.aliases)
+            name, *aliases = one.names
+            for known in self._unless_seen(seen, name, str(one.parts[0]) if one.parts else name, one.owner):
+                yield replace(known, aliases=tuple(aliases))
 
     def _unless_seen(self, seen: set[str], name: str, model: str, origin: str) -> Iterator[KnownModel]:
         """Yields a model unless a part of the catalogue before this one has the same file or repository."""

@@ -48,14 +48,9 @@ def pull(name: str, as_json: bool) -> None:
     \b
     Exit codes: 0 done; 2 wrong usage; 3 the model cannot be fetched, or no quant of it fits.
     """
-    # A name that no repository has, such as Ollama's.
-    if name.count("/") != 1 and (found := found_model(name)) is not None and found.path is not None:
-        _say(f"{found.owner} has it on this machine already, so nothing is fetched")
-        path, fetched = found.path, name
-    else:
-        path = fetched_model(name, _say, "pull", _warn, with_weights=True)
-        fetched = next((known for known, place in cached_models() if place.samefile(path)), "")
-    if not fetched:
+    path = fetched_model(name, _say, "pull", _warn, with_weights=True)
+    fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
+    if fetched is None:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
     if ":" in name and name.lower() != fetched.lower():
         # By the name of the file: its quant may be that of others upstream.

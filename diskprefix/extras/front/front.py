@@ -22,8 +22,8 @@ from starlette.responses import Response
 
 from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, ModelNotFound, NotReady, SettingsError
-from diskprefix.extras.catalogue.catalogue import NONE_KNOWN, listed
-from diskprefix.extras.catalogue.proposals import how_to_get_one
+from diskprefix.extras.catalogue.catalogue import listed
+from diskprefix.extras.catalogue.proposals import none_known
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refusal
 from diskprefix.extras.front.listing import Listing
@@ -410,7 +410,7 @@ class Front:
         if (loaded := self._loaded_one()) is not None:
             return self._listing.find(loaded), keep_alive_s
         if not (names := [known.name for known in self._listing.models()]):
-            raise ModelNotFound(NONE_KNOWN.format(how_to_get_one()), param="model")
+            raise ModelNotFound(none_known(), param="model")
         where = "model" if scope["method"] == "POST" else "?model="
         said = f"is required: this daemon has several models ({listed(names)}); say one in {where}"
         raise InvalidRequest.at("model", said)

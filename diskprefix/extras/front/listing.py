@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, file_bytes, needs, offered_by
-from diskprefix.extras.catalogue.proposals import proposed
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, file_bytes, listed, needs, offered_by
+from diskprefix.extras.catalogue.proposals import none_known
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.model.load.found_models import models_below
 from diskprefix.printable import first_line, shown
@@ -26,7 +25,6 @@ from diskprefix.units import format_size
 T = TypeVar("T")
 
 log = logging.getLogger("diskprefix")
-_MOST_TOLD = 20
 
 _LEAST_KV_BYTES = 1 << 20
 _KV_PART = 4
@@ -42,8 +40,7 @@ class Listing:
         catalogue: Catalogue | None,
         needs: Callable[[Settings], ModelNeeds | None] = needs,
     ) -> None:
-        self._idle_unload_s = settings.idle_unload or None
-        self._folder = settings.models_dir
+        self._idle_unload_s, self._models_dir = settings.idle_unload or None, settings.models_dir
         self.only = None
         if catalogue is None:
             # Its worker knows its name.
@@ -87,19 +84,10 @@ class Listing:
 
     async def tell(self) -> None:
         """Logs the models with the sizes of their files, and whether --models-dir has none."""
-        models = self.models()
-        for line in await self._read(lambda: [_told(known) for known in models[:_MOST_TOLD]]):
-            log.info("[models] %s", line)
-        if len(models) > _MOST_TOLD:
-            log.info("[models] and %d more: `diskprefix list` shows them", len(models) - _MOST_TOLD)
-        if self._folder is not None and not await self._read(models_below, self._folder):
-            log.warning(
-                "[models] --models-dir %s has no model: neither .gguf files nor folders with a config.json and "
-                "*.safetensors; put one there, or fetch one with `diskprefix pull %s`, then `kill -HUP %d`",
-                self._folder,
-                proposed(),
-                os.getpid(),
-            )
+        log.info("[models] %s", listed(await self._read(lambda: [*map(_told, self.models())])) or "none")
+        folder = self._models_dir
+        if folder is not None and not await self._read(models_below, folder):
+            log.warning("[models] --models-dir %s has no .gguf file and no model's folder; %s", folder, none_known())
 
     async def learn(self, known: KnownModel) -> None:
         """Reads what a model needs from the disk, unless that is known. `sized` and `cards` do not wait for it."""
@@ -190,7 +178,7 @@ def _told(known: KnownModel) -> str:
         size = "not fetched yet" if known.path is None else format_size(file_bytes(known.path))
     except (ModelError, OSError):
         size = "cannot be read"
-    return f"{shown(known.name)}: {size}, {known.origin}"
+    return f"{shown(known.name)} ({size}, {known.origin})"
 
 
 def _offer(known: KnownModel, path: Path, needs: ModelNeeds) -> tuple[int, list[str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.catalogue import needs
-from diskprefix.extras.catalogue.proposals import how_to_get_one, proposed
+from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.model.load.named_model import path_of
 from diskprefix.settings import Settings
@@ -37,7 +37,7 @@ def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Findin
     from diskprefix.model.load.memory import available_ram_bytes
 
     if not models:
-        return Finding("models", "problem", "no model is known", how_to_get_one())
+        return Finding("models", "problem", "no model is known", f"fetch one with `diskprefix pull {proposed()}`")
     limit = settings.memory_limit or available_ram_bytes()
     sizes: dict[str, int] = {}
     for known in models:

@@ -52,9 +52,9 @@ def own_path(model: str) -> Path | None:
         return path
     if cached_model(model) is not None or (found := found_model(model)) is None:
         return None
-    if found.path is None:
+    if found.problem:
         raise ModelError(f"{found.owner}'s model {model}: {found.problem}")
-    return found.path
+    return found.parts[0]
 
 
 def _model_in(folder: Path) -> Path:
@@ -98,7 +98,7 @@ def require_named(model: str | None, flag: str, *, with_weights: bool = False) -
     elif is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"{flag}: no such file or folder: {model!r}{_nearest(model, _models_beside(path))}")
     elif "/" not in model:
-        here = (*(name for name, _ in cached_models()), *(one.name for one in found_models()))
+        here = (*(name for name, _ in cached_models()), *(one.names[0] for one in found_models()))
         near = _nearest(model, [EMBEDDED.name, *_models_beside(path), *here])
         raise ModelError(
             f"{flag}: {model!r} is no file or folder here, no model of `diskprefix list`, and names of the hub are "

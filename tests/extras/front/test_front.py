@@ -473,9 +473,9 @@ def test_the_start_lists_what_it_found_and_a_daemon_without_models_says_what_to_
     ready = f"diskprefix ready on http://127.0.0.1:1 · {'0 models' if is_empty else '2 models'} · "
     assert lines[-1].startswith(ready)
     if not is_empty:
-        assert lines[:-1] == ["[models] oak: 1.0 KiB, --models-dir", "[models] split: 8 B, --models-dir"]
+        assert lines[:-1] == ["[models] oak (1.0 KiB, --models-dir), split (8 B, --models-dir)"]
         return
-    assert lines[0].startswith(f"[models] --models-dir {tmp_path} has no model: neither .gguf files nor folders")
+    assert lines[1].startswith(f"[models] --models-dir {tmp_path} has no .gguf file and no model's folder; no model")
     for status, said in answers:
         assert status == 404
         assert re.search(r"`diskprefix pull \S+`, or put a .gguf file below --models-dir", said["error"]["message"])
