@@ -137,8 +137,8 @@ class Catalogue:
             made = self._known(one.name, one.model, "models.toml")
             own = replace(made.settings, **one.own)
             yield replace(made, settings=own, aliases=one.aliases, pin=one.pin, idle_unload_s=one.idle_unload_s)
-        for model in settings.model_names:
-            yield from self._unless_seen(seen, plain_name(model), model, "--model")
+        for asked in settings.model_names:
+            yield from self._unless_seen(seen, plain_name(asked), asked, "--model")
         if settings.models_dir is not None:
             try:
                 os.listdir(settings.models_dir)
@@ -151,9 +151,9 @@ class Catalogue:
             return
         for name, path in cached_models():
             yield from self._unless_seen(seen, name, str(path), "pulled")
-        for one in found_models():
-            name, *aliases = one.names
-            for known in self._unless_seen(seen, name, str(one.parts[0]) if one.parts else name, one.owner):
+        for model in found_models():
+            name, *aliases = model.names
+            for known in self._unless_seen(seen, name, str(model.parts[0]) if model.parts else name, model.owner):
                 yield replace(known, aliases=tuple(aliases))
 
     def _unless_seen(self, seen: set[str], name: str, model: str, origin: str) -> Iterator[KnownModel]:

@@ -201,7 +201,7 @@ def _kind(path: Path, weights: Mapping[str, int]) -> str | None:
 
         with suppress(ValueError):
             header, _ = read_tensors(part_paths(path))
-            return LlamaFileType(header.values.get("general.file_type")).name.removeprefix("MOSTLY_")
+            return str(LlamaFileType(header.values.get("general.file_type")).name).removeprefix("MOSTLY_")
     return max(weights, key=lambda form: (form in FILE_FORMS, weights[form]), default=None)
 
 

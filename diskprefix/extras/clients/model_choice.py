@@ -96,8 +96,8 @@ def flags_of_model(model: str | None) -> list[str]:
     if catalogue or any(os.environ.get(variable_of(flag)) for flag in ("--model", "--models-dir", "--models-file")):
         return []
     with status("reading headers of models …"):
-        fetched = [known for known in Catalogue(Settings()).models() if known.path is not None]
-        rows = [(known.path, row) for known in fetched if (row := row_of(known))["fits"]]
+        here = [(known.path, row_of(known)) for known in Catalogue(Settings()).models()]
+        rows = [(path, row) for path, row in here if path is not None and row["fits"]]
     fit = [row for path, row in rows if row["context"] >= LEAST_CONTEXT and "tools" in template_of(path)]
     if not fit:
         raise SettingsError(

@@ -26,8 +26,8 @@ def found_models() -> Iterator[FoundModel]:
             yield model
     for folder in map(_path, ("~/.lmstudio/models", "~/.cache/lm-studio/models")):
         for path in models_below(folder):
-            name = path.relative_to(folder).with_name(path.name if path.is_dir() else model_stem(path))
-            yield FoundModel(owner="LM Studio", names=[str(name)], parts=[path])
+            below = path.relative_to(folder).with_name(path.name if path.is_dir() else model_stem(path))
+            yield FoundModel(owner="LM Studio", names=[str(below)], parts=[path])
     caches = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
     folder = _path(os.environ.get("LLAMA_CACHE") or f"{caches}/llama.cpp")
     yield from (manifests := llama_cpp_models(folder))
