@@ -466,7 +466,7 @@ def test_the_start_lists_what_it_found_and_a_daemon_without_models_says_what_to_
     async def ask() -> list[tuple[int, Any]]:
         async with told.running():
             await until(lambda: "ready on" in caplog.text)
-            return [await told.ask("elm"), await told.ask("", model=None)]
+            return [await told.ask("elm"), await told.ask(None)]  # type: ignore[arg-type]
 
     answers = asyncio.run(ask())
     lines = [message for message in caplog.messages if message.startswith(("[models]", "diskprefix ready"))]
