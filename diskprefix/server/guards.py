@@ -80,6 +80,10 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({"same-origin", "none"})
 """`none`: the user typed the address. `same-site` is refused: another port of this machine is another program."""
 
+_NOT_FOR_PAGES = (
+    "and other sites' pages may not use this daemon: let the page's server call it, or serve both behind one proxy, "
+    "with --api-keys"
+)
 _AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::\d*)?", re.ASCII | re.IGNORECASE)
 
 
@@ -125,9 +129,9 @@ class BrowserGuard:
             return None
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none").lower()
         if origin is not None and not self._is_own_origin(origin, host):
-            return f"the Origin '{shown(origin)}' is another site, and other sites' pages may not use this daemon"
+            return f"the Origin '{shown(origin)}' is another site, {_NOT_FOR_PAGES}"
         if site not in _OWN_SITES:
-            return f"the request is {shown(site)}: other sites' pages may not use this daemon"
+            return f"the request is {shown(site)}, {_NOT_FOR_PAGES}"
         return None
 
     def _is_own_origin(self, origin: str, host: str | None) -> bool:

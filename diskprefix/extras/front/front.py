@@ -21,7 +21,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from diskprefix.api.error_forms import HttpError, one_line
-from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, SettingsError
+from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, ModelNotFound, NotReady, SettingsError
+from diskprefix.extras.catalogue.catalogue import listed
+from diskprefix.extras.catalogue.proposals import none_known
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refusal
 from diskprefix.extras.front.listing import Listing
@@ -36,9 +38,10 @@ from diskprefix.printable import shown
 from diskprefix.server.guards import BrowserGuard, caller_of
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
 from diskprefix.server.limits import LARGE_BYTES, BodyPace, InFlight
+from diskprefix.server.process.process import process_age_s
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -131,8 +134,12 @@ class Front:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _begin(self) -> None:
-        """Loads what is kept, then learns what the other models need."""
+        """Tells what is there, loads what is kept, then learns what the other models need."""
         models = self._listing.models()
+        if not self._listing.only:
+            await self._listing.tell()
+            number, age_s = counted(len(models), "model"), process_age_s()
+            log.info("diskprefix ready on %s · %s · %.1f s", self._workers.address, number, age_s)
         for known in sorted(models, key=lambda known: not self._listing.is_kept(known)):
             await (self._start_kept(known) if self._listing.is_kept(known) else self._listing.learn(known))
 
@@ -164,6 +171,8 @@ class Front:
             await self._listing.read_again()
         except SettingsError as error:
             log.error("[front] %s; the models stay as they were", error.message)
+        else:
+            await self._listing.tell()
         notify(READY=1, STATUS="serving")
         for known in self._listing.models():
             await self._listing.learn(known)
@@ -403,9 +412,11 @@ class Front:
             return self._listing.find(name), keep_alive_s
         if (loaded := self._loaded_one()) is not None:
             return self._listing.find(loaded), keep_alive_s
-        names = ", ".join(known.name for known in self._listing.models()) or "none yet"
+        if not (names := [known.name for known in self._listing.models()]):
+            raise ModelNotFound(none_known(), param="model")
         where = "model" if scope["method"] == "POST" else "?model="
-        raise InvalidRequest.at("model", f"is required: this daemon has several models ({names}); say one in {where}")
+        said = f"is required: this daemon has several models ({listed(names)}); say one in {where}"
+        raise InvalidRequest.at("model", said)
 
     def _loaded_one(self) -> str | None:
         """Returns the only model that is loaded, None if there are several or none."""

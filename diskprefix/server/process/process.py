@@ -34,7 +34,7 @@ from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.server.process.token_file import dashboard_line, kept
 from diskprefix.settings import Settings
 from diskprefix.store.folder import crash_file, make_folder
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -334,9 +334,11 @@ class _Server(SignalledServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._entrance.app()
+        running = counted(self.daemon.in_flight.num, "request")
+        status = f"stopping: {running} may take {GRACE_S:.0f} s to finish" if self.daemon.in_flight.num else "stopping"
         if self.daemon.failure is None:
-            log.info("stopping: a running request gets %.0f s to finish", GRACE_S)
-        notify(STOPPING=1, STATUS=f"stopping: {self.daemon.inbox.num_running} running requests may end")
+            log.info("%s", status)
+        notify(STOPPING=1, STATUS=status)
         self.daemon.hibernates = self._front is not None and self._front.turn.is_unloaded
         drain = asyncio.create_task(self.daemon.drain(GRACE_S))
         await super().shutdown(sockets)
