@@ -38,8 +38,17 @@ def expanded(path: str | Path) -> Path:
 
 def policies_folder() -> Path:
     """Returns `diskprefix/presets` in an installed package, `policies` in a checkout."""
+    return _carried("presets", "policies")
+
+
+def units_folder() -> Path:
+    """Returns `diskprefix/units` in an installed package, `systemd/user` in a checkout."""
+    return _carried("units", "systemd/user")
+
+
+def _carried(installed: str, in_checkout: str) -> Path:
     package = Path(__file__).parent
-    return next(folder for folder in (package / "presets", package.parent / "policies") if folder.is_dir())
+    return next(folder for folder in (package / installed, package.parent / in_checkout) if folder.is_dir())
 
 
 def cache_home() -> Path:
