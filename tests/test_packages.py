@@ -46,7 +46,7 @@ BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its firs
 BESIDE = {
     "watch": {"daemon_call", "web_page"},
     "warm": {"daemon_call"},
-    "talk": {"daemon_call", "web_page"},
+    "talk": {"clients", "daemon_call", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "setup": {"catalogue", "daemon_call", "front"},
     "front": {"catalogue", "web_page"},

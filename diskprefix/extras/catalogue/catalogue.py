@@ -11,13 +11,13 @@ from pathlib import Path
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
-from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.model.load.checkpoint import require_weights
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf_file import first_parts, model_stem
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
+from diskprefix.model.load.proposals import full_name, proposed
 from diskprefix.native import build
 from diskprefix.nouns import MOST_NAME_CHARS, require_model_name
 from diskprefix.printable import first_line, shown
@@ -87,8 +87,9 @@ class Catalogue:
         """Returns the model with a name or an alias. Raises `ModelNotFound`, which names the nearest."""
         require_model_name(name)
         by_name = self._by_name
-        if name in by_name:
-            return by_name[name]
+        for one in (name, full_name(name)):
+            if one in by_name:
+                return by_name[one]
         folded = {known.casefold(): known for known in by_name}
         near = get_close_matches(name.casefold(), folded, n=1)
         if near:
@@ -98,7 +99,7 @@ class Catalogue:
             more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
             hint = f"there are {', '.join(names[:_SHOWN_NAMES])}{more}"
         else:
-            hint = f"no model is known; fetch one with `diskprefix pull {proposed()}`"
+            hint = f"no model is known; fetch one with {proposed()}"
         raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
 
     def read_again(self) -> None:

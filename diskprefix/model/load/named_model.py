@@ -13,6 +13,7 @@ from diskprefix.model.load.checkpoint import weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.gguf_file import first_parts
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model
+from diskprefix.model.load.proposals import known_names
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
@@ -45,7 +46,8 @@ def require_named(model: str | None, flag: str, *, with_weights: bool = False) -
     elif "/" not in model and cached_model(model) is None:
         names = [EMBEDDED.name, *_models_beside(path), *(name for name, _ in cached_models())]
         raise ModelError(
-            f"{flag}: {model!r} is no file or folder here, and names of the hub are org/name{_nearest(model, names)}"
+            f"{flag}: {model!r} is no file or folder here, names of the hub are org/name, and {known_names(model)}"
+            f"{_nearest(model, names)}"
         )
 
 
