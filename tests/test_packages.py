@@ -47,7 +47,7 @@ BESIDE = {
     "watch": {"daemon_call", "open_page", "web_page"},
     "warm": {"daemon_call"},
     "open_page": {"daemon_call"},
-    "talk": {"daemon_call", "open_page", "web_page"},
+    "talk": {"clients", "daemon_call", "open_page", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "setup": {"catalogue", "daemon_call", "front"},
     "front": {"catalogue", "ollama", "web_page"},

@@ -78,6 +78,7 @@ def cli() -> None:
     Examples:
       diskprefix serve                          serve the embedded SmolLM2-135M-Instruct
       diskprefix serve --model ~/models/qwen    serve a folder, a hub id or a .gguf file
+      diskprefix run qwen3.5:4b                 fetch a model, and talk to it
       diskprefix launch claude                  start Claude Code with a daemon
       diskprefix clients codex                  print the settings with which Codex uses the daemon
       diskprefix inspect                        list the saved prompts

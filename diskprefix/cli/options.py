@@ -14,6 +14,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
+from diskprefix.model.load.proposals import full_name
 from diskprefix.native.library import require_kernels
 from diskprefix.settings import SETTINGS, Settings, expanded, flag_of
 from diskprefix.units import parse_duration, parse_size, whole_size
@@ -275,4 +276,6 @@ def _parsed(name: str, value: Any) -> Any:
         return parse_size(value, param=flag)
     if kind == "duration":
         return parse_duration(value, param=flag)
+    if name in ("model", "draft_model"):
+        return ",".join(map(full_name, value.split(",")))
     return expanded(value) if kind in ("file", "folder") else value

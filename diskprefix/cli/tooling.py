@@ -124,6 +124,18 @@ def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
     return found[0]
 
 
+def say(line: str) -> None:
+    """Prints a line for people on stderr."""
+    click.echo(printable_only(line), err=True)
+
+
+def confirmed(question: str, otherwise: str = "add --yes") -> bool:
+    """Asks at the terminal. Raises `SettingsError` without one: `otherwise` says what to do there."""
+    if not sys.stdin.isatty():
+        raise SettingsError(f"cannot ask, because standard input is no terminal; {otherwise}")
+    return click.confirm(question, default=False, err=True)
+
+
 @contextmanager
 def progress(label: str, total: int, *, in_bytes: bool = True) -> Iterator[Callable[[int], None]]:
     """Shows a bar on stderr if that is a terminal. Yields a function that takes the work done since its last call."""

@@ -96,6 +96,7 @@ class ServedModel:
         self.pace = Pace()
         self.clock = time.perf_counter
         """The clock that measures steps."""
+        self.fit = loaded.fit
         self._kv_limit = loaded.fit.kv_limit
         if draft is not None and cache.settings.kv_memory is None:
             self._kv_limit = min(self._kv_limit, draft.loaded.fit.kv_limit)

@@ -82,6 +82,8 @@ def card(serving: Serving) -> dict[str, Any]:
         "architecture": {"input_modalities": ["text", *["image"] * offered["vision"]], "output_modalities": ["text"]},
         "capabilities": capabilities,
         "supported_parameters": [*_PARAMETERS, *of_tools, *of_thoughts],
+        "needs_bytes": serving.engine.fit.needed_bytes,
+        "needs": dict(serving.engine.fit.rows()),
     }
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
+from diskprefix.model.load.proposals import full_name
 from diskprefix.nouns import Scope, require_model_name
 from diskprefix.printable import shown
 from diskprefix.server.threads import Threads
@@ -69,5 +70,5 @@ class Serving:
         if name is None or name in (self.model_name, f"{self.model_name}:latest"):
             return
         require_model_name(name)
-        if not self.takes_any_name:
+        if not self.takes_any_name and full_name(name) != self.model_name:
             raise ModelNotFound(f"model '{shown(name)}' is not served here; {self.model_name!r} is", param="model")

@@ -27,7 +27,8 @@ class SmallDaemon:
     and again. `asked` has the ends of the paths that it got, `bodies` and `keys` what came with them."""
 
     def __init__(self, replies: dict[str, Sequence[Reply]]) -> None:
-        self.replies = {"health": [health("ok")]} | {name: list(listed) for name, listed in replies.items()}
+        own: dict[str, list[Reply]] = {"health": [health("ok")], "props": [(404, {})]}
+        self.replies = own | {name: list(listed) for name, listed in replies.items()}
         self.asked: list[str] = []
         self.bodies: list[Any] = []
         self.keys: list[str | None] = []

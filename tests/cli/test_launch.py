@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,10 +20,10 @@ import pytest
 from huggingface_hub import constants
 
 from diskprefix.extras import daemon_call
-from diskprefix.extras.catalogue import proposals
-from diskprefix.extras.clients import launch_command, launched_daemon, model_choice
+from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
+from diskprefix.model.load import proposals
 from diskprefix.server.process.token_file import dashboard_line, kept
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
@@ -58,7 +60,8 @@ class Daemon(BaseHTTPRequestHandler):
     def do_GET(self):
         status = "loading" if "slow" in sys.argv else "ok"
         model = sys.argv[sys.argv.index("--model") + 1] if "--model" in sys.argv else "model-1"
-        body = {"status": status, "data": [{"id": model, "context_length": 32768, "capabilities": ["tool_use"]}]}
+        card = {"id": model, "context_length": 32768, "capabilities": ["tool_use"], "needs": {"weights": 1}}
+        body = {"status": status, "data": [card]}
         self.send_response(200)
         self.end_headers()
         self.wfile.write(json.dumps(body).encode())
@@ -116,9 +119,9 @@ class Place:
 
 
 PATCH = """\
-from diskprefix.extras.clients import launch_command, launched_daemon
+from diskprefix.extras.clients import daemon_choice, launch_command, launched_daemon
 launched_daemon.SERVE = (sys.executable, "-S", "{}")
-launch_command.is_ours = lambda url: False
+launch_command.is_ours = daemon_choice.is_ours = lambda url: False
 """
 
 
@@ -134,7 +137,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(launched_daemon, "SERVE", (sys.executable, "-S", str(made.bin / "serve.py")))
     # One that runs on this machine is not for the test.
-    monkeypatch.setattr(launch_command, "is_ours", lambda _url: False)
+    for module in (launch_command, daemon_choice):
+        monkeypatch.setattr(module, "is_ours", lambda _url: False)
     monkeypatch.setenv("DISKPREFIX_PORT", "0")
     yield made
     if made.is_daemon_alive():
@@ -144,7 +148,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 CARDS: list[dict[str, Any]] = [
     {"id": "one", "context_length": 32_768, "loaded": False, "problem": "no weights"},
-    {"id": "two", "context_length": 32_768, "loaded": False, "aliases": ["small"]},
+    {"id": "two", "context_length": 32_768, "loaded": False, "aliases": ["small"], "needs_bytes": 1 << 20},
     {"id": "three", "context_length": 4096, "loaded": True},
 ]
 
@@ -160,7 +164,7 @@ def lines(ended: Ended) -> list[str]:
 
 
 @pytest.mark.parametrize("agent", agents(), ids=lambda agent: agent.name)
-def test_each_agent_gets_the_model_and_restoring_leaves_the_users_files_byte_for_byte(
+def test_each_agent_gets_the_model_and_cleaning_leaves_the_users_files_byte_for_byte(
     run: Run, place: Place, url: str, agent: Any
 ) -> None:
     before = place.files()
@@ -176,10 +180,10 @@ def test_each_agent_gets_the_model_and_restoring_leaves_the_users_files_byte_for
     assert "k-1" in told
     assert [path for path, text in new.items() if b"k-1" in text and path.stat().st_mode & 0o77] == []
     assert {path: text for path, text in place.files().items() if path in before} == before
-    ended = run("launch", agent.name, "--restore")
+    ended = run("launch", agent.name, "--clean", "--yes")
     assert (ended.exit_code, place.files()) == (0, before)
     assert not place.launches.parent.exists()
-    assert lines(run("launch", "--restore")) == ["nothing to remove"]
+    assert lines(run("launch", "--clean", "--yes")) == ["nothing to remove"]
 
 
 def test_the_daemon_is_asked_without_a_proxy_and_the_exit_code_is_the_agents(
@@ -204,12 +208,14 @@ def test_of_several_models_one_in_memory_is_taken_or_the_one_that_is_named(run: 
     with small_daemon(models=[models(*CARDS)]) as daemon:
         model, [warning] = model_of()
         assert (model, "takes 4,096 tokens" in warning) == ("three", True)
+        assert warning.endswith("; the daemon also has --model two (1.0 MiB of memory)")
         assert "takes 4,096 tokens" in run("launch", "goose", "--url", daemon.url, "--print").stderr
         assert model_of("--model", "small") == ("two", [])
         for name, words in (("four", ("serves one, two, three", "four")), ("one", ("cannot be served: no weights",))):
             run("launch", "goose", "--url", daemon.url, "--model", name).assert_refused(2, *words)
     with small_daemon(models=[models({"id": "x", "context_length": 32_768, "capabilities": ["chat"]})]) as daemon:
-        assert "not trained to call tools" in model_of()[1][0]
+        assert "not trained to call tools" in (warning := model_of()[1][0])
+        assert re.search(r"; fetch another with `diskprefix pull \S+` \(\S+ GiB of memory; ", warning)
 
 
 def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
@@ -241,15 +247,15 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
 @pytest.mark.parametrize(
     ("gib", "name"),
     [
-        (1, "unsloth/Qwen3.5-2B-GGUF:Q4_K_M"),
-        (6, "unsloth/Qwen3.5-4B-GGUF:Q4_K_M"),
-        (14, "ggml-org/gpt-oss-20b-GGUF:MXFP4"),
-        (99, "unsloth/Qwen3.6-35B-A3B-GGUF:UD-Q4_K_M"),
+        (1, "qwen3.5:2b` (2.7 GiB of memory; 1.0 GiB are free)"),
+        (6, "qwen3.5:4b` (5.5 GiB of memory; 6.0 GiB are free)"),
+        (14, "gpt-oss:20b` (12.8 GiB of memory; 14.0 GiB are free)"),
+        (99, "qwen3.6:35b` (23.2 GiB of memory; 99.0 GiB are free)"),
     ],
 )
 def test_the_largest_model_that_fits_is_proposed(gib: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proposals, "available_ram_bytes", lambda: gib << 30)
-    assert proposals.proposed() == name
+    assert proposals.proposed() == f"`diskprefix pull {name}"
 
 
 def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
@@ -264,9 +270,9 @@ def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
     old, new = place.launches / "daemon.log.1", place.launches / "daemon.log"
     assert old.read_text(encoding="utf-8") == "error: broken holds no weights\n", "the log of the launch before is kept"
     assert new.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr(launch_command, "is_ours", lambda _url: True)
+    monkeypatch.setattr(daemon_choice, "is_ours", lambda _url: True)
     stopping = Answer(200, b'{"status": "stopping"}')
-    monkeypatch.setattr(launch_command, "running_daemon", lambda _url, _key: lambda *_: stopping)
+    monkeypatch.setattr(daemon_choice, "running_daemon", lambda _url, _key: lambda *_: stopping)
     run("launch", "pi").assert_refused(1, "127.0.0.1:0 serves no requests: its status is stopping")
     (place.bin / "cline").unlink()
     run("launch", "cline", "--url", url).assert_refused(2, "Cline is not installed", "install it: npm install -g cline")
@@ -310,7 +316,7 @@ def test_print_shows_everything_and_does_nothing(
     assert not cache_home().exists()
     assert ended.stdout.endswith("Then: codex exec 'a b'\n")
     ended = run("launch", "codex", "--print", "--model", "m")
-    assert ended.stdout.startswith("No daemon runs. `diskprefix serve --policy agent --model m` would be started")
+    assert ended.stdout.startswith("No daemon has it. `diskprefix serve --policy agent --model m` would be started")
     assert (place.files(), place.served(), list(place.records.iterdir())) == (before, [], [])
 
 
@@ -362,7 +368,7 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
 def test_a_second_launch_shares_the_daemon_and_changes_nothing_under_the_first(
     run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = (["codex"], ["cline", "--api-key", "n"], ["claude", "--model", "n"], ["cline", "--restore"])
+    others = (["codex"], ["cline", "--api-key", "n"], ["claude", "--model", "n"], ["cline", "--clean", "--yes"])
     # The first agent launches others, and looks whether the daemon is still there.
     monkeypatch.setenv(
         "AGENT_DOES",
@@ -376,13 +382,14 @@ def test_a_second_launch_shares_the_daemon_and_changes_nothing_under_the_first(
     )
     assert run("launch", "cline", "--model", "m").exit_code == 0
     said = json.loads((place.records / "said").read_text(encoding="utf-8"))
-    assert [code for code, _ in said] == [0, 2, 2, 2]
+    assert [code for code, _ in said] == [0, 2, 0, 2]
     assert "Cline is running with other settings from another `diskprefix launch`; end it first" in said[1][1]
-    assert "serves m, and not n" in said[2][1]
+    assert "serves m, and not n: another daemon is used\nstarting a daemon; " in said[2][1]
     assert "Cline is running from another" in said[3][1]
-    assert len(place.served()) == 1
+    assert [line.rpartition(" ")[2] for line in place.served()] == ["m", "n"]
     assert place.recorded("codex")[0] == []
     assert not place.is_daemon_alive()
+    assert [one for one in launched_daemon.LaunchedDaemon(folder=place.launches).all() if one.url()] == []
 
 
 def test_two_launches_at_once_start_one_daemon(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +445,7 @@ def test_an_interrupt_between_the_start_and_the_agent_ends_the_daemon(
 
     monkeypatch.setattr(launched_daemon, "locked", interrupted)
     shared = launched_daemon.LaunchedDaemon(folder=place.launches)
-    with pytest.raises(KeyboardInterrupt), shared.mutex(), shared.used(0, ["--model", "m"], print):
+    with pytest.raises(KeyboardInterrupt), shared.mutex(), shared.used(0, ["--model", "m"]):
         """The agent would run."""
     assert place.served()
     assert not place.is_daemon_alive()
@@ -446,12 +453,12 @@ def test_an_interrupt_between_the_start_and_the_agent_ends_the_daemon(
         """The next launch can begin."""
 
 
-def left_daemon(place: Place) -> subprocess.Popen[bytes]:
+def left_daemon(place: Place, *flags: str) -> subprocess.Popen[bytes]:
     """A daemon whose launch was killed."""
     shared = launched_daemon.LaunchedDaemon(folder=place.launches)
-    keeper = launched_daemon.DaemonKeeper(shared, print)
+    keeper = launched_daemon.DaemonKeeper(shared)
     with shared.mutex():
-        process = shared.start(0, ["--model", "m"], keeper)
+        process = shared.start(0, [*flags, "--model", "m"], keeper)
     keeper.end(is_left=True)
     return process
 
@@ -461,7 +468,8 @@ import signal, time, urllib.request
 file = Path(os.environ["CLAUDE_CONFIG_DIR"]).parents[1] / "daemon.json"
 url, seen = os.environ["ANTHROPIC_BASE_URL"] + "/health", set()
 for _ in range({times}):
-    while (told := json.loads(file.read_text() or "{{}}")).get("pid", None) in (None, *seen): time.sleep(0.01)
+    read = lambda: json.loads((file.read_text() or "{{}}").splitlines()[0])
+    while (told := read()).get("pid", None) in (None, *seen): time.sleep(0.01)
     seen.add(told["pid"])
     os.kill(told["pid"], signal.SIGKILL)
     # It waits at the port until the next daemon answers.
@@ -470,6 +478,71 @@ for _ in range({times}):
     except OSError:
         print("nobody", file=open(folder / "answers", "a"))
 """
+
+
+def usual(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """A daemon of this user at the usual address."""
+    monkeypatch.setenv("DISKPREFIX_PORT", str(urlsplit(url).port))
+    monkeypatch.setattr(daemon_choice, "is_ours", lambda found: found == url)
+
+
+def test_a_small_daemon_in_the_way_is_left_alone_and_another_one_is_started_if_it_can_be(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_daemon(models=[models(CARDS[2])]) as daemon:
+        usual(monkeypatch, daemon.url)
+        ended = run("launch", "goose")
+        assert "warning: three takes 4,096 tokens" in ended.stderr, "there is no other model"
+        assert place.recorded("goose")[1]["GOOSE_MODEL"] == "three"
+        ended = run("launch", "goose", "--model", "m")
+        assert lines(ended)[0] == f"the daemon at {daemon.url} serves three, and not m: another daemon is used"
+        assert place.recorded("goose")[1]["GOOSE_MODEL"] == "m"
+        monkeypatch.setattr(daemon_choice, "flags_of_model", lambda _model: ["--model", "large"])
+        ended = run("launch", "goose")
+        assert (ended.exit_code, "warning" in ended.stderr) == (0, False)
+        assert place.recorded("goose")[1]["GOOSE_MODEL"] == "large"
+
+
+def test_a_daemon_that_stays_is_used_again_and_ends_when_another_model_is_wanted(run: Run, place: Place) -> None:
+    process = left_daemon(place, *launched_daemon.STAYS)
+    for _ in range(2):
+        assert run("launch", "goose", "--model", "m").exit_code == 0
+        assert process.poll() is None
+    assert run("launch", "goose", "--model", "n").exit_code == 0
+    assert process.wait() == -signal.SIGTERM
+    assert [line.rpartition(" ")[2] for line in place.served()] == ["m", "n"]
+
+
+@pytest.mark.parametrize(
+    ("props", "card", "line"),
+    [
+        ((200, {"full_cache": {"gate": {"prefill_s_per_token": 0.01}}}), {}, "about 3.2 min, once (as measured here)"),
+        ((403, {}), {"needs": {"weights in Q4_K": 4 << 30}}, "once (a guess from the size of the model)"),
+        ((403, {}), {}, ""),
+    ],
+)
+@pytest.mark.usefixtures("place")
+def test_before_the_agent_starts_it_is_said_how_long_its_first_prompt_takes(
+    run: Run, props: tuple[int, Any], card: dict[str, Any], line: str
+) -> None:
+    with small_daemon(models=[models(CARDS[1] | card)], props=[props]) as daemon:
+        said = lines(run("launch", "claude", "--url", daemon.url))
+    assert [one for one in said if one.startswith("its first prompt has 19,000 tokens: ") and line in one] == said[1:]
+
+
+def test_cleaning_shows_what_it_would_remove_and_asks(
+    run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("launch", "codex", "--url", url)
+    kept = place.files()
+    [shown, refused] = lines(run("launch", "--clean"))
+    assert re.fullmatch(rf"to remove: {place.launches}/codex \(\d files, .* B\), with what Codex keeps there", shown)
+    assert refused.endswith("standard input is no terminal; add --yes")
+    terminal = io.StringIO("n\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert run("launch", "codex", "--clean").exit_code == 1
+    assert place.files() == kept
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -484,9 +557,11 @@ def test_a_daemon_that_dies_under_its_agent_is_started_again_and_no_connection_f
     answers = (place.records / "answers").read_text(encoding="utf-8").split()
     assert answers[is_left:] == ["200", "200"][is_left:]
     assert len(set(place.served())) == 1, "with the same model"
-    again = f"has died and is started again (its log: {place.launches / 'daemon.log'})"
-    assert [again in line for line in lines(ended)].count(True) == 2
-    assert lines(ended)[-1].endswith(f"died 2 times while the agent ran (its log: {place.launches / 'daemon.log'})")
+    log = place.launches / "daemon.log"
+    assert log.read_text(encoding="utf-8").count("has died and is started again") == 2
+    [line] = [line for line in lines(ended) if "died" in line]
+    assert line.endswith(f"died 2 times; it was started again each time (its log: {log})")
+    assert lines(ended)[-1] == line, "the screen is the agent's until it ends"
     assert not place.is_daemon_alive()
     if left is not None:
         left.wait()
@@ -524,7 +599,7 @@ def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(r
     assert run("launch", "goose", "--model", "m").exit_code == 0
     assert process.wait() == -signal.SIGTERM
     process = left_daemon(place)
-    assert run("launch", "--restore").exit_code == 0
+    assert run("launch", "--clean", "--yes").exit_code == 0
     assert process.wait() == -signal.SIGTERM
     assert not place.is_daemon_alive()
     assert not place.launches.exists()
@@ -543,7 +618,7 @@ def test_a_start_that_is_cut_off_leaves_no_daemon_or_one_that_is_found(
     with monkeypatch.context() as patched, shared.mutex():
         patched.setattr(os, "pwrite", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            shared.start(0, [], launched_daemon.DaemonKeeper(shared, print))
+            shared.start(0, [], launched_daemon.DaemonKeeper(shared))
     assert not place.is_daemon_alive()
     process = left_daemon(place)
     file = place.launches / "daemon.json"

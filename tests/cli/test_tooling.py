@@ -26,20 +26,8 @@ from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-WITHOUT_STORE = {
-    "chat",
-    "clients",
-    "completion",
-    "dashboard",
-    "doctor",
-    "launch",
-    "list",
-    "pull",
-    "rm",
-    "show",
-    "top",
-    "service",
-}
+WITHOUT_STORE = {"chat", "clients", "completion", "dashboard", "doctor", "launch", "list", "ps", "pull", "rm", "run"}
+WITHOUT_STORE |= {"service", "show", "stop", "top"}
 STORE_TOOLS = set(TOOLS) - WITHOUT_STORE - {"simulate", "warm"}
 
 
@@ -81,7 +69,7 @@ def test_a_command_starts_without_what_takes_long_to_import(
 def test_the_help_of_a_tool_teaches(run: Run, command: str) -> None:
     shown = run(command, "--help").stdout
     assert shown.count(f"  diskprefix {command}") >= 2, "examples"
-    assert "--json" in shown or command in ("chat", "completion", "dashboard", "launch", "top"), (
+    assert "--json" in shown or command in ("chat", "completion", "dashboard", "launch", "run", "top"), (
         "which are for no script"
     )
     assert "Exit codes: 0 " in shown

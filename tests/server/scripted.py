@@ -34,6 +34,7 @@ from diskprefix.engine.request import (
     Timings,
     Usage,
 )
+from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted
 from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.http_app import create_app
@@ -148,6 +149,8 @@ class ScriptedEngine:
         self.processor: Any = None
         self.origin = Path()
         self.max_positions = self.model_positions = POSITIONS
+        needs = ModelNeeds(name="scripted", weights={"bfloat16": 1 << 20}, state=TokenState(1))
+        self.fit = fitted(needs, 1 << 30)
         self.positions_limit = "the positions of this model"
         self.max_sequences = 1
         self.end_ids: frozenset[int] = frozenset()

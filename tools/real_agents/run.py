@@ -70,7 +70,7 @@ class Outcome:
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The end of an agent: None for the `exit_code` at the time limit, and what it said. `changed` and `new` are files
-    of the home folder after `launch --restore`."""
+    of the home folder after `launch --clean`."""
 
     exit_code: int | None
     said: str
@@ -141,7 +141,7 @@ class Run:
             )
         except subprocess.TimeoutExpired as error:
             return Work(exit_code=None, said=(error.stdout or b"").decode("utf-8", "replace"))
-        subprocess.run([*launch, "--restore"], env=place.environment, check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([*launch, "--clean", "--yes"], env=place.environment, check=True, stderr=subprocess.DEVNULL)
         after = place.files()
         changed = [name for name, digest in before.items() if after.get(name) != digest]
         return Work(exit_code=ended.returncode, said=ended.stdout, changed=changed, new=sorted(after.keys() - before))
@@ -252,7 +252,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         for line in each.refused:
             say(console, f"{each.agent}: refused: {line}")
         if each.changed:
-            say(console, f"{each.agent}: other than before after launch --restore: {', '.join(each.changed)}")
+            say(console, f"{each.agent}: other than before after launch --clean: {', '.join(each.changed)}")
         if each.new:
             say(console, f"{each.agent} keeps files of its own in the home folder: {', '.join(each.new[:SHOWN_FILES])}")
         if each.hosts_refused:
@@ -276,7 +276,7 @@ def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | Non
 
     AGENT is one of qwen-code, claude-code, codex, opencode, cline, continue, pi, goose and aider; without one all work,
     one after the other. They are installed with npm and pip on first use, into the cache folder. `diskprefix launch`
-    starts them, and its --restore must leave their user's files as they were. Home and repository are scratch folders,
+    starts them, and its --clean must leave their user's files as they were. Home and repository are scratch folders,
     and requests to any host but the daemon are refused.
 
     The daemon is killed with SIGKILL before each turn but the first, once what it computed is on disk and no request

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
-from diskprefix.extras.catalogue.proposals import none_known
 from diskprefix.model.load.checkpoint import checkpoint_files, require_weights, weight_files
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
@@ -22,6 +21,7 @@ from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.hub import cached_models
 from diskprefix.model.load.named_model import path_of, plain_name
+from diskprefix.model.load.proposals import full_name, none_known
 from diskprefix.native import build
 from diskprefix.nouns import MOST_NAME_CHARS, require_model_name
 from diskprefix.printable import first_line, shown
@@ -91,7 +91,7 @@ class Catalogue:
         `ModelNotFound`, which names the nearest."""
         require_model_name(name)
         by_name = self._by_name
-        for asked in (name, name.removesuffix(":latest")):
+        for asked in (name, name.removesuffix(":latest"), full_name(name)):
             if asked in by_name:
                 return by_name[asked]
         folded = {known.casefold(): known for known in by_name}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 import click
 
 from diskprefix.cli.options import nonempty
-from diskprefix.cli.tooling import json_option, print_json
+from diskprefix.cli.tooling import confirmed, json_option, print_json, say
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
@@ -20,6 +20,7 @@ from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.proposals import full_name, require_repository
 from diskprefix.nouns import require_model_name
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
@@ -27,10 +28,12 @@ from diskprefix.units import counted, format_size
 
 
 @click.command(short_help="Fetch a model from the Hugging Face hub.")
-@click.argument("name", metavar="ORG/NAME[:QUANT]", callback=nonempty)
+@click.argument("name", metavar="NAME|ORG/NAME[:QUANT]", callback=nonempty)
 @json_option
 def pull(name: str, as_json: bool) -> None:
     """Fetch a model, so that `serve` finds it on this machine. Only the files that are needed are fetched.
+
+    NAME is a short name, such as qwen3.5:4b; a wrong one lists them.
 
     QUANT is a quant of a repository with .gguf files, such as Q4_K_M. Without it, such a repository gives the one with
     the most bits that fits into the free memory, at most 8 of a weight if there is a choice. Of a repository with
@@ -41,14 +44,15 @@ def pull(name: str, as_json: bool) -> None:
     whose variables apply: HF_HOME, HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, and those of proxies.
 
     \b
-    diskprefix pull unsloth/Qwen3.5-4B-GGUF
+    diskprefix pull qwen3.5:4b
     diskprefix pull unsloth/Qwen3.5-4B-GGUF:Q8_0 && diskprefix serve --model unsloth/Qwen3.5-4B-GGUF:Q8_0
     diskprefix pull HuggingFaceTB/SmolLM2-360M-Instruct
 
     \b
     Exit codes: 0 done; 2 wrong usage; 3 the model cannot be fetched, or no quant of it fits.
     """
-    path = fetched_model(name, _say, "pull", _warn, with_weights=True)
+    name = require_repository(name)
+    path = fetch(name, "pull")
     fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
     if fetched is None:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
@@ -68,15 +72,17 @@ def pull(name: str, as_json: bool) -> None:
     click.echo(f"serve it  diskprefix serve --model {shlex.quote(fetched)}")
 
 
-def _say(line: str) -> None:
-    click.echo(printable_only(line), err=True)
+def fetch(name: str, flag: str) -> Path:
+    """Fetches a model of the hub unless it is on this machine, with progress on stderr, and returns its folder or file.
+    Raises `ModelError`; `flag` is what named the model."""
+    return fetched_model(name, say, flag, _warn, with_weights=True)
 
 
 def _warn(listing: HubListing) -> None:
     """Says before the download if the model does not fit. It may be meant for another time, or machine."""
     fit = fitted(listing.needs("auto"), available_ram_bytes())
     if not fit.is_enough:
-        _say(f"note: {fit.refusal(listing.other_forms())}")
+        say(f"note: {fit.refusal(listing.other_forms())}")
 
 
 @click.command(short_help="Remove models that were fetched from the hub.")
@@ -97,19 +103,16 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
     \b
     Exit codes: 0 done; 1 declined; 2 wrong usage, or no such model.
     """
-    here = dict(cached_models())
+    here, names = dict(cached_models()), tuple(map(full_name, names))
     for name in names:
         if name not in here:
             raise SettingsError(_not_pulled(name, list(here)))
     files, folders = files_to_remove(names)
     num_bytes = sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
     question = f"Remove {', '.join(dict.fromkeys(names))}, {format_size(num_bytes)}, from the hub's cache?"
-    if not yes:
-        if not sys.stdin.isatty():
-            raise SettingsError("standard input is no terminal to ask for confirmation at; add --yes")
-        if not click.confirm(question, err=True):
-            click.echo("nothing was removed", err=True)
-            return 1
+    if not yes and not confirmed(question):
+        click.echo("nothing was removed", err=True)
+        return 1
     for file in files:
         file.unlink(missing_ok=True)
     for folder in folders:

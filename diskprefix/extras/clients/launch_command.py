@@ -16,17 +16,18 @@ from urllib.parse import urlsplit
 import click
 from click.core import ParameterSource
 
-from diskprefix.cli.options import api_key_option, nonempty, policy_values, url_option, variable_of
-from diskprefix.errors import NotReady, SettingsError
+from diskprefix.cli.options import api_key_option, nonempty, url_option
+from diskprefix.cli.tooling import confirmed, say
+from diskprefix.errors import SettingsError
 from diskprefix.extras.clients.agent_profile import AgentProfile
-from diskprefix.extras.clients.launched_daemon import DaemonKeeper, LaunchedDaemon, is_ours
-from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, ask_served, flags_of_model
+from diskprefix.extras.clients.daemon_choice import find_daemon, shared_daemon
+from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, is_ours
+from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, NotServed, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import KnownAgent, Recipe, Served, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
-from diskprefix.printable import escaped, printable_only
+from diskprefix.printable import escaped
 from diskprefix.server.process.token_file import dashboard_line, token_at
-from diskprefix.settings import config_home, default_kv_cache_dir
-from diskprefix.units import counted, format_size, parse_size
+from diskprefix.units import counted, format_duration, format_size
 
 _SIGNAL_EXIT_CODE = 128
 """A shell reports a process that signal N killed as this and N."""
@@ -45,7 +46,8 @@ _SIGNAL_EXIT_CODE = 128
 @url_option()
 @api_key_option("The key, for a daemon with --api-keys.", otherwise="the key of this user")
 @click.option("--print", "prints", is_flag=True, help="Show what would be done, and do nothing.")
-@click.option("--restore", is_flag=True, help="Remove what launches of AGENT, or of all, have written.")
+@click.option("--clean", is_flag=True, help="Remove what AGENT, or all, and their launches have written. Asks first.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @click.pass_context
 def launch(
     context: click.Context,
@@ -55,42 +57,42 @@ def launch(
     url: str,
     api_key: str | None,
     prints: bool,
-    restore: bool,
+    clean: bool,
+    yes: bool,
 ) -> int | None:
     """Start AGENT with ARGUMENTS, set up for the daemon. Without AGENT, list the agents and how to install them.
 
-    A daemon of yours that runs is used. Otherwise `diskprefix serve --policy agent` is started with the
-    largest model that was fetched, fits and calls tools, and ends with the last agent that uses it. If it dies before,
-    it is started again. If that launch was killed, the daemon goes on until the next launch ends, or until --restore.
-    With --url, none is started.
+    A daemon of yours that runs is used if it has the model, or without --model one that suits agents. Otherwise
+    `diskprefix serve --policy agent` is started with the largest model that was fetched, fits and calls tools, on
+    another port if need be, and ends with the last agent that uses it. If it dies before, it is started again. If that
+    launch was killed, `diskprefix stop` ends the daemon. With --url, none is started.
 
     No file of yours is changed: settings go into the agent's environment and into a profile of its own, a folder below
     $XDG_CONFIG_HOME/diskprefix/launch. What the agent itself keeps (conversations, trusted folders) goes there too, if
     the agent has a variable for that. Your own settings of the agent do not apply, except for what the launch does not
-    set in OpenCode and Aider; `diskprefix clients` prints what to add to them. --restore removes the profile.
+    set in OpenCode and Aider; `diskprefix clients` prints what to add to them. --clean removes the profile.
 
     Agents send the key of this user, which is drawn at the first use: without it, other users of the daemon can test no
     guesses of what your agents send.
 
     \b
-    diskprefix pull unsloth/Qwen3.5-4B-GGUF
+    diskprefix pull qwen3.5:4b
     diskprefix launch claude
     diskprefix launch codex --model unsloth/Qwen3.5-4B-GGUF:Q8_0 -- exec "say what this repository is for"
     diskprefix launch claude --print
-    diskprefix launch claude --restore
+    diskprefix launch claude --clean
 
     \b
     Exit codes: 0 done; else that of the agent, or 128 and the number of the signal that ended it. Before it starts: 1
-    no daemon answers, or it does not start; 2 wrong usage, the agent is not installed, or there is no model.
+    no daemon answers or starts, or --clean was declined; 2 wrong usage, no such agent here, or no model.
     """
-    shared = LaunchedDaemon(folder=config_home() / "launch")
-    if agent is None and not restore:
+    shared = shared_daemon()
+    if agent is None and not clean:
         click.echo("\n".join(f"{each.name:<12} {_place(each)}" for each in agents()))
         return None
     known = agents() if agent is None else [_known(agent)]
-    if restore:
-        _restore(shared, known)
-        return None
+    if clean:
+        return _clean(shared, known, yes=yes)
     [one] = known
     profile = shared.folder / one.name
     own_url = url if context.get_parameter_source("url") is not ParameterSource.DEFAULT else None
@@ -102,40 +104,28 @@ def launch(
     if program is None:
         raise SettingsError(f"{one.title} is not installed (no {one.program} in PATH); install it: {one.install}")
     with _signals() as agent_process, ExitStack() as stack:
-        with shared.mutex():
-            others = own_url or (url if shared.url() is None and is_ours(url) else None)
-            found, keeper = others, None
-            if found is None:
-                flags = [] if shared.url() else ["--policy", "agent", *flags_of_model(model)]
-                if flags:
-                    _say(_kept())
-                keeper = stack.enter_context(shared.used(urlsplit(url).port or 0, flags, _say))
-                found = keeper.url
-        try:
-            choice = ask_served(running_daemon(found, api_key), found, model, api_key)
-        except NotReady as error:
-            raise error if others or shared.url() else NotReady(shared.failure()) from error
-        if keeper is not None:
-            keeper.is_serving = True
-            stack.callback(_say_deaths, keeper, shared)
+        if own_url is None:
+            choice = find_daemon(stack, url, model, api_key)
+        else:
+            choice = ask_served(running_daemon(own_url, api_key), own_url, model, api_key)
         settings = recipe(one.name, choice.served, profile)
         with shared.mutex():
-            stack.enter_context(AgentProfile(folder=profile).session(settings, _say))
+            stack.enter_context(AgentProfile(folder=profile).session(settings, say))
         if choice.problem:
-            _say(f"warning: {choice.problem}")
-        _say(f"{one.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
+            say(f"warning: {choice.problem}; {choice.advice}")
+        say(f"{one.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
+        if one.first_prompt_tokens and choice.prefill_s_per_token:
+            say(_first_prompt(one, choice.prefill_s_per_token, is_measured=choice.is_measured))
         if (line := _dashboard(choice.served.url)) is not None:
-            _say(line)
+            say(line)
         command = [program, *shlex.split(settings.run)[1:], *arguments]
         return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
 
 
-def _kept() -> str:
-    """Returns what a daemon that is started takes of the disk."""
-    variable = variable_of("--kv-cache-budget")
-    budget = parse_size(os.environ.get(variable) or policy_values("agent")["kv_cache_budget"], param=variable)
-    folder = os.environ.get(variable_of("--kv-cache-dir")) or default_kv_cache_dir()
-    return f"starting a daemon; it keeps at most {format_size(budget)} in {folder} ({variable} sets another limit)"
+def _first_prompt(agent: KnownAgent, token_s: float, *, is_measured: bool) -> str:
+    how = "as measured here" if is_measured else "a guess from the size of the model"
+    lasts = format_duration(agent.first_prompt_tokens * token_s)
+    return f"its first prompt has {agent.first_prompt_tokens:,} tokens: about {lasts}, once ({how})"
 
 
 def _place(agent: KnownAgent) -> str:
@@ -151,34 +141,49 @@ def _known(agent: str) -> KnownAgent:
     raise SettingsError(f"no agent is called {agent!r}; there are {', '.join(each.name for each in known)}")
 
 
-def _restore(shared: LaunchedDaemon, known: Sequence[KnownAgent]) -> None:
+def _clean(shared: LaunchedDaemon, known: Sequence[KnownAgent], *, yes: bool) -> int:
+    profiles = {each.title: AgentProfile(folder=shared.folder / each.name) for each in known}
+    there = {title: profile for title, profile in profiles.items() if profile.folder.exists()}
+    for title, profile in there.items():
+        files = [path for path in profile.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        size = format_size(sum(path.stat().st_size for path in files))
+        say(f"to remove: {profile.folder} ({counted(len(files), 'file')}, {size}), with what {title} keeps there")
+    if there and not yes and not confirmed("Remove the profiles, with the conversations in them?"):
+        say("nothing was removed")
+        return 1
     if not shared.folder.exists():
-        _say("nothing to remove")
-        return
+        say("nothing to remove")
+        return 0
+    for one in shared.all()[1:]:
+        with one.mutex():
+            is_used = one.end_unused()
+        if not is_used:
+            shutil.rmtree(one.folder)
     with shared.mutex():
         is_used = shared.end_unused()
-        for each in known:
-            profile = AgentProfile(folder=shared.folder / each.name)
-            if profile.remove(each.title):
-                _say(f"removed {profile.folder}, with what {each.title} kept there")
+        for title, profile in there.items():
+            if profile.remove(title):
+                say(f"removed {profile.folder}")
         if not is_used and not any(path.is_dir() for path in shared.folder.iterdir()):
             shutil.rmtree(shared.folder)
     with suppress(OSError):
         shared.folder.parent.rmdir()
+    return 0
 
 
 def _served(found: str | None, url: str, model: str | None, api_key: str | None) -> Served:
     """Returns what the daemon at `found` serves, or what one would that must be started first. The key of this user is
     neither drawn nor shown."""
     key = api_key or "KEY"
-    if found is not None:
-        choice = ask_served(running_daemon(found, api_key), found, model, api_key, lambda _url: key)
-        if choice.problem:
-            _say(f"warning: {choice.problem}")
-        return choice.served
-    flags = flags_of_model(model)
+    with suppress(NotServed):
+        if found is not None:
+            choice = ask_served(running_daemon(found, api_key), found, model, api_key, lambda _url: key)
+            if choice.problem:
+                say(f"warning: {choice.problem}; {choice.advice}")
+            return choice.served
+    flags = flags_of_model(model, fetches=False)
     started = shlex.join(["diskprefix", "serve", "--policy", "agent", *flags])
-    click.echo(f"No daemon runs. `{started}` would be started, and says what to write for model and context:\n")
+    click.echo(f"No daemon has it. `{started}` would be started, and says what to write for model and context:\n")
     return Served(url=url, model=flags[-1] if flags else "MODEL", key=key, context=LEAST_CONTEXT)
 
 
@@ -187,22 +192,11 @@ def _show(settings: Recipe, arguments: Sequence[str]) -> None:
     click.echo("\n".join(map(escaped, text.splitlines())))
 
 
-def _say_deaths(keeper: DaemonKeeper, shared: LaunchedDaemon) -> None:
-    """Says it again: an agent that fills the terminal has hidden what was said meanwhile."""
-    if keeper.num_deaths:
-        times = counted(keeper.num_deaths, "time")
-        _say(f"the daemon at {keeper.url} died {times} while the agent ran (its log: {shared.log})")
-
-
 def _dashboard(url: str) -> str | None:
     """Returns the line about the dashboard of a daemon of this user, None for another one."""
     parts = urlsplit(url)
     token = token_at(parts.hostname or "", parts.port or 0)
     return None if token is None else dashboard_line(url, token)
-
-
-def _say(line: str) -> None:
-    click.echo(printable_only(line), err=True)
 
 
 def _not_by_proxy(url: str) -> dict[str, str]:

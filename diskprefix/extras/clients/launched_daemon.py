@@ -1,4 +1,4 @@
-"""The daemon of `diskprefix launch`: found, or started and shared by launches until the last one ends.
+"""The daemons of `diskprefix launch` and `run`: found, or started and shared until the last launch ends.
 
 A daemon that a launch started holds a lock on `daemon.json` as long as it lives, and each launch that uses it holds a
 shared lock on `daemon.users`. So it is known without process numbers whether it lives and whether it is in use, also
@@ -16,24 +16,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from diskprefix.cli.tooling import status
+from diskprefix.cli.tooling import say, status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.server.process.listener import LAUNCHED_FD, listen
 from diskprefix.server.process.token_file import token_at
+from diskprefix.units import counted
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
 _POLL_S = 0.05
 _PATIENCE_S = 10.0
+_NOTE = "[launch]"
+"""The beginning of lines that a launch writes into the daemon's log."""
+STAYS = ("--idle-unload", "5m")
+"""The flags of a daemon that stays when nobody uses it: it gives back the memory of its model."""
 _MOST_DEATHS, _SETTLED_S = 3, 60.0
 """After so many deaths in a row, each within this time, the daemon is not started again."""
 
@@ -47,7 +53,7 @@ def locked(file: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
         fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, kind)
-            # --restore may have removed it meanwhile.
+            # --clean may have removed it meanwhile.
             if file.exists() and os.path.samestat(os.fstat(fd), file.stat()):
                 yield fd
                 return
@@ -57,7 +63,7 @@ def locked(file: Path, kind: int = fcntl.LOCK_EX) -> Iterator[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedDaemon:
-    """The daemon that launches share. `folder` has its files, and the profiles of agents."""
+    """A daemon that launches share. `folder` has its files, that of the first one the profiles of agents too."""
 
     folder: Path
     _turn: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
@@ -95,12 +101,23 @@ class LaunchedDaemon:
         line = (self.folder / "daemon.json").read_text(encoding="utf-8").partition("\n")[0]
         return dict(json.loads(line)) if line else {}
 
+    def beside(self) -> Iterator[LaunchedDaemon]:
+        """Yields this daemon and those that are started if the ones before are in use with another model. There is no
+        last one."""
+        yield self
+        for number in count(2):
+            yield LaunchedDaemon(folder=self.folder / f"daemon-{number}")
+
+    def all(self) -> list[LaunchedDaemon]:
+        """Returns those of `beside` that have files. The caller holds no `mutex` of theirs."""
+        return [self, *(LaunchedDaemon(folder=folder) for folder in sorted(self.folder.glob("daemon-*")))]
+
     @contextmanager
-    def used(self, port: int, flags: Sequence[str], say: Callable[[str], None]) -> Iterator[DaemonKeeper]:
+    def used(self, port: int, flags: Sequence[str]) -> Iterator[DaemonKeeper]:
         """Yields the keeper of the daemon, which is started as by `start` if none lives. At the end the daemon ends,
-        unless another launch uses it. Raises `NotReady` if it does not start. The caller holds `mutex` at the entry,
-        and no more at the end. `say` takes lines for people."""
-        keeper = DaemonKeeper(self, say)
+        unless another launch uses it, or it stays (`STAYS`) and has served. Raises `NotReady` if it does not start. The
+        caller holds `mutex` at the entry, and no more at the end."""
+        keeper = DaemonKeeper(self)
         if self.url() is None:
             self.start(port, flags, keeper)
         else:
@@ -111,8 +128,12 @@ class LaunchedDaemon:
         finally:
             keeper.is_ending = True
             with self.mutex():
-                is_left = self.end_unused()
+                is_left = (keeper.is_serving and set(STAYS) <= set(self.flags())) or self.end_unused()
             keeper.end(is_left=is_left)
+
+    def flags(self) -> list[str]:
+        """Returns the flags of the daemon, none if there is none."""
+        return [] if self.url() is None else self._told().get("flags", [])
 
     def end_unused(self) -> bool:
         """Ends the daemon if no launch uses it, and waits for that. Returns whether it goes on. The caller holds
@@ -192,7 +213,8 @@ class LaunchedDaemon:
     def failure(self) -> str:
         """Returns why the daemon ended: the last line of its log, and where the others are."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "it said nothing")
+        said = (line for line in reversed(lines) if line.strip() and not line.startswith(_NOTE))
+        last = next(said, "it said nothing")
         return f"the daemon ended: {shown(last.removeprefix('error: '), 500)} (its log: {self.log})"
 
 
@@ -203,10 +225,11 @@ class DaemonKeeper:
     one takes the port anew.
     """
 
-    def __init__(self, shared: LaunchedDaemon, say: Callable[[str], None]) -> None:
-        self._shared, self._say = shared, say
+    def __init__(self, shared: LaunchedDaemon) -> None:
+        self._shared = shared
         self.url = ""
-        self.num_deaths = 0
+        self._num_deaths = 0
+        self._failure = ""
         self.is_serving = False
         """True once the model is loaded. A daemon that dies before is not started again: it would die again."""
         self.is_ending = False
@@ -234,20 +257,20 @@ class DaemonKeeper:
         in_a_row = 0
         while True:
             began_at = time.monotonic()
-            # Until the daemon, which holds a lock on it, has died. --restore may have removed the folder then.
+            # Until the daemon, which holds a lock on it, has died. --clean may have removed the folder then.
             with suppress(FileNotFoundError), locked(self._shared.folder / "daemon.json", fcntl.LOCK_SH):
                 pass
             if self.is_ending or not self.is_serving:
                 break
-            self.num_deaths += 1
+            self._num_deaths += 1
             in_a_row = 1 if time.monotonic() - began_at >= _SETTLED_S else in_a_row + 1
             if in_a_row > _MOST_DEATHS:
-                self._say(f"the daemon at {self.url} is not started again; {self._shared.failure()}")
+                self._failure = f"it is not started again; {self._shared.failure()}"
                 break
             try:
                 self._start_again()
             except (DiskPrefixError, OSError, ValueError) as error:
-                self._say(f"the daemon at {self.url} has died and cannot be started again: {error}")
+                self._failure = f"it cannot be started again: {error} (its log: {self._shared.log})"
                 break
         if self._listener is not None:
             # Who waits there for an answer must not wait for ever.
@@ -274,7 +297,15 @@ class DaemonKeeper:
                     self._process = self._shared.spawn(self._listener, told["flags"])
                     break
             time.sleep(_POLL_S)
-        self._say(f"the daemon at {self.url} has died and is started again (its log: {self._shared.log})")
+        # Not on the terminal, which is the agent's.
+        with suppress(OSError), self._shared.log.open("a", encoding="utf-8") as log:
+            log.write(f"{_NOTE} the daemon at {self.url} has died and is started again\n")
+
+    def say_deaths(self) -> None:
+        """Says what happened to the daemon, unless it is well."""
+        end = self._failure or f"it was started again each time (its log: {self._shared.log})"
+        if self._num_deaths:
+            say(f"the daemon at {self.url} died {counted(self._num_deaths, 'time')}; {end}")
 
 
 def is_ours(url: str) -> bool:

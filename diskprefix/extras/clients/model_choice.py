@@ -4,31 +4,51 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from diskprefix.cli.options import variable_of
 from diskprefix.cli.tooling import status
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, template_of
 from diskprefix.extras.catalogue.list_command import row_of
-from diskprefix.extras.catalogue.proposals import proposed
+from diskprefix.extras.catalogue.pull_command import fetch
 from diskprefix.extras.clients.recipe import Served
 from diskprefix.extras.daemon_call import Call, key_for, wait_ready
-from diskprefix.model.load.named_model import plain_name
+from diskprefix.model.load.hub import cached_model
+from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.named_model import own_path, plain_name
+from diskprefix.model.load.proposals import full_name, proposed, require_repository
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
+from diskprefix.units import format_size
 
 LEAST_CONTEXT = 16_384
 """Positions. The first prompts of agents have 2 000 to 19 000 tokens."""
+_SHOWN = 3
+_BYTES_A_S, _FAST_BYTES_A_S = 4.5e10, 1e11
+"""Bytes of weights that a core multiplies by a token of a long prompt in a second, with AVX2, and with AVX-512 and
+bfloat16: measured for dense models of 0.5 and 3 billion parameters in 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A model of the daemon. `problem` says why agents may not work with it, and is empty if they should."""
+    """A model of the daemon. `problem` says why agents may not work with it, and is empty if they should. `advice` says
+    what to do then. `prefill_s_per_token` is how long a token of a prompt takes, None if nothing tells; `is_measured`:
+    the daemon has measured it, else it is guessed from the bytes of the weights."""
 
     served: Served
     problem: str
+    advice: str
+    prefill_s_per_token: float | None = None
+    is_measured: bool = False
+
+
+class NotServed(SettingsError):
+    """The daemon does not serve the model that is asked for."""
 
 
 def ask_served(
@@ -40,14 +60,15 @@ def ask_served(
     Without an `api_key`, `key_of` returns the key for the daemon's address. Raises `NotReady` if no daemon answers,
     `SettingsError` for a key that it does not take or a model that it does not serve.
     """
-    with status("asking the daemon …") as say:
+    with status("waiting for the daemon and its model …") as say:
         wait_ready(call, url, say)
         answer = call("GET", "/v1/models", None)
     if answer.status in (401, 403):
         raise SettingsError(f"--api-key: {answer.message}")
     if answer.status != 200:
         raise NotReady(f"the daemon at {url} does not tell its models: {answer.message}")
-    card = _chosen(answer.body["data"], model, url)
+    cards = answer.body["data"]
+    card = _chosen(cards, model, url)
     if card.get("problem"):
         raise SettingsError(f"{card['id']} cannot be served: {card['problem']}")
     address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -55,44 +76,80 @@ def ask_served(
     takes_images = "vision" in card.get("capabilities", ())
     key = api_key or key_of(url)
     served = Served(url=address, model=card["id"], key=key, context=context, takes_images=takes_images)
-    return Choice(served=served, problem=_problem(card, context))
+    measured = _measured_speed(call, card["id"])
+    return Choice(
+        served=served,
+        problem=_problem(card),
+        advice=_advice(cards),
+        prefill_s_per_token=measured or _guessed_speed(card),
+        is_measured=measured is not None,
+    )
 
 
 def _chosen(cards: list[dict[str, Any]], model: str | None, url: str) -> dict[str, Any]:
     """Returns the card of `model`, or of the model to take without a name."""
     if model is not None:
         # A file and a folder are served by their own names.
-        wanted = {model, plain_name(model)}
+        wanted = {model, full_name(model), plain_name(model)}
         named = [card for card in cards if wanted & {card["id"], *card.get("aliases", ())}]
         if not named:
             there = ", ".join(shown(card["id"]) for card in cards)
-            raise SettingsError(f"the daemon at {url} serves {there}, and not {shown(model)}; name one of them")
+            raise NotServed(f"the daemon at {url} serves {there}, and not {shown(model)}")
         return named[0]
     sound = [card for card in cards if not card.get("problem")]
     if not sound:
-        raise NotReady(f"the daemon at {url} has no model; fetch one with `diskprefix pull {proposed()}`")
+        raise NotReady(f"the daemon at {url} has no model; fetch one with {proposed()}")
     return max(sound, key=lambda card: (bool(card.get("loaded")), (card.get("context_length") or 0) >= LEAST_CONTEXT))
 
 
-def _problem(card: dict[str, Any], context: int) -> str:
-    advice = f"fetch another with `diskprefix pull {proposed()}` and start the daemon with it"
+def _problem(card: dict[str, Any]) -> str:
+    context = card.get("context_length") or LEAST_CONTEXT
     if "tool_use" not in card.get("capabilities", ["tool_use"]):
-        return f"{shown(card['id'])} was not trained to call tools, so an agent can only talk; {advice}"
+        return f"{shown(card['id'])} was not trained to call tools, so an agent can only talk"
     if context < LEAST_CONTEXT:
-        return f"{shown(card['id'])} takes {context:,} tokens, and first prompts of agents have up to 19,000; {advice}"
+        return f"{shown(card['id'])} takes {context:,} tokens, and first prompts of agents have up to 19,000"
     return ""
 
 
-def flags_of_model(model: str | None) -> list[str]:
-    """Returns the flags with which `serve` has `model`. Without one, it is the largest on this machine that fits and
-    calls tools, unless the daemon's own settings name models.
+def _advice(cards: list[dict[str, Any]]) -> str:
+    """Returns what to do about a problem of a model: the other models of the daemon come before a download."""
+    fitting = [
+        f"--model {shown(card['id'])} ({format_size(card['needs_bytes'])} of memory)"
+        for card in cards
+        if not (card.get("problem") or _problem(card)) and 0 < card.get("needs_bytes", 0) <= available_ram_bytes()
+    ]
+    if fitting:
+        return f"the daemon also has {', '.join(fitting[:_SHOWN])}"
+    return f"fetch another with {proposed()} and name it with --model"
+
+
+def _measured_speed(call: Call, model: str) -> float | None:
+    """Returns the seconds that a token of a prompt takes; None if the daemon has computed none, or does not say."""
+    answer = call("GET", f"/props?model={quote(model, safe='')}", None)
+    if answer.status != 200:
+        return None
+    speed: float | None = answer.body.get("full_cache", {}).get("gate", {}).get("prefill_s_per_token")
+    return speed
+
+
+def _guessed_speed(card: dict[str, Any]) -> float | None:
+    weights_bytes = sum(num_bytes for what, num_bytes in card.get("needs", {}).items() if what.startswith("weights"))
+    with suppress(OSError):
+        is_fast = "avx512_bf16" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+        return weights_bytes / (os.cpu_count() or 1) / (_FAST_BYTES_A_S if is_fast else _BYTES_A_S) or None
+    return None
+
+
+def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
+    """Returns the flags with which `serve` has `model`. Without one, it is the largest of those that were fetched that
+    fits and calls tools, unless the daemon's own settings name models.
 
     Raises `SettingsError` if there is no such model; it proposes one.
     """
     catalogue = open_catalogue(Settings())
     names = [name for known in catalogue.models() for name in (known.name, *known.aliases)] if catalogue else []
     if model is not None:
-        return [] if model in names else ["--model", model]
+        return [] if {model, full_name(model)} & {*names} else ["--model", _found(model, fetches=fetches)]
     if catalogue or any(os.environ.get(variable_of(flag)) for flag in ("--model", "--models-dir", "--models-file")):
         return []
     with status("reading headers of models …"):
@@ -102,6 +159,18 @@ def flags_of_model(model: str | None) -> list[str]:
     if not fit:
         raise SettingsError(
             "no model that calls tools and fits is on this machine; fetch one with "
-            f"`diskprefix pull {proposed()}`, or name any with --model"
+            f"{proposed()}, or name any with --model"
         )
     return ["--model", max(fit, key=lambda row: int(row["file_bytes"]))["name"]]
+
+
+def _found(model: str, *, fetches: bool) -> str:
+    """Returns the name or the path for `serve --model`. What the hub has is fetched, so that the progress is seen."""
+    if os.path.exists(path := os.path.expanduser(model)):
+        return os.path.abspath(path)
+    if own_path(model) is not None:
+        return model
+    name = require_repository(model) if ":" in model else model
+    if fetches and "/" in name and not name.startswith(("./", "../", "/", "~")) and cached_model(name) is None:
+        fetch(name, "--model")
+    return name

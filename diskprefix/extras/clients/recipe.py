@@ -109,18 +109,26 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownAgent:
-    """A client that `diskprefix launch` starts: its program, and the line that installs it."""
+    """A client that `diskprefix launch` starts: its program, the line that installs it, and the tokens of its first
+    prompt as measured, 0 if that is not known."""
 
     name: str
     title: str
     program: str
     install: str
+    first_prompt_tokens: int
 
 
 def agents() -> list[KnownAgent]:
     """Returns the clients that can be launched."""
     return [
-        KnownAgent(name=name, title=told["title"], program=told["run"].split()[0], install=told["launch"]["install"])
+        KnownAgent(
+            name=name,
+            title=told["title"],
+            program=told["run"].split()[0],
+            install=told["launch"]["install"],
+            first_prompt_tokens=told["launch"].get("first_prompt_tokens", 0),
+        )
         for name, told in ((name, _told(name)) for name in names())
         if "launch" in told
     ]

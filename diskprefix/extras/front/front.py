@@ -23,7 +23,6 @@ from starlette.responses import Response
 from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, ModelNotFound, NotReady, SettingsError
 from diskprefix.extras.catalogue.catalogue import listed
-from diskprefix.extras.catalogue.proposals import none_known
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refusal
 from diskprefix.extras.front.listing import Listing
@@ -33,6 +32,7 @@ from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, Workers, described
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
+from diskprefix.model.load.proposals import none_known
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.guards import BrowserGuard, caller_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,13 +10,13 @@ import click
 from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import (
     advised,
+    confirmed,
     opened_store,
     print_json,
     progress,
     require_store,
     store_options,
 )
-from diskprefix.errors import SettingsError
 from diskprefix.store.compact import (
     Compacted,
     compact_folder,
@@ -78,18 +77,12 @@ def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
     if (kv_cache_dir / DATA).exists() and not yes:
         # Before the question, whose answer would be for nothing.
         require_unused(kv_cache_dir)
-        if not _confirmed(kv_cache_dir):
+        if not confirmed(f"Replace the store in {kv_cache_dir}?"):
             return 1
     with advised(), progress("restoring", compacted_bytes(source)) as advance:
         result = replace_store(source, kv_cache_dir, advance)
     _show("restored", kv_cache_dir / DATA, result, as_json)
     return 0
-
-
-def _confirmed(folder: Path) -> bool:
-    if not sys.stdin.isatty():
-        raise SettingsError(f"{folder} holds a store, and standard input is no terminal to ask at; add --yes")
-    return click.confirm(f"Replace the store in {folder}?", default=False, err=True)
 
 
 @click.command(short_help="Return unused room of the store's file to the disk.")

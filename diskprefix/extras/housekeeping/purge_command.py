@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -14,6 +13,7 @@ import click
 from diskprefix import hooks
 from diskprefix.cli.options import nonempty, setting_option
 from diskprefix.cli.tooling import (
+    confirmed,
     find_entry,
     opened_store,
     print_json,
@@ -188,14 +188,10 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> 
 
 def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:
     """Asks at the terminal. `bucket` is the shared bucket that loses the same. Raises `SettingsError` without one."""
-    if not sys.stdin.isatty():
-        raise SettingsError(
-            "cannot ask, because standard input is no terminal; add --yes, or --dry-run to change nothing"
-        )
     amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
     places = [amounts] if plan else []
     places += [f"the same in {bucket}"] if bucket else []
-    return click.confirm(f"Purge {', and '.join(places)}?", default=False, err=True)
+    return confirmed(f"Purge {', and '.join(places)}?", "add --yes, or --dry-run to change nothing")
 
 
 def _require_known(snapshot: Snapshot, model: str | None, salt: str | None) -> None:

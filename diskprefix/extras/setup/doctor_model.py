@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.catalogue import needs
-from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.model.load.named_model import path_of
+from diskprefix.model.load.proposals import proposed
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
 
@@ -37,7 +37,7 @@ def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Findin
     from diskprefix.model.load.memory import available_ram_bytes
 
     if not models:
-        return Finding("models", "problem", "no model is known", f"fetch one with `diskprefix pull {proposed()}`")
+        return Finding("models", "problem", "no model is known", f"fetch one with {proposed()}")
     limit = settings.memory_limit or available_ram_bytes()
     sizes: dict[str, int] = {}
     for known in models:
@@ -161,7 +161,7 @@ def _calls_finding(name: str) -> Finding:
             "tool calls",
             "note",
             "the template writes tool calls in an unknown format: only JSON calls are found",
-            f"agents may not work with this model; fetch another with `diskprefix pull {proposed()}`",
+            f"agents may not work with this model; fetch another with {proposed()}",
         )
     return Finding("tool calls", "ok", f"written by the template and read back: {name}")
 

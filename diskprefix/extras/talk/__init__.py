@@ -1,4 +1,4 @@
-"""A conversation with the model: the page `/chat`, and `diskprefix chat` in a terminal."""
+"""A conversation with the model: the page `/chat`, and `diskprefix run` and `chat` in a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-COMMANDS = {"chat": "diskprefix.extras.talk.chat_command:chat"}
+_FOLDER = "diskprefix.extras.talk"
+COMMANDS = {"run": f"{_FOLDER}.run_command:run", "chat": f"{_FOLDER}.chat_command:chat"}
 
 
 def add_routes(app: FastAPI) -> None:

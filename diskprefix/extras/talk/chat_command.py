@@ -27,11 +27,17 @@ Examples:
   diskprefix chat --system notes.txt        with instructions or a document that every prompt begins with
   echo "Name three rivers." | diskprefix chat
 
-In a conversation: /again answers the last message again, /new begins anew, Ctrl+C stops a reply, Ctrl+D ends. Kill the
-daemon, start it again, and go on: the next reply says what was restored.
+In a conversation, /help lists the commands. Kill the daemon, start it again, and go on: the next reply says what was
+restored.
 
 Exit codes: 0 done; 1 no daemon answers, or a reply failed; 2 wrong usage.
 """
+_COMMANDS = {
+    "/again": "answers the last message again",
+    "/new": "begins a new conversation",
+    "/help": "lists the commands",
+    "/bye": "ends, as Ctrl+D does; Ctrl+C stops a reply",
+}
 _WAITING = "waiting for the daemon"
 _PATH = "/v1/chat/completions"
 
@@ -110,34 +116,42 @@ class Talk:
 @click.option("--browser", is_flag=True, help="Open the chat page in a browser; all else is chosen there.")
 @url_option()
 @api_key_option("The key to send.", otherwise="the key that agents of this user send")
-def chat(system: Path | None, browser: bool, url: str, api_key: str | None, **fields: Any) -> None:
+def chat(browser: bool, url: str, api_key: str | None, **options: Any) -> None:
     """Talk to the model of a running daemon.
 
     Below each reply stands what the cache did: how many tokens of the prompt were restored, and when the first token
     came. `--browser` opens the same as a page.
     """
     if browser:
-        for name in ("system", *fields):
+        for name in options:
             if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
                 raise SettingsError(f"--browser: --{name.replace('_', '-')} is set on the page; leave it out")
         open_page(url, api_key, "chat")
         return
+    with status(_WAITING) as say:
+        wait_ready(running_daemon(url, api_key), url, say)
+    converse(url, api_key, "", **options)
+
+
+def converse(url: str, api_key: str | None, prompt: str, *, system: Path | None, **fields: Any) -> None:
+    """Answers what comes from a pipe and `prompt`, or holds a conversation at a terminal. `fields` are in each request.
+    Raises `DiskPrefixError` if there is nothing to answer, or no answer."""
     try:
         begin = [] if system is None else [{"role": "system", "content": system.read_text(encoding="utf-8")}]
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"--system: {system} cannot be read as text: {error}") from error
-    with status(_WAITING) as say:
-        wait_ready(running_daemon(url, api_key), url, say)
     talk = Talk(streaming_daemon(url, api_key), fields, begin)
     if not sys.stdin.isatty():
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
-        if not text.strip():
+        prompt = " ".join(filter(None, (sys.stdin.buffer.read().decode("utf-8", "replace"), prompt)))
+        if not prompt.strip():
             raise SettingsError("standard input is empty; write a message there, or run this in a terminal")
-        talk.messages.append({"role": "user", "content": text})
+    if prompt:
+        talk.messages.append({"role": "user", "content": prompt})
         talk.answer()
         return
     with suppress(ImportError):
         import readline  # noqa: F401 (arrow keys, for `input`)
+    click.secho("/help lists the commands", dim=True, err=True)
     while _one_turn(talk, url, api_key):
         pass
 
@@ -151,6 +165,15 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
         return False
     except UnicodeDecodeError:
         click.secho("that was no text in the encoding of this terminal", fg="red", err=True)
+        return True
+    word = text.partition(" ")[0]
+    if text == "/bye":
+        return False
+    # A path has more of them.
+    if word.rfind("/") == 0 and text not in _COMMANDS.keys() - {"/help"}:
+        lines = (f"{name:<8} {does}" for name, does in _COMMANDS.items())
+        wrong = [] if text == "/help" else [f"there is no command {shown(word)}"]
+        click.echo("\n".join((*wrong, *lines)), err=True)
         return True
     if text == "/new":
         talk.messages.clear()
@@ -175,13 +198,13 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
 def _wait(url: str, api_key: str | None) -> None:
     """Waits for a daemon that went away. Ctrl+C ends the wait."""
     call = running_daemon(url, api_key)
-    with suppress(KeyboardInterrupt), status(_WAITING) as say:
-        while True:
-            try:
-                wait_ready(call, url, say)
-                break
-            except NotReady as error:
-                say(error.message)
+    with suppress(KeyboardInterrupt):
+        with status(f"{_WAITING}; Ctrl+C ends the wait") as say:
+            while True:
+                # Why there is none has just been said.
+                with suppress(NotReady):
+                    wait_ready(call, url, say)
+                    break
                 time.sleep(0.5)
         click.secho("the daemon is ready; /again sends the message again", dim=True, err=True)
 

@@ -15,6 +15,7 @@ from diskprefix.model.load.found_models import found_model, found_models
 from diskprefix.model.load.gguf_file import model_stem, part_paths
 from diskprefix.model.load.hub import cached_model, cached_models, gguf_models_in, is_gguf_model
 from diskprefix.model.load.manifests import is_blob
+from diskprefix.model.load.proposals import known_names
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
 from diskprefix.settings import Settings, cache_home
@@ -101,8 +102,8 @@ def require_named(model: str | None, flag: str, *, with_weights: bool = False) -
         here = (*(name for name, _ in cached_models()), *(one.names[0] for one in found_models()))
         near = _nearest(model, [EMBEDDED.name, *_models_beside(path), *here])
         raise ModelError(
-            f"{flag}: {model!r} is no file or folder here, no model of `diskprefix list`, and names of the hub are "
-            f"org/name{near}"
+            f"{flag}: {model!r} is no file or folder here, no model of `diskprefix list`, names of the hub are "
+            f"org/name, and {known_names(model)}{near}"
         )
 
 

@@ -59,7 +59,7 @@ def _kept(token: str, name: str) -> Iterator[None]:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(token.encode())
+            file.write(f"{os.getpid()} {token}".encode())
             file.flush()
             with open(folder / ".lock", "wb") as lock:
                 # Two daemons that start at once do not remove each other's files.
@@ -91,10 +91,22 @@ def token_at(host: str, port: int) -> str | None:
     everywhere = "::" if ":" in host else "0.0.0.0"
     for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE):
         for name in (f"{host}_{port}", f"{everywhere}_{port}"):
-            with suppress(OSError, UnicodeError):
-                if (token := _read(folder / name)) is not None:
-                    return token
+            with suppress(OSError, ValueError):
+                if (found := _read(folder / name)) is not None:
+                    return found[1]
     return None
+
+
+def own_daemons() -> dict[str, int]:
+    """Returns the addresses of the daemons of this user that listen on ports of this machine, with their processes."""
+    found: dict[int, str] = {}
+    for file in sorted((cache_home() / _FOLDER).glob("[!.]*_*")):
+        with suppress(OSError, ValueError):
+            if (read := _read(file)) is not None:
+                host, _, port = file.name.rpartition("_")
+                host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+                found[read[0]] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return {url: pid for pid, url in found.items()}
 
 
 def token_of_peer(connected: socket.socket) -> str | None:
@@ -117,14 +129,16 @@ def dashboard_line(url: str, token: str) -> str:
     return f"the dashboard: {url}/ (`diskprefix dashboard --url {url}` opens it)"
 
 
-def _read(file: Path) -> str | None:
+def _read(file: Path) -> tuple[int, str] | None:
+    """Returns the process and the token of a daemon, None if it has ended or is another user's."""
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         if os.geteuid() not in (0, os.fstat(opened.fileno()).st_uid):
             return None
         try:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return opened.read(_MOST_BYTES).decode("ascii")
+            pid, _, token = opened.read(_MOST_BYTES).decode("ascii").partition(" ")
+            return int(pid), token
         return None
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from diskprefix.errors import InvalidRequest, NotReady
 from diskprefix.extras import daemon_call
+from diskprefix.extras.daemon_call import wait_ready
+from diskprefix.extras.talk import chat_command
 from diskprefix.extras.talk.chat_command import chat
 from tests.server.agent_model import TEMPLATE, saying, thought
 from tests.server.chat_model import write_chat_model
@@ -50,30 +54,27 @@ def test_a_message_from_a_pipe_is_answered(server: AppServer, engine: ScriptedEn
 
 
 def test_a_conversation_grows_is_answered_again_and_begins_anew(
-    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = iter(["", "One?", "Two?", "/again", "/new", "Three?"])
+    lines = iter(["", "One?", "/help", "Two?", "/again", "/agian", "/new", "/etc/hosts: Three?", "/bye"])
     prompts = []
-
-    def read(_prompt: str) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
 
     def script(*arguments: object) -> None:
         prompts.append(engine.last_prompt)
         saying("Yes.")(*arguments)  # type: ignore[arg-type]
 
     engine.script = script
-    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     monkeypatch.setattr("sys.stdin", Terminal())
     assert chat.main(["--url", server.url], standalone_mode=False) is None
     says = [[word for word in ("One?", "Yes.", "Two?", "Three?") if word in prompt] for prompt in prompts]
     assert says == [["One?"], ["One?", "Yes.", "Two?"], ["One?", "Yes.", "Two?"], ["Three?"]]
+    said = capsys.readouterr().err
+    assert said.count("\n/again   answers the last message again\n") == 2
+    assert said.count("there is no command") == said.count("there is no command /agian\n/again") == 1
 
 
-def test_after_a_daemon_that_went_away_it_says_how_to_send_the_message_again(
+def test_after_a_daemon_that_went_away_it_says_once_why_and_on_a_line_of_its_own_how_to_go_on(
     server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, lines, is_gone = daemon_call._events, iter(["One?", "/again"]), True
@@ -86,6 +87,21 @@ def test_after_a_daemon_that_went_away_it_says_how_to_send_the_message_again(
         return whole(response)
 
     engine.script = saying("Yes.")
+
+    @contextmanager
+    def status(text: str) -> Iterator[Callable[[str], None]]:
+        click.echo(f"<{text.partition(';')[0]}", err=True)
+        yield lambda line: click.echo(line, err=True)
+        click.echo(">", err=True)
+
+    def wait(*arguments: Any) -> None:
+        if next(is_there):
+            return wait_ready(*arguments)
+        raise NotReady("no daemon answers")
+
+    is_there = iter([True, False, True])
+    monkeypatch.setattr(chat_command, "status", status)
+    monkeypatch.setattr(chat_command, "wait_ready", wait)
     monkeypatch.setattr(daemon_call, "_events", events)
     monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
     monkeypatch.setattr("sys.stdin", Terminal())
@@ -93,7 +109,10 @@ def test_after_a_daemon_that_went_away_it_says_how_to_send_the_message_again(
         chat.main(["--url", server.url], standalone_mode=False)
     said = capsys.readouterr()
     assert said.out.strip() == "Yes."
-    assert "no daemon answers\nthe daemon is ready; /again sends the message again\n" in said.err
+    assert (
+        "no daemon answers\n<waiting for the daemon\n>\nthe daemon is ready; /again sends the message again\n"
+        in said.err
+    )
 
 
 def test_a_request_that_is_refused_or_whose_reply_breaks_off_is_an_error(

@@ -1,0 +1,192 @@
+"""`diskprefix ps` and `diskprefix stop`: what the daemons of this user have in memory, and how it is given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+from urllib.parse import quote
+
+import click
+from click.core import ParameterSource
+
+from diskprefix.cli.options import api_key_option, nonempty, url_option
+from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
+from diskprefix.errors import SettingsError
+from diskprefix.extras.clients.daemon_choice import shared_daemon
+from diskprefix.extras.daemon_call import Call, running_daemon
+from diskprefix.model.load.proposals import full_name
+from diskprefix.printable import printable_only, shown
+from diskprefix.server.process.token_file import own_daemons
+from diskprefix.units import ago, format_duration, format_size
+
+_POLL_S = 0.1
+_NOT_IN_MEMORY: dict[str, Any] = {
+    "memory_bytes": None,
+    "context": None,
+    "loaded_at": None,
+    "requests": 0,
+    "running": [],
+}
+
+
+@click.command(short_help="Show what is in memory, and what is being computed.")
+@url_option()
+@api_key_option("The key named admin, for a daemon with --api-keys.")
+@json_option
+@click.pass_context
+def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> None:
+    """Show the models in memory of all daemons of this user, or of the one at --url: the memory that each needs, when
+    it was loaded, and its requests. A prompt that is being computed is shown with the time that is left.
+
+    \b
+    diskprefix ps
+    diskprefix ps --json
+    diskprefix ps --url http://192.168.1.5:8642 --api-key "$KEY"
+
+    \b
+    Exit codes: 0 done; 1 no daemon answers; 2 wrong usage, or the key is refused.
+    """
+    rows = [row | {"url": one} for one in _urls(context, url) for row in _in_memory(running_daemon(one, api_key))]
+    if as_json:
+        print_json({"models": rows})
+        return
+    if not rows:
+        click.echo("no model is in memory")
+        return
+    titles = ("model", "memory", "context", "loaded", "requests", "daemon")
+    print_table(titles, map(_cells, rows), right=("memory", "context", "requests"), wrapped=())
+    for running in (running for row in rows for running in row["running"]):
+        click.echo(printable_only(_progress(running)))
+
+
+def _urls(context: click.Context, url: str) -> list[str]:
+    """Returns the addresses of the daemons that are meant: those of this user, unless one is named."""
+    is_named = context.get_parameter_source("url") is not ParameterSource.DEFAULT
+    return [url] if is_named else [*own_daemons()] or [url]
+
+
+def _in_memory(call: Call) -> list[dict[str, Any]]:
+    """Returns the models that a daemon has in memory, or loads. Raises `SettingsError` if the key is refused."""
+    if (health := call("GET", "/health", None).body or {}).get("status") == "loading":
+        return [{"model": str(health.get("model") or "…"), "state": "loading"} | _NOT_IN_MEMORY]
+    answer = call("GET", "/props", None)
+    if answer.status in (401, 403):
+        raise SettingsError(f"--api-key: {answer.message}")
+    if answer.status != 200:
+        # It has unloaded its only model.
+        return []
+    if "models" not in answer.body:
+        return [_row(answer.body)]
+    rows = []
+    for place in answer.body["models"]:
+        known = {"memory_bytes": place["needed_bytes"], "requests": place["num_active"]}
+        row = {"model": place["model"], "state": place["phase"]} | _NOT_IN_MEMORY | known
+        # The others do not answer before they are loaded.
+        if place["phase"] == "ready":
+            own = call("GET", f"/props?model={quote(place['model'], safe='')}", None)
+            row |= _row(own.body) if own.status == 200 else {}
+        rows.append(row)
+    return rows
+
+
+def _row(props: dict[str, Any]) -> dict[str, Any]:
+    model, running = props["model"], props["running"] if isinstance(props.get("running"), list) else []
+    return {
+        "model": model["name"],
+        "state": "ready",
+        "memory_bytes": model["needs_bytes"],
+        "context": model["max_positions"],
+        "loaded_at": model["loaded_at"],
+        "requests": props["queue_depth"] + (len(running) or props["kv_memory"]["running"]),
+        "running": running,
+    }
+
+
+def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        plain(row["model"]),
+        format_size(row["memory_bytes"]) if row["memory_bytes"] else "",
+        f"{row['context']:,}" if row["context"] else "",
+        ago(row["loaded_at"]) if row["loaded_at"] else row["state"],
+        str(row["requests"]),
+        plain(row["url"]),
+    )
+
+
+def _progress(running: dict[str, Any]) -> str:
+    """Returns a line about a request that is being answered."""
+    said = f"{running['model']}: {running['computed_tokens']:,} of {running['prompt_tokens']:,} tokens of the prompt"
+    if running["reply_tokens"]:
+        said += f", {running['reply_tokens']:,} of the reply"
+    if running["tokens_per_s"]:
+        said += f", {running['tokens_per_s']:.0f} tokens/s"
+    left_s = running["seconds_left"]
+    return said if left_s is None else f"{said}, {format_duration(left_s)} left"
+
+
+@click.command(short_help="Unload a model, or end the daemon.")
+@click.argument("model", required=False, callback=nonempty)
+@url_option()
+@api_key_option("The key named admin, for a daemon with --api-keys.")
+@json_option
+@click.pass_context
+def stop(context: click.Context, model: str | None, url: str, api_key: str | None, as_json: bool) -> None:
+    """Unload MODEL, which the next request loads again. Without MODEL, end the daemon of this user.
+
+    A daemon saves what only its memory has before it gives the memory back. One that an agent or a conversation uses is
+    not ended. Of several daemons, --url names one.
+
+    \b
+    diskprefix stop
+    diskprefix stop qwen3.5:4b
+    diskprefix stop --url http://127.0.0.1:8643
+
+    \b
+    Exit codes: 0 done; 1 no daemon answers; 2 wrong usage, no such model in memory, or the daemon is in use.
+    """
+    urls = _urls(context, url)
+    if model is not None:
+        done = _unload(urls, model, api_key)
+    elif len(urls) > 1:
+        raise SettingsError(f"there are several daemons of yours; name one with --url: {', '.join(urls)}")
+    else:
+        _end(urls[0])
+        done = {"url": urls[0], "status": "ended"}
+    if as_json:
+        print_json(done)
+    else:
+        click.echo(printable_only(f"{done.get('model', 'the daemon')} at {done['url']}: {done['status']}"))
+
+
+def _unload(urls: list[str], model: str, api_key: str | None) -> dict[str, str]:
+    """Unloads a model where it is in memory. Raises `SettingsError` if it is nowhere, or cannot be unloaded."""
+    names = {row["model"]: url for url in urls for row in _in_memory(running_daemon(url, api_key))}
+    name = next((name for name in (model, full_name(model)) if name in names), None)
+    if name is None:
+        there = ", ".join(map(shown, names)) or "none"
+        raise SettingsError(f"{shown(model)} is not in memory; the models there are: {there}")
+    answer = running_daemon(names[name], api_key)("POST", f"/models/{quote(name)}/unload", None)
+    if answer.status != 200:
+        alone = f"the daemon at {names[name]} cannot unload {shown(name)} ({answer.message})"
+        raise SettingsError(f"{alone}; end it: diskprefix stop --url {names[name]}")
+    return {"model": name, "url": names[name], "status": answer.body["status"]}
+
+
+def _end(url: str) -> None:
+    """Ends a daemon of this user, and waits for its end. Raises `NotReady` and `SettingsError`."""
+    if (pid := own_daemons().get(url)) is None:
+        running_daemon(url, None)("GET", "/health", None)
+        raise SettingsError(f"the daemon at {url} is not yours: its user ends it")
+    for one in shared_daemon().all():
+        if one.url() == url:
+            with one.mutex():
+                if one.end_unused():
+                    raise SettingsError(f"an agent or a conversation uses the daemon at {url}; end that first")
+            return
+    with suppress(ProcessLookupError), status("the daemon finishes its requests, and saves what only memory holds …"):
+        os.kill(pid, signal.SIGTERM)
+        while own_daemons().get(url) == pid:
+            time.sleep(_POLL_S)

@@ -1,0 +1,57 @@
+"""`diskprefix run`: a conversation with a model, which is fetched and served if need be."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from diskprefix.cli.options import nonempty
+from diskprefix.extras.clients.daemon_choice import find_daemon
+from diskprefix.extras.clients.launched_daemon import STAYS
+from diskprefix.extras.clients.model_choice import ask_served
+from diskprefix.extras.daemon_call import running_daemon
+from diskprefix.extras.talk.chat_command import chat, converse
+
+_EPILOG = """\b
+Examples:
+  diskprefix run qwen3.5:4b
+  diskprefix run qwen3.5:4b "Name three rivers."
+  diskprefix run unsloth/Qwen3.5-4B-GGUF:Q8_0 "Summarise this file." < notes.txt
+  diskprefix run ~/models/qwen.gguf --system rules.txt
+
+In a conversation, /help lists the commands.
+
+Exit codes: 0 done; 1 no daemon answers or starts, or a reply failed; 2 wrong usage, or no such model; 3 the model
+cannot be fetched.
+"""
+
+
+@click.command(
+    short_help="Talk to a model: fetch it and start a daemon if need be.",
+    epilog=_EPILOG,
+    params=[each for each in chat.params if each.name != "model"],
+)
+@click.argument("model", callback=nonempty)
+@click.argument("prompt", nargs=-1)
+@click.pass_context
+def run(
+    context: click.Context, /, model: str, prompt: tuple[str, ...], url: str, api_key: str | None, **options: Any
+) -> None:
+    """Talk to MODEL: a short name, ORG/NAME[:QUANT] of the hub, which is fetched if need be, a folder or a .gguf file.
+
+    With PROMPT, print one reply and end. What comes from a pipe goes before PROMPT, or is the prompt.
+
+    A daemon of yours that serves MODEL is used. Otherwise one is started in the background, on another port if need be.
+    It unloads the model five minutes after the last request, and loads it again for the next one; what it has saved is
+    restored. `diskprefix ps` shows the daemon, and `diskprefix stop` ends it. If another model is run while nobody uses
+    the daemon, one with that model takes its place. With --url, none is started.
+    """
+    with ExitStack() as stack:
+        if context.get_parameter_source("url") is ParameterSource.DEFAULT:
+            served = find_daemon(stack, url, model, api_key, *STAYS).served
+        else:
+            served = ask_served(running_daemon(url, api_key), url, model, api_key).served
+        converse(served.url, api_key, " ".join(prompt), model=served.model, **options)

@@ -1,0 +1,119 @@
+"""`diskprefix run`, `ps` and `stop`, and the short names of models."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.extras.catalogue import pull_command
+from diskprefix.extras.clients import daemon_choice, model_choice
+from diskprefix.model.load.proposals import full_name
+from tests.cli.conftest import Run
+from tests.cli.small_daemon import small_daemon
+
+QWEN = "unsloth/Qwen3.5-4B-GGUF:Q4_K_M"
+RUNNING: dict[str, Any] = {
+    "id": "1",
+    "model": "m",
+    "since_s": 2.0,
+    "prompt_tokens": 19_000,
+    "computed_tokens": 4096,
+    "tokens_per_s": 310.4,
+    "seconds_left": 48.1,
+    "reply_tokens": 0,
+}
+PROPS: dict[str, Any] = {
+    "model": {"name": "m", "needs_bytes": 3 << 30, "max_positions": 32_768, "loaded_at": time.time() - 300},
+    "kv_memory": {"running": 1},
+    "queue_depth": 2,
+    "running": [RUNNING],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_places")
+def test_a_model_is_run_stays_is_unloaded_and_ends(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("DISKPREFIX_PORT", str(probe.getsockname()[1]))
+
+    def typed(*args: str, piped: str = "") -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "diskprefix", *args]
+        return subprocess.run(command, input=piped, capture_output=True, text=True, check=False)
+
+    # So many tokens are saved.
+    question = ["run", str(chat_model), "Say", "it.", "--max-tokens", "4", "--temperature", "0"]
+    piped = "What do the birds do when the tide goes out? " * 8
+    try:
+        first = typed(*question, piped=piped)
+        assert first.returncode == 0, first.stderr
+        assert "`diskprefix stop` ends" in first.stderr
+        assert "none restored" in first.stderr
+        [model] = json.loads(typed("ps", "--json").stdout)["models"]
+        assert (model["model"], model["state"], model["requests"]) == ("tiny-chat", "ready", 0)
+        assert typed("stop", "other").returncode == 2
+        assert typed("stop", "tiny-chat").stdout.endswith("unloading\n")
+        again = typed(*question, piped=piped)
+        assert (again.stdout, "starting" in again.stderr) == (first.stdout, False)
+        assert "restored from disk" in again.stderr
+    finally:
+        ended = typed("stop")
+    assert (ended.returncode, ended.stdout.endswith(": ended\n")) == (0, True)
+    assert typed("ps").returncode == 1
+
+
+def test_ps_shows_what_is_in_memory_and_how_long_a_prompt_takes(run: Run) -> None:
+    with small_daemon(props=[(200, PROPS)]) as daemon:
+        shown = run("ps", "--url", daemon.url).stdout.splitlines()
+        assert shown[1].split() == ["m", "3.0", "GiB", "32,768", "5", "min", "ago", "3", daemon.url]
+        assert shown[2:] == ["m: 4,096 of 19,000 tokens of the prompt, 310 tokens/s, 48.1 s left"]
+        assert run("ps", "--url", daemon.url, "--json").json["models"][0]["running"] == [RUNNING]
+    places = [{"model": "m", "phase": "ready", "needed_bytes": 1, "num_active": 0}]
+    places += [{"model": "n", "phase": "waiting", "needed_bytes": 1 << 30, "num_active": 1}]
+    replies = [(200, {"models": places}), (200, PROPS | {"running": 1})]
+    with small_daemon(props=replies) as daemon:
+        rows = run("ps", "--url", daemon.url, "--json").json["models"]
+        found = [(row["model"], row["state"], row["requests"], row["running"]) for row in rows]
+        assert found == [("m", "ready", 3, []), ("n", "waiting", 1, [])]
+    with small_daemon(props=[(503, {})]) as daemon:
+        assert run("ps", "--url", daemon.url).stdout == "no model is in memory\n"
+
+
+def test_a_daemon_that_cannot_unload_or_is_not_this_users_is_not_ended(run: Run) -> None:
+    with small_daemon(props=[(200, PROPS)], unload=[(404, {})]) as daemon:
+        run("stop", "m", "--url", daemon.url).assert_refused(
+            2, "cannot unload m", f"diskprefix stop --url {daemon.url}"
+        )
+        run("stop", "--url", daemon.url).assert_refused(2, "is not yours")
+
+
+@pytest.mark.usefixtures("own_places")
+def test_a_short_name_is_taken_wherever_a_model_is_named(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(name: str, *_: Any, **__: Any) -> Path:
+        fetched.append(name)
+        return tmp_path
+
+    monkeypatch.setattr(pull_command, "fetched_model", fetch)
+    monkeypatch.setattr(model_choice, "cached_model", lambda _name: None)
+    assert model_choice.flags_of_model("Qwen3.5:4b") == ["--model", QWEN]
+    run("pull", "qwen3.5:4b")
+    assert fetched == [QWEN, QWEN]
+    assert f'model = "{QWEN},a/b"' in run("serve", "--model", "qwen3.5:4b", "--model", "a/b", "--print-config").stdout
+    for command in (["pull", "qwen3.5:5b"], ["run", "qwen3.5:5b"], ["launch", "goose", "--model", "qwen3.5:5b"]):
+        monkeypatch.setattr("shutil.which", lambda name: name)
+        monkeypatch.setattr(daemon_choice, "is_ours", lambda _url: False)
+        run(*command).assert_refused(2, "no model has the short name 'qwen3.5:5b'; short names are qwen3.5:")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qwen3.5:4b").touch()
+    assert full_name("qwen3.5:4b") == "qwen3.5:4b", "a file of this name goes before"
