@@ -38,8 +38,17 @@ def expanded(path: str | Path) -> Path:
 
 def policies_folder() -> Path:
     """Returns `diskprefix/presets` in an installed package, `policies` in a checkout."""
+    return _carried("presets", "policies")
+
+
+def units_folder() -> Path:
+    """Returns `diskprefix/units` in an installed package, `systemd/user` in a checkout."""
+    return _carried("units", "systemd/user")
+
+
+def _carried(installed: str, in_checkout: str) -> Path:
     package = Path(__file__).parent
-    return next(folder for folder in (package / "presets", package.parent / "policies") if folder.is_dir())
+    return next(folder for folder in (package / installed, package.parent / in_checkout) if folder.is_dir())
 
 
 def cache_home() -> Path:
@@ -136,8 +145,9 @@ class Settings:
 
     model: str | None = _model(
         None,
-        "A Hugging Face hub id (org/name, org/name:quant), a folder or a .gguf file. Several, with commas between them "
-        "or each with its own --model, are loaded when requests name them.",
+        "A Hugging Face hub id (org/name, org/name:quant), a folder, a .gguf file, or a model of Ollama, LM Studio or "
+        "llama.cpp by its name there (qwen2.5:0.5b). Several, with commas between them or each with its own --model, "
+        "are loaded when requests name them.",
         is_common=True,
         metavar="ID|PATH",
         unset="the embedded SmolLM2-135M-Instruct",

@@ -29,7 +29,7 @@ def test_the_own_extras_add_their_commands() -> None:
     assert set(hooks.commands()) == {
         *("pull", "list", "show", "rm"),
         *("verify", "purge", "compact", "backup", "restore"),
-        *("launch", "clients", "chat", "doctor", "warm", "inspect", "dashboard", "top"),
+        *("launch", "clients", "chat", "doctor", "service", "warm", "inspect", "dashboard", "top"),
         *("export", "import", "simulate"),
     }
     assert command_names()[0] == "serve"

@@ -44,9 +44,10 @@ BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
 BESIDE = {
-    "watch": {"daemon_call", "web_page"},
+    "watch": {"daemon_call", "open_page", "web_page"},
     "warm": {"daemon_call"},
-    "talk": {"daemon_call", "web_page"},
+    "open_page": {"daemon_call"},
+    "talk": {"daemon_call", "open_page", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "setup": {"catalogue", "daemon_call", "front"},
     "front": {"catalogue", "ollama", "web_page"},

@@ -92,11 +92,11 @@ _SHAPE_CHARS = 100
 
 
 def shape_of(line: str) -> str:
-    """Returns a line in which all digits are 0 and all letters a, except in names: `name=value`, `"name":`, and `name:`
+    """Returns a line in which all digits are # and all letters x, except in names: `name=value`, `"name":`, and `name:`
     at the beginning. The result is written to the log, and a prompt may hold secrets, so a name has at most 24 letters,
     `_` and `-`, and no digits."""
     # Values and names in turn.
     pieces = _NAME.split(" ".join(line[: 4 * _SHAPE_CHARS].split()))
-    pieces[::2] = [re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "0", value)) for value in pieces[::2]]
+    pieces[::2] = [re.sub(r"\d", "#", re.sub(r"[^\W\d_]", "x", value)) for value in pieces[::2]]
     text = "".join(char for char in "".join(pieces) if char.isprintable())
     return text if len(text) <= _SHAPE_CHARS else f"{text[: _SHAPE_CHARS - 1]}…"

@@ -115,7 +115,7 @@ def find_entry(entries: list[EntryInfo], beginning: str) -> EntryInfo:
     """Returns the one of `entries` whose id begins with `beginning`. Raises `SettingsError` for none and for several.
     A prompt that was extended since has a new id."""
     if len(beginning) < _MIN_ID_DIGITS:
-        problem = f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} digits"
+        problem = f"{beginning!r} is too short for an id; give at least {_MIN_ID_DIGITS} hexadecimal characters"
         raise SettingsError(f"{problem}; {_SEE_IDS}")
     found = [info for info in entries if info.id.startswith(beginning.lower())]
     if len(found) != 1:

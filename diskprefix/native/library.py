@@ -143,6 +143,19 @@ def described() -> str:
     return f"native ({found.variant})" if found else f"torch ({why})"
 
 
+def are_missing() -> bool:
+    """Returns whether there are no compiled operators although they were not left out on purpose."""
+    return _chosen != "torch" and operators() is None
+
+
+REMEDY = (
+    "install a C++ compiler (Debian and Ubuntu: `apt install g++`, Fedora: `dnf install gcc-c++`, macOS: "
+    "`xcode-select --install`) and diskprefix again (`pip install --force-reinstall --no-deps .` in its clone), or "
+    "install a wheel of `tools/release`, which needs no compiler"
+)
+"""What to do where the compiled operators are missing."""
+
+
 @lru_cache
 def _loaded(kernels: str) -> tuple[Operators | None, str]:
     try:

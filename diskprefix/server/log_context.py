@@ -11,6 +11,7 @@ from starlette.requests import HTTPConnection
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent
+from diskprefix.nouns import Tenant
 from diskprefix.server.keys import NOBODY, Caller
 
 CLIENT_CLOSED_REQUEST = 499
@@ -37,6 +38,12 @@ class LogContext:
     done: DoneEvent | None = None
     cancelled_at: Activity | None = None
     """How far a request for a reply had come when it was cancelled."""
+
+    @property
+    def turn(self) -> Tenant | str:
+        """Whose turn it is when requests wait for one: the API key's. Without API keys each request has its own,
+        because nothing tells callers apart that could not choose another bearer."""
+        return self.request_id if self.caller.name is None else self.caller.tenant
 
     @property
     def outcome(self) -> Outcome | None:

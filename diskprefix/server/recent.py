@@ -133,8 +133,9 @@ def _log(found: dict[str, Any]) -> None:
     names = found["normalisers"]
     hint = f"; --normalise {','.join(f'{name}=on' for name in names)} may help" if names else ""
     log.info(
-        "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r, and about %d tokens behind it "
-        "are the same: they are computed again%s (told once for each such line)",
+        "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r (letters are masked as x, "
+        "digits as #; the dashboard shows the text), so about %d equal tokens after it are computed again%s "
+        "(logged once for each such line)",
         found["at"],
         found["line"],
         found["tokens"],

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,28 @@ def test_what_meets_every_condition_goes_and_a_dry_run_tells_the_same(
         assert "would be removed: 3 saved prompts" in shown
         assert f"{name(pubs[2])[:12]} other {ALICE[:8]} 48 tokens" in shown, "a bare salt is that of every key's users"
         assert f"{name(pubs[0])[:12]} tiny 48 tokens" in shown
+
+
+@pytest.mark.parametrize(
+    ("flags", "held", "shrinks"),
+    [
+        (["--all"], False, True),
+        (["--all"], True, False),
+        (["--salt", "alice"], False, False),
+        (["--all", "--erase"], True, True),
+    ],
+)
+@pytest.mark.usefixtures("pubs")
+def test_a_purge_shrinks_the_file_where_that_costs_little_or_says_what_does(
+    run: Run, folder: Path, flags: list[str], held: bool, shrinks: bool
+) -> None:
+    before = len(file_of(folder))
+    with opened_elsewhere(folder) if held else nullcontext():
+        ended = run("purge", *flags, "--yes", "--kv-cache-dir", folder)
+    assert (ended.exit_code, len(file_of(folder)) < before) == (0, shrinks)
+    assert ("`diskprefix compact`" in ended.stdout) == (not shrinks)
+    assert ("the file shrank: " in ended.stdout) == (shrinks and "--erase" not in flags)
+    assert run("verify", "--kv-cache-dir", folder).exit_code == 0
 
 
 def test_blocks_that_cannot_go_and_a_file_that_was_moved_aside_are_told(

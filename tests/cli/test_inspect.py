@@ -85,9 +85,9 @@ def test_every_entry_is_listed_with_the_documented_keys_and_leaves_the_store_as_
 @pytest.mark.parametrize(
     ("recorded", "ttl_s", "default_ttl", "told"),
     [
-        (0, None, True, "what --kv-cache-ttl says"),
+        (0, None, True, "until evicted (or --kv-cache-ttl, if set)"),
         (3600, 3600, False, "3,600 s after its last use"),
-        (-300, 300, True, "300 s after its last use, or what --kv-cache-ttl says"),
+        (-300, 300, True, "300 s after its last use, or --kv-cache-ttl, if longer"),
     ],
 )
 def test_how_long_an_entry_was_asked_to_be_kept_is_shown(

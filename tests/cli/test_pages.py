@@ -42,6 +42,8 @@ _NOT_RUN = {
     r"diskprefix doctor": "imports a model's tokenizer and measures the disk; tests/cli/test_doctor.py does it",
     r"diskprefix (pull|list|show|rm) ": "needs a hub, or models; test_pull.py and test_catalogue.py do it",
     r"diskprefix launch": "starts an agent; tests/cli/test_launch.py does it",
+    r"diskprefix (run|stop) ": "fetches a model, starts and ends daemons; tests/cli/test_run.py does it",
+    r"diskprefix service ": "changes the reader's services; tests/cli/test_service.py does it",
 }
 """Commands that are not run here, each with the reason."""
 

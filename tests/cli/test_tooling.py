@@ -26,7 +26,20 @@ from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-WITHOUT_STORE = {"chat", "clients", "completion", "dashboard", "doctor", "launch", "list", "pull", "rm", "show", "top"}
+WITHOUT_STORE = {
+    "chat",
+    "clients",
+    "completion",
+    "dashboard",
+    "doctor",
+    "launch",
+    "list",
+    "pull",
+    "rm",
+    "show",
+    "top",
+    "service",
+}
 STORE_TOOLS = set(TOOLS) - WITHOUT_STORE - {"simulate", "warm"}
 
 

@@ -16,8 +16,10 @@ PRETENDER = """#!/usr/bin/env bash
 case "$*" in
     --version) echo "Python 3.11.0" ;;
     "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo made >>calls ;;
+    *"import diskprefix"*) [[ -e works ]] ;;
     *"-m pip install"*)
         echo installed >>calls
+        echo "Collecting what is needed"
         if [[ -e no-network ]]; then echo "NewConnectionError: refused" >&2; exit 1; fi
         if [[ -e broken ]]; then echo "ERROR: no such version" >&2; exit 1; fi
         if [[ -e killed ]]; then kill -9 $PPID; fi
@@ -40,10 +42,10 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
-def setup(project: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def setup(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run it from another folder, as a user may."""
     variables = os.environ | {"PYTHON": str(project / "python"), "TMPDIR": str(project.parent)} | environment
-    command = [str(project / "tools/setup")]
+    command = [str(project / "tools/setup"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=project.parent, env=variables)
 
 
@@ -61,6 +63,23 @@ def test_the_first_run_makes_the_venv_and_the_second_only_compiles(
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
     assert calls(project) == ["made", "installed"]
     assert (project / "compiled").read_text(encoding="utf-8").split() == ["compiled", "compiled"]
+
+
+def test_to_run_the_demo_a_users_own_installation_is_left_alone_and_the_tests_complete_it(project: Path) -> None:
+    (project / ".venv/bin").mkdir(parents=True)
+    shutil.copy(project / "python", project / ".venv/bin/python")
+    (project / "works").touch()
+    assert setup(project, "--to-run").returncode == 0
+    assert (calls(project), (project / ".venv/setup-stamp").exists()) == ([], False)
+    assert setup(project).returncode == 0
+    assert calls(project) == ["installed"]
+
+
+def test_what_pip_prints_is_shown_only_when_it_fails(project: Path) -> None:
+    (project / "broken").touch()
+    assert "Collecting what is needed" in setup(project).stderr
+    (project / "broken").unlink()
+    assert "Collecting" not in setup(project).stderr
 
 
 @pytest.mark.parametrize("file", ["pyproject.toml", "tools/constraints.txt"])

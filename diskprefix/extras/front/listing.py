@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +15,18 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs, offered_by
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, file_bytes, listed, needs, offered_by
+from diskprefix.extras.catalogue.proposals import none_known
 from diskprefix.extras.ollama.ollama_models import facts_of
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
-from diskprefix.printable import first_line
+from diskprefix.model.load.found_models import models_below
+from diskprefix.printable import first_line, shown
 from diskprefix.settings import Settings
+from diskprefix.units import format_size
 
 T = TypeVar("T")
+
+log = logging.getLogger("diskprefix")
 
 _LEAST_KV_BYTES = 1 << 20
 _KV_PART = 4
@@ -36,7 +42,7 @@ class Listing:
         catalogue: Catalogue | None,
         needs: Callable[[Settings], ModelNeeds | None] = needs,
     ) -> None:
-        self._idle_unload_s = settings.idle_unload or None
+        self._idle_unload_s, self._models_dir = settings.idle_unload or None, settings.models_dir
         self.only = None
         if catalogue is None:
             # Its worker knows its name.
@@ -79,6 +85,13 @@ class Listing:
             if self._catalogue is not None:
                 await self._read(self._catalogue.read_again)
             self._known_needs.clear()
+
+    async def tell(self) -> None:
+        """Logs the models with the sizes of their files, and whether --models-dir has none."""
+        log.info("[models] %s", listed(await self._read(lambda: [*map(_told, self.models())])) or "none")
+        folder = self._models_dir
+        if folder is not None and not await self._read(models_below, folder):
+            log.warning("[models] --models-dir %s has no .gguf file and no model's folder; %s", folder, none_known())
 
     async def learn(self, known: KnownModel) -> None:
         """Reads what a model needs from the disk, unless that is known. `sized` and `cards` do not wait for it."""
@@ -163,6 +176,14 @@ class Listing:
         if isinstance(found, DiskPrefixError):
             raise found
         return found
+
+
+def _told(known: KnownModel) -> str:
+    try:
+        size = "not fetched yet" if known.path is None else format_size(file_bytes(known.path))
+    except (ModelError, OSError):
+        size = "cannot be read"
+    return f"{shown(known.name)} ({size}, {known.origin})"
 
 
 def _offer(known: KnownModel, path: Path, needs: ModelNeeds) -> tuple[int, list[str]]:

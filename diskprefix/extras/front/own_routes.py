@@ -128,7 +128,10 @@ class OwnRoutes:
         of a newer one may not be written yet. Raises `NotReady` if no model is loaded."""
         answer = None
         for worker in self._ready:
-            answer = await _answer_of(worker, scope, _STORED_S) or answer
+            found = await _answer_of(worker, scope, _STORED_S)
+            if found is None and scope["method"] == "DELETE":
+                raise NotReady("the process of a model did not say in time whether it deleted the response; ask again")
+            answer = found or answer
             if answer is not None and answer.status_code != 404:
                 break
         if answer is None:

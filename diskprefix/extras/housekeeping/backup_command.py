@@ -106,7 +106,7 @@ def compact(kv_cache_dir: Path, as_json: bool) -> None:
     \b
     diskprefix compact
     diskprefix compact --json
-    diskprefix purge --salt alice --yes && diskprefix compact
+    diskprefix purge --older-than 30d --yes && diskprefix compact
 
     \b
     Exit codes: 0 done, 2 wrong usage, 4 the store is in use or damaged, or the disk is too full.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from diskprefix.cli.tooling import (
     store_options,
 )
 from diskprefix.errors import CacheError, SettingsError
-from diskprefix.store.compact import rewrite_folder
+from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes, rewrite_folder
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge
 from diskprefix.store.purge import purge as purge_store
@@ -77,18 +78,21 @@ def purge(
     ENTRY is an id from inspect, or the beginning of one. A prompt is removed with its replies, stored responses, and
     all blocks that no other prompt needs. --model and --salt remove everything of the model or tenant.
 
-    Nothing finds the prompts any more, and a running daemon forgets them within seconds. Their bytes stay in free parts
-    of the file until something else is written there; with --erase, the file is rewritten without them. The disk itself
-    may keep old bytes, and backups still have them. With --remote-tier, the prompts are removed from the bucket too.
-    That is not done with --older-than, which a lifecycle rule of the bucket does, or with --all, because others share
-    the bucket: remove its objects with its own tools.
+    Nothing finds the prompts any more, and a running daemon forgets them within seconds. If no other process has the
+    store open and less is left than was removed, the file is rewritten and shrinks. Otherwise it keeps its size, and
+    the removed bytes stay in free parts of it until something else is written there; with --erase, it is always
+    rewritten. The disk itself may keep old bytes, and backups still have them.
+
+    With --remote-tier, the prompts are removed from the bucket too. That is not done with --older-than, which a
+    lifecycle rule of the bucket does, or with --all, because others share the bucket: remove its objects with its own
+    tools.
 
     \b
     diskprefix purge 3fa9 42d1
     diskprefix purge --older-than 7d --yes
     diskprefix purge --salt alice --dry-run
     diskprefix purge --model SmolLM2-135M-Instruct --older-than 12h
-    diskprefix purge --all --yes && diskprefix compact
+    diskprefix purge --all --yes
 
     \b
     Exit codes: 0 done, or nothing to do; 1 declined, or blocks are left, here or in the bucket; 2 wrong
@@ -129,6 +133,9 @@ def purge(
             purged.remote_error = why_not
         stored_bytes = store.file_bytes()
     not_erased: CacheError | None = None
+    shrunk: Compacted | None = None
+    if purged is not None and purged.stored_bytes and not erase:
+        shrunk = _shrink(kv_cache_dir, purged.stored_bytes)
     if purged is not None and erase:
         try:
             with progress("rewriting the file", stored_bytes) as advance:
@@ -140,6 +147,8 @@ def purge(
     elif purged is not None:
         if plan:
             _show_purged(kv_cache_dir, purged)
+        if purged.stored_bytes and not erase:
+            _show_size(stored_bytes, shrunk)
         _show_bucket(purged)
         _show_erased(purged)
     if not_erased is not None:
@@ -240,6 +249,26 @@ def _show_purged(folder: Path, purged: Purged) -> None:
         )
     if (folder / DAMAGED).exists():
         click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may contain the prompts too; delete it", err=True)
+
+
+def _shrink(folder: Path, purged_bytes: int) -> Compacted | None:
+    """Compacts the file if no other process has the store open and the copy is not larger than what was purged: so it
+    never writes more than the purge removed. Returns None if the file keeps its size."""
+    with suppress(CacheError):
+        if (left_bytes := compacted_bytes(folder)) <= purged_bytes:
+            with progress("shrinking the file", left_bytes) as advance:
+                return compact_folder(folder, advance)
+    return None
+
+
+def _show_size(file_bytes: int, shrunk: Compacted | None) -> None:
+    if shrunk is not None:
+        click.echo(f"the file shrank: {format_size(shrunk.before_bytes)} → {format_size(shrunk.after_bytes)}")
+    else:
+        click.echo(
+            f"the file keeps its size, {format_size(file_bytes)}; to shrink it, stop the daemon and run `diskprefix "
+            "compact`, or purge with --erase"
+        )
 
 
 def _show_bucket(purged: Purged) -> None:

@@ -57,7 +57,7 @@ def doctor(request: bool, json: bool, **flags: Any) -> int:
         print_json({"ok": not problems, "findings": [asdict(finding) for finding in findings]})
     else:
         notes = sum(finding.level == "note" for finding in findings)
-        click.echo(f"{counted(problems, 'problem')}, {counted(notes, 'note')}, {counted(len(findings), 'finding')}")
+        click.echo(f"{counted(problems, 'problem')}, {counted(notes, 'note')}, {counted(len(findings), 'check')}")
     return 1 if problems else 0
 
 

@@ -64,14 +64,14 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
 
 def _kernels_finding(kernels: str) -> Finding:
     """Returns the kernels that `--kernels` takes, those that this CPU has, and what would be faster."""
-    from diskprefix.native.library import choose, described, variants
+    from diskprefix.native.library import REMEDY, choose, described, variants
 
     choose(kernels)
     names, there, advice = described(), variants(), ""
     if there and kernels not in ("auto", there[0]):
         advice = f"leave --kernels out: auto takes {there[0]}, which is faster"
     elif not names.startswith("native"):
-        advice = "install a C++ compiler, then diskprefix again, to be exact at every token, and faster"
+        advice = REMEDY
     has = f"; this CPU has {', '.join(there)}" if there else ""
     return Finding("kernels", "note" if advice else "ok", f"computed by {names}{has}", advice)
 

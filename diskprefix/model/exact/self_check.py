@@ -32,7 +32,7 @@ from diskprefix.model.exact.runner import can_pack, forward
 from diskprefix.model.exact.state_layout import Unsupported, made_up_tokens, or_unsupported, read_layout
 from diskprefix.model.exact.verified import is_verified
 from diskprefix.model.load.kernel_settings import computed_by
-from diskprefix.native.library import described, operators
+from diskprefix.native.library import REMEDY, are_missing, described, operators
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def make_exact(model: PreTrainedModel, identity: str = "") -> tuple[Layout, str]
     layout = rehearse(model, identity)
     reason = "its state is not cached" if layout.unsupported else reason
     log.info("[model] exact in steps of one grid: %s", reason)
+    if model.device.type == "cpu" and are_missing():
+        log.warning("[model] replies are many times slower without the compiled operators: %s", REMEDY)
     if draft_layer_of(model) is not None:
         log.info("[model] its draft layer is not used: only models that are exact at every token use theirs")
     return layout, reason

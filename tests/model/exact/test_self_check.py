@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from diskprefix.model.exact.runner import forward
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.exact.state_layout import made_up_tokens
 from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.native import attention_operator, library, scans
+from diskprefix.native import attention_operator, build, library, scans
 from diskprefix.tokens import floor_to_grid
 from tests.exactness.architectures import ARCHITECTURES, tiny_model
 
@@ -53,6 +54,21 @@ def test_only_what_the_matrix_covers_is_on_the_list() -> None:
 def test_it_is_exact_at_every_token_and_shares_steps(name: str, dtype: torch.dtype) -> None:
     layout, reason = make_exact(tiny_model(name, dtype))
     assert (layout.exact_at, reason, layout.packs) == ("token", "", True)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_missing_operators_are_a_warning_with_the_remedy_unless_they_were_left_out(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "none.so")
+    library._loaded.cache_clear()
+    library.choose(kernels)
+    assert verdict("llama")[0] == "grid"
+    library._loaded.cache_clear()
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [("apt install g++" in line, "pip install" in line) for line in warnings] == [(True, True)] * (
+        kernels == "auto"
+    )
 
 
 @pytest.mark.parametrize(

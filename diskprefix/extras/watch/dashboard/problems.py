@@ -100,10 +100,8 @@ def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
         if broken["tokens"] < _BREAK_TOKENS:
             return
         help_ = ",".join(f"{name}=on" for name in broken["normalisers"])
-        what = (
-            f"a line of the prompt changes, and {broken['tokens']:,} tokens behind it were computed again: "
-            f"{broken.get('text', broken['line'])}"
-        )
+        line = broken.get("text") or f"{broken['line']} (letters are masked as x, digits as #)"
+        what = f"a line of the prompt changes, so {broken['tokens']:,} tokens after it were computed again: {line}"
         todo = f"start with --normalise {help_}" if help_ else "move the line to the end of the prompt"
         yield Problem("hint", what, todo, broken["requests"])
 

@@ -175,8 +175,8 @@ def _indented(text: str) -> str:
 
 def _ttl_text(info: EntryInfo) -> str:
     if info.ttl_s is None:
-        return "what --kv-cache-ttl says"
-    return f"{info.ttl_s:,} s after its last use" + (", or what --kv-cache-ttl says" if info.default_ttl else "")
+        return "until evicted (or --kv-cache-ttl, if set)"
+    return f"{info.ttl_s:,} s after its last use" + (", or --kv-cache-ttl, if longer" if info.default_ttl else "")
 
 
 def _checkpoints_text(info: EntryInfo) -> str:

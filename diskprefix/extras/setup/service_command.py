@@ -1,0 +1,246 @@
+"""`diskprefix service`: the daemon as a service of this user, under systemd, or under launchd on macOS.
+
+The units are those in `systemd/user`, which the package carries; only the program and the address are put in. Options
+of `serve` are written to a policy file, which the unit's `serve --policy` reads.
+"""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.options import GroupedCommand, build_settings, policy_option, policy_values, setting_options
+from diskprefix.cli.serve_command import config_text
+from diskprefix.cli.tooling import json_option, print_json
+from diskprefix.errors import NotReady, SettingsError
+from diskprefix.printable import printable_only
+from diskprefix.server.process.listener import listen
+from diskprefix.settings import CACHE, SETTINGS, Settings, config_home, units_folder
+
+_PROGRAM = "%h/.local/bin/diskprefix"
+"""The program in the units of `systemd/user`."""
+_MARK = "diskprefix service install"
+"""In each file that this command writes. Files without it are somebody else's."""
+_UNITS = ("diskprefix.socket", "diskprefix-verify.timer", "diskprefix.service")
+
+
+class _Systemd:
+    """The systemd of a user. It holds the port, also while the daemon starts again."""
+
+    def texts(self, settings: Settings) -> dict[Path, str]:
+        program = f"{_quoted(sys.executable)} -P -m diskprefix"
+        serve = f"{program} serve --policy {_quoted(str(_policy()))}"
+        texts = {}
+        for unit in units_folder().glob("*.*"):
+            text = unit.read_text("utf-8").replace(f"{_PROGRAM} serve", serve).replace(_PROGRAM, program)
+            text = re.sub(r"(?<=^ListenStream=).*$", _address(settings), text, flags=re.MULTILINE)
+            texts[config_home().parent / "systemd/user" / unit.name] = text
+        return texts
+
+    def start(self, *, changed: bool) -> None:
+        self.run("daemon-reload")
+        if changed:
+            # A socket cannot start again while its service runs.
+            self.run("stop", *reversed(_UNITS))
+        self.run("enable", *_UNITS)
+        self.run("start", *_UNITS[:2])
+        # The model may take minutes to load or to fetch.
+        self.run("start", "--no-block", _UNITS[2])
+
+    def stop(self) -> None:
+        self.run("disable", "--now", *reversed(_UNITS))
+
+    def state(self) -> dict[str, Any]:
+        said = self.run("show", _UNITS[2], "--property=ActiveState,StatusText,MainPID").splitlines()
+        found = dict(line.split("=", 1) for line in said)
+        pid, user = int(found["MainPID"]) or None, _answer("id", "-un").strip()
+        lingers = Path("/var/lib/systemd/linger", user).exists()
+        return {"state": found["ActiveState"], "pid": pid, "status": found["StatusText"], "lingers": lingers}
+
+    def run(self, *arguments: str) -> str:
+        return _answer("systemctl", "--user", *arguments)
+
+
+class _Launchd:
+    """The launchd of a user of macOS. Written from its documentation, and never tried. It does not hold the port."""
+
+    def texts(self, _settings: Settings) -> dict[Path, str]:
+        agent = {
+            "Label": "diskprefix",
+            "ProgramArguments": [sys.executable, "-P", "-m", "diskprefix", "serve", "--policy", str(_policy())],
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "StandardErrorPath": str(Path.home() / "Library/Logs/diskprefix.log"),
+        }
+        text = plistlib.dumps(agent).decode().replace("<plist", f"<!-- Written by `{_MARK}` -->\n<plist", 1)
+        return {Path.home() / "Library/LaunchAgents/diskprefix.plist": text}
+
+    def start(self, *, changed: bool) -> None:
+        if changed:
+            self.stop()
+        if self.state()["state"] != "active":
+            _answer("launchctl", "bootstrap", f"gui/{os.getuid()}", *map(str, self.texts(Settings())))
+
+    def stop(self) -> None:
+        with suppress(NotReady):
+            _answer("launchctl", "bootout", f"gui/{os.getuid()}/diskprefix")
+
+    def state(self) -> dict[str, Any]:
+        said = ""
+        with suppress(NotReady):
+            said = _answer("launchctl", "print", f"gui/{os.getuid()}/diskprefix")
+        pid = re.search(r"^\s*pid = (\d+)", said, re.MULTILINE)
+        return {"state": "active" if pid else "inactive", "pid": int(pid[1]) if pid else None}
+
+
+def _answer(*command: str) -> str:
+    """Returns the output of a command. Raises `NotReady` with the first line of its errors."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise NotReady(f"{command[0]} was not found, so there are no services here; run `diskprefix serve`") from error
+    if done.returncode:
+        said, *_ = [*done.stderr.strip().splitlines(), f"exit code {done.returncode}"]
+        hint = "`journalctl --user -u diskprefix` may say more"
+        if "connect to bus" in said or "not been booted" in said:
+            hint = "there is no systemd session of this user: log in as the user, or run `diskprefix serve`"
+        raise NotReady(f"{' '.join(command[:3])}: {said}; {hint}")
+    return done.stdout
+
+
+def _quoted(text: str) -> str:
+    """Returns an argument of ExecStart=."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"'
+
+
+def _address(settings: Settings) -> str:
+    """Returns the number of the host, as ListenStream= takes no names, and the port."""
+    found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    host = str(address[0])
+    return f"[{host}]:{settings.port}" if family == socket.AF_INET6 else f"{host}:{settings.port}"
+
+
+def _manager() -> _Systemd | _Launchd:
+    return _Launchd() if sys.platform == "darwin" else _Systemd()
+
+
+def _policy() -> Path:
+    return config_home() / "service.toml"
+
+
+def _installed() -> Settings | None:
+    """Returns the settings of the installed service."""
+    return build_settings(policy_values(str(_policy()))) if _policy().exists() else None
+
+
+def _policy_text(context: click.Context, settings: Settings) -> str:
+    """Returns the settings that are no defaults as a policy file, with absolute paths."""
+    paths: dict[str, Any] = {
+        name: value.absolute() for name in SETTINGS if isinstance(value := getattr(settings, name), Path)
+    }
+    models = [str(Path(name).absolute()) if Path(name).exists() else name for name in (settings.model or "").split(",")]
+    said = config_text(context, replace(settings, **paths, model=",".join(models) or None)).splitlines()
+    given = [line for line in said if not line.startswith("#") and " # default" not in line]
+    return "\n".join([f"# Written by `{_MARK}`: the settings of the service.", *given, ""])
+
+
+@click.group()
+def service() -> None:
+    """Run the daemon as a service of yours: from login on, and again after a failure. No root is needed.
+
+    systemd holds the port: requests that come while the daemon starts wait. On macOS, launchd starts the daemon; that
+    was written from launchd's documentation and not tried.
+
+    \b
+    diskprefix service install --model ~/models/qwen
+    diskprefix service status
+    journalctl --user -u diskprefix -f
+    diskprefix service remove
+    """
+
+
+@service.command(cls=GroupedCommand)
+@json_option
+@setting_options(SETTINGS, "As for serve: ")
+@policy_option("As for serve: " + CACHE)
+@click.pass_context
+def install(context: click.Context, /, as_json: bool, **flags: Any) -> int:
+    """Start the daemon now and at each login, with the given options of `serve`.
+
+    Options and DISKPREFIX_ variables are written to ~/.config/diskprefix/service.toml. A second install replaces them,
+    and starts the daemon again if something changed. The daemon stops when you log out, unless you linger: `loginctl
+    enable-linger` starts your services at boot and keeps them running.
+
+    Exit codes: 0 done; 1 there is no systemd session of this user; 2 wrong usage, or the port is in use.
+    """
+    settings, manager, before = build_settings(flags), _manager(), _installed()
+    manager.state()
+    if not settings.port:
+        raise SettingsError("--port: a service needs a port of its own, not 0")
+    if before is None or _address(before) != _address(settings):
+        for listener in listen(settings.host, settings.port):
+            listener.close()
+    texts = {_policy(): _policy_text(context, settings)} | manager.texts(settings)
+    old = {path: path.read_text("utf-8") if path.exists() else None for path in texts}
+    for path, text in old.items():
+        if text is not None and _MARK not in text:
+            raise SettingsError(f"{path} was not written by `{_MARK}`; move it away first")
+    for path, text in texts.items():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    manager.start(changed=any(old.values()) and old != texts)
+    return _show(manager, as_json)
+
+
+@service.command()
+@json_option
+def status(as_json: bool) -> int:
+    """Show whether the service is installed and runs.
+
+    Exit codes: 0 it runs or starts; 1 it does not, or there is no systemd session of this user.
+    """
+    return _show(_manager(), as_json)
+
+
+@service.command()
+@json_option
+def remove(as_json: bool) -> None:
+    """Stop the daemon and remove the service. Models and saved prompts stay.
+
+    Exit codes: 0 done, or nothing was installed; 1 there is no systemd session of this user.
+    """
+    manager = _manager()
+    if _installed() is not None:
+        manager.stop()
+        for path in (*manager.texts(Settings()), _policy()):
+            path.unlink(missing_ok=True)
+    _show(manager, as_json)
+
+
+def _show(manager: _Systemd | _Launchd, as_json: bool) -> int:
+    """Shows the state of the service. Returns 0 if it runs or starts, else 1."""
+    installed, state = _installed(), manager.state()
+    url = None if installed is None else f"http://{_address(installed)}"
+    if as_json:
+        print_json({"installed": url is not None, "url": url, "settings": str(_policy())} | state)
+    elif url is None:
+        click.echo(f"no service is installed; `{_MARK}` does it")
+    else:
+        pid = f" (pid {state['pid']})" if state["pid"] else ""
+        click.echo(printable_only(f"{state['state']}{pid} {state.get('status', '')}".rstrip()))
+        click.echo(f"{url}; its settings: {_policy()}")
+        if state.get("lingers") is False:
+            click.echo("it stops when you log out; `loginctl enable-linger` keeps it running, from boot on")
+    return 0 if state["state"] in ("active", "activating", "reloading") else 1
