@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import ollama
 import pytest
 
 from diskprefix.errors import DeviceLost
@@ -26,7 +27,7 @@ from diskprefix.extras.front import nursery
 from diskprefix.extras.front.nursery import WorkerLine
 from diskprefix.extras.front.workers import Deaths
 from diskprefix.user_key import user_key
-from tests.server.chat_model import write_chat_model
+from tests.server.chat_model import POSITIONS, write_chat_model
 from tests.server.daemon_process import CHAT, DaemonProcess, clean_environment, family, serve_flags, wait_until
 from tests.server.process.test_process import Notifications, next_data
 from tests.server.test_auth import write_keys
@@ -365,6 +366,28 @@ def test_head_is_answered_as_get_without_a_body(daemon: DaemonProcess, path: str
     with daemon.client() as client:
         asked, head = client.get(path), client.head(path)
     assert (head.status_code, head.content) == (asked.status_code, b"") == (200, b"")
+
+
+def test_ollamas_client_lists_all_models_without_loading_one_and_unloads_with_keep_alive(daemon: DaemonProcess) -> None:
+    for name in ("ash", "birch"):
+        ordered(daemon, name, "unload")
+    wait_until(lambda: not states(daemon), "all are unloaded")
+    with ollama.Client(daemon.url) as client:
+        names = {"ash", "birch"}
+        wait_until(lambda: names <= {one.model for one in client.list().models if one.size}, "headers are read")
+        info = client.show("birch").modelinfo
+        assert info is not None
+        assert info["llama.context_length"] == POSITIONS
+        assert client.ps().models == []
+        with pytest.raises(ollama.ResponseError, match="diskprefix rm NAME"):
+            client.delete("ash")
+        with pytest.raises(ollama.ResponseError, match="no model is called 'brich'; the nearest name is 'birch'"):
+            client.show("brich")
+        assert client.generate("ash:latest", "hello", options={"num_predict": 4}).model == "ash"
+        [loaded] = client.ps().models
+        assert (loaded.name, loaded.context_length) == ("ash", POSITIONS)
+        assert client.chat("ash", keep_alive="0s").done_reason == "unload"
+        wait_until(lambda: not client.ps().models, "it is unloaded")
 
 
 def test_a_model_is_loaded_and_unloaded_by_its_routes_and_by_keep_alive(daemon: DaemonProcess) -> None:

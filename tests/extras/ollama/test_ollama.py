@@ -19,7 +19,7 @@ from diskprefix.server import streaming
 from diskprefix.server.body import parse_json
 from tests.server.agent_model import TEMPLATE, call, saying, thought
 from tests.server.chat_model import POSITIONS, write_chat_model, write_tokenizer
-from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
+from tests.server.daemon_process import DaemonProcess, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, real_app, scripted_app
 
 MODEL = "tiny-chat"
@@ -308,27 +308,3 @@ def test_while_nothing_is_there_a_stream_has_blanks_which_the_client_reads_over(
             list(client.chat("scripted", RIVERS, stream=True))
     else:
         assert "".join(part.message.content or "" for part in client.chat("scripted", RIVERS, stream=True)) == "Done."
-
-
-def test_behind_a_front_all_models_are_listed_without_loading_one_and_keep_alive_unloads(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("ash", "birch")):
-        write_chat_model(folder / name, seed=seed)
-    flags = serve_flags(folder, tmp_path_factory.mktemp("kv"))
-    flags[0] = "--models-dir"
-    with DaemonProcess(*flags) as daemon, Client(daemon.url) as client:
-        wait_until(lambda: all(one.size for one in client.list().models), "headers are read")
-        assert [one.model for one in client.list().models] == ["ash", "birch"]
-        assert client.show("birch").modelinfo["llama.context_length"] == POSITIONS
-        assert client.ps().models == []
-        with pytest.raises(ResponseError, match="rm NAME"):
-            client.delete("ash")
-        with pytest.raises(ResponseError, match="no model is called 'brich'; the nearest name is 'birch'"):
-            client.show("brich")
-        assert client.generate("ash:latest", "hello", options={"num_predict": 4}).model == "ash"
-        [loaded] = client.ps().models
-        assert (loaded.name, loaded.context_length) == ("ash", POSITIONS)
-        assert client.chat("ash", keep_alive="0s").done_reason == "unload"
-        wait_until(lambda: not client.ps().models, "it is unloaded")
