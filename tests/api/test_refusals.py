@@ -236,7 +236,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("input.0.role", "", "wizard"),
         ("input.0.content", "", GONE, None),
         ("input.0.cache_control.type", "", "eternal"),
-        ("input.0.type", "", "file_search_call", 5),
+        ("input.0.type", "", "agent_call", 5),
         ("input.1.content.0", "", "x"),
         ("input.1.content.0.text", "", GONE),
         ("input.1.content.0.type", "", "text", 5),
