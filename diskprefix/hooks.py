@@ -48,6 +48,7 @@ _NAMES = (
     "pictures",
     "infill",
     "embedding",
+    "ollama",
 )
 """The order is that of the commands in `diskprefix --help`."""
 _OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)

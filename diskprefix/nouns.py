@@ -5,6 +5,7 @@ A request has a `Tenant`, a `Prompt`, and `CacheOptions` with a `Scope`, its ans
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -436,4 +437,6 @@ def short_value(value: object) -> str:
         return repr(value if len(value) <= _MOST_SHOWN else value[:_MOST_SHOWN] + "…")
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value) if value.bit_length() <= 64 else "a number that large"
-    return "what is neither a text nor an integer"
+    if value is None or isinstance(value, bool | float):
+        return json.dumps(value)
+    return "an array" if isinstance(value, list) else "an object"

@@ -145,8 +145,9 @@ class Settings:
 
     model: str | None = _model(
         None,
-        "A Hugging Face hub id (org/name, org/name:quant), a folder or a .gguf file. Several, with commas between them "
-        "or each with its own --model, are loaded when requests name them.",
+        "A Hugging Face hub id (org/name, org/name:quant), a folder, a .gguf file, or a model of Ollama, LM Studio or "
+        "llama.cpp by its name there (qwen2.5:0.5b). Several, with commas between them or each with its own --model, "
+        "are loaded when requests name them.",
         is_common=True,
         metavar="ID|PATH",
         unset="the embedded SmolLM2-135M-Instruct",

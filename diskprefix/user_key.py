@@ -1,7 +1,7 @@
-"""The key of a user: one for each user of a machine, drawn at its first use and kept where only that user reads it.
+"""The secrets of a user: drawn at their first use and kept where only that user reads them.
 
-Agents and commands send it to a daemon without API keys, which takes it for their tenant. So they share a cache, and
-other users of the daemon can test no guesses on it.
+Agents and commands send the key to a daemon without API keys, which takes it for their tenant. So they share a cache,
+and other users of the daemon can test no guesses on it. The token is that of the user's daemons.
 """
 
 from __future__ import annotations
@@ -18,28 +18,37 @@ from diskprefix.private_file import read_private
 from diskprefix.settings import cache_home
 from diskprefix.trusted_path import distrusted_by_root
 
-_WHAT = "the key of this user"
 _BYTES = 32
-_KEY = re.compile(r"[0-9a-f]{64}\n")
+_SECRET = re.compile(r"[0-9a-f]{64}\n")
 
 
 def user_key(daemon: str | None = None) -> str:
     """Returns the key of this user, for daemons of this user; with the address of another `daemon`, a key derived for
     that one, whose owner thus learns no key for other daemons. Raises `SettingsError` if the file cannot be made, or
     if others can read it."""
-    path = cache_home() / "key"
-    if not path.exists() or not path.stat().st_size:
-        _draw(path)
-    content = read_private(_WHAT, path, 2 * _BYTES + 1).decode(errors="replace")
-    if not _KEY.fullmatch(content):
-        raise SettingsError(f"{_WHAT}: {path} holds none; remove the file, and the next command makes another")
-    key = content.strip()
+    key = _secret("key")
     return key if daemon is None else hmac.new(key.encode(), daemon.encode(), "sha256").hexdigest()
 
 
-def _draw(path: Path) -> None:
+def user_token() -> str:
+    """Returns the secret of the token that daemons of this user take for their owner's: the same at each start, so an
+    open dashboard goes on. Raises as `user_key`."""
+    return _secret("token")
+
+
+def _secret(name: str) -> str:
+    path, what = cache_home() / name, f"the {name} of this user"
+    if not path.exists() or not path.stat().st_size:
+        _draw(path, what)
+    content = read_private(what, path, 2 * _BYTES + 1).decode(errors="replace")
+    if not _SECRET.fullmatch(content):
+        raise SettingsError(f"{what}: {path} holds none; remove the file, and the next command makes another")
+    return content.strip()
+
+
+def _draw(path: Path, what: str) -> None:
     if (reason := distrusted_by_root(path.parent)) is not None:
-        raise SettingsError(f"{_WHAT}: {reason}")
+        raise SettingsError(f"{what}: {reason}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as file:
@@ -48,4 +57,4 @@ def _draw(path: Path) -> None:
             if not file.read(1):
                 file.write(secrets.token_hex(_BYTES).encode() + b"\n")
     except OSError as error:
-        raise SettingsError(f"{_WHAT}: cannot make {path}: {error.strerror}") from error
+        raise SettingsError(f"{what}: cannot make {path}: {error.strerror}") from error

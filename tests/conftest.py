@@ -89,9 +89,15 @@ def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of configuration and of the hub of this test alone."""
+    """Folders of configuration, of the hub and of other programs of this test alone."""
     from huggingface_hub import constants
 
+    from diskprefix.model.load import found_models
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(found_models, "_OF_OLLAMAS_SERVICE", str(tmp_path / "service"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -44,12 +44,14 @@ BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
 BESIDE = {
-    "watch": {"daemon_call", "web_page"},
+    "watch": {"daemon_call", "open_page", "web_page"},
     "warm": {"daemon_call"},
-    "talk": {"daemon_call", "web_page"},
+    "open_page": {"daemon_call"},
+    "talk": {"daemon_call", "open_page", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "setup": {"catalogue", "daemon_call", "front"},
-    "front": {"catalogue", "web_page"},
+    "front": {"catalogue", "ollama", "web_page"},
+    "ollama": {"embedding"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
 

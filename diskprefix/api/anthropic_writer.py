@@ -7,18 +7,16 @@ sent once it is known what was restored, with pings before it: clients ignore a 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import anthropic_error
 from diskprefix.api.figures import figures_reply, written_tokens
-from diskprefix.api.reply import CallBegin, EndEvent, ReplyDelta, ReplyEvent, WholeCall, WholeChoice, WholeReply
+from diskprefix.api.reply import CallBegin, EndEvent, ReplyDelta, ReplyEvent, WholeChoice, WholeReply
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.json_values import whole_characters
 
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -88,7 +86,7 @@ class MessageWriter:
         if choice.content.strip():
             content.append({"type": "text", "text": choice.content})
         content += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)} for call in choice.calls
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed} for call in choice.calls
         ]
         return content
 
@@ -175,12 +173,3 @@ def _usage(prompt_tokens: int, read: int, created: int, output_tokens: int) -> J
         "cache_read_input_tokens": read,
         "output_tokens": output_tokens,
     }
-
-
-def _input(call: WholeCall) -> Json:
-    """Returns the arguments. What is no JSON object is handed over as Anthropic's documentation says to return it."""
-    try:
-        arguments = json.loads(whole_characters(call.arguments or "{}"))
-    except (ValueError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -21,7 +22,9 @@ from diskprefix.printable import shown
 log = logging.getLogger("diskprefix")
 
 _MOST_KINDS = 32
-_told: set[str] = set()
+_told: defaultdict[str, set[str]] = defaultdict(set)
+"""The texts that were logged with each message."""
+_SHOWN_CHARS = 200
 OF_ONE_OF = "`true`: a `oneOf` whose branches may overlap is an error. Otherwise it is served as `anyOf`."
 """What `strict` says of the schema of a text, for `/docs`."""
 _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
@@ -97,11 +100,12 @@ def note_left_out(kinds: Collection[str], whose: str) -> None:
 
 
 def _log_once(message: str, texts: Collection[str], *more: str) -> None:
-    """Logs texts of clients. Each is logged once, as agents send it in every request, and only the first 32 are, as a
-    client may invent any number."""
-    new = sorted(set(texts) - _told)[: _MOST_KINDS - len(_told)]
+    """Logs texts of clients. Each is logged once, as agents send it in every request, and only the first 32 of a
+    message are, as a client may invent any number."""
+    told = _told[message]
+    new = sorted({shown(text, _SHOWN_CHARS) for text in texts} - told)[: _MOST_KINDS - len(told)]
     if new:
-        _told.update(new)
+        told.update(new)
         log.info(f"[server] {message}", *more, ", ".join(new))
 
 
@@ -137,6 +141,8 @@ class Asked:
     more_prompts: tuple[str | list[int] | FillIn, ...] = ()
     """Further prompts, each of which is replied to as if it came alone."""
     sampling: SamplingParams
+    num_ctx: int | None = None
+    """Most tokens of prompt and reply together, as `options.num_ctx` asks for it."""
     tool_choice: ToolChoice = ToolChoice()
     text_format: TextFormat | None = None
     thinking_budget: int | None = None

@@ -38,6 +38,10 @@ class Head:
     fingerprint: str
     prompt_tokens: int
     request_id: str
+    max_positions: int = 0
+    """Most tokens of prompt and reply together that the model takes here."""
+    waited_ms: float = 0.0
+    """From the arrival of the request until the engine got it: it was read and rendered, and waited for the model."""
     clamped_to: int | None = None
     """Most tokens of a choice, if the request asked for more than the model has positions for."""
     prompt: TokenIds | None = None
@@ -67,22 +71,35 @@ class ServerSentEvent:
         return b"%bdata: %b\n\n" % (name, data.encode() if isinstance(data, str) else json_text(data))
 
 
+@dataclass(frozen=True)
+class JsonLine:
+    """An event of a stream of lines (NDJSON)."""
+
+    data: JsonObject
+
+    def encode(self) -> bytes:
+        return json_text(self.data) + b"\n"
+
+
+StreamEvent: TypeAlias = ServerSentEvent | JsonLine
+
+
 class ReplyWriter(Protocol):
     """Writes one reply: `whole`, or as a stream `begin`, `events` for each neutral event, and in the end `end`."""
 
     def whole(self, reply: WholeReply) -> Json:
         """Returns the body of a response that is not streamed."""
 
-    def begin(self) -> Sequence[ServerSentEvent]:
+    def begin(self) -> Sequence[StreamEvent]:
         """Returns what is sent at once, before anything is computed. The stream's first bytes are sent in any case."""
 
-    def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
+    def events(self, event: ReplyEvent) -> Sequence[StreamEvent]:
         """Returns what can be sent after `event`; after the `DoneEvent`, which is the last one, all that is left."""
 
     def keepalive(self) -> bytes:
         """Returns what is sent in a stream, once it has begun, while there is nothing to send."""
 
-    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
+    def failure(self, error: DiskPrefixError) -> Sequence[StreamEvent]:
         """Returns what ends a stream in which something failed."""
 
 
@@ -119,3 +136,12 @@ class EarlyDialect(Protocol):
     def early(self, body: Any, reply_id: str, /) -> ReplyWriter | None:
         """Returns the writer of these events, None if the request will be refused. The stream's own writer goes on
         where it ends."""
+
+
+@runtime_checkable
+class LoadingDialect(Protocol):
+    """An API in which a request without a prompt only has the model loaded."""
+
+    def without_prompt(self, body: Any, model: str, /, *, may_unload: bool) -> Json | None:
+        """Returns the answer to a request without a prompt, None for other requests. `may_unload`: `keep_alive` has an
+        effect."""

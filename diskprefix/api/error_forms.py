@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from starlette.datastructures import Headers
 
 from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import shown
 
-ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH, OLLAMA_PATH = "/v1/messages", "/api/"
 _NOT_READY_RETRY_AFTER_S = 2
 _CODES = {
     401: "invalid_api_key",
@@ -45,6 +48,15 @@ def anthropic_error(error: DiskPrefixError, request_id: str) -> dict[str, Any]:
     details = {"error_code": said["code"], "param": said["param"]}
     fault = {"type": kind, "message": said["message"], "details": details}
     return {"type": "error", "error": fault, "request_id": request_id}
+
+
+def error_body(scope: Mapping[str, Any], error: DiskPrefixError, request_id: str) -> dict[str, Any]:
+    """Returns an error in the form of the API that was called. Anthropic's clients name theirs on every route."""
+    if scope["path"].startswith(OLLAMA_PATH):
+        return {"error": one_line(error.message)}
+    if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(raw=scope["headers"]):
+        return anthropic_error(error, request_id)
+    return openai_error(error)
 
 
 def one_line(message: str) -> str:

@@ -102,7 +102,7 @@ def require_content(content: T, info: ValidationInfo) -> T:
 
 
 def _if_asked(value: object) -> object:
-    return None if value in ([], "none", "auto") else value
+    return None if value in ("", [], "none", "auto") else value
 
 
 NotServed: TypeAlias = Annotated[None, BeforeValidator(_if_asked)]

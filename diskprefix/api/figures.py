@@ -19,6 +19,8 @@ def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
     timings: dict[str, Any] = {
         name: value if isinstance(value, str) else round(value, 2) for name, value in own.items()
     }
+    if not timings["late_restore_ms"]:
+        del timings["late_restore_ms"]
     if not done.timings.drafted_tokens:
         for name in ("drafted_tokens", "accepted_tokens", "drafted_by", "draft_ms"):
             del timings[name]

@@ -175,12 +175,13 @@ def usage_reply(done: DoneEvent, reasoning_tokens: int) -> Json:
 
 
 def _progress(event: ProgressEvent) -> Json:
-    """In the form of llama.cpp's server."""
+    """In the form of llama.cpp's server, and where the restored tokens came from."""
     return {
         "total": event.total,
         "cache": event.cached,
         "processed": event.processed,
         "time_ms": round(event.elapsed_ms, 2),
+        **({"source": event.source} if event.cached else {}),
     }
 
 

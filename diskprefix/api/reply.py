@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from diskprefix.chat.output.format import (
     ToolCallDelta,
 )
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
+from diskprefix.json_values import whole_characters
 
 EndReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
@@ -67,6 +69,15 @@ class WholeCall:
     id: str
     name: str
     arguments: str
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """The arguments. What is no JSON object is handed over as Anthropic's documentation says to return it."""
+        try:
+            arguments = json.loads(whole_characters(self.arguments or "{}"))
+        except (ValueError, RecursionError):
+            arguments = None
+        return arguments if isinstance(arguments, dict) else {"INVALID_JSON": self.arguments}
 
 
 @dataclass(frozen=True)
@@ -163,10 +174,11 @@ def whole_reply(events: Sequence[ReplyEvent]) -> WholeReply:
     ends = sorted((event for event in events if isinstance(event, EndEvent)), key=lambda end: end.choice)
     done = events[-1]
     assert isinstance(done, DoneEvent), "the reply is not over"
-    return WholeReply([_choice(end, parts[end.choice]) for end in ends], done)
+    return WholeReply([whole_choice(end, parts[end.choice]) for end in ends], done)
 
 
-def _choice(end: EndEvent, events: list[DeltaEvent]) -> WholeChoice:
+def whole_choice(end: EndEvent, events: Sequence[DeltaEvent]) -> WholeChoice:
+    """Returns a choice that ended, of its events or the last of them."""
     deltas = [delta for event in events for delta in event.deltas]
     arguments: defaultdict[int, list[str]] = defaultdict(list)
     for delta in deltas:

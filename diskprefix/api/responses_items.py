@@ -255,10 +255,23 @@ class ReferenceItem(Body):
     id: str = Field(min_length=1, description="Id of the item.")
 
 
-class SearchItem(Body):
-    """A search on the web by OpenAI's servers. It has no results, so it is left out."""
+class HostedItem(Body):
+    """An item of a tool of OpenAI's, which is not offered to the model here. It is left out."""
 
-    type: Literal["web_search_call"]
+    type: Literal[
+        "web_search_call",
+        "file_search_call",
+        "image_generation_call",
+        "code_interpreter_call",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "mcp_list_tools",
+        "mcp_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+    ]
 
 
 class OtherItem(Body):
@@ -274,7 +287,6 @@ class OtherItem(Body):
         "local_shell_call_output",
         "computer_call",
         "computer_call_output",
-        "web_search_call",
         "reasoning",
         "item_reference",
     ]
@@ -289,7 +301,7 @@ SpokenItem: TypeAlias = (
     MessageItem | CallItem | CustomCallItem | OutputItem | ActionItem | ScreenshotItem | ReasoningItem | CompactionItem
 )
 Item: TypeAlias = Annotated[
-    SpokenItem | SearchItem | ReferenceItem | TriggerItem | OtherItem,
+    SpokenItem | HostedItem | ReferenceItem | TriggerItem | OtherItem,
     OneOf("an item, which is an object", OtherItem, _type_of_item),
 ]
 Input: TypeAlias = Annotated[

@@ -48,7 +48,7 @@ class TokenTexts:
             return [text]
         pieces: list[str] = []
         for k, piece in enumerate(self._pattern.split(text)):
-            pieces += [piece] if k % 2 else self._split_at_ends(piece)
+            pieces += [piece] if k % 2 or self._sign.search(piece) is None else self._split_at_ends(piece)
         return pieces
 
     def _split_at_ends(self, text: str) -> list[str]:
@@ -67,8 +67,12 @@ class TokenTexts:
 
     def spelled(self, text: str, begin: int, end: int) -> bool:
         """Returns whether a token's text in `text` has one of the characters from `begin` to `end`."""
-        matches = (self._pattern.match(text, at) for at in (begin, *range(max(0, begin - self._longest + 1), end)))
-        return any(match is not None and match.end() > begin for match in matches)
+        at = max(0, begin - self._longest + 1)
+        while (match := self._pattern.search(text, at, end + self._longest)) is not None and match.start() < end:
+            if match.end() > begin:
+                return True
+            at = match.start() + 1
+        return False
 
 
 def folded(texts: Iterable[str]) -> frozenset[str]:
@@ -129,7 +133,6 @@ class StandIns:
         one = f"[{chr(codes[0])}-{chr(codes[-1])}]" if codes else "(?!)"
         # The search for one character is faster than that for a repetition.
         self._any = re.compile(f"({one}{one}*)")
-        self._any_escaped = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})")
 
     def are_in(self, text: str) -> bool:
         return self._any.search(text) is not None
@@ -149,14 +152,29 @@ class StandIns:
             return self._never
         return self._doubtful if is_part or spelled in self._rules.markers else {}
 
-    def unescaped(self, written: str) -> str:
-        """Returns what a template wrote without the escapes of JSON in the place of stand-ins."""
+    def are_escaped_in(self, written: str) -> bool:
+        """Returns whether a text has an escape that may stand for a stand-in."""
+        return any(_escaped(match) in self._originals for match in _ESCAPE.finditer(written))
+
+    def others(self) -> StandIns:
+        """Returns stand-ins for the same characters, none of which is one of these."""
+        return StandIns(self._rules, set(map(chr, self._originals)))
+
+    def moved(self, text: str, others: StandIns) -> str:
+        """Returns a text with `others` in the place of these stand-ins."""
+        return text.translate(dict(zip(self._originals, others._originals, strict=True)))
+
+    def unescaped(self, written: str, others: StandIns, written_with_others: str) -> str:
+        """Returns what a template wrote, without the escapes of JSON or Python in the place of stand-ins. The same
+        place of `written_with_others` has the escape of the other stand-in; an escape that a client wrote stays."""
+        moved = dict(zip(self._originals, others._originals, strict=True))
 
         def stand_in(match: re.Match[str]) -> str:
-            char = chr(0x10000 + (int(match[1], 16) - 0xD800 << 10) + int(match[2], 16) - 0xDC00)
-            return char if ord(char) in self._originals else match[0]
+            other = _ESCAPE.fullmatch(written_with_others, *match.span())
+            code = _escaped(match)
+            return chr(code) if other is not None and moved.get(code) == _escaped(other) else match[0]
 
-        return self._any_escaped.sub(stand_in, written)
+        return _ESCAPE.sub(stand_in, written)
 
     def text(self, written: str) -> str:
         """Returns the text that is written: each character is the client's."""
@@ -171,6 +189,17 @@ class StandIns:
             if self._rules.tokens.spelled(text, ends[2 * k], ends[2 * k + 1]):
                 pieces[2 * k + 1] = run.translate(self._doubtful_originals)
         return text, "".join(pieces)
+
+
+_ESCAPE = re.compile(r"\\u(db[89a-f][0-9a-f])\\u(d[c-f][0-9a-f]{2})|\\U(00(?:0f|10)[0-9a-f]{4})")
+"""A character of the private use area as JSON and Python write it."""
+
+
+def _escaped(match: re.Match[str]) -> int:
+    """Returns the code of the character whose escape `_ESCAPE` has matched."""
+    if match[3]:
+        return int(match[3], 16)
+    return 0x10000 + (int(match[1], 16) - 0xD800 << 10) + int(match[2], 16) - 0xDC00
 
 
 def private_characters(number: int, used: Collection[str]) -> range:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import logging
 import re
@@ -130,9 +129,18 @@ class ChatTemplate:
         return self._apply(template_input._replace(messages=self.form.applied(template_input.messages)), ending)
 
     def _apply(self, template_input: TemplateInput, ending: Ending) -> str:
+        written, stand_ins = self._written(template_input, ending), template_input.stand_ins
+        if stand_ins is None or not stand_ins.are_escaped_in(written):
+            return written
+        # A client may have typed an escape. The escape of a stand-in is another one if the stand-in is.
+        others = stand_ins.others()
+        moved = visit_texts(template_input, lambda _, text: stand_ins.moved(text, others))
+        return stand_ins.unescaped(written, others, self._written(moved, ending))
+
+    def _written(self, template_input: TemplateInput, ending: Ending) -> str:
         stand_ins = template_input.stand_ins
         try:
-            written = str(
+            return str(
                 self._tokenizer.apply_chat_template(
                     template_input.messages,
                     tools=template_input.tools,
@@ -147,7 +155,6 @@ class ChatTemplate:
             reason = shown(" ".join(said.split()), _REASON_CHARS) or type(error).__name__
             problem = f"the chat template refuses the messages: {reason}"
             raise InvalidRequest.at(template_input.path, problem, "template_error") from error
-        return written if stand_ins is None else stand_ins.unescaped(written)
 
     def try_render(self, template_input: TemplateInput, ending: Ending) -> str:
         """Renders to find boundaries. Returns an empty text, which leads to no boundary, if the template refuses."""
@@ -206,7 +213,8 @@ class ChatTemplate:
         template = self.source_for(tools)
         key = template, special_tokens_in_text, with_pictures
         if key not in self._rules:
-            tokens = TokenTexts(self._control, map(ast.literal_eval, _CUTS.findall(template)))
+            cuts = (literal[1:-1].replace("\\n", "\n") for literal in _CUTS.findall(template))
+            tokens = TokenTexts(self._control, cuts)
             never: Callable[[Author], Collection[str]] = partial(self._never, tools)
             if special_tokens_in_text:
                 # A placeholder without an image is an error.

@@ -25,8 +25,10 @@ class Activity:
     """The activity of one request. `waiting`: it has no memory yet, or gave it to others for a while. `encoding`: it
     waits for the rows of a picture.
 
-    `ready_tokens` of the prompt are restored or computed. `reply_tokens` and `tokens_per_s` count all replies together.
-    Times are in seconds, `elapsed_s` since the arrival in the queue. None stands for what is not known yet.
+    `ready_tokens` of the prompt are restored or computed. `reply_tokens` counts all replies together. `tokens_per_s` is
+    the speed of the prefill until the first token, then that of all replies together; `seconds_left` is the estimated
+    rest of the prefill. Times are in seconds, `elapsed_s` since the arrival in the queue. None stands for a value that
+    is not known yet.
     """
 
     id: str
@@ -40,6 +42,7 @@ class Activity:
     queue_s: float | None = None
     ttft_s: float | None = None
     tokens_per_s: float | None = None
+    seconds_left: float | None = None
 
 
 class Heartbeat:

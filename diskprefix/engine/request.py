@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
-from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, outcome_of
+from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, StateSource, outcome_of
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -116,14 +116,15 @@ class TextEvent:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """The progress of a prompt of `total` tokens: `cached` were restored, `processed` were restored or computed, and
-    the first `kept` are to be saved. `elapsed_ms` runs since the engine accepted the request."""
+    """The progress of a prompt of `total` tokens: `cached` were restored from `source`, `processed` were restored or
+    computed, and the first `kept` are to be saved. `elapsed_ms` runs since the engine accepted the request."""
 
     total: int
     cached: int
     processed: int
     kept: int
     elapsed_ms: float
+    source: StateSource = "none"
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,12 @@ class Usage:
 @dataclass(frozen=True, kw_only=True)
 class Timings:
     """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
-    the prompt if there is none. `drafted_tokens` were guessed and computed; `accepted_tokens` of them are in the reply
-    (`engine.speculation`). `drafted_by` says what guessed them: ngram, model or mtp, with commas between.
-    `draft_ms` is the time of guessing. `image_tokens` of the prompt are those of pictures, of which `images_encoded`
-    were encoded, in `encode_ms`, and `images_restored` were read from the store; the rest needed neither."""
+    the prompt if there is none. `late_restore_ms`: an exact repeat gets its first token from the stored logits, while
+    the state is still restored; `restore_ms` is the part before that token. `drafted_tokens` were guessed and computed;
+    `accepted_tokens` of them are in the reply (`engine.speculation`). `drafted_by` says what guessed them: ngram, model
+    or mtp, with commas between. `draft_ms` is the time of guessing. `image_tokens` of the prompt are those of pictures,
+    of which `images_encoded` were encoded, in `encode_ms`, and `images_restored` were read from the store; the rest
+    needed neither."""
 
     queue_ms: float
     lookup_ms: float
@@ -164,6 +167,7 @@ class Timings:
     ttft_ms: float
     decode_ms: float
     decode_tokens_per_s: float
+    late_restore_ms: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     drafted_by: str = ""
@@ -175,8 +179,7 @@ class Timings:
 
     @property
     def others_ms(self) -> float:
-        """The rest of `ttft_ms`: steps for other requests, waits between threads, and sampling. Never below 0:
-        `restore_ms` may go on behind the first token."""
+        """The rest of `ttft_ms`: steps for other requests, waits between threads, and sampling. Never below 0."""
         known_ms = self.queue_ms + self.lookup_ms + self.restore_ms + self.encode_ms + self.prefill_ms
         return max(0.0, self.ttft_ms - known_ms)
 

@@ -6,6 +6,7 @@ loop acts on it.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -41,8 +42,12 @@ from diskprefix.model.exact.runner import State
 from diskprefix.nouns import CacheReport
 from diskprefix.tokens import TokenIds, as_token_ids
 
+log = logging.getLogger("diskprefix")
+
 PROGRESS_S = 1.0
 """The least time between two reports of progress."""
+LOGGED_S = 5.0
+"""The time after which the log tells how far a prefill is. Each later line comes after twice the time."""
 
 ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 """The state of a reply after a step. `computing`: the next step computes it. `waiting`: no step computes it until the
@@ -362,7 +367,11 @@ class RunningRequest:
     """The names of what guessed those that were computed."""
     draft_s: float = 0.0
     """The seconds of guessing."""
+    prefill_began_at: float = 0.0
+    prefilled_at: float = 0.0
+    """The end of the last step of the prefill."""
     reported_at: float = float("-inf")
+    num_logged: int = 0
 
     @property
     def request(self) -> GenerateRequest:
@@ -396,6 +405,9 @@ class RunningRequest:
         now, replies, num_generated = time.perf_counter(), list(self.replies), self.num_generated
         prompt_tokens, decode_s = len(self.request.prompt.token_ids), self.last_token_at - self.first_token_at
         computed = max((reply.num_computed for reply in replies), default=0)
+        speed, seconds_left = (None, None) if num_generated else self._prefill_speed(min(computed, prompt_tokens), now)
+        if num_generated > 1 and decode_s > 0:
+            speed = (num_generated - 1) / decode_s
         return Activity(
             id=self.request.id,
             state=self._state(replies, has_reply=num_generated > 0 and computed >= prompt_tokens),
@@ -407,8 +419,18 @@ class RunningRequest:
             elapsed_s=now - self.ticket.arrived_at,
             queue_s=self.started - self.ticket.arrived_at,
             ttft_s=self.first_token_at - self.ticket.arrived_at if num_generated else None,
-            tokens_per_s=(num_generated - 1) / decode_s if num_generated > 1 and decode_s > 0 else None,
+            tokens_per_s=speed,
+            seconds_left=seconds_left,
         )
+
+    def _prefill_speed(self, ready_tokens: int, now: float) -> tuple[float | None, float | None]:
+        """Returns the tokens a second of the prefill, and the estimated seconds until its end; None for both if no step
+        has ended."""
+        computed, seconds = ready_tokens - self.cached.restored.num_tokens, self.prefilled_at - self.prefill_began_at
+        if computed <= 0 or seconds <= 0:
+            return None, None
+        left_s = (len(self.request.prompt.token_ids) - ready_tokens) * seconds / computed
+        return computed / seconds, max(0.0, left_s - (now - self.prefilled_at))
 
     def _state(self, replies: list[Reply], *, has_reply: bool) -> ActivityState:
         if self.is_fetching:
@@ -429,25 +451,37 @@ class RunningRequest:
         self.num_generated += 1
 
     def report_progress(self, processed: int) -> None:
-        """Sends how many tokens of the prompt are there, if the client wants it: once a second, and at the end."""
+        """Records that `processed` tokens of the prompt are restored or computed. If the prefill takes long, logs it.
+        Sends it to a client that wants it: once a second, and at the end."""
         total, now = len(self.request.prompt.token_ids), time.perf_counter()
+        self.prefilled_at, self.prefill_began_at = now, self.prefill_began_at or now
+        speed, seconds_left = self._prefill_speed(processed, now)
+        is_long = now - self.prefill_began_at > LOGGED_S * 2**self.num_logged
+        if is_long and speed and seconds_left and seconds_left > LOGGED_S / 5:
+            self.num_logged += 1
+            figures = f"{processed:,} of {total:,} tokens · {speed:.0f} tokens/s · {seconds_left:.0f} s left"
+            log.info("[engine] %s computes its prompt: %s", self.request.id, figures)
         if not self.request.reports_progress or (processed < total and now - self.reported_at < PROGRESS_S):
             return
         self.reported_at = now
         elapsed_ms = (now - self.started) * 1e3
-        cached, kept = self.cached.restored.num_tokens, self.cached.selection.kept
-        self.ticket.emit(ProgressEvent(total, cached, processed, kept, elapsed_ms))
+        restored, kept = self.cached.restored, self.cached.selection.kept
+        self.ticket.emit(ProgressEvent(total, restored.num_tokens, processed, kept, elapsed_ms, restored.source))
 
     def done_event(self, report: CacheReport) -> DoneEvent:
         """Returns the last event of a request that ended well."""
         prompt_tokens, decode_s = self.prompt_ids.shape[1], self.last_token_at - self.first_token_at
         usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=self.num_generated, cached_tokens=report.restored)
+        restored, ttft_ms = self.cached.restored, (self.first_token_at - self.ticket.arrived_at) * 1e3
+        queue_ms = (self.started - self.ticket.arrived_at) * 1e3
+        late_ms = min(restored.restore_ms, max(0.0, queue_ms + restored.lookup_ms + restored.restore_ms - ttft_ms))
         timings = Timings(
-            queue_ms=(self.started - self.ticket.arrived_at) * 1e3,
-            lookup_ms=self.cached.restored.lookup_ms,
-            restore_ms=self.cached.restored.restore_ms,
+            queue_ms=queue_ms,
+            lookup_ms=restored.lookup_ms,
+            restore_ms=restored.restore_ms - late_ms,
+            late_restore_ms=late_ms,
             prefill_ms=self.prefill_s * 1e3,
-            ttft_ms=(self.first_token_at - self.ticket.arrived_at) * 1e3,
+            ttft_ms=ttft_ms,
             decode_ms=decode_s * 1e3,
             decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
             drafted_tokens=self.num_drafted,

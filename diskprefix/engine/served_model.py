@@ -30,7 +30,7 @@ from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
 from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
-from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
+from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
 from diskprefix.hooks import Recorder
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.page_cache import KeptBlock, PageCache
@@ -105,6 +105,12 @@ class ServedModel:
         longest = loaded.fit.context if cache.layout.unsupported else self.pages.longest(self.model_positions)
         self.max_positions = min(longest, self.model_positions)
         """The tokens of the longest sequence that is served: as many as the model has positions, and KV memory room."""
+        if self.max_positions < min(self.pages.pool.block_size, self.model_positions):
+            num_tokens, pool = min(_TURN_TOKENS, self.model_positions), self.pages.pool
+            raise SettingsError(
+                f"--kv-memory: {format_size(pool.limit_bytes)} has no room for a block of {pool.block_size} tokens; "
+                f"a context of {num_tokens:,} tokens takes {format_size(pool.sequence_bytes(num_tokens))}"
+            )
         self.draft = None if draft is None else self._make_draft(draft)
         self.speculation = self._make_speculation()
         self.startup_timings: dict[str, float] = {}

@@ -16,8 +16,8 @@ from diskprefix.server.log_context import LogContext
 
 log = logging.getLogger("diskprefix")
 
-_QUIET_ROUTES = frozenset({"/health", "/metrics", "/dashboard/state", "/dashboard/entries"})
-"""Logged at debug, because machines poll them every few seconds."""
+_QUIET_ROUTES = frozenset({"/health", "/metrics", "/props", "/dashboard/state", "/dashboard/entries"})
+"""Logged at debug if they are served, because programs poll them every few seconds."""
 
 _LOGGED_PATH_CHARS = 200
 
@@ -35,11 +35,10 @@ class AccessLog:
             return
         record = LogContext()
         scope.setdefault("state", {})["record"] = record
-        started = time.perf_counter()
         try:
             await self._answer(scope, receive, send, record)
         finally:
-            self._close(scope, record, time.perf_counter() - started)
+            self._close(scope, record, time.perf_counter() - record.began_at)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: LogContext) -> None:
         response_started = False
@@ -81,7 +80,9 @@ class AccessLog:
         route = getattr(scope.get("route"), "path", "other")
         self._daemon.metrics.count_request(route, record)
         self._daemon.recent.note(record, scope["method"], route, elapsed_s)
-        level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
+        # While the model loads, the status is 503.
+        is_quiet = route in _QUIET_ROUTES and (record.status < 400 or record.status == 503)
+        level = logging.DEBUG if is_quiet else logging.INFO
         caller = f" · key {record.caller.name}" if record.caller.name else ""
         said = f"{record.status}{caller}{_figures(record)} · {elapsed_s:.2f} s"
         log.log(level, "%s %s %s", scope["method"], _path(scope), said)

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from diskprefix.api.anthropic import CountTokensRequest, Messages
 from diskprefix.api.asked import Asked, constraint_of, thought_budget_of
 from diskprefix.api.compaction import Compaction, CompactRequest
-from diskprefix.api.dialect import BodyReader, Dialect, EarlyDialect, Head, ReplyWriter
+from diskprefix.api.dialect import BodyReader, Dialect, EarlyDialect, Head, LoadingDialect, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
@@ -136,9 +136,13 @@ class Rendered:
         return cast("Dialect[Any]", self.arrival.dialect)
 
     @property
+    def max_positions(self) -> int:
+        return self.arrival.serving.engine.max_positions
+
+    @property
     def rooms(self) -> list[int]:
         """The numbers of tokens that the model's positions leave for the replies."""
-        positions = self.arrival.serving.engine.max_positions
+        positions = min(self.max_positions, self.asked.num_ctx or self.max_positions)
         return [positions - len(one.prompt.token_ids) for one in self.prompts]
 
 
@@ -182,6 +186,12 @@ async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncE
     """Takes a request through all steps. `held` is closed when the engine has the request."""
     async with held:
         arrival = await arrive(request, dialect, body, held)
+        if isinstance(dialect, LoadingDialect):
+            may_unload = arrival.serving.takes_any_name or arrival.daemon.settings.idle_unload > 0
+            said = dialect.without_prompt(body, arrival.serving.model_name, may_unload=may_unload)
+            if said is not None:
+                arrival.context.wants_reply = False
+                return JSONResponse(said)
         arrival.serving.engine.give_way()
         submitted = await submit(*await prepare(arrival, _engine_request))
     del arrival, body
@@ -270,6 +280,8 @@ async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequ
         fingerprint=serving.fingerprint,
         prompt_tokens=sum(len(one.prompt.token_ids) for one in prompts),
         request_id=context.request_id,
+        max_positions=rendered.max_positions,
+        waited_ms=1e3 * (time.perf_counter() - context.began_at),
         clamped_to=None if sampling.max_tokens is None or sampling.max_tokens <= least else least,
         prompt=generate.prompt.token_ids,
     )
@@ -320,6 +332,9 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     prompt_end = serving.renderer.end_of(replayed.prompt)
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
     ends = serving.renderer.fill_in_ends(asked.prompt) if isinstance(asked.prompt, FillIn) else ()
+    if asked.num_ctx is not None and asked.num_ctx <= (num_tokens := len(replayed.prompt.token_ids)):
+        problem = f"is {asked.num_ctx}, and the prompt has {num_tokens} tokens, none of which is left out"
+        raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
     sampling = _sampling(asked, max(rendered.rooms), num_choices)
     generate = GenerateRequest(
         id=_reply_id(rendered.dialect, arrival.context),
@@ -344,6 +359,8 @@ def _sampling(asked: Asked, num_room: int, num_choices: int) -> SamplingParams:
     Raises `InvalidRequest` if the client's own limit allows for too many log probabilities.
     """
     sampling = asked.sampling
+    if asked.num_ctx is not None and num_room > 0:
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens or num_room, num_room))
     if sampling.logprobs is None:
         return sampling
     most = MAX_LOGPROBS // (num_choices * (1 + sampling.logprobs))

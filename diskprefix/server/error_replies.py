@@ -7,17 +7,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from diskprefix.api.dialect import Json, ServerSentEvent
+from diskprefix.api.dialect import Json, JsonLine, ServerSentEvent
 from diskprefix.api.error_forms import (
     ANTHROPIC_PATH,
+    OLLAMA_PATH,
     HttpError,
-    anthropic_error,
+    error_body,
     one_line,
     openai_error,
     retry_headers,
@@ -33,11 +33,8 @@ _RESPONSES_PATH = "/v1/responses"
 
 
 def _written(scope: Scope, error: DiskPrefixError) -> Json:
-    """Returns the error in the form of the API that was called. Anthropic's clients name theirs on every route."""
-    error = error.told_to(sees_all=log_context(Request(scope)).caller.sees_all)
-    if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope):
-        return anthropic_error(error, log_context(Request(scope)).request_id)
-    return openai_error(error)
+    context = log_context(Request(scope))
+    return error_body(scope, error.told_to(sees_all=context.caller.sees_all), context.request_id)
 
 
 def logged(error: DiskPrefixError) -> str:
@@ -62,15 +59,29 @@ def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, s
     return JSONResponse(_written(scope, error), error.http_status, retry_headers(error) or headers)
 
 
+def stream_type(scope: Scope) -> str:
+    """Returns the content type of a stream."""
+    return "application/x-ndjson" if scope["path"].startswith(OLLAMA_PATH) else "text/event-stream"
+
+
+def opening(scope: Scope) -> bytes:
+    """Returns the first bytes of a stream, which are sent before the prompt is computed: a comment, or before lines of
+    JSON a blank, because Ollama's clients take no empty line."""
+    return b" " if scope["path"].startswith(OLLAMA_PATH) else b": diskprefix\n\n"
+
+
 def early_sign(scope: Scope) -> bytes:
     """Returns a sign of life for a stream that has not begun. Anthropic's clients ignore comments."""
-    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH)
-    return b'event: ping\ndata: {"type": "ping"}\n\n' if is_anthropic else b": keepalive\n\n"
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        return b'event: ping\ndata: {"type": "ping"}\n\n'
+    return b" " if scope["path"].startswith(OLLAMA_PATH) else b": keepalive\n\n"
 
 
 def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:
     """Returns the event with which a stream ends that could not begin, in the form of the API that was called."""
     said = _written(scope, error)
+    if scope["path"].startswith(OLLAMA_PATH):
+        return JsonLine(said).encode()
     if scope["path"].startswith(_RESPONSES_PATH):
         said = openai_error(error)["error"] | {"type": "error", "sequence_number": 0}
     return ServerSentEvent(said, "error" if said.get("type") == "error" else None).encode()

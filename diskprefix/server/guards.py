@@ -60,7 +60,7 @@ class Auth:
 
 def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
     """Returns the caller of a request. Raises `HttpError` 401 if it needs a key and has none in force, or if its token
-    is that of another start."""
+    is another one."""
     headers = Headers(scope=scope)
     # Anthropic's clients send the key alone, in a header of its own.
     key = headers.get("x-api-key")
@@ -71,7 +71,7 @@ def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
     if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
         return NOBODY
     if isinstance(who, OwnerToken):
-        raise HttpError(401, f"the token is not this daemon's, which has a new one at each start: {TOKEN_PLACE}")
+        raise HttpError(401, f"the token is not this daemon's: {TOKEN_PLACE}")
     missing = "an API key is needed: send the header Authorization: Bearer KEY"
     raise HttpError(401, "the API key is not one of this daemon's" if authorization else missing)
 
@@ -80,6 +80,10 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({"same-origin", "none"})
 """`none`: the user typed the address. `same-site` is refused: another port of this machine is another program."""
 
+_NOT_FOR_PAGES = (
+    "and other sites' pages may not use this daemon: let the page's server call it, or serve both behind one proxy, "
+    "with --api-keys"
+)
 _AUTHORITY = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\[\]:@/\s]+))(?::\d*)?", re.ASCII | re.IGNORECASE)
 
 
@@ -125,9 +129,9 @@ class BrowserGuard:
             return None
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none").lower()
         if origin is not None and not self._is_own_origin(origin, host):
-            return f"the Origin '{shown(origin)}' is another site, and other sites' pages may not use this daemon"
+            return f"the Origin '{shown(origin)}' is another site, {_NOT_FOR_PAGES}"
         if site not in _OWN_SITES:
-            return f"the request is {shown(site)}: other sites' pages may not use this daemon"
+            return f"the request is {shown(site)}, {_NOT_FOR_PAGES}"
         return None
 
     def _is_own_origin(self, origin: str, host: str | None) -> bool:

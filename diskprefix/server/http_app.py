@@ -37,7 +37,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | Own
     """
     daemon = Daemon(settings, load_engine)
     if who is None:
-        who = OwnerToken.new() if settings.api_keys is None else ApiKeys(settings.api_keys)
+        who = OwnerToken.of_user() if settings.api_keys is None else ApiKeys(settings.api_keys)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -15,7 +15,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.private_file import read_private
 from diskprefix.tenant_ids import short_tenant
-from diskprefix.user_key import user_key
+from diskprefix.user_key import user_key, user_token
 
 log = logging.getLogger("diskprefix")
 
@@ -68,7 +68,7 @@ NOBODY = Caller()
 
 TOKEN_PLACE = "`diskprefix dashboard` opens the page with it, and programs send the header Authorization: Bearer TOKEN"
 _TOKEN_MARK = "diskprefix-owner-"
-"""What tokens begin with. A token of an earlier start is refused, and not taken for the key of a tenant."""
+"""What tokens begin with. The token of another user's daemon is refused, and not taken for the key of a tenant."""
 
 
 @dataclass(frozen=True)
@@ -80,23 +80,26 @@ class OwnerToken:
     tenant: Tenant
 
     @classmethod
-    def new(cls) -> OwnerToken:
-        text = _TOKEN_MARK + secrets.token_urlsafe(32)
+    def of_user(cls) -> OwnerToken:
+        """Returns the token of this user's daemons. If the user's secrets cannot be kept, logs that and draws one."""
         try:
-            return cls(text, Tenant.of_key(user_key()))
+            return cls(_TOKEN_MARK + user_token(), Tenant.of_key(user_key()))
         except SettingsError as error:
-            log.warning("[auth] %s; agents of this user do not find what its commands and pages compute", error.message)
+            lost = "agents of this user do not find what its commands and pages compute, and the next start locks pages"
+            log.warning("[auth] %s; %s", error.message, lost)
+            text = _TOKEN_MARK + secrets.token_hex(32)
             return cls(text, Tenant.of_key(text))
 
     def caller(self, authorization: str | None) -> Caller | None:
         """Returns the caller with this header `Authorization`: the owner, or the tenant of a key that the client has
-        chosen. Returns None for the token of another start."""
-        match = _BEARER.fullmatch(authorization or "")
-        if match is None:
+        chosen. Returns None for another token."""
+        if not authorization:
             return ANYBODY
-        if hmac.compare_digest(match[1].encode(errors="replace"), self.text.encode()):
+        match = _BEARER.fullmatch(authorization)
+        key = match[1] if match is not None else authorization
+        if hmac.compare_digest(key.encode(errors="replace"), self.text.encode()):
             return Caller(tenant=self.tenant, sees_all=True, is_owner=True)
-        return None if match[1].startswith(_TOKEN_MARK) else Caller(tenant=Tenant.of_key(match[1]), sees_all=True)
+        return None if key.startswith(_TOKEN_MARK) else Caller(tenant=Tenant.of_key(key), sees_all=True)
 
 
 class ApiKeys:

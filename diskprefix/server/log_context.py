@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
@@ -10,6 +11,7 @@ from starlette.requests import HTTPConnection
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent
+from diskprefix.nouns import Tenant
 from diskprefix.server.keys import NOBODY, Caller
 
 CLIENT_CLOSED_REQUEST = 499
@@ -25,6 +27,7 @@ class LogContext:
     """The facts about one request, filled in while it is served."""
 
     request_id: str = field(default_factory=lambda: f"req_{uuid.uuid4().hex[:24]}")
+    began_at: float = field(default_factory=time.perf_counter)
     status: int = 500
     caller: Caller = NOBODY
     error: str | None = None
@@ -35,6 +38,12 @@ class LogContext:
     done: DoneEvent | None = None
     cancelled_at: Activity | None = None
     """How far a request for a reply had come when it was cancelled."""
+
+    @property
+    def turn(self) -> Tenant | str:
+        """Whose turn it is when requests wait for one: the API key's. Without API keys each request has its own,
+        because nothing tells callers apart that could not choose another bearer."""
+        return self.request_id if self.caller.name is None else self.caller.tenant
 
     @property
     def outcome(self) -> Outcome | None:

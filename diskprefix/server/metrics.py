@@ -295,7 +295,7 @@ class ServerMetrics:
         self.count_tokens(done)
         cache, timings = done.cache, done.timings
         if cache.restored:
-            self._restore.observe(timings.restore_ms / 1e3)
+            self._restore.observe((timings.restore_ms + timings.late_restore_ms) / 1e3)
         self._first_token.labels(done.outcome).observe(timings.ttft_ms / 1e3)
         for phase, histogram in self._phases.items():
             histogram.observe(getattr(timings, f"{phase}_ms") / 1e3)

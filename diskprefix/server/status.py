@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from diskprefix.engine.gauges import Activity
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import replies
 from diskprefix.server.log_context import log_context
@@ -86,8 +87,9 @@ async def health(request: Request) -> JSONResponse:
 )
 async def props(request: Request, check: bool = False) -> dict[str, Any]:
     """The model, the cache with its settings and counts, all settings and the start-up times. `prefix_breaks`: the
-    lines because of which less of prompts was found. `gate`: whether restoring is faster than computing. With `check`,
-    `wrong_pages` says what is wrong with the pages of KV memory: nothing, if all is well."""
+    lines because of which less of prompts was found. `gate`: whether restoring is faster than computing. `running`: the
+    progress of each request that waits or runs. With `check`, `wrong_pages` says what is wrong with the pages of KV
+    memory: nothing, if all is well."""
     daemon = _daemon(request)
     serving = await daemon.ready()
     stats = await serving.counts.newest(0.0)
@@ -97,11 +99,26 @@ async def props(request: Request, check: bool = False) -> dict[str, Any]:
         "model": _model_props(serving),
         "full_cache": {"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
         "queue_depth": serving.inbox.queue_depth,
-        "running": serving.inbox.num_running,
+        "running": [_running(activity, serving.model_name) for activity in serving.inbox.activities()],
         "kv_memory": serving.engine.memory_stats(),
         "prefix_breaks": daemon.breaks.as_list(),
         "settings": asdict(daemon.settings),
         "startup_s": serving.startup_s,
+    }
+
+
+def _running(activity: Activity, model: str) -> dict[str, Any]:
+    """Returns the progress of a request, without its texts. `computed_tokens` of the prompt include restored ones."""
+    return {
+        "id": activity.id,
+        "model": model,
+        "state": activity.state,
+        "since_s": round(activity.elapsed_s, 3),
+        "prompt_tokens": activity.prompt_tokens,
+        "computed_tokens": activity.ready_tokens,
+        "tokens_per_s": activity.tokens_per_s and round(activity.tokens_per_s, 1),
+        "seconds_left": activity.seconds_left and round(activity.seconds_left, 1),
+        "reply_tokens": activity.reply_tokens,
     }
 
 

@@ -1,4 +1,5 @@
-"""Sends a reply: as server-sent events, or as one JSON object. Both show early and often that the daemon is alive."""
+"""Sends a reply: as server-sent events, as lines of JSON, or as one JSON object. All show early and often that the
+daemon is alive."""
 
 from __future__ import annotations
 
@@ -12,20 +13,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
+from diskprefix.api.dialect import ReplyWriter, StreamEvent, json_text
 from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.error_replies import early_failure, early_sign, note_failure
+from diskprefix.server.error_replies import early_failure, early_sign, note_failure, opening, stream_type
 from diskprefix.server.generation import Generation, Generations
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 KEEPALIVE_S = 8.0
 """Clients and proxies give up after as little as ten seconds without a byte."""
-_FIRST_BYTES = b": diskprefix\n\n"
-"""A comment, which clients ignore. It is sent before the prompt is computed."""
-
-
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Write: TypeAlias = Callable[[Callable[[], bytes]], Awaitable[bytes]]
@@ -35,8 +32,6 @@ probabilities."""
 
 class EventStream(Response):
     """Streams a reply. After the headers, an error is an event of the stream. `clock` returns seconds."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -56,8 +51,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         self._send = send
         try:
+            self.headers["content-type"] = stream_type(scope)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._body(_FIRST_BYTES + _encoded(self._writer.begin()))
+            await self._body(opening(scope) + _encoded(self._writer.begin()))
             await self._stream()
         except DiskPrefixError as error:
             note_failure(scope, error, "a stream ended early")
@@ -91,7 +87,7 @@ class EventStream(Response):
         return _encoded(self._writer.events(event))
 
 
-def _encoded(events: Sequence[ServerSentEvent]) -> bytes:
+def _encoded(events: Sequence[StreamEvent]) -> bytes:
     return b"".join(event.encode() for event in events)
 
 
@@ -138,7 +134,6 @@ class HeldResponse(Response):
     def __init__(
         self, preparing: asyncio.Task[Response], *, is_stream: bool, writer: ReplyWriter | None = None
     ) -> None:
-        self.media_type = EventStream.media_type if is_stream else "application/json"
         super().__init__(headers=_STREAM_HEADERS if is_stream else None)
         del self.headers["content-length"]
         self._preparing = preparing
@@ -147,6 +142,7 @@ class HeldResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sign = early_sign(scope) if self._is_stream else b"\n"
+        self.headers["content-type"] = stream_type(scope) if self._is_stream else "application/json"
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         leaving = asyncio.create_task(disconnected(receive))
         try:

@@ -84,13 +84,13 @@ class Threads:
     async def run_for(self, request: Request, kind: Kind, work: Callable[..., T], *values: Any) -> T:
         """Runs `work` in a thread when it is the turn of the request's caller, and returns its result.
 
-        For each kind of work a caller has one turn at a time, which lasts as long as the work, also if the client
+        For each kind of work an API key has one turn at a time, which lasts as long as the work, also if the client
         leaves. While a request has the turn of large bodies, its work is done by their thread. Raises
         `ClientDisconnect` if the client has left when its turn comes.
         """
         if getattr(request.state, "is_large", False):
             return await self.run("large", work, *values)
-        loop, turns, caller = asyncio.get_running_loop(), self._turns[kind], log_context(request).caller.account
+        loop, turns, caller = asyncio.get_running_loop(), self._turns[kind], log_context(request).turn
 
         def give_back(_: Future[T]) -> None:
             # The event loop may have ended with the process.

@@ -78,10 +78,11 @@ def free_bytes(path: Path) -> int:
 def disk_full(path: Path, min_free_bytes: int) -> str:
     """Returns the sentence for a disk that has no room for the store in folder `path`. Of the disk, `min_free_bytes`
     are to stay free."""
-    text = f"the disk of --kv-cache-dir {path} is full: {format_size(max(0, free_bytes(path)))} are free"
-    if not min_free_bytes:
-        return f"{text}; make room, or choose another folder"
-    return f"{text}, and the store leaves {format_size(min_free_bytes)}; make room, or choose another folder"
+    free, disk = max(0, free_bytes(path)), f"the disk of --kv-cache-dir {path}"
+    if free < LEAST_FREE or free > min_free_bytes:
+        return f"{disk} is full: {format_size(free)} are free; make room, or choose another folder"
+    left = f"the store leaves {format_size(min_free_bytes)} of a disk to others"
+    return f"{disk} has {format_size(free)} free, and {left}; make room, or choose a folder on a larger disk"
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from diskprefix.api.openai_chat import Chat
 from diskprefix.api.responses import Responses
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.infill.infill import Infill
+from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaGenerateRequest
 from diskprefix.nouns import SHARED, Scope
 from diskprefix.server.body import parse_json
 from diskprefix.store.note_record import NoteKind
@@ -85,6 +86,11 @@ APIS: dict[str, tuple[BodyReader[Any], dict[str, Any]]] = {
     "completions": (Completions(), {"prompt": "x"}),
     "infill": (Infill(), {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"filename": "f", "text": "t"}]}),
     "messages": (Messages(), MESSAGES),
+    "ollama": (
+        Ollama(OllamaChatRequest),
+        {"messages": [USER], "options": {"stop": ["x"]}, "format": SCHEMA, "think": True},
+    ),
+    "generate": (Ollama(OllamaGenerateRequest), {"prompt": "x", "images": ["eA=="], "options": {"num_ctx": 9}}),
     "responses": (Responses(), RESPONSES),
 }
 """Each API with a body that it takes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,8 @@ def body(content: Any, **fields: Any) -> Conversation:
         (PARTS.replace("message.content }}", "message.content | tojson(ensure_ascii=True) }}"), "<|im_start|>", {}),
         (PARTS.replace("message.content }}", "message.content | tojson }}"), '"<|im_start|>"', {}),
         (PARTS.replace("message.content }}", "message.content[:9] }}|>"), "<|im_start|>", {}),
+        (PARTS.replace("message.content }}", "{'x': message.content} }}"), "<|im_start|>", {}),
+        (PARTS.replace("message.content }}", "message.content.split('\n')|join }}"), "<|im_\nstart|>", {}),
     ],
 )
 def test_whatever_a_template_makes_of_a_text_is_text(
@@ -243,13 +246,20 @@ def test_whatever_a_template_makes_of_a_text_is_text(
     assert added_in(tokenizer, prompt) == {"<|im_start|>": 1, "<|im_end|>": 1}
     text = tokenizer.decode(prompt.token_ids.tolist())
     assert "im_" in text.removeprefix("<|im_start|>").lower()
+    assert "\\u" not in text.lower(), "no escape of a stand-in is left"
     assert all(ord(char) < 0xE000 for char in text), "nothing is left of what stands in for a text"
 
 
+@pytest.mark.parametrize(
+    "form", [str, lambda text: json.dumps(text)[1:-1], lambda text: text.encode("unicode_escape").decode()]
+)
 @pytest.mark.parametrize("private", [range(0xF0000, 0xF0080), range(0x10F000, 0x10FFFE)])
-def test_private_characters_of_a_client_stay_what_they_are(tmp_path: Path, private: range) -> None:
+def test_private_characters_of_a_client_stay_what_they_are(
+    tmp_path: Path, private: range, form: Callable[[str], str]
+) -> None:
+    """Also when they are escaped, as templates write them: else escapes would spell tokens."""
     tokenizer = tokenizer_with(tmp_path, PARTS)
-    content = "".join(map(chr, private)) + " <|im_start|> \U0010fffd"
+    content = form("".join(map(chr, private)) + " <|im_start|> \U0010fffd")
     prompt = rendered(renderer_with(tokenizer, max_positions=1 << 16), body(content))
     assert content in tokenizer.decode(prompt.token_ids.tolist())
     assert added_in(tokenizer, prompt) == {"<|im_start|>": 1, "<|im_end|>": 1}

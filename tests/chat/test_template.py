@@ -368,13 +368,7 @@ def test_the_templates_markers_are_found_out_once(tokenizer: Any) -> None:
     "expression",
     [
         *("'x' * 2**31", "2**31 * 'x'", "[1] * 2**31", "2 ** 10000000", "(2 ** 8000000) * (2 ** 8000000) * 2"),
-        *("'%999999999d' % 1", "'%*d' % (10**9, 1)", "'%(n)-99999d' % {'n': 1}", "'%.99999f'|format(1)"),
-        *("'{:999999999}'.format(1)", "'{:{}}'.format(1, 10**9)", "'{n:99999}'.format_map({'n': 1})"),
-        *(f"'x'{call}" for call in ("|center(10**9)", ".ljust(10**9)", ".rjust(width=10**9)", ".zfill(10**9)")),
-        *("'x'|indent(10**9)", "'x'|indent('y' * 5000)", "{'x': 1}|tojson(indent=10**9)", "'\t'.expandtabs(10**9)"),
-        *("range(32768)|join('x' * 10**6)", "('x' * 10**6).join(range(32768)|map('string'))", "range(10**5)|list"),
-        *("('x' * 10**6)|replace('x', 'y' * 10**6)", "('x' * 10**6).replace('x', 'y' * 10**6)", "[1]|batch(10**9, 1)"),
-        *("[1]|slice(10**9)", "'x'|wordwrap(1, wrapstring='y' * 5000)", "(1).to_bytes(10**9, 'big')"),
+        "range(10**5)|list",
     ],
 )
 def test_a_template_whose_one_expression_would_take_all_memory_refuses_the_messages(
@@ -387,13 +381,8 @@ def test_a_template_whose_one_expression_would_take_all_memory_refuses_the_messa
         rendered(renderer, conversation_of(("user", "boom")))
 
 
-def test_templates_format_indent_join_and_multiply_as_before(tmp_path: Path) -> None:
-    template = (
-        "{{ 'ab' * 3 }}{{ 2 * 3 }}{{ 1.5 * 2 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ '%5d %s' % (7, 'x') }}{{ 7 % 4 }}"
-        "{{ '%s-%s'|format(1, 2) }}{{ '{:>4}{}'.format(1, 'y') }}{{ 'a\\nb'|indent(2) }}{{ [1, 2]|join(', ') }}"
-        "{{ ', '.join(['a', 'b']) }}{{ 'aXb'|replace('X', '-') }}{{ 'aXb'.replace('X', '-', 1) }}{{ 'x'.center(3) }}"
-        "{{ {'a': 1}|tojson(indent=2) }}{% for one in [1, 2, 3]|batch(2) %}{{ one }}{% endfor %}"
-    )
-    expected = 'ababab63.010240.5    7 x31-2   1ya\n  b1, 2a, ba-ba-b x {\n  "a": 1\n}[1, 2][3]'
+def test_templates_multiply_as_before(tmp_path: Path) -> None:
+    template = "{{ 'ab' * 3 }}{{ 2 * 3 }}{{ 1.5 * 2 }}{{ 2 ** 10 }}{{ 2 ** -1 }}{{ 2 ** 0.5 }}{{ '%5d' % 7 }}"
+    expected = "ababab63.010240.51.4142135623730951    7"
     tokenizer = tokenizer_with(tmp_path, template)
     assert text_of(tokenizer, rendered(renderer_of(tokenizer), conversation_of(("user", "x")))) == expected

@@ -56,6 +56,15 @@ def test_the_browser_is_started_with_a_file_that_only_the_user_can_read(
     assert opened == []
 
 
+def test_the_chat_page_is_opened_with_the_token_too(run: Run, opened: list[str], listener: socket.socket) -> None:
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with kept("abc", [listener]):
+        assert run("chat", "--browser", "--url", url).exit_code == 0
+        page = Path(unquote(urlsplit(opened.pop()).path)).read_text(encoding="utf-8")
+        assert f'content="0; url={url}/chat#token=abc"' in page
+        run("chat", "--browser", "--max-tokens", "9").assert_refused(2, "--browser: --max-tokens is set on the page")
+
+
 def test_without_a_browser_the_link_is_printed(
     run: Run, opened: list[str], listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,7 +84,9 @@ def test_what_cannot_be_opened_is_one_line(run: Run, opened: list[str], listener
     run("dashboard", "--url", "ftp://x").assert_refused(2, "--url: 'ftp://x' is not a URL")
     with kept("abc", [listener]):
         (cache_home() / "daemons/dashboard.html").mkdir()
-        run("dashboard", "--url", url).assert_refused(2, "cannot write ", "--print needs no file")
+        run("dashboard", "--url", url).assert_refused(
+            2, "cannot write ", "`diskprefix dashboard --print` needs no file"
+        )
     listener.close()
     run("dashboard", "--url", url).assert_refused(1, f"no daemon answers at {url} (", "start one with")
     assert opened == []

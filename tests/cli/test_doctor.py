@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 from diskprefix.errors import LoadInterrupted, StoreCorrupt
 from diskprefix.extras import daemon_call
 from diskprefix.extras.catalogue import catalogue
-from diskprefix.extras.catalogue.catalogue import path_of
 from diskprefix.extras.setup import doctor_machine, doctor_model, this_process
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
@@ -34,6 +33,7 @@ from diskprefix.extras.setup.doctor_machine import (
 from diskprefix.extras.setup.doctor_model import model_findings
 from diskprefix.model.load import fit, memory
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
+from diskprefix.model.load.named_model import path_of
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run

@@ -25,7 +25,7 @@ REFUSED = """
 2 | serve --sampling temperature                   | --sampling: temperature= is not a number
 2 | serve --sampling temperature=warm              | temperature=warm is not a number
 2 | serve --sampling top_k=1.5                     | top_k=1.5 is not a number
-2 | serve --sampling top_p=0                       | top_p=0 is out of range
+2 | serve --sampling top_p=1.5                     | top_p=1.5 is out of range
 2 | serve --sampling top_p=0.5,temperature=nan     | temperature=nan is out of range
 2 | serve --disk-prefix-cache auto:0               | --disk-prefix-cache, auto:0
 2 | serve --disk-prefix-cache ''                   | --disk-prefix-cache
@@ -109,7 +109,7 @@ REFUSED = """
 2 | simulate                                       | Missing argument 'TRACE...'
 2 | simulate nowhere.jsonl                         | nowhere.jsonl: it cannot be read: No such file
 2 | simulate .                                     | it cannot be read: Is a directory
-2 | simulate day.jsonl text                        | text:1:
+2 | simulate day.jsonl text                        | text:1:, TRACE is a file of `diskprefix serve --record`
 2 | simulate day.jsonl --scope autos               | --scope: 'autos' is not a cache scope
 2 | simulate day.jsonl --regime both               | 'both' is not one of 'token', 'sliceable', 'checkpoints'
 2 | simulate day.jsonl --budget much               | --budget: 'much' is not a size

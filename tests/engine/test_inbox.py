@@ -3,6 +3,7 @@ what is seen of a real one while it runs."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from diskprefix.engine import inbox as inbox_module
+from diskprefix.engine import running_request
 from diskprefix.engine.gauges import SLOWEST_ROW_S, Activity, Heartbeat
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
@@ -290,6 +292,23 @@ def test_a_prompt_is_seen_to_grow_and_what_comes_after_it_to_wait(engine: Engine
     assert (second.id, second.state, second.ready_tokens, second.prompt_tokens) == ("second", "waiting", 0, 60)
     assert (str(first.scope), first.queue_s is None, second.queue_s) == ("full", False, None)
     assert first.ttft_s is None
+    assert first.tokens_per_s is not None
+    assert first.seconds_left is not None
+    # The estimate counts down from the end of the last step.
+    assert 0 <= first.seconds_left <= (100 - first.ready_tokens) / first.tokens_per_s
+    assert (second.tokens_per_s, second.seconds_left) == (None, None)
+
+
+def test_the_log_tells_how_far_a_long_prefill_is(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(running_request, "LOGGED_S", 0.0)
+    with caplog.at_level("INFO", "diskprefix"):
+        seen_after(engine, 1, driving.request(tokens(100, 3), name="long"))
+        lines = [line for line in caplog.messages if "computes its prompt" in line]
+    numbers = r"\[engine\] long computes its prompt: (\d+) of 100 tokens · \d+ tokens/s · \d+ s left"
+    found = [re.fullmatch(numbers, line) for line in lines]
+    assert [match and match[1] for match in found] == ["16", "32", "48", "64", "80", "96"]
 
 
 def test_a_reply_is_seen_to_grow_with_what_was_restored_before_it(engine: Engine) -> None:

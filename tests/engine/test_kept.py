@@ -136,6 +136,9 @@ def test_the_first_token_comes_before_the_state_is_loaded_and_the_reply_is_right
     assert said(warm.events) == cold
     assert (warm.done.usage.cached_tokens == len(REPEATED)) == (load is _load)
     assert warm.done.usage.completion_tokens == sum(isinstance(event, TextEvent) for event in warm.events)
+    times = warm.done.timings
+    parts_ms = times.queue_ms + times.lookup_ms + times.restore_ms + times.prefill_ms + times.others_ms
+    assert load is not _load or parts_ms == pytest.approx(times.ttft_ms)
     # What was computed again is kept again.
     assert stored(engine, asked(**params)) == cold
 

@@ -102,10 +102,10 @@ def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: 
     runner.close()
 
 
-def test_a_disk_with_less_than_is_kept_free_is_called_full_and_the_setting_is_named(disk: Path) -> None:
+def test_a_disk_with_less_than_is_kept_free_is_not_called_full_but_says_what_is_left_to_others(disk: Path) -> None:
     """On a small disk, the default keeps more free than there is."""
     store = Store(disk / "kv", budget_bytes=1 << 30, min_free_bytes=256 << 20)
-    said = r"is full: 2\d\.\d MiB are free, and the store leaves 256\.0 MiB; make room, or choose another folder"
+    said = r"has 2\d\.\d MiB free, and the store leaves 256\.0 MiB of a disk to others; make room, or choose a"
     with pytest.raises(FolderUnavailable, match=said):
         store.publish(publication(store, prompt(1, 3 * BLOCK)))
     # What the models, notes and counts of a daemon need.
@@ -310,7 +310,7 @@ def test_a_daemon_on_a_disk_with_less_than_is_kept_free_says_so_once_and_saves_w
         remount(disk, "size=1g")
         wait_until(lambda: client.get("/health").json()["status"] == "ok", "what waited is saved")
         require_alike(client, 0, reply)
-        assert len([line for line in daemon.lines if "is full" in line]) == 1, daemon.lines
+        assert len([line for line in daemon.lines if " MiB free, and the store leaves" in line]) == 1, daemon.lines
 
 
 @thorough

@@ -117,6 +117,7 @@ def test_no_more_requests_wait_for_the_model_than_the_queue_takes(chat_model: Pa
         (CHAT, True, b": keepalive"),
         ("/v1/messages", True, b"event: ping"),
         ("/v1/responses", True, b"event: response.in_progress"),
+        ("/api/chat", True, b"   "),
         (CHAT, False, b"\n\n\n"),
     ],
 )
@@ -150,7 +151,8 @@ def test_a_request_that_waits_for_the_model_gets_signs_of_life_and_then_its_repl
         return
     assert answer.status_code == 200
     assert sign in signs
-    failure = b'"type":"response.failed"' if path == "/v1/responses" else b'code":"not_ready"'
+    failures = {"/v1/responses": b'"type":"response.failed"', "/api/chat": b'{"error":"the model could not be loaded'}
+    failure = failures.get(path, b'code":"not_ready"')
     assert (b"Hello" if error is None else failure) in whole
     if path == "/v1/responses":
         events = events_of(whole.decode())
@@ -358,6 +360,8 @@ def test_a_client_that_leaves_cancels_its_request_and_the_log_says_how_far_it_ca
             "ready_tokens": 8,
             "reply_tokens": 0,
             "elapsed_s": 1.0,
+            "tokens_per_s": 4.0,
+            "seconds_left": 0.5,
         }
         activity = Activity(id=request.id, state="prefilling", scope=request.cache.scope, **figures)
         server.daemon.inbox.running_activities = lambda: [activity]
@@ -372,10 +376,15 @@ def test_a_client_that_leaves_cancels_its_request_and_the_log_says_how_far_it_ca
             received = b""
             while has_begun and b"first" not in received:
                 received += connection.recv(1000)
+            [running] = client.get("/props").json()["running"]
+            assert (running["state"], running["computed_tokens"], running["prompt_tokens"]) == ("prefilling", 8, 10)
+            assert (running["tokens_per_s"], running["seconds_left"], running["since_s"]) == (4, 0.5, 1)
         assert engine.cancelled.wait(30)
         counted = 'diskprefix_http_requests_total{route="/v1/chat/completions",status="499"} 1.0'
         wait_until(lambda: counted in client.get("/metrics").text, "the request is counted as left")
         wait_until(lambda: "prompt 8 of 10 · restored 4 · reply 0" in caplog.text, "the request is logged")
+        lines = [record.message for record in caplog.records if record.name == "diskprefix"]
+        assert not any(line.startswith("GET ") for line in lines), "what is polled is not logged"
         [ended] = client.get("/dashboard/state").json()["ended"]
         assert (ended["status"], ended["prompt_tokens"]) == (499, 10)
         engine.script = say_hello

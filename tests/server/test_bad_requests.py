@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import pytest
@@ -30,13 +32,17 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"max_tokens": 8, "messages": [USER]},
     "/v1/messages/count_tokens": {"messages": [USER]},
     "/v1/embeddings": {"input": "hello"},
+    "/api/chat": {"messages": [USER], "stream": False},
+    "/api/generate": {"prompt": "hello", "stream": False},
+    "/api/embed": {"input": "hello"},
+    "/api/show": {},
     "/tokenize": {"content": "hello"},
     "/detokenize": {"tokens": [5]},
     "/apply-template": {"messages": [USER]},
 }
 """Every POST route, and a body that it takes."""
-DIALECTS = ["/v1/chat/completions", "/v1/responses", "/v1/messages"]
-BODIES = [*DIALECTS, "/v1/completions", "/tokenize", "/detokenize"]
+DIALECTS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"]
+BODIES = [*DIALECTS, "/v1/completions", "/api/generate", "/tokenize", "/detokenize"]
 """The routes whose bodies differ."""
 JSON = {"content-type": "application/json"}
 MAX_BYTES = 100_000
@@ -52,6 +58,11 @@ def client(agent_model: Path, engine: ScriptedEngine) -> Iterator[httpx.Client]:
 def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
     """The error of an answer, whose body has the form of the API that the route belongs to."""
     body: dict[str, Any] = answer.json()
+    if path.startswith("/api/"):
+        assert body.keys() == {"error"}
+        assert "\n" not in body["error"]
+        found = re.match(r"[\w.]+(?=: )|model(?= ')", body["error"])
+        return {"param": found and found[0], "code": ANY, "message": body["error"]}
     error: dict[str, Any] = body["error"]
     assert "\n" not in error["message"]
     if not path.startswith("/v1/messages"):
@@ -209,6 +220,11 @@ LATE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/responses/compact", {"stream": True}, "stream"),
     ("/v1/responses/compact", {"input": []}, "input"),
     ("/v1/responses/input_tokens", {"input": []}, "input"),
+    ("/api/chat", {"format": SCHEMA}, "format"),
+    ("/api/chat", {"options": {"num_ctx": 2}}, "options.num_ctx"),
+    ("/api/generate", {"prompt": "river " * 3000}, "prompt"),
+    ("/api/generate", {"suffix": "x"}, "suffix"),
+    ("/api/embed", {"input": ""}, "input"),
     ("/tokenize", {"content": None}, "content"),
     ("/tokenize", {"content": 5}, "content"),
     ("/tokenize", {"parse_special": False}, "parse_special"),

@@ -157,6 +157,7 @@ def test_health_and_props_tell_policy_counts_settings_and_start_up(client: httpx
     assert before["startup_s"]["total"] >= before["startup_s"]["imports"] > 0
     misses = [sum(state["full_cache"]["state"]["misses"].values()) for state in (before, after)]
     assert misses[1] == misses[0] + 1
+    assert after["running"] == []
 
 
 def test_metrics_count_what_happened(client: httpx.Client) -> None:

@@ -231,6 +231,19 @@ def test_no_kind_of_work_waits_for_another(threads: Threads) -> None:
     asyncio.run(fill())
 
 
+def test_without_keys_a_prompt_that_is_rendered_for_ever_leaves_room_for_others(threads: Threads) -> None:
+    go_on = threading.Event()
+
+    async def fill() -> None:
+        async with asyncio.timeout(WAIT_S):
+            stuck = asyncio.create_task(threads.run_for(request_of(), "rendering", go_on.wait, WAIT_S))
+            assert await threads.run_for(request_of(), "rendering", lambda: 1) == 1
+            go_on.set()
+            await stuck
+
+    asyncio.run(fill())
+
+
 @pytest.mark.parametrize("kind", ["compiling", "rendering"])
 def test_work_of_a_client_that_left_does_not_begin_and_what_began_keeps_its_turn(threads: Threads, kind: Kind) -> None:
     began: list[str] = []

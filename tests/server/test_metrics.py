@@ -148,7 +148,8 @@ def agree(scraped: dict[Sample, float], said: list[dict[str, Any]]) -> None:
 
     for cache in ("hit", "miss", "short"):
         check_histogram(scraped, "time_to_first_token_seconds", told("ttft", cache), cache=cache)
-    restores = [one["timings"]["restore_ms"] / 1e3 for one in said if one["prefix_cache"]["restored"]]
+    times = [one["timings"] for one in said if one["prefix_cache"]["restored"]]
+    restores = [(one["restore_ms"] + one.get("late_restore_ms", 0)) / 1e3 for one in times]
     check_histogram(scraped, "restore_seconds", restores)
     for phase in ("queue", "prefill", "decode"):
         check_histogram(scraped, f"{phase}_seconds", told(phase))

@@ -65,6 +65,8 @@ HALVES: list[tuple[str, dict[str, Any]]] = [
     (MESSAGES, {"system": HALF}),
     ("/v1/messages/count_tokens", {"system": HALF}),
     ("/v1/embeddings", {"input": [HALF, "x"]}),
+    ("/api/chat", {"messages": [{"role": "user", "content": HALF}]}),
+    ("/api/generate", {"prompt": HALF, "system": HALF}),
     ("/tokenize", {"content": HALF}),
     ("/apply-template", {"messages": [USER | {"content": HALF}]}),
 ]
@@ -205,7 +207,15 @@ SPACE = {"type": "namespace", "name": "files", "description": "", "tools": [CUST
 PATCHED = {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": PATCH}
 EXEC = {"type": "exec", "command": ["ls"], "env": {}}
 SHELL = {"type": "local_shell_call", "id": "lsh_1", "call_id": "c1", "action": EXEC}
-SEARCHED = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}}
+HOSTED = [
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+    {"type": "image_generation_call", "id": "ig_1", "result": "AAAA"},
+    {"type": "shell_call", "call_id": "c9", "action": {"commands": ["ls"]}},
+    {"type": "shell_call_output", "call_id": "c9", "output": [{"stdout": "", "stderr": ""}]},
+    {"type": "apply_patch_call", "call_id": "c8", "operation": {"type": "delete_file", "path": "x"}},
+    {"type": "apply_patch_call_output", "call_id": "c8", "status": "completed"},
+    {"type": "mcp_list_tools", "id": "m_1", "server_label": "s", "tools": []},
+]
 
 
 def said_by_assistant(name: str, arguments: Any) -> str:
@@ -221,10 +231,10 @@ def said_by_assistant(name: str, arguments: Any) -> str:
         (SHELL, {"type": "function_call_output", "call_id": "c1"}, ("local_shell", EXEC)),
     ],
 )
-def test_the_items_of_codex_are_calls_and_results_and_a_search_without_a_result_is_left_out(
+def test_the_items_of_codex_are_calls_and_results_and_those_of_hosted_tools_are_left_out(
     client: httpx.Client, engine: ScriptedEngine, call: Any, output: Any, written: tuple[str, Any]
 ) -> None:
-    answer = served(client, RESPONSES, input=[USER, SEARCHED, call, output | {"output": "Done!"}])
+    answer = served(client, RESPONSES, input=[USER, *HOSTED, call, output | {"output": "Done!"}])
     assert engine.last_prompt == ASKED + said_by_assistant(*written) + NOTHING.replace("\n\n", "\nDone!\n") + SAID
     [listed] = [
         one

@@ -91,15 +91,15 @@ def test_what_shows_texts_deletes_or_controls_takes_the_token_and_from_no_other_
         assert stranger.get(path, headers=headers).status_code == status
 
 
-def test_a_token_of_another_start_is_refused_and_not_taken_for_a_key(
+def test_the_token_of_another_daemon_is_refused_and_not_taken_for_a_key(
     daemon: DaemonProcess, stranger: httpx.Client
 ) -> None:
-    headers = bearer("diskprefix-owner-of-another-start")
+    headers = bearer("diskprefix-owner-of-another-daemon")
     assert stranger.get("/health", headers=headers).status_code == 200
     for method, path in (("GET", "/v1/models"), ("POST", "/v1/chat/completions")):
         answer = stranger.request(method, path, headers=headers, json={} if method == "POST" else None)
         assert answer.status_code == 401
-        assert "the token is not this daemon's, which has a new one at each start" in answer.json()["error"]["message"]
+        assert "the token is not this daemon's: `diskprefix dashboard`" in answer.json()["error"]["message"]
     assert daemon.token not in daemon.log, "standard error is no terminal"
     daemon.wait_for_line(rf"the dashboard: {daemon.url}/ \(`diskprefix dashboard --url {daemon.url}` opens it\)")
 
@@ -204,7 +204,7 @@ def test_the_token_is_shown_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) 
         assert token_file.dashboard_line("http://localhost:1", "").endswith("browser: http://localhost:1/")
 
 
-def test_each_start_makes_a_token_of_its_own_which_only_the_user_can_read(chat_model: Path, tmp_path: Path) -> None:
+def test_the_token_which_only_the_user_can_read_lives_over_restarts(chat_model: Path, tmp_path: Path) -> None:
     with running_daemon(chat_model, tmp_path / "kv") as first:
         port = int(first.url.rpartition(":")[2])
         assert first.token
@@ -212,15 +212,20 @@ def test_each_start_makes_a_token_of_its_own_which_only_the_user_can_read(chat_m
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
         assert file.read_text() == token_at("127.0.0.1", port) == first.token
+        secret = cache_home() / "token"
+        assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+        assert first.token.endswith(secret.read_text().strip())
         assert first.stop(signal.SIGKILL) == -signal.SIGKILL
     assert file.exists()
     assert token_at("127.0.0.1", port) is None, "nobody is told the token of a daemon that has died"
-    with running_daemon(chat_model, tmp_path / "kv", port=port) as second:
-        assert token_at("127.0.0.1", port) == second.token != first.token
+    with running_daemon(chat_model, tmp_path / "kv") as second:
+        assert not file.exists(), "the next daemon removes it, whatever its port"
         with httpx.Client(base_url=second.url) as client:
-            assert client.get("/props", headers=bearer(first.token)).status_code == 401
+            assert client.get("/props", headers=bearer(first.token)).status_code == 200
+        with running_daemon(chat_model, tmp_path / "kv") as third:
+            assert third.token == second.token == first.token, "that of a daemon that runs is left alone"
         assert second.stop() == 0
-    assert not file.exists()
+    assert not file.with_name(f"127.0.0.1_{second.url.rpartition(':')[2]}").exists()
 
 
 @pytest.fixture
@@ -249,7 +254,7 @@ def test_the_token_is_for_the_addresses_on_which_the_daemon_listens(home: Path, 
         with kept("abc", [listener]):
             assert connected(listener, asked) == "abc"
         assert connected(listener, asked) is None
-    assert list(home.iterdir()) == []
+    assert list(home.glob("[!.]*")) == []
 
 
 @pytest.mark.usefixtures("home")
@@ -276,4 +281,4 @@ def test_a_file_that_cannot_be_made_is_a_warning(
     monkeypatch.setattr(fcntl, "flock", fail)
     with socket.create_server(("127.0.0.1", 0)) as listener, kept("abc", [listener]):
         pass
-    assert list(home.iterdir()) == []
+    assert list(home.glob("[!.]*")) == []

@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import anthropic.types as anthropic
 import httpx
+import ollama
 import openai.types.chat as openai_chat
 import openai.types.responses as openai_responses
 import pytest
@@ -105,6 +106,8 @@ def read(kind: Any, *texts: str) -> list[Any]:
         ("/v1/chat/completions", CHAT, openai_chat.ChatCompletion),
         ("/v1/completions", COMPLETION, Completion),
         ("/v1/messages", MESSAGE, anthropic.Message),
+        ("/api/chat", CHAT | {"stream": False}, ollama.ChatResponse),
+        ("/api/generate", {"prompt": "a", "stream": False}, ollama.GenerateResponse),
         ("/v1/messages/count_tokens", MESSAGE, anthropic.MessageTokensCount),
         *(("/v1/responses", body, openai_responses.Response) for body in RESPONSES.values()),
     ],

@@ -261,10 +261,11 @@ def test_an_error_counts_as_what_it_is_also_behind_a_status_of_200(
 
 
 def test_progress_is_told_in_chunks_without_choices() -> None:
-    sent = streamed(Prepared(ProgressEvent(100, 20, 60, 90, 12.345), *HELLO))
+    sent = streamed(Prepared(ProgressEvent(100, 20, 60, 90, 12.345, "disk"), *HELLO))
     first = events_of(sent.body.decode())[0]
     assert (first["choices"], first["object"]) == ([], "chat.completion.chunk")
-    assert first["prompt_progress"] == {"total": 100, "cache": 20, "processed": 60, "time_ms": 12.35}
+    told = {"total": 100, "cache": 20, "processed": 60, "time_ms": 12.35, "source": "disk"}
+    assert first["prompt_progress"] == told
 
 
 CHAT = "/v1/chat/completions"

@@ -1,31 +1,34 @@
-"""The models that are known by name: from `models.toml`, `--model`, `--models-dir`, and the hub's cache."""
+"""The models that are known by name: from `models.toml`, `--model`, `--models-dir`, the hub's cache, and the caches of
+other programs."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
-from diskprefix.extras.catalogue.proposals import proposed
-from diskprefix.model.load.checkpoint import require_weights
+from diskprefix.extras.catalogue.proposals import none_known
+from diskprefix.model.load.checkpoint import checkpoint_files, require_weights, weight_files
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.gguf_file import first_parts, model_stem
+from diskprefix.model.load.found_models import OWNERS, found_models, models_below
+from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.gguf_header import read_header
-from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
+from diskprefix.model.load.hub import cached_models
+from diskprefix.model.load.named_model import path_of, plain_name
 from diskprefix.native import build
 from diskprefix.nouns import MOST_NAME_CHARS, require_model_name
 from diskprefix.printable import first_line, shown
-from diskprefix.settings import OF_ONE_MODEL, Settings, cache_home, config_home, flag_of
+from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of
 
 log = logging.getLogger("diskprefix")
 
-_MOST_DEPTH = 4
 _SHOWN_NAMES = 8
 
 
@@ -44,7 +47,7 @@ class KnownModel:
     source: str
     path: Path | None
     origin: str
-    """`models.toml`, `--model`, `--models-dir`, `pulled` or `embedded`."""
+    """`models.toml`, `--model`, `--models-dir`, `pulled`, `embedded`, or one of `OWNERS`."""
     pin: bool = False
     idle_unload_s: float | None = None
 
@@ -84,34 +87,37 @@ class Catalogue:
         return self._models
 
     def find(self, name: str) -> KnownModel:
-        """Returns the model with a name or an alias. Raises `ModelNotFound`, which names the nearest."""
+        """Returns the model with a name or an alias, which Ollama's clients may end with `:latest`. Raises
+        `ModelNotFound`, which names the nearest."""
         require_model_name(name)
         by_name = self._by_name
-        if name in by_name:
-            return by_name[name]
+        for asked in (name, name.removesuffix(":latest")):
+            if asked in by_name:
+                return by_name[asked]
         folded = {known.casefold(): known for known in by_name}
         near = get_close_matches(name.casefold(), folded, n=1)
         if near:
             hint = f"the nearest name is {folded[near[0]]!r}"
         elif by_name:
-            names = [model.name for model in self._models]
-            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-            hint = f"there are {', '.join(names[:_SHOWN_NAMES])}{more}"
+            hint = f"there are {listed([model.name for model in self._models])}"
         else:
-            hint = f"no model is known; fetch one with `diskprefix pull {proposed()}`"
+            hint = none_known()
         raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
 
     def read_again(self) -> None:
         """Looks again for what was added, pulled or removed. If it raises `SettingsError`, all stays as it was.
 
-        A pulled model yields to one of the user's with its name: a pull must not keep a daemon from its start.
+        A model that was pulled or found yields to one with its name: it must not keep a daemon from its start.
         """
         models: list[KnownModel] = []
         by_name: dict[str, KnownModel] = {}
         for model in self._found():
-            if model.origin == "pulled" and (other := by_name.get(model.name)) is not None:
-                log.warning("[models] %s is %s, not what was pulled with this name", shown(model.name), other.source)
-                continue
+            if model.origin in ("pulled", *OWNERS):
+                if (other := by_name.get(model.name)) is not None:
+                    what = "was pulled with" if model.origin == "pulled" else f"{model.origin} has under"
+                    log.warning("[models] %s is %s, not what %s this name", shown(model.name), other.source, what)
+                    continue
+                model = replace(model, aliases=tuple(name for name in model.aliases if name not in by_name))
             if any(len(name) > MOST_NAME_CHARS for name in (model.name, *model.aliases)):
                 log.warning("[models] %s is left out: a name has at most %d characters", model.source, MOST_NAME_CHARS)
                 continue
@@ -133,24 +139,49 @@ class Catalogue:
             made = self._known(one.name, one.model, "models.toml")
             own = replace(made.settings, **one.own)
             yield replace(made, settings=own, aliases=one.aliases, pin=one.pin, idle_unload_s=one.idle_unload_s)
-        for model in settings.model_names:
-            yield from self._unless_seen(seen, plain_name(model), model, "--model")
+        for asked in settings.model_names:
+            yield from self._unless_seen(seen, plain_name(asked), asked, "--model")
         if settings.models_dir is not None:
+            try:
+                os.listdir(settings.models_dir)
+            except OSError as error:
+                raise SettingsError(f"--models-dir: cannot read {settings.models_dir}: {error.strerror}") from error
             for name, path in named(models_below(settings.models_dir), settings.models_dir):
                 yield from self._unless_seen(seen, name, str(path), "--models-dir")
-        # Who names models with --model serves these.
-        for name, path in cached_models() if settings.model is None else ():
+        if settings.model is not None:
+            # Who names models with --model serves these.
+            return
+        for name, path in cached_models():
             yield from self._unless_seen(seen, name, str(path), "pulled")
+        for model in found_models():
+            name, *aliases = model.names
+            for known in self._unless_seen(seen, name, str(model.parts[0]) if model.parts else name, model.owner):
+                yield replace(known, aliases=tuple(aliases))
 
     def _unless_seen(self, seen: set[str], name: str, model: str, origin: str) -> Iterator[KnownModel]:
         """Yields a model unless a part of the catalogue before this one has the same file or repository."""
-        if _identity(model) not in seen:
-            seen.add(_identity(model))
-            yield self._known(name, model, origin)
+        if _identity(model) in seen:
+            return
+        seen.add(_identity(model))
+        try:
+            known = self._known(name, model, origin)
+        except SettingsError as error:
+            # Such as a name that is not UTF-8. What was only found must not keep a daemon from its start.
+            if origin == "--model":
+                raise
+            log.warning("[models] a model is left out: %s", error.message)
+        else:
+            yield known
 
     def _known(self, name: str, model: str, origin: str) -> KnownModel:
         settings = replace(self._settings, model=model, models_dir=None, models_file=None, served_model_name=name)
-        return KnownModel(name=name, settings=settings, source=model, path=path_of(model), origin=origin)
+        return KnownModel(name=name, settings=settings, source=model, path=_path_or_none(model), origin=origin)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first of the names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return f"{', '.join(names[:_SHOWN_NAMES])}{more}"
 
 
 def embedded(settings: Settings) -> KnownModel:
@@ -159,54 +190,17 @@ def embedded(settings: Settings) -> KnownModel:
     return KnownModel(name=EMBEDDED.name, settings=own, source=EMBEDDED.name, path=path_of(None), origin="embedded")
 
 
-def path_of(model: str | None) -> Path | None:
-    """Returns the folder or the .gguf file of what --model says, None if it is not on this machine."""
-    if model is not None and os.path.exists(path := os.path.expanduser(model)):
-        return Path(path)
-    if model is not None and model != EMBEDDED.name:
-        return cached_model(model)
-    return next((cache_home() / "models" / EMBEDDED.requirement).glob("*.gguf"), None)
+def _path_or_none(model: str) -> Path | None:
+    # What is wrong with it is told when it is asked for.
+    with suppress(ModelError):
+        return path_of(model)
+    return None
 
 
 def _identity(model: str) -> str:
     """Returns a text that two names of one file, folder or repository share."""
-    path = path_of(model)
+    path = _path_or_none(model)
     return model if path is None else str(path.resolve())
-
-
-def plain_name(model: str) -> str:
-    """Returns the name under which a model is served that --model names: a file's without its extension."""
-    path = Path(os.path.expanduser(model))
-    if not os.path.exists(path):
-        return model
-    return path.resolve().name if path.is_dir() else model_stem(path)
-
-
-def models_below(folder: Path) -> list[Path]:
-    """Returns the models in a folder and below it, each folder once: folders with a configuration and weights, and
-    `.gguf` files, of which a split one counts by its first part. Raises `SettingsError` if it cannot be read."""
-    found: list[Path] = []
-    seen: set[Path] = set()
-    waiting = [(folder, 0)]
-    while waiting:
-        place, depth = waiting.pop()
-        if place.resolve() in seen:
-            continue
-        seen.add(place.resolve())
-        try:
-            entries = sorted(place.iterdir())
-        except OSError as error:
-            if depth:
-                continue
-            raise SettingsError(f"--models-dir: cannot read {folder}: {error.strerror}") from error
-        if is_model_folder(place):
-            found.append(place)
-            continue
-        files = [entry.name for entry in entries if is_gguf_model(entry.name) and entry.is_file()]
-        found += [place / name for name in first_parts(files)]
-        if depth < _MOST_DEPTH:
-            waiting += [(entry, depth + 1) for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
-    return sorted(found)
 
 
 def named(paths: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
@@ -240,6 +234,12 @@ def _needs(path: Path, settings: Settings) -> ModelNeeds:
     is_compiled = build.LIBRARY.exists() and settings.kernels != "torch"
     can_keep = is_compiled and settings.dtype in ("auto", "bfloat16")
     return needs_of_gguf(path, settings.weights if can_keep else "native", 4 if settings.dtype == "float32" else 2)
+
+
+def file_bytes(path: Path) -> int:
+    """Returns the bytes of the weights of a folder or a `.gguf` file. Raises `ModelError`, `OSError`."""
+    files = part_paths(path) if path.is_file() else checkpoint_files(path, weight_files(path))
+    return sum(file.stat().st_size for file in files)
 
 
 def template_of(path: Path) -> str:

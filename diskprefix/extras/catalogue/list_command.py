@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,18 @@ from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
 from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue, template_of
-from diskprefix.model.load.checkpoint import checkpoint_files, weight_files
+from diskprefix.extras.catalogue.catalogue import (
+    Catalogue,
+    KnownModel,
+    embedded,
+    file_bytes,
+    needs,
+    open_catalogue,
+    template_of,
+)
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
-from diskprefix.model.load.gguf_file import part_paths
+from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths, read_tensors
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.quants.quant_form import FILE_FORMS
 from diskprefix.printable import first_line
@@ -33,11 +42,13 @@ _PLACES = ("models_dir", "models_file", "kv_memory")
 @setting_options(_PLACES)
 @json_option
 def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
-    """List the models of models.toml, those below --models-dir, those that were fetched from the hub, and the embedded
-    one if it is the default: the type of most of their weights, the size of their files, what they need in memory, and
-    the longest context that is served.
+    """List the models of models.toml, those below --models-dir, those that were fetched from the hub, those that
+    Ollama, LM Studio and llama.cpp have on this machine, and the embedded one if it is the default. The columns are the
+    form of the weights, the size of the files, the memory that the model needs, and the longest context that is served.
 
-    Headers are read, and nothing else. A model that does not fit into the free memory has a "no" in the column fits.
+    The form is the one that the file's name or its header says, such as Q4_K_M, or else that of most weights. Headers
+    are read, and nothing else. A model that does not fit into the free memory has a "no" in the column fits. Models of
+    other programs are served where they are, by the names that those programs give them.
 
     With --architectures, the names in folders and in .gguf files have a column each. A prefix is restored anywhere (at
     every token or block) or at checkpoints. Exact at token: the state of a token has the same bits however the prompt
@@ -169,21 +180,29 @@ def row_of(known: KnownModel) -> dict[str, Any]:
         fit = _fit(known.settings)
         if fit is None or known.path is None:
             return row
-        file_bytes = sum(file.stat().st_size for file in _files(known.path))
+        num_bytes = file_bytes(known.path)
     except (ModelError, OSError) as error:
         return row | {"problem": first_line(error)}
-    weights = fit.needs.weights
     return row | {
-        "kind": max(weights, key=lambda form: (form in FILE_FORMS, weights[form]), default=None),
-        "file_bytes": file_bytes,
+        "kind": _kind(known.path, fit.needs.weights),
+        "file_bytes": num_bytes,
         "needed_bytes": fit.needed_bytes,
         "context": fit.context,
         "fits": fit.is_enough,
     }
 
 
-def _files(path: Path) -> list[Path]:
-    return part_paths(path) if path.is_file() else checkpoint_files(path, weight_files(path))
+def _kind(path: Path, weights: Mapping[str, int]) -> str | None:
+    """Returns the form of a model's weights. A Q4_K_M has matrices in several forms."""
+    if path.is_file():
+        if named := QUANT.search(model_stem(path)):
+            return named[1].upper()
+        from gguf import LlamaFileType
+
+        with suppress(ValueError):
+            header, _ = read_tensors(part_paths(path))
+            return str(LlamaFileType(header.values.get("general.file_type")).name).removeprefix("MOSTLY_")
+    return max(weights, key=lambda form: (form in FILE_FORMS, weights[form]), default=None)
 
 
 def _own(known: KnownModel) -> dict[str, Any]:

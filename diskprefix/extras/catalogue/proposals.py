@@ -23,6 +23,12 @@ the embeddings of each layer of Gemma 4 E2B and E4B (2.3 and 2.8 billion) have 1
 """
 
 
+def none_known() -> str:
+    """Returns that no model is known, and what to do."""
+    fetching = f"fetch one with `diskprefix pull {proposed()}`, or put a .gguf file below --models-dir"
+    return f"no model is known: {fetching}; the daemon looks again at SIGHUP and at its next start"
+
+
 def proposed() -> str:
     """Returns the largest model that fits into the free memory, or else the smallest."""
     free = available_ram_bytes()

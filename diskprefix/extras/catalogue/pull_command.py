@@ -17,6 +17,7 @@ from diskprefix.errors import ModelError, SettingsError
 from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
+from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.nouns import require_model_name
@@ -125,6 +126,8 @@ def _not_pulled(name: str, here: Sequence[str]) -> str:
     if os.path.exists(os.path.expanduser(name)):
         return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
     require_model_name(name)
+    if (found := found_model(name)) is not None:
+        return f"{name} belongs to {found.owner}, and only that removes it"
     near = get_close_matches(name, here, n=1)
     hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"
     return f"no model that was fetched from the hub is called {name!r}; {hint}"

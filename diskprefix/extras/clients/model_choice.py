@@ -10,11 +10,12 @@ from typing import Any
 from diskprefix.cli.options import variable_of
 from diskprefix.cli.tooling import status
 from diskprefix.errors import NotReady, SettingsError
-from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, plain_name, template_of
+from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, template_of
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.extras.clients.recipe import Served
 from diskprefix.extras.daemon_call import Call, key_for, wait_ready
+from diskprefix.model.load.named_model import plain_name
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 
@@ -83,8 +84,8 @@ def _problem(card: dict[str, Any], context: int) -> str:
 
 
 def flags_of_model(model: str | None) -> list[str]:
-    """Returns the flags with which `serve` has `model`. Without one, it is the largest of those that were fetched that
-    fits and calls tools, unless the daemon's own settings name models.
+    """Returns the flags with which `serve` has `model`. Without one, it is the largest on this machine that fits and
+    calls tools, unless the daemon's own settings name models.
 
     Raises `SettingsError` if there is no such model; it proposes one.
     """
@@ -95,9 +96,9 @@ def flags_of_model(model: str | None) -> list[str]:
     if catalogue or any(os.environ.get(variable_of(flag)) for flag in ("--model", "--models-dir", "--models-file")):
         return []
     with status("reading headers of models …"):
-        fetched = [known for known in Catalogue(Settings()).models() if known.path is not None]
-        rows = [row_of(known) | {"template": template_of(known.path)} for known in fetched if known.path is not None]
-    fit = [row for row in rows if row["fits"] and "tools" in row["template"] and row["context"] >= LEAST_CONTEXT]
+        here = [(known.path, row_of(known)) for known in Catalogue(Settings()).models()]
+        rows = [(path, row) for path, row in here if path is not None and row["fits"]]
+    fit = [row for path, row in rows if row["context"] >= LEAST_CONTEXT and "tools" in template_of(path)]
     if not fit:
         raise SettingsError(
             "no model that calls tools and fits is on this machine; fetch one with "

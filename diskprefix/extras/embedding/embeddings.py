@@ -85,6 +85,16 @@ class EmbeddingsRequest(CacheFields, TextFields):
 )
 async def embeddings(request: Request) -> Response:
     """A vector for each input: the model's last hidden states, pooled as its files say."""
+    body, serving, vectors, usage = await read_vectors(request)
+    fields: JsonObject = {"object": "list", "model": serving.model_name, "usage": usage}
+    daemon: Daemon = request.app.state.daemon
+    content = await daemon.threads.run_for(request, "writing", _written, fields, body, vectors)
+    return Response(content, media_type="application/json")
+
+
+async def read_vectors(request: Request) -> tuple[EmbeddingsRequest, Serving, list[Values], JsonObject]:
+    """Reads a body and computes its vectors. Returns them with the `usage`. Raises `InvalidRequest`, and the errors of
+    `Generation.next`."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True
@@ -111,11 +121,7 @@ async def embeddings(request: Request) -> Response:
             for prompt in prompts
         ]
         found = await _Readings(request, context, daemon, serving).run(requests)
-        usage = _count(context, [done for _, done in found])
-        fields: JsonObject = {"object": "list", "model": serving.model_name, "usage": usage}
-        vectors = [values for values, _ in found]
-        content = await daemon.threads.run_for(request, "writing", _written, fields, body, vectors)
-    return Response(content, media_type="application/json")
+        return body, serving, [values for values, _ in found], _count(context, [done for _, done in found])
 
 
 def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> list[Prompt]:
@@ -152,13 +158,13 @@ def _written(fields: JsonObject, body: EmbeddingsRequest, values: Sequence[Value
     """Returns the reply in JSON, written item by item: other threads do not run during a call of `dumps`."""
     dumps = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
     items = (
-        {"object": "embedding", "index": index, "embedding": _vector(one, body)} for index, one in enumerate(values)
+        {"object": "embedding", "index": index, "embedding": vector(one, body)} for index, one in enumerate(values)
     )
     written = ",".join(dumps(item) for item in items)
     return f'{dumps(fields)[:-1]},"data":[{written}]}}'.encode()
 
 
-def _vector(values: Values, body: EmbeddingsRequest) -> list[float] | str:
+def vector(values: Values, body: EmbeddingsRequest) -> list[float] | str:
     """Returns the beginning of a vector, with length 1."""
     wide = values[: body.dimensions].astype(np.float64)
     unit = (wide / (np.sqrt((wide * wide).sum()) or 1.0)).astype("<f4")

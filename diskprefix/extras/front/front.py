@@ -21,7 +21,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from diskprefix.api.error_forms import HttpError, one_line
-from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, SettingsError
+from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, ModelNotFound, NotReady, SettingsError
+from diskprefix.extras.catalogue.catalogue import listed
+from diskprefix.extras.catalogue.proposals import none_known
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refusal
 from diskprefix.extras.front.listing import Listing
@@ -35,10 +37,11 @@ from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.guards import BrowserGuard, caller_of
 from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
-from diskprefix.server.limits import BodyPace, InFlight
+from diskprefix.server.limits import LARGE_BYTES, BodyPace, InFlight
+from diskprefix.server.process.process import process_age_s
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
+_SHOW = "/api/show"
 _ATTEMPTS = 3
 """Workers that may die before they take a request, until it fails."""
 _LEAST_PAUSE_S = 1.0
@@ -130,8 +134,12 @@ class Front:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _begin(self) -> None:
-        """Loads what is kept, then learns what the other models need."""
+        """Tells what is there, loads what is kept, then learns what the other models need."""
         models = self._listing.models()
+        if not self._listing.only:
+            await self._listing.tell()
+            number, age_s = counted(len(models), "model"), process_age_s()
+            log.info("diskprefix ready on %s · %s · %.1f s", self._workers.address, number, age_s)
         for known in sorted(models, key=lambda known: not self._listing.is_kept(known)):
             await (self._start_kept(known) if self._listing.is_kept(known) else self._listing.learn(known))
 
@@ -163,6 +171,8 @@ class Front:
             await self._listing.read_again()
         except SettingsError as error:
             log.error("[front] %s; the models stay as they were", error.message)
+        else:
+            await self._listing.tell()
         notify(READY=1, STATUS="serving")
         for known in self._listing.models():
             await self._listing.learn(known)
@@ -315,6 +325,8 @@ class Front:
             return response
         with self._in_flight.counted(scope, caller.account) as incoming.place:
             known, keep_alive_s = await self._chosen(scope, incoming)
+            if scope["path"] == _SHOW and self._listing.only is None:
+                return self._routes.shown(known.name, caller)
             if not incoming.has_left:
                 await self._pass_on(known, scope, incoming, send, caller, keep_alive_s)
         return None
@@ -330,8 +342,8 @@ class Front:
     ) -> None:
         for _ in range(_ATTEMPTS):
             # What others read from time to time, or watch all day, neither loads a model nor keeps it in memory.
-            is_use = scope["method"] == "POST"
-            loads = is_use or scope["path"].startswith("/v1/models")
+            is_use = scope["method"] == "POST" and scope["path"] != _SHOW
+            loads = is_use or scope["path"].startswith(("/v1/models", "/api/tags", _SHOW))
             worker = await self._worker_for(known, caller.account, loads=loads)
             if loads:
                 self._swaps.begin_request(worker.place, caller.account)
@@ -358,7 +370,7 @@ class Front:
                 if loads:
                     worker.place.num_active -= 1
                     if is_use:
-                        worker.place.keep(caller.account, self._loop.time(), keep_alive_s, decides=caller.is_owner)
+                        worker.place.keep(caller.tenant, self._loop.time(), keep_alive_s, decides=caller.is_owner)
                     self._settle()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
@@ -400,9 +412,11 @@ class Front:
             return self._listing.find(name), keep_alive_s
         if (loaded := self._loaded_one()) is not None:
             return self._listing.find(loaded), keep_alive_s
-        names = ", ".join(known.name for known in self._listing.models()) or "none yet"
+        if not (names := [known.name for known in self._listing.models()]):
+            raise ModelNotFound(none_known(), param="model")
         where = "model" if scope["method"] == "POST" else "?model="
-        raise InvalidRequest.at("model", f"is required: this daemon has several models ({names}); say one in {where}")
+        said = f"is required: this daemon has several models ({listed(names)}); say one in {where}"
+        raise InvalidRequest.at("model", said)
 
     def _loaded_one(self) -> str | None:
         """Returns the only model that is loaded, None if there are several or none."""
@@ -416,7 +430,10 @@ class Front:
         if encoding.lower() != "identity":
             raise HttpError(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
         body = await incoming.read(headers, self._pace)
-        return Named() if incoming.has_left or not body else read_named(body)
+        if incoming.has_left or not body:
+            return Named()
+        # Other clients wait while the event loop reads megabytes.
+        return read_named(body) if len(body) <= LARGE_BYTES else await asyncio.to_thread(read_named, body)
 
     async def _ordered(self, name: str, what: str, caller: Caller) -> dict[str, str]:
         """Loads or unloads a model. Returns what is under way."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import uuid
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
-from diskprefix.api.error_forms import ANTHROPIC_PATH, anthropic_error, one_line, openai_error, retry_headers
+from diskprefix.api.error_forms import error_body, one_line, retry_headers
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.json_values import whole_characters
 from diskprefix.printable import shown
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
 log = logging.getLogger("diskprefix")
+
+_PART = re.compile(r"[\d.]+[a-z]+", re.ASCII)
 
 
 class Named(msgspec.Struct):
@@ -42,23 +44,28 @@ def read_named(body: bytes) -> Named:
 
 
 def keep_alive_seconds(value: str | float) -> float:
-    """Returns the seconds that a request says, infinite for a negative number. Raises `InvalidRequest`."""
+    """Returns the seconds that a request says, infinite for what is negative. Raises `InvalidRequest`.
+
+    Ollama's clients in Go send `1h30m0s`.
+    """
+    text = str(value)
+    unsigned = text[1:] if text[1:2].isdigit() and text[0] == "-" else text
     try:
-        seconds = float(value)
+        seconds = float(unsigned)
     except ValueError:
+        parts = _PART.findall(unsigned)
+        parts = parts if parts and "".join(parts) == unsigned else [text]
         try:
-            seconds = parse_duration(str(value), param="keep_alive")
+            seconds = sum(parse_duration(part, param="keep_alive") for part in parts)
         except DiskPrefixError as error:
             raise InvalidRequest(error.message, param="keep_alive") from error
-    return math.inf if seconds < 0 or math.isnan(seconds) else seconds
+    return math.inf if text != unsigned or not seconds >= 0 else seconds
 
 
 def refusal(scope: Scope, error: DiskPrefixError, *, sees_all: bool) -> JSONResponse:
     """Returns an error in the form of the API that was called, as a caller may see it who `sees_all` or not."""
     request_id = f"req_{uuid.uuid4().hex[:24]}"
-    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope)
-    told = error.told_to(sees_all=sees_all)
-    said = anthropic_error(told, request_id) if is_anthropic else openai_error(told)
+    said = error_body(scope, error.told_to(sees_all=sees_all), request_id)
     headers = {"x-request-id": request_id, "request-id": request_id} | (retry_headers(error) or {})
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"

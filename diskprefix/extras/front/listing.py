@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,12 +15,18 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from diskprefix.errors import DiskPrefixError, ModelError
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs, offered_by
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, file_bytes, listed, needs, offered_by
+from diskprefix.extras.catalogue.proposals import none_known
+from diskprefix.extras.ollama.ollama_models import facts_of
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
-from diskprefix.printable import first_line
+from diskprefix.model.load.found_models import models_below
+from diskprefix.printable import first_line, shown
 from diskprefix.settings import Settings
+from diskprefix.units import format_size
 
 T = TypeVar("T")
+
+log = logging.getLogger("diskprefix")
 
 _LEAST_KV_BYTES = 1 << 20
 _KV_PART = 4
@@ -34,7 +42,7 @@ class Listing:
         catalogue: Catalogue | None,
         needs: Callable[[Settings], ModelNeeds | None] = needs,
     ) -> None:
-        self._idle_unload_s = settings.idle_unload or None
+        self._idle_unload_s, self._models_dir = settings.idle_unload or None, settings.models_dir
         self.only = None
         if catalogue is None:
             # Its worker knows its name.
@@ -44,6 +52,8 @@ class Listing:
         """Also why they could not be read when it was tried last."""
         self._offers: dict[str, tuple[int, list[str]]] = {}
         """When the files of each model were written, in seconds since 1970, and its capabilities."""
+        self.facts: defaultdict[str, dict[str, Any]] = defaultdict(lambda: facts_of(None))
+        """What Ollama's API says of the files of each model."""
         self._learning = asyncio.Lock()
         self._reader = ThreadPoolExecutor(1, "models")
         """Not the event loop's own threads, for which its end waits."""
@@ -76,6 +86,13 @@ class Listing:
                 await self._read(self._catalogue.read_again)
             self._known_needs.clear()
 
+    async def tell(self) -> None:
+        """Logs the models with the sizes of their files, and whether --models-dir has none."""
+        log.info("[models] %s", listed(await self._read(lambda: [*map(_told, self.models())])) or "none")
+        folder = self._models_dir
+        if folder is not None and not await self._read(models_below, folder):
+            log.warning("[models] --models-dir %s has no .gguf file and no model's folder; %s", folder, none_known())
+
     async def learn(self, known: KnownModel) -> None:
         """Reads what a model needs from the disk, unless that is known. `sized` and `cards` do not wait for it."""
         async with self._learning:
@@ -84,6 +101,7 @@ class Listing:
                     found: ModelNeeds | DiskPrefixError | None = await self._read(self._needs, known.settings)
                     if isinstance(found, ModelNeeds) and known.path is not None:
                         self._offers[known.name] = await self._read(_offer, known, known.path, found)
+                        self.facts[known.name] = await self._read(facts_of, known.path)
                 except DiskPrefixError as error:
                     found = error
                 except OSError as error:
@@ -158,6 +176,14 @@ class Listing:
         if isinstance(found, DiskPrefixError):
             raise found
         return found
+
+
+def _told(known: KnownModel) -> str:
+    try:
+        size = "not fetched yet" if known.path is None else format_size(file_bytes(known.path))
+    except (ModelError, OSError):
+        size = "cannot be read"
+    return f"{shown(known.name)} ({size}, {known.origin})"
 
 
 def _offer(known: KnownModel, path: Path, needs: ModelNeeds) -> tuple[int, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import ModelWorker
+from diskprefix.extras.ollama.ollama_models import VERSION, require_served, running, shown_model, tag
 from diskprefix.extras.web_page import CHAT_PAGE, DASHBOARD_PAGE, wants_page
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import shown
@@ -52,11 +54,14 @@ class OwnRoutes:
             caller.require_owner()
             name, _, what = path.removeprefix("/models/").rpartition("/")
             return JSONResponse(await self._order(name, what, caller))
+        require_served(path)
+        if path == "/api/version":
+            return JSONResponse(VERSION)
         if self._listing.only is not None:
-            if path == "/health" and self._swaps.of(self._listing.only.name) is None:
-                is_kept = self._listing.is_kept(self._listing.only)
+            is_kept, is_loaded = self._listing.is_kept(self._listing.only), self._swaps.of(self._listing.only.name)
+            if path == "/health" and not is_loaded:
                 return JSONResponse({"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
-            return None
+            return JSONResponse({"models": []}) if path == "/api/ps" and not is_loaded else None
         if path.startswith("/v1/responses/") and method != "POST" and b"model=" not in scope["query_string"]:
             return await self._stored(scope)
         return await self._of_several(path, scope, caller) if method in ("GET", "HEAD") else None
@@ -85,16 +90,34 @@ class OwnRoutes:
                 caller.require_owner()
                 places = [_shown_place(place) for place in self._swaps.places]
                 return JSONResponse({"memory_limit": self._swaps.limit_bytes, "models": places})
+            case "/api/tags":
+                cards = self._cards(None, caller)["data"]
+                return JSONResponse({"models": [tag(card, self._listing.facts[card["id"]]) for card in cards]})
+            case "/api/ps":
+                ready = [place for place in self._by_place if place.phase is Phase.READY]
+                return JSONResponse({"models": [self._running(place, caller) for place in ready]})
         if path != "/v1/models" and not path.startswith("/v1/models/"):
             return None
-        cards = self._listing.cards(
-            path.removeprefix("/v1/models").removeprefix("/") or None,
+        is_anthropic = "anthropic-version" in Headers(scope=scope)
+        name = path.removeprefix("/v1/models").removeprefix("/") or None
+        return JSONResponse(self._cards(name, caller, is_anthropic=is_anthropic))
+
+    def _cards(self, name: str | None, caller: Caller, *, is_anthropic: bool = False) -> dict[str, Any]:
+        return self._listing.cards(
+            name,
             {place.model for place in self._swaps.places if place.phase is Phase.READY},
             self._swaps.limit_bytes or available_ram_bytes(),
-            is_anthropic="anthropic-version" in Headers(scope=scope),
+            is_anthropic=is_anthropic,
             sees_all=caller.sees_all,
         )
-        return JSONResponse(cards)
+
+    def _running(self, place: Place, caller: Caller) -> dict[str, Any]:
+        idle_s = math.inf if place.is_pinned else place.expires_at() - asyncio.get_running_loop().time()
+        return running(self._cards(place.model, caller), self._listing.facts[place.model], place.needed_bytes, idle_s)
+
+    def shown(self, name: str, caller: Caller) -> Response:
+        """Returns the answer of `/api/show`, which loads nothing."""
+        return JSONResponse(shown_model(self._cards(name, caller), self._listing.facts[name]))
 
     @property
     def _ready(self) -> list[ModelWorker]:
@@ -105,7 +128,10 @@ class OwnRoutes:
         of a newer one may not be written yet. Raises `NotReady` if no model is loaded."""
         answer = None
         for worker in self._ready:
-            answer = await _answer_of(worker, scope, _STORED_S) or answer
+            found = await _answer_of(worker, scope, _STORED_S)
+            if found is None and scope["method"] == "DELETE":
+                raise NotReady("the process of a model did not say in time whether it deleted the response; ask again")
+            answer = found or answer
             if answer is not None and answer.status_code != 404:
                 break
         if answer is None:

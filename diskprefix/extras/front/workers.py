@@ -305,8 +305,10 @@ class Workers:
             message = ""
         if not message:
             return False
-        worker.seen_at = self._loop.time()
         told = dict(line.partition("=")[::2] for line in message.split("\n"))
+        if told.keys() - {"STATUS"}:
+            # A worker whose work hangs tells so, but is not alive.
+            worker.seen_at = self._loop.time()
         worker.failure = told.get("FAILED", worker.failure)
         worker.status = told.get("STATUS", worker.status)
         if "READY" in told and worker.ready_at is None:

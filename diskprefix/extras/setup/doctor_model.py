@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.catalogue.catalogue import needs, path_of
+from diskprefix.extras.catalogue.catalogue import needs
 from diskprefix.extras.catalogue.proposals import proposed
 from diskprefix.extras.setup.doctor_machine import Finding
+from diskprefix.model.load.named_model import path_of
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
 

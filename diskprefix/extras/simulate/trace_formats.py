@@ -35,7 +35,7 @@ _MOST_TOKENS = 1 << 24
 """The maximum length of a prompt."""
 _NESTED = "it is nested too deeply"
 _LEAST_MEASURED_S = 1e-3
-_KNOWN = "a Mooncake trace (hash_ids) or a recording of the daemon (hashes)"
+_KNOWN = "a file of `diskprefix serve --record` or a Mooncake trace (hash_ids)"
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
@@ -57,7 +57,10 @@ def read_trace(path: Path, *, name: str = "", warn: Warn = log.warning) -> Trace
     number, line = next(_numbered_lines(path, warn), (0, b""))
     if not line:
         raise _refused(path, None, f"it is empty; give {_KNOWN}")
-    first: JsonObject = _decode(path, number, line, JsonObject)
+    try:
+        first: JsonObject = _decode(path, number, line, JsonObject)
+    except SettingsError as error:
+        raise SettingsError(f"{error.message}; TRACE is {_KNOWN}") from error
     lines, name = _numbered_lines(path, warn), name or path.stem
     if "hash_ids" in first:
         return _mooncake(path, lines, name)

@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from diskprefix.cli.options import api_key_option, option, url_option
 from diskprefix.cli.tooling import status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.daemon_call import Stream, running_daemon, streaming_daemon, wait_ready
+from diskprefix.extras.open_page import open_page
 from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted, format_duration
 
 _EPILOG = """\b
 Examples:
   diskprefix chat
+  diskprefix chat --browser                 the same as a page in a browser
   diskprefix chat --system notes.txt        with instructions or a document that every prompt begins with
   echo "Name three rivers." | diskprefix chat
 
@@ -104,23 +107,27 @@ class Talk:
     show_default="the daemon's",
     help="How freely the model chooses its words; 0: always the likeliest.",
 )
+@click.option("--browser", is_flag=True, help="Open the chat page in a browser; all else is chosen there.")
 @url_option()
 @api_key_option("The key to send.", otherwise="the key that agents of this user send")
-def chat(
-    model: str | None, system: Path | None, max_tokens: int, temperature: float | None, url: str, api_key: str | None
-) -> None:
+def chat(system: Path | None, browser: bool, url: str, api_key: str | None, **fields: Any) -> None:
     """Talk to the model of a running daemon.
 
     Below each reply stands what the cache did: how many tokens of the prompt were restored, and when the first token
-    came. `/chat` at the daemon's address is the same in a browser.
+    came. `--browser` opens the same as a page.
     """
+    if browser:
+        for name in ("system", *fields):
+            if click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE:
+                raise SettingsError(f"--browser: --{name.replace('_', '-')} is set on the page; leave it out")
+        open_page(url, api_key, "chat")
+        return
     try:
         begin = [] if system is None else [{"role": "system", "content": system.read_text(encoding="utf-8")}]
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"--system: {system} cannot be read as text: {error}") from error
     with status(_WAITING) as say:
         wait_ready(running_daemon(url, api_key), url, say)
-    fields = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
     talk = Talk(streaming_daemon(url, api_key), fields, begin)
     if not sys.stdin.isatty():
         text = sys.stdin.buffer.read().decode("utf-8", "replace")

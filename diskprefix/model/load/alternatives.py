@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted, needs_of_gguf
 from diskprefix.model.load.hub import listing_of
+from diskprefix.model.load.named_model import own_path
 from diskprefix.settings import Settings
 
 _MOST_OTHERS = 8
@@ -31,11 +30,11 @@ def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:
     is_plain = settings.dtype in ("auto", "bfloat16") and settings.device in ("auto", "cpu")
     if settings.model is None or settings.model == EMBEDDED.name or not is_plain:
         return
-    path = Path(os.path.expanduser(settings.model))
-    if not os.path.exists(path):
+    path = own_path(settings.model)
+    if path is None:
         listing = listing_of(settings.model)
         yield from () if listing is None else listing.other_forms()
-    elif path.is_file():
+    elif path.is_file() and path.suffix:
         others = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda other: -other.stat().st_size)
         smaller = [other for other in others if other.stat().st_size < path.stat().st_size]
         for other in smaller[:_MOST_OTHERS]:

@@ -94,10 +94,8 @@ def require_weights(folder: Path) -> list[Path]:
 
 
 def _hint(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return "; it holds an adapter: give the folder of the merged model"
-    gguf = sorted(folder.glob("*.gguf"))
-    return f"; to serve {gguf[0].name}, give the path of that file" if gguf else ""
+    is_adapter = (folder / "adapter_config.json").is_file()
+    return "; it holds an adapter: give the folder of the merged model" if is_adapter else ""
 
 
 def checkpoint_files(folder: Path, files: Sequence[Path]) -> list[Path]:

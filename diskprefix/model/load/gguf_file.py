@@ -10,6 +10,7 @@ from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import FileTensor, GgufHeader, read_header
+from diskprefix.model.load.manifests import is_blob, manifest_of
 
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
@@ -30,6 +31,9 @@ def within_block(name: str) -> str:
 
 def part_paths(gguf: Path) -> list[Path]:
     """Returns all parts of the model that `gguf` is, or is a part of. Raises `ModelError` if one is missing."""
+    if is_blob(gguf):
+        of_blob = manifest_of(gguf)
+        return [gguf] if of_blob is None else of_blob.parts
     found = _PART.fullmatch(gguf.stem)
     if found is None:
         return [gguf]

@@ -182,12 +182,13 @@ def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: in
 # -- what is on this machine -----------------------------------------------------------------------------------------
 
 
-def cached_models() -> Iterator[tuple[str, Path]]:
+def cached_models(cache: Path | None = None) -> Iterator[tuple[str, Path]]:
     """Yields the models in the hub's cache, each with its name (`org/name`, or `org/name:quant`) and its folder or the
-    first part of its `.gguf` file. Models of which a file is missing are left out."""
+    first part of its `.gguf` file. Models of which a file is missing are left out. `cache`: another folder with the
+    same layout."""
     from huggingface_hub import constants
 
-    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+    for folder in sorted(Path(cache or constants.HF_HUB_CACHE).glob("models--*")):
         found: dict[str, Path] = {}
         for snapshot in _snapshots(folder):
             for name, files in _models_in(snapshot):
@@ -224,6 +225,12 @@ def _snapshots(folder: Path) -> list[Path]:
         main = ""
     found = sorted((folder / "snapshots").glob("*/"), key=lambda one: (one.name == main, one.stat().st_mtime))
     return found[::-1]
+
+
+def gguf_models_in(folder: Path) -> list[Path]:
+    """Returns the `.gguf` models in a folder, of a split one the first part. Raises `OSError`."""
+    files = (one.name for one in folder.iterdir() if is_gguf_model(one.name) and one.is_file())
+    return [folder / first for first in first_parts(files)]
 
 
 def is_model_folder(folder: Path) -> bool:

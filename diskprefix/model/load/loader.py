@@ -23,11 +23,11 @@ from diskprefix.model.load.draft_layer import HAVE_DRAFT_LAYER, further_layers
 from diskprefix.model.load.embedded import EMBEDDED, embedded_file
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import ROOM_BYTES, Fit, ModelNeeds, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.gguf_file import file_stamp, model_stem, part_paths
+from diskprefix.model.load.gguf_file import file_stamp, part_paths
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.memory import available_bytes, available_ram_bytes, explain_out_of_memory, use_gpu
-from diskprefix.model.load.named_model import is_embedded, name_faster, require_named
+from diskprefix.model.load.named_model import is_embedded, name_faster, own_path, plain_name, require_named
 from diskprefix.model.load.picture_processor import PictureProcessor
 from diskprefix.model.load.tokenizer import read_tokenizer, read_tokenizer_ahead
 from diskprefix.native.library import choose, operators
@@ -123,11 +123,13 @@ class BegunPacking:
 def begin_packing(settings: Settings) -> BegunPacking | None:
     """Begins to pack the matrices of a `.gguf` file for `load_model`, beside the import of transformers. Returns None
     for other models, and where memory is short. An error is left to `load_model`."""
-    path = Path(os.path.expanduser(settings.model or ""))
-    is_file = path.suffix.lower() == ".gguf" and os.path.isfile(path) and _DEVICE.fullmatch(settings.device)
-    if not is_file or settings.weights != "auto" or settings.dtype not in ("auto", "bfloat16"):
+    if not _DEVICE.fullmatch(settings.device) or settings.weights != "auto":
+        return None
+    if settings.model is None or is_embedded(settings.model) or settings.dtype not in ("auto", "bfloat16"):
         return None
     with suppress(DiskPrefixError, OSError, MemoryError):
+        if (path := own_path(settings.model)) is None or not path.is_file():
+            return None
         # Nothing here imports transformers.
         from diskprefix.model.load.gguf import whole_matrices
         from diskprefix.model.quants.file_matrix import packed_bytes
@@ -295,12 +297,9 @@ def _find(
     require_named(model, flag)
     if model is None or is_embedded(model):
         return embedded_file(progress), EMBEDDED.name
-    path = Path(os.path.expanduser(model))
-    if os.path.isdir(path):
-        return path, path.resolve().name
-    if os.path.isfile(path):
-        return path, model_stem(path)
-    return fetched_model(model, progress, flag, before_fetch, with_weights=with_weights), model
+    if (path := own_path(model)) is None:
+        path = fetched_model(model, progress, flag, before_fetch, with_weights=with_weights)
+    return path, plain_name(model)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

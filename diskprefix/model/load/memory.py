@@ -103,6 +103,15 @@ def available_ram_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/f
     return min([_machine_ram(proc), *_cgroup_rests(proc, cgroups)])
 
 
+def resident_bytes() -> int | None:
+    """Returns the resident memory of this process in whole MiB, so that few pages more are no news. None without
+    /proc."""
+    with suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") >> 20 << 20
+    return None
+
+
 def _machine_ram(proc: Path) -> int:
     for line in _read(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):

@@ -9,13 +9,16 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.checkpoint import weight_files_of
+from diskprefix.model.load.checkpoint import SAFETENSORS, weight_files_of
 from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.gguf_file import first_parts
-from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model
+from diskprefix.model.load.found_models import found_model, found_models
+from diskprefix.model.load.gguf_file import model_stem, part_paths
+from diskprefix.model.load.hub import cached_model, cached_models, gguf_models_in, is_gguf_model
+from diskprefix.model.load.manifests import is_blob
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
-from diskprefix.settings import Settings
+from diskprefix.settings import Settings, cache_home
+from diskprefix.units import format_size
 
 
 def is_embedded(model: str | None) -> bool:
@@ -27,25 +30,79 @@ def default_sampling(settings: Settings) -> dict[str, float]:
     return {**(EMBEDDED.sampling if is_embedded(settings.model) else {}), **settings.sampling_values}
 
 
+def path_of(model: str | None) -> Path | None:
+    """Returns the folder or the `.gguf` file of what --model says, None if it is not on this machine. Raises
+    `ModelError` as `own_path`."""
+    if model is None or is_embedded(model):
+        return next((cache_home() / "models" / EMBEDDED.requirement).glob("*.gguf"), None)
+    return own_path(model) or cached_model(model)
+
+
+def own_path(model: str) -> Path | None:
+    """Returns the folder or the file of a path, or of a model that another program has under this name. None for other
+    names, and for those in the hub's cache, of which the hub may have a newer version.
+
+    A folder with one `.gguf` model, and none in safetensors, stands for that. Raises `ModelError` if it has several, or
+    if the other program's model cannot be served.
+    """
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
+        return _model_in(path)
+    if os.path.exists(path):
+        return path
+    if cached_model(model) is not None or (found := found_model(model)) is None:
+        return None
+    if found.problem:
+        raise ModelError(f"{found.owner}'s model {model}: {found.problem}")
+    return found.parts[0]
+
+
+def _model_in(folder: Path) -> Path:
+    files = list[Path]()
+    with suppress(OSError):
+        is_whole = (folder / "config.json").is_file() and any(folder.glob(SAFETENSORS))
+        files = [] if is_whole else gguf_models_in(folder)
+    if len(files) > 1:
+        sizes = ", ".join(f"{escaped(file.name)} ({format_size(_num_bytes(part_paths(file)))})" for file in files)
+        raise ModelError(f"{folder} holds {len(files)} models; give the path of one: {sizes}")
+    return files[0] if files else folder
+
+
+def plain_name(model: str) -> str:
+    """Returns the name under which a model is served that --model names: a file's without its extension."""
+    path = Path(os.path.expanduser(model))
+    if not os.path.exists(path):
+        return model
+    with suppress(ModelError, OSError):
+        path = own_path(model) or path
+    return path.resolve().name if path.is_dir() else model_stem(path)
+
+
 def require_named(model: str | None, flag: str, *, with_weights: bool = False) -> None:
-    """Raises `ModelError` with the nearest name if there is no such path, or a name without a slash is not in the hub's
-    cache. `with_weights`: files that are missing in a folder are noticed, too."""
+    """Raises `ModelError` with the nearest name if there is no such path, or a name without a slash is not on this
+    machine. `with_weights`: files that are missing in a folder are noticed, too."""
     if model is None or is_embedded(model):
         return
     path = Path(os.path.expanduser(model))
     is_gguf = path.suffix.lower() == ".gguf"
-    if model.strip() and os.path.isdir(path):
+    try:
+        found = path_of(model) if model.strip() else None
+    except ModelError as error:
+        raise ModelError(f"{flag}: {error.message}") from error
+    if found is not None and found.is_dir():
         if with_weights:
-            weight_files_of(path)
-    elif os.path.isfile(path):
-        if not is_gguf:
+            weight_files_of(found)
+    elif found is not None:
+        if found == path and not (is_gguf or is_blob(path)):
             raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
     elif is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"{flag}: no such file or folder: {model!r}{_nearest(model, _models_beside(path))}")
-    elif "/" not in model and cached_model(model) is None:
-        names = [EMBEDDED.name, *_models_beside(path), *(name for name, _ in cached_models())]
+    elif "/" not in model:
+        here = (*(name for name, _ in cached_models()), *(one.names[0] for one in found_models()))
+        near = _nearest(model, [EMBEDDED.name, *_models_beside(path), *here])
         raise ModelError(
-            f"{flag}: {model!r} is no file or folder here, and names of the hub are org/name{_nearest(model, names)}"
+            f"{flag}: {model!r} is no file or folder here, no model of `diskprefix list`, and names of the hub are "
+            f"org/name{near}"
         )
 
 
@@ -68,11 +125,10 @@ def _nearest(model: str, names: Iterator[str] | list[str]) -> str:
 def name_faster(folder: Path, files: list[Path], report: Report) -> None:
     """Reports a smaller `.gguf` model beside the weight `files` that are served. It would be faster on a CPU."""
     served = _num_bytes(files)
-    models = first_parts(one.name for one in folder.glob("*.gguf") if is_gguf_model(one.name))
-    sizes = {name: _num_bytes([folder / part for part in parts]) for name, parts in models.items()}
-    smaller = {name: size for name, size in sizes.items() if size < served}
+    sizes = {path: _num_bytes(part_paths(path)) for path in gguf_models_in(folder)}
+    smaller = {path: size for path, size in sizes.items() if size < served}
     if smaller:
-        best = escaped(str(folder / max(smaller, key=lambda name: smaller[name])))
+        best = escaped(str(max(smaller, key=lambda path: smaller[path])))
         report(f"serving the safetensors of {folder}; a .gguf file there is smaller, so it is faster: --model {best}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import QUANT, read_tensors
+from diskprefix.model.load.manifests import manifest_of
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
 
@@ -51,23 +53,28 @@ def _base(name: str) -> str:
 
 
 def projector_beside(gguf: Path, text: Metadata, report: Report = lambda _line: None) -> Projector | None:
-    """Returns the encoder of a model of text in the same folder: of those that fit it, the first of
-    `preferred_projectors`. Others before it are reported. Raises `ModelError` for one that is damaged."""
+    """Returns the encoder of a model of text: of those that its manifest names, or that stand in the same folder in
+    the order of `preferred_projectors`, the first that fits. Others before it are reported. Raises `ModelError` for one
+    that is damaged."""
     from diskprefix.model.gguf.encoders import HAVE_ENCODER, MAY_HAVE_ENCODER
 
     if text.architecture not in MAY_HAVE_ENCODER:
         return None
-    names = preferred_projectors((one.name for one in gguf.parent.iterdir()), gguf.name)
-    for name in names:
+    if (manifest := manifest_of(gguf)) is not None:
+        paths = manifest.projectors
+    else:
+        beside = preferred_projectors(os.listdir(gguf.parent), gguf.name)
+        paths = [gguf.parent / name for name in beside]
+    for path in paths:
         try:
-            found = _read(gguf.parent / name, text)
+            found = _read(path, text)
         except OSError as error:
-            raise ModelError(f"cannot read {gguf.parent / name}: {first_line(error)}") from error
+            raise ModelError(f"cannot read {path}: {first_line(error)}") from error
         if isinstance(found, Projector):
-            report(f"pictures are encoded by {name}")
+            report(f"pictures are encoded by {path.name}")
             return found
-        report(f"{name} is not used: {found}")
-    if not names and text.architecture in HAVE_ENCODER:
+        report(f"{path.name} is not used: {found}")
+    if not paths and text.architecture in HAVE_ENCODER:
         report(f"{gguf.name} is served for text only: there is no mmproj file beside it")
     return None
 

@@ -1,64 +1,34 @@
-"""The sandbox of chat templates, with bounds. A template is code that comes with a model. Jinja2's sandbox hides the
-process from it, but one expression (`'x' * 2**31`) could take all memory of the machine.
+"""The sandbox of chat templates. A template is code that comes with a model: Jinja2's sandbox hides the process.
 
-Only what one operation makes is bounded. A template whose loops do not end makes the daemon `degraded`.
+A template may take time and memory without bound all the same: the daemon is `degraded` while one does. Only the
+shortest ways to take all memory of the machine at once (`'x' * 2**31`) are closed.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
-from jinja2 import Template, sandbox
+from jinja2 import sandbox
 
 _MOST = 1 << 24
-"""Characters, items or bits that one operation may make."""
-_MOST_WIDTH = 1 << 10
+"""Characters, items or bits that one multiplication may make."""
 _MOST_RANGE = 1 << 15
-_WIDE = re.compile(r"%(?:\([^()%]*\))?[-#0 +.\d]*(?:\*|\d{5})")
-_WIDE_FIELD = re.compile(r"\{[^{}:]*:[^{}]*(?:\{|\d{5})")
-"""In texts to format with `%` and with `format`: a width of five digits and more, or one that a value gives."""
-_FILTERS = ("batch", "center", "indent", "join", "slice", "tojson", "wordwrap")
-"""Filters with widths and separators."""
 
 
 class BoundedSandbox(sandbox.ImmutableSandboxedEnvironment):
-    """Raises `OverflowError` for an operation, a filter or a method that would make much of little."""
+    """Raises `OverflowError` for a multiplication or a power that would make much of little."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def from_string(self, source: Any, *args: Any, **options: Any) -> Template:
-        # Not earlier: transformers gives the environment filters of its own.
-        checks = dict.fromkeys(_FILTERS, _require_narrow) | {"format": _require_format, "replace": _require_replaced}
-        self.filters |= {name: _checked(self.filters[name], check) for name, check in checks.items()}
-        return super().from_string(source, *args, **options)
+    intercepted_binops = frozenset({"*", "**"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%":
-            _require_format(left)
-        elif isinstance(left, int) and isinstance(right, int):
-            _require(left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length())
-        elif isinstance(left, int) or isinstance(right, int):
+        if isinstance(left, int) and isinstance(right, int):
+            size = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        else:
             times, many = (left, right) if isinstance(left, int) else (right, left)
-            _require(times * len(many) if isinstance(many, str | list | tuple) else 0)
+            size = times * len(many) if isinstance(times, int) and isinstance(many, str | list | tuple) else 0
+        if size > _MOST:
+            raise OverflowError("a template may not make as much in one operation")
         return super().call_binop(context, operator, left, right)
-
-    def wrap_str_format(self, value: Any) -> Any:
-        if (wrapped := super().wrap_str_format(value)) is not None:
-            _require_format(value.__self__, wide=_WIDE_FIELD)
-        return wrapped
-
-    def call(self, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
-        match getattr(function, "__self__", None), getattr(function, "__name__", ""):
-            case str() as text, "replace":
-                _require_replaced(text, *args, **options)
-            case str() as text, "join":
-                _require_narrow(None, text)
-            case str() | int(), "center" | "ljust" | "rjust" | "zfill" | "expandtabs" | "to_bytes":
-                _require_narrow(None, *args, **options)
-        return super().call(context, function, *args, **options)
 
 
 def bound_templates() -> None:
@@ -67,36 +37,3 @@ def bound_templates() -> None:
 
     sandbox.MAX_RANGE = _MOST_RANGE
     chat_template_utils.ImmutableSandboxedEnvironment = BoundedSandbox
-
-
-def _checked(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """Returns a filter whose value and arguments are checked first."""
-    # Some get the environment, or the context of the evaluation, before the value.
-    start = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    @wraps(function)
-    def bounded(*args: Any, **options: Any) -> Any:
-        check(*args[start:], **options)
-        return function(*args, **options)
-
-    return bounded
-
-
-def _require(number: int) -> None:
-    if number > _MOST:
-        raise OverflowError("a template may not make as much in one operation")
-
-
-def _require_narrow(_value: Any, *args: Any, **options: Any) -> None:
-    for one in (*args, *options.values()):
-        if (one if isinstance(one, int) else len(one) if isinstance(one, str) else 0) > _MOST_WIDTH:
-            raise OverflowError(f"a template may have no width or separator above {_MOST_WIDTH}")
-
-
-def _require_format(text: Any, *_args: Any, wide: re.Pattern[str] = _WIDE, **_options: Any) -> None:
-    if isinstance(text, str) and wide.search(text):
-        raise OverflowError("a template may have no width of more than four digits, nor one that a value gives")
-
-
-def _require_replaced(text: Any, old: Any = "", new: Any = "", *_args: Any, **_options: Any) -> None:
-    _require(str(text).count(str(old)) * len(str(new)))

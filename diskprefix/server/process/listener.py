@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import json
 import os
 import socket
+from contextlib import closing, suppress
 from dataclasses import replace
+from http.client import HTTPConnection, HTTPException
 
 from diskprefix.errors import SettingsError
+from diskprefix.printable import shown
+from diskprefix.server.process.token_file import token_at
 from diskprefix.settings import Settings
 
 STALLED_S = 60
@@ -16,6 +21,7 @@ STALLED_S = 60
 
 _KEEPALIVE_S, _KEEPALIVE_PROBES = 15, 4
 BACKLOG = 2048
+_ASK_S, _MOST_HEALTH_BYTES = 2.0, 1 << 16
 _ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
 LAUNCHED_FD = "_DISKPREFIX_LISTEN_FD"
 """The variable in which `diskprefix launch` passes the number of a socket that listens."""
@@ -94,10 +100,26 @@ def listen(host: str, port: int) -> list[socket.socket]:
     if failure is not None and (not listeners or failure.errno not in _ABSENT_ADDRESS):
         for listener in listeners:
             listener.close()
-        hint = "is a daemon running already? Choose another with --port" if port else "see --host"
-        message = f"--port: cannot listen on {host}:{port}: {os.strerror(failure.errno or 0)}; {hint}"
+        flag, hint = "--port", "choose another with --port"
+        if failure.errno in _ABSENT_ADDRESS:
+            flag, hint = "--host", "give an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
+        elif failure.errno == errno.EADDRINUSE:
+            hint = f"{_who_answers(host, port)}; {hint}"
+        message = f"{flag}: cannot listen on {host}:{port}: {os.strerror(failure.errno or 0)}; {hint}"
         raise SettingsError(message) from failure
     return listeners
+
+
+def _who_answers(host: str, port: int) -> str:
+    """Returns which program uses a port, for people: a daemon with its models, if one answers."""
+    token = token_at(host, port)
+    with suppress(OSError, ValueError, LookupError, AttributeError, HTTPException):
+        with closing(HTTPConnection(host, port, timeout=_ASK_S)) as connection:
+            connection.request("GET", "/health", headers={"Authorization": f"Bearer {token}"} if token else {})
+            health = json.loads(connection.getresponse().read(_MOST_HEALTH_BYTES))
+        models = [*health["models"]] if "models" in health else [health["model"]] if health["model"] else []
+        return f"diskprefix answers there{' with ' if models else ''}{', '.join(map(shown, models))}"
+    return "another program uses it"
 
 
 def _configured(listener: socket.socket) -> socket.socket:

@@ -34,7 +34,7 @@ from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.server.process.token_file import dashboard_line, kept
 from diskprefix.settings import Settings
 from diskprefix.store.folder import crash_file, make_folder
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -186,15 +186,14 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
 
 
 def made_token(settings: Settings) -> OwnerToken | None:
-    """Returns a new token for the owner of a daemon, None if it has API keys."""
-    return OwnerToken.new() if settings.api_keys is None else None
+    """Returns the token of the owner of a daemon, None if it has API keys."""
+    return OwnerToken.of_user() if settings.api_keys is None else None
 
 
 def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
     """Logs the address of the daemon, and where its dashboard is, and returns the address."""
     address = _address_of(listeners[0], settings.host)
     log.info("listening on %s; /health tells when the model is loaded", address)
-    # A new token each time: while no daemon runs, another program at its address could be shown the old one.
     if listeners[0].family != socket.AF_UNIX:
         log.info("%s", dashboard_line(address, token.text if token else ""))
     return address
@@ -335,9 +334,11 @@ class _Server(SignalledServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._entrance.app()
+        running = counted(self.daemon.in_flight.num, "request")
+        status = f"stopping: {running} may take {GRACE_S:.0f} s to finish" if self.daemon.in_flight.num else "stopping"
         if self.daemon.failure is None:
-            log.info("stopping: a running request gets %.0f s to finish", GRACE_S)
-        notify(STOPPING=1, STATUS=f"stopping: {self.daemon.inbox.num_running} running requests may end")
+            log.info("%s", status)
+        notify(STOPPING=1, STATUS=status)
         self.daemon.hibernates = self._front is not None and self._front.turn.is_unloaded
         drain = asyncio.create_task(self.daemon.drain(GRACE_S))
         await super().shutdown(sockets)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -27,6 +28,7 @@ log = logging.getLogger("diskprefix")
 _FOLDER = "daemons"
 _OF_THE_SERVICE = Path("/var/cache/diskprefix/diskprefix") / _FOLDER
 """The folder of the systemd service, which root can read."""
+_OF_AN_ADDRESS = re.compile(r"[^.].*_\d+")
 _MOST_BYTES = 256
 
 
@@ -52,13 +54,18 @@ def _kept(token: str, name: str) -> Iterator[None]:
         raise PermissionError(0, reason)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    # Of mode 0600, and locked before it has its name: a file with this name and no lock is of a daemon that has ended.
+    # Of mode 0600, and locked before it has its name: a file with an address for its name and no lock is that of a
+    # daemon that has ended.
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.write(token.encode())
             file.flush()
-            os.replace(file.name, folder / name)
+            with open(folder / ".lock", "wb") as lock:
+                # Two daemons that start at once do not remove each other's files.
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                _remove_stale(folder)
+                os.replace(file.name, folder / name)
         except OSError:
             os.unlink(file.name)
             raise
@@ -68,6 +75,14 @@ def _kept(token: str, name: str) -> Iterator[None]:
             with suppress(OSError):
                 if os.path.samestat(os.fstat(file.fileno()), (folder / name).stat()):
                     (folder / name).unlink()
+
+
+def _remove_stale(folder: Path) -> None:
+    """Removes the files of daemons that were killed."""
+    for path in folder.iterdir():
+        with suppress(OSError, UnicodeError):
+            if _OF_AN_ADDRESS.fullmatch(path.name) and _read(path) is None:
+                path.unlink()
 
 
 def token_at(host: str, port: int) -> str | None:
@@ -88,16 +103,17 @@ def token_of_peer(connected: socket.socket) -> str | None:
     return token_at(host, port) if host == own or ip_address(host).is_loopback else None
 
 
-def dashboard_link(url: str, token: str) -> str:
-    """Returns the link to the dashboard. What stands behind # stays in the browser: no server and no log gets it."""
-    return f"{url}/#token={quote(token, safe='')}" if token else f"{url}/"
+def page_link(url: str, token: str, page: str = "") -> str:
+    """Returns the link to a page, "" for the dashboard. The part behind # stays in the browser: no server and no log
+    gets it."""
+    return f"{url}/{page}#token={quote(token, safe='')}" if token else f"{url}/{page}"
 
 
 def dashboard_line(url: str, token: str) -> str:
     """Returns a line for standard error about the dashboard. The token is on a terminal only, for its user: a journal
     and files of logs have other readers."""
     if not token or sys.stderr.isatty():
-        return f"the dashboard, in a browser: {dashboard_link(url, token)}"
+        return f"the dashboard, in a browser: {page_link(url, token)}"
     return f"the dashboard: {url}/ (`diskprefix dashboard --url {url}` opens it)"
 
 

@@ -98,6 +98,9 @@ def test_anything_else_is_refused_in_a_printable_line_with_its_param_and_what_is
     assert error.message.startswith(FIELD)
     for form in ("off", "full", "auto:N", "1 to 1000000"):
         assert form in error.message
+    if not value and not isinstance(value, str):
+        said = {"NoneType": "null", "list": "an array", "int": "0"}[type_name(value)]
+        assert error.message.startswith(f"{FIELD}: {said} is not a cache scope")
     assert len(error.message) < 400
     assert error.message.isprintable()
 

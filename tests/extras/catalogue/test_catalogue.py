@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,19 @@ def test_models_with_one_name_are_told_apart_by_their_folders_or_the_extension(m
         (models_dir / f"{name}.gguf").write_bytes(b"GGUF")
     found = {*names(Settings(models_dir=models_dir))}
     assert found == {"tiny-Q8_0", "deep/tiny-Q8_0", "deep/er/tiny-Q8_0", "made", "made.gguf", "other", "split"}
+
+
+@pytest.mark.parametrize("place", ["models", "home/.lmstudio/models", "hub/models--org--repo/snapshots/abc"])
+def test_a_name_that_is_not_utf_8_leaves_out_one_model_and_does_not_refuse_the_start(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "models").mkdir()
+    for name in ("caf\udce9", "good"):
+        (tmp_path / place / name).mkdir(parents=True)
+        (tmp_path / place / name / f"{name[:3]}-Q8_0.gguf").write_bytes(b"GGUF")
+    (found,) = names(Settings(models_dir=tmp_path / "models"))
+    assert "goo" in found
+    assert [message.partition(":")[0] for message in caplog.messages] == ["[models] a model is left out"]
 
 
 @pytest.mark.parametrize("model", ["~nouser/x", "x" * 300])
@@ -293,6 +307,14 @@ def readable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     (folder / "bad.gguf").write_bytes(b"GGUF")
     capsys.readouterr()  # transformers shows how it writes.
     return folder
+
+
+def test_a_file_is_listed_with_the_form_that_its_name_or_its_header_says(run: Run, tmp_path: Path) -> None:
+    for name, file_type in (("a-Q4_K_M", 7), ("b", 15), ("c", None)):
+        more = partial(tiny.add_value, key="general.file_type", value=file_type) if file_type else lambda _writer: None
+        tiny.write_gguf(tmp_path / f"{name}.gguf", quantised="Q5_0", more=more)
+    found = run("list", "--models-dir", tmp_path, "--json").json["models"]
+    assert [row["kind"] for row in found] == ["Q4_K_M", "Q4_K_M", "Q5_0"]
 
 
 def test_models_are_listed_with_what_they_need_and_where_they_are(run: Run, readable: Path) -> None:

@@ -6,21 +6,26 @@ import asyncio
 import functools
 import itertools
 import json
+import logging
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ParamSpec
 
 import pytest
 import uvicorn
 
-from diskprefix.errors import DiskPrefixError, ModelError
+from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel
 from diskprefix.extras.front import front, own_routes, passing
 from diskprefix.extras.front.front import Front
+from diskprefix.extras.front.front_messages import keep_alive_seconds
 from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
@@ -71,7 +76,7 @@ class ToldWorker(ModelWorker):
 
 
 class ToldWorkers:
-    path = "/nowhere"
+    path, address = "/nowhere", "http://127.0.0.1:1"
 
     def __init__(self) -> None:
         self.all: dict[int, ToldWorker] = {}
@@ -173,6 +178,16 @@ def in_a_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]
 async def until(condition: Callable[[], object]) -> None:
     while not condition():
         await asyncio.sleep(0.001)
+
+
+def test_a_worker_that_tells_of_a_prompt_that_hangs_gives_no_sign_of_life() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        worker = ToldWorker(1, ours, place=Place(model="one", needed_bytes=1, waits_since=0), path="")
+        for now, message in ((5.0, b"WATCHDOG=1"), (9.0, b"STATUS=a prompt is rendered for 65 s")):
+            theirs.send(message)
+            Workers._read(SimpleNamespace(_loop=SimpleNamespace(time=lambda now=now: now)), worker)  # type: ignore[arg-type]
+        assert (worker.seen_at, worker.status) == (5.0, "a prompt is rendered for 65 s")
 
 
 @in_a_loop
@@ -293,12 +308,30 @@ async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_use
         assert (place.used_at, place.num_active) == (used_at + 1, 0)
 
 
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [(1.5, 1.5), ("0", 0.0), ("5m", 300.0), ("5m0s", 300.0), ("1h30m", 5400.0), (-1, inf), ("-1m", inf), ("nan", inf)],
+)
+def test_keep_alive_is_a_number_or_a_duration_as_ollamas_clients_in_go_write_it(
+    said: str | float, seconds: float
+) -> None:
+    assert keep_alive_seconds(said) == seconds
+
+
+@pytest.mark.parametrize("said", ["", "-", "--1", "5mm", "5m x", "1.2.3s"])
+def test_what_is_no_duration_is_refused(said: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not a duration"):
+        keep_alive_seconds(said)
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
 @in_a_loop
 async def test_a_key_unloads_with_keep_alive_what_it_alone_uses_and_the_admin_any_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_keys: bool
 ) -> None:
-    admin, alice, bob = "a" * 24, "l" * 24, "b" * 24
-    keys = ApiKeys(write_keys(tmp_path / "keys", f"admin {admin}", f"alice {alice}", f"bob {bob}"))
+    admin, alice, bob = "a" * 24 if has_keys else TOKEN.text, "l" * 24, "b" * 24
+    lines = (f"admin {admin}", f"alice {alice}", f"bob {bob}")
+    keys = ApiKeys(write_keys(tmp_path / "keys", *lines)) if has_keys else TOKEN
 
     async def passes(*_: Any) -> int:
         return 200
@@ -433,6 +466,37 @@ async def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_a
         assert "fails_total" not in text
         assert heads == [headers[:1]] * 4, "no worker waits for the body of the client"
         assert not workers.all
+
+
+@pytest.mark.usefixtures("own_places")
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_the_start_lists_what_it_found_and_a_daemon_without_models_says_what_to_do(
+    is_empty: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not is_empty:
+        (tmp_path / "oak.gguf").write_bytes(b"GGUF" * 256)
+        (tmp_path / "split-00001-of-00002.gguf").write_bytes(b"GGUF")
+        (tmp_path / "split-00002-of-00002.gguf").write_bytes(b"GGUF")
+    settings = Settings(models_dir=tmp_path)
+    told = Told(Listing(settings, Catalogue(settings), needs))
+    caplog.set_level(logging.INFO, "diskprefix")
+
+    async def ask() -> list[tuple[int, Any]]:
+        async with told.running():
+            await until(lambda: "ready on" in caplog.text)
+            return [await told.ask("elm"), await told.ask(None)]  # type: ignore[arg-type]
+
+    answers = asyncio.run(ask())
+    lines = [message for message in caplog.messages if message.startswith(("[models]", "diskprefix ready"))]
+    ready = f"diskprefix ready on http://127.0.0.1:1 · {'0 models' if is_empty else '2 models'} · "
+    assert lines[-1].startswith(ready)
+    if not is_empty:
+        assert lines[:-1] == ["[models] oak (1.0 KiB, --models-dir), split (8 B, --models-dir)"]
+        return
+    assert lines[1].startswith(f"[models] --models-dir {tmp_path} has no .gguf file and no model's folder; no model")
+    for status, said in answers:
+        assert status == 404
+        assert re.search(r"`diskprefix pull \S+`, or put a .gguf file below --models-dir", said["error"]["message"])
 
 
 @in_a_loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -12,9 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 
 from diskprefix.extras.web_page import CHAT_PAGE
+from diskprefix.model.load.embedded import EMBEDDED
+from tests.cache_folder import USERS
 from tests.closing import needs
 from tests.extras.browsing import PHONE, WIDE, violations
-from tests.server.daemon_process import DaemonProcess, serve_flags
+from tests.server.daemon_process import DaemonProcess, cache_states, serve_flags
 from tests.server.test_auth import ALICE, write_keys
 
 if TYPE_CHECKING:
@@ -98,11 +101,98 @@ def test_it_asks_for_the_key_and_is_as_wide_as_a_phone(browser: Browser, chat_mo
     page.context.close()
 
 
+EMBEDDED_FILES = [*(USERS / "diskprefix/models" / EMBEDDED.requirement).glob("*.gguf")]
+WATCH = """() => {
+  window.seen = [];
+  const text = (name) => find(`article:last-child .${name}`)?.textContent ?? "";
+  const observer = new MutationObserver(() => seen.push([text("said"), text("figures")]));
+  observer.observe(find("#log"), { childList: true, subtree: true });
+}"""
+"""Notes the reply and the line below it each time that the page draws them."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not EMBEDDED_FILES, reason="the embedded model is not on this machine")
+def test_the_demonstration_shows_what_was_restored_before_the_second_token(browser: Browser, tmp_path: Path) -> None:
+    flags = ["--model", str(EMBEDDED_FILES[0]), "--kv-cache-dir", str(tmp_path / "kv")]
+    page = browser.new_page()
+    page.set_default_timeout(120_000)
+
+    def ask_next() -> str:
+        page.locator("#examples button").first.click()
+        return figures(page)
+
+    with DaemonProcess(*flags) as daemon:
+        page.goto(f"{daemon.wait_ready().url}/chat")
+        page.click("#long")
+        assert "tokens computed, none restored (new) · first token after" in ask_next()
+        daemon.wait_saved()
+        daemon.stop(signal.SIGKILL)
+    with DaemonProcess(*flags, "--port", str(urlsplit(daemon.url).port)) as second:
+        second.wait_ready()
+        page.evaluate(WATCH)
+        ask_next()
+        at_first = next(line for said, line in page.evaluate("() => seen") if said)
+        assert re.match(r"1,\d{3} of 1,\d{3} tokens restored from disk · first token after \d+ ms", at_first)
+        assert "tokens/s" not in at_first, "the reply goes on"
+        ask_next()
+        second.wait_saved()
+        with second.client() as client:
+            replies = [one["reply_tokens"] for one in client.get("/dashboard/state").json()["ended"]]
+            assert len(replies) == 2
+            assert max(replies) <= 100
+            [state] = cache_states(client)
+            assert state["saved_tokens"] < 1000, "what the first daemon saved is not saved again"
+    page.close()
+
+
+def answering(*texts: str) -> Callable[[Route], None]:
+    """Answers chats with a reply in these pieces."""
+    times = {"ttft_ms": 90, "prefill_ms": 4000, "decode_tokens_per_s": 20.0}
+    usage = {"prompt_tokens": 50, "completion_tokens": len(texts)}
+    chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"content": text}}]} for text in texts]
+    chunks += [{"choices": [], "usage": usage, "prefix_cache": {"restored": 0, "miss_reason": "new"}, "timings": times}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+    return lambda route: route.fulfill(body=body)
+
+
+def test_a_reply_that_repeats_itself_is_stopped_and_the_page_says_so(browser: Browser) -> None:
+    page = lone_page(browser)
+    for repeated, others in ((["It is ", "closed on Sundays. "] * 30, ["Yes. "]), (["- "] * 250, [])):
+        page.route("**/v1/chat/completions", answering(*others, *repeated))
+        page.fill("#text", "When?")
+        page.press("#text", "Enter")
+        page.locator("article .figures", has_text="stopped: the reply repeats itself").wait_for()
+        whole = "".join([*others, *repeated])
+        said = page.locator("article.assistant .said").last.inner_text()
+        assert whole.startswith(said.strip())
+        assert len(said) < len(whole) - 20
+        page.click("#again")
+        figures(page)
+        assert page.locator("article.assistant .said").last.inner_text().strip() == whole.strip()
+        page.click("#new")
+    rule = ["| a | b |\n", "|-", *["-"] * 77, "\n", *["| 1 | 2 |\n"] * 3, "for x in range(4):\n        pass\n"]
+    page.route("**/v1/chat/completions", answering(*rule))
+    assert "stopped" not in say(page, "A table")
+    page.context.close()
+
+
+def lone_page(browser: Browser, **options: Any) -> Page:
+    """The page of a daemon that answers nothing but what a test routes."""
+    page = browser.new_context(**options).new_page()
+    page.route("**/health", lambda route: route.fulfill(json={"status": "ok"}))
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny"}]}))
+    chat = CHAT_PAGE.response()
+    page.route("**/chat", lambda route: route.fulfill(body=bytes(chat.body), headers=dict(chat.headers)))
+    page.goto("http://localhost:8642/chat")
+    page.wait_for_selector("#try:visible")
+    return page
+
+
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 def test_who_comes_for_the_first_time_finds_something_to_try(browser: Browser, viewport: Any, scheme: Any) -> None:
-    context = browser.new_context(viewport=viewport, color_scheme=scheme)
-    context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = context.new_page()
+    page = lone_page(browser, viewport=viewport, color_scheme=scheme)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     asked: list[Any] = []
 
     def reply(route: Route) -> None:
@@ -116,13 +206,7 @@ def test_who_comes_for_the_first_time_finds_something_to_try(browser: Browser, v
         ]
         route.fulfill(body="".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks))
 
-    page.route("**/health", lambda route: route.fulfill(json={"status": "ok"}))
-    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny"}]}))
-    chat = CHAT_PAGE.response()
-    page.route("**/chat", lambda route: route.fulfill(body=bytes(chat.body), headers=dict(chat.headers)))
     page.route("**/v1/chat/completions", reply)
-    page.goto("http://localhost:8642/chat")
-    page.wait_for_selector("#try:visible")
     assert page.locator("#examples button").count() == 4
     box = page.locator("#say").bounding_box()
     assert box is not None
@@ -130,7 +214,6 @@ def test_who_comes_for_the_first_time_finds_something_to_try(browser: Browser, v
     assert violations(page) == []
     page.click("#about summary")
     page.fill("#temperature", "0")
-    page.fill("#length", "50")
     page.click("#long")
     assert len(page.input_value("#system").split()) > 1200
     for number, figure in enumerate(("none restored", "1,900 of 1,950 tokens restored from disk")):
@@ -138,11 +221,14 @@ def test_who_comes_for_the_first_time_finds_something_to_try(browser: Browser, v
         page.wait_for_selector("#try:visible")
         assert figure in figures(page)
         assert page.locator("#examples button").count() == 3 - number, "what was asked is not offered again"
-    assert [(body["temperature"], body["max_tokens"]) for body in asked] == [(0, 50)] * 2
+    say(page, "A question of mine")
+    page.fill("#length", "50")
+    say(page, "Another")
+    assert [(body["temperature"], body["max_tokens"]) for body in asked] == [(0, 100), (0, 100), (0, 1024), (0, 50)]
     assert asked[0]["messages"][0] == asked[1]["messages"][0]
     page.locator("article .copy").last.click()
     page.locator("article .copy", has_text="Copied").wait_for()
     assert page.evaluate("() => navigator.clipboard.readText()") == "From 9 to 4."
     assert violations(page) == []
     assert page.evaluate("() => document.documentElement.scrollWidth") <= viewport["width"]
-    context.close()
+    page.context.close()

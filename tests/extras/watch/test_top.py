@@ -41,7 +41,10 @@ STATE: dict[str, Any] = {
         "write_budget_bytes": 0,
         "entries": 3,
         "evicted_blocks": 44,
-        "savings": {"today": {"saved_s": 90.0}, "total": {"saved_s": 7200.0}},
+        "savings": {
+            "today": {"saved_s": 90.0, "prompt_tokens": 1000, "restored_tokens": 470},
+            "total": {"saved_s": 7200.0},
+        },
     },
     "problems": [],
 }
@@ -54,6 +57,7 @@ REQUEST: dict[str, Any] = {
     "elapsed_s": 2.5,
     "ttft_s": 0.25,
     "tokens_per_s": 31.2,
+    "seconds_left": None,
 }
 
 
@@ -77,11 +81,12 @@ def lines(now: dict[str, Any], *over: dict[str, Any]) -> list[str]:
 
 
 def test_the_first_lines_say_who_is_watched_and_how_it_is() -> None:
-    assert lines(STATE)[0] == "diskprefix tiny-chat · auto:30 · ok · http://x"
+    assert lines(STATE)[0] == "diskprefix tiny-chat · auto:30 · ok · http://x · q ends it"
     loading = STATE | {"status": "loading", "message": "reading weights", "model": None, "cache": None, "memory": None}
-    assert lines(loading)[:2] == [
-        "diskprefix … · auto:30 · reading weights · http://x",
-        "compute saved – today, – in all · restored –",
+    assert lines(loading)[:3] == [
+        "diskprefix … · auto:30 · reading weights · http://x · q ends it",
+        "restored – of today's prompt tokens, – of the last 0 requests",
+        "compute saved – today, – in all",
     ]
 
 
@@ -95,15 +100,19 @@ def test_memory_store_and_writer_are_shown_with_their_limits() -> None:
 
 def test_each_request_is_a_line_with_its_figures() -> None:
     nothing = {"restored_tokens": 0, "ready_tokens": 0, "ttft_s": None, "tokens_per_s": None}
-    found = lines(STATE | {"requests": [REQUEST, REQUEST | nothing | {"state": "waiting"}]})
-    assert "decoding 1,000/1,000 90.0% 250 ms 20 31.2 2.5 s" in found
-    assert "waiting 0/1,000 0.0% – 20 – 2.5 s" in found
+    nothing |= {"reply_tokens": 0}
+    begun = nothing | {"state": "prefilling", "ready_tokens": 600, "tokens_per_s": 400.0, "seconds_left": 1.0}
+    found = lines(STATE | {"requests": [REQUEST, REQUEST | nothing | {"state": "waiting"}, REQUEST | begun]})
+    assert "decoding 1,000/1,000 90.0% 250 ms 20 31.2 – 2.5 s" in found
+    assert "waiting 0/1,000 0.0% – 0 – – 2.5 s" in found
+    assert "prefilling 600/1,000 0.0% – 0 400.0 1.0 s 2.5 s" in found
 
 
 def test_what_was_restored_of_the_last_requests_is_shown_with_the_latest_first() -> None:
     failed = ended(3, status=400, error="top_p: too large\x1b[31m" * 9, prefix_cache=None, timings=None)
     found = lines(STATE, ended(1), ended(2, restored=0), failed)
-    assert "compute saved 90.0 s today, 2.0 h in all · restored 45.0%" in found
+    restored = "restored 47.0% of today's prompt tokens, 45.0% of the last 2 requests"
+    assert found[found.index(restored) + 1] == "compute saved 90.0 s today, 2.0 h in all"
     table = found[found.index("ago prompt restored TTFT tok/s why") + 1 :]
     assert table[0].startswith("1 min – – – – 400 top_p: too large")
     assert table[1:] == ["1 min 1,000 0.0% 4.0 s 30.0 not stored", "1 min 1,000 90.0% 200 ms 30.0 ×2.0 disk"]
@@ -161,11 +170,14 @@ def test_two_sizes_have_one_unit_unless_one_is_much_smaller(part: float, whole: 
     assert format_part(part, whole) == text
 
 
-def test_the_daemon_is_shown_at_a_terminal_until_ctrl_c(daemon: DaemonProcess) -> None:
+@pytest.mark.parametrize("key", ["q", "\x03"])
+def test_the_daemon_is_shown_at_a_terminal_until_q_or_ctrl_c(daemon: DaemonProcess, key: str) -> None:
     terminal = Terminal("top", "--url", daemon.url)
     terminal.wait_for("compute saved")
     assert f" · ok · {daemon.url}" in terminal.shown
-    assert terminal.interrupt() == 0
+    if key == "q":
+        terminal.type("xq")
+    assert (terminal.wait() if key == "q" else terminal.interrupt()) == 0
 
 
 def test_at_a_terminal_without_a_daemon_there_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

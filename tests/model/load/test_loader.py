@@ -205,7 +205,7 @@ DEFECTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "config.json").unlink(), "no config.json"),
     (shard_elsewhere, "model.safetensors.index.json is damaged"),
     (only_adapter, "holds an adapter: give the folder of the merged model"),
-    (only_gguf, "to serve m.gguf, give the path of that file"),
+    (only_gguf, "m.gguf: it does not begin with GGUF"),
     (lambda folder: (folder / "model.safetensors").unlink(), "holds no weights"),
     (missing_shard, "lacks 1 of 2 weight files, for example model-00002-of-00002.safetensors"),
     (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "index.json is damaged"),
@@ -435,7 +435,7 @@ def test_what_may_be_there_is_not_refused(name: str, here: Path) -> None:
         ("HERE/tiny-q4.gguf", "; the nearest is HERE/tiny-q4_0.gguf"),
         (EMBEDDED.name[:-1], f"; the nearest is {EMBEDDED.name}"),
         ("HERE/tiny-q4_1.txt", "give the folder that holds the model, or a .gguf file"),
-        ("something-else", "'something-else' is no file or folder here, and names of the hub are org/name"),
+        ("something-else", "no model of `diskprefix list`, and names of the hub are org/name"),
         *(
             (name, f"no such file or folder: {name!r}")
             for name in ("./nope", "../nope", "/not/there", "~/nope-such/x", "~nobody-here/x", "a/b.GGUF", "", " ")
@@ -529,7 +529,7 @@ def test_a_hub_that_is_not_asked_or_cannot_be_reached_is_said_with_what_to_do(
         ("org/empty", "holds no model: there is no config.json"),
         ("a/b/c", "neither an existing file or folder nor a hub id"),
         ("org/some model", "neither an existing file or folder nor a hub id"),
-        ("model", "'model' is no file or folder here, and names of the hub are org/name"),
+        ("model", "'model' is no file or folder here, no model of `diskprefix list`, and names of the hub are"),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_refused_with_the_reason(

@@ -44,6 +44,8 @@ Books are taken as gifts on the first Friday of a month. The library keeps what 
 The head librarian is Ms Solveig Aker. She has the desk on Tuesday and Saturday. Mr Jonas Pell has it on Wednesday and Thursday, and takes the money to the bank on Friday. The caretaker, Mr Emil Rask, opens the shutters at 8, reads the barometer, and writes the figure on the board in the hall. If the pressure falls by more than eight in three hours, he rings the desk, the telescope is called back, and the boats of the ferry line are told. Twenty-three people help without pay, an afternoon a week each. To help, write to Ms Aker. She will invite you to a cup of coffee.
 `;
 
+// The most tokens of a reply to a question or an example below: a small model may find no end.
+const SHORT_REPLY = 100;
 const QUESTIONS = [
   "When is the library open on Saturday?",
   "How long may I borrow a map, and what does it cost if it is late?",
@@ -52,6 +54,6 @@ const QUESTIONS = [
 ];
 const EXAMPLES = [
   "Explain in three sentences how a lighthouse works.",
-  "Write a short letter that invites a friend to a walk by the sea.",
+  "Write two sentences that invite a friend to a walk by the sea.",
   "List five things to check before a long bicycle tour.",
 ];

@@ -8,27 +8,25 @@ function marked(text) {
   });
 }
 
-// What the cache did for a reply: the cause of the first token's time, and what the time would have been.
-function figuresOf(done, perToken) {
-  const { prefix_cache: cache, timings, usage } = done;
-  const all = usage.prompt_tokens, restored = cache.restored;
-  const first = `first token after ${seconds(timings.ttft_ms / 1000)}`;
-  const speed = timings.decode_tokens_per_s ? ` · ${timings.decode_tokens_per_s.toFixed(1)} tokens/s` : "";
-  if (!restored) return [`${plural(all, "token")} computed, none restored (${words(cache.miss_reason ?? "new")}) · ${first}${speed}`];
-  const spared = (restored * (perToken ?? 0)) / 1000;
-  const instead = spared > 0.05 ? ` · about ${seconds(spared)} saved` : "";
-  return [make("b", {}, `${count(restored)} of ${count(all)} tokens restored from ${cache.source}`), ` · ${first}${instead}${speed}`];
+// How far the daemon is with a prompt. `from` is the first report, which comes when all is restored.
+function readingOf(from, { processed, total, time_ms }) {
+  if (processed >= total) return "";
+  const perToken = (time_ms - from.time_ms) / 1000 / (processed - from.processed);
+  const rate = processed > from.processed ? ` · ${count(Math.round(1 / perToken))} tokens/s · about ${seconds((total - processed) * perToken)} left` : "";
+  return `reading: ${count(processed)} of ${plural(total, "token")}${rate}`;
 }
 
-async function copy(text, button) {
-  try {
-    await navigator.clipboard.writeText(text);
-    setText(button, "Copied");
-  } catch {
-    // Without HTTPS there is no clipboard on other addresses than this machine's.
-    getSelection().selectAllChildren(button.parentNode.querySelector(".said"));
-    setText(button, "Selected: press Ctrl+C");
-  }
+// What the cache did for a reply: the cause of the first token's time, and what the time would have been. What was
+// restored is known before the first token, the rest with the last one.
+function figuresOf({ done, from, first_ms }, perToken) {
+  const { prefix_cache: cache, timings, usage } = done ?? { prefix_cache: { restored: from.cache, source: from.source }, timings: {}, usage: { prompt_tokens: from.total } };
+  const all = usage.prompt_tokens, restored = cache.restored, first_s = (first_ms ?? timings.ttft_ms) / 1000;
+  const first = first_s >= 0 ? ` · first token after ${seconds(first_s)}` : "";
+  const speed = timings.decode_tokens_per_s ? ` · ${timings.decode_tokens_per_s.toFixed(1)} tokens/s` : "";
+  if (!restored) return [`${plural(all, "token")} computed, none restored${cache.miss_reason ? ` (${words(cache.miss_reason)})` : ""}${first}${speed}`];
+  const spared = (restored * (perToken ?? 0)) / 1000;
+  const instead = spared > 0.05 ? ` · about ${seconds(spared)} saved` : "";
+  return [make("b", {}, `${count(restored)} of ${count(all)} tokens restored from ${cache.source}`), `${first}${instead}${speed}`];
 }
 
 // One message of the conversation. `said` may be incomplete.
@@ -41,8 +39,9 @@ function article(said, perToken) {
   if (said.content) parts.push(make("div", { class: "said" }, ...marked(said.content)));
   for (const call of said.calls ?? []) parts.push(make("p", { class: "call" }, `${call.name}(${call.arguments})`));
   if (said.error) parts.push(make("p", { class: "error" }, said.error));
-  if (said.done) parts.push(make("p", { class: "figures" }, ...figuresOf(said.done, perToken)));
-  if (said.done && said.content) parts.push(make("button", { type: "button", class: "copy", onclick: ({ target }) => copy(said.content, target) }, "Copy"));
-  if (said.stopped) parts.push(make("p", { class: "figures" }, "stopped"));
+  const figures = said.done || said.from?.cache || (said.from && said.first_ms) ? figuresOf(said, perToken) : [];
+  if (said.stopped) figures.push(`${figures.length ? " · " : ""}${said.stopped}`);
+  if (figures.length) parts.push(make("p", { class: "figures" }, ...figures));
+  if (said.done && said.content) parts.push(make("button", { type: "button", class: "copy", onclick: ({ target }) => copy(said.content, target.parentNode.querySelector(".said"), target) }, "Copy"));
   return make("article", { class: said.role }, make("h2", {}, said.role === "user" ? "You" : said.model ?? "Model"), ...parts);
 }

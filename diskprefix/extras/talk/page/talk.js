@@ -1,7 +1,7 @@
 // The conversation: what is kept of it in the browser, how it is sent, and how it survives the daemon.
 
 // Each conversation has an entry of its own, so that two tabs do not write each other's.
-const KEPT = "diskprefix-chat-", RETRY_MS = 500, LEAST_COMPUTED = 32;
+const KEPT = "diskprefix-chat-", RETRY_MS = 500, LEAST_COMPUTED = 32, LONGEST_REPLY = 1024;
 
 let chats = keptChats();
 let chat = chats[0] ?? begun();
@@ -64,7 +64,7 @@ function drawExamples() {
   setText(find("#try-says"), !has ? "The long document shows what the cache is for: it is computed for the first question, and restored for the next ones."
     : isNew ? "The first answer takes a while: the document is computed." : "The next answer begins at once: the document is restored. Restart the daemon and ask again: then it is read from the disk.");
   const examples = has ? questions : EXAMPLES;
-  find("#examples").replaceChildren(...examples.map((one) => make("button", { type: "button", onclick: () => send(one) }, one)),
+  find("#examples").replaceChildren(...examples.map((one) => make("button", { type: "button", onclick: () => send(one, SHORT_REPLY) }, one)),
     ...(has ? [] : [make("button", { type: "button", id: "long", onclick: useDocument }, "A long document: the handbook of a library")]));
 }
 
@@ -103,29 +103,36 @@ function learn({ prefix_cache: cache, timings, usage }) {
   if (computed >= LEAST_COMPUTED && timings.prefill_ms) perToken = timings.prefill_ms / computed;
 }
 
+const limit = () => chat.length ?? chat.messages[chat.messages.length - 2].limit ?? LONGEST_REPLY;
+
 // What the daemon is sent: the prompt begins with the same tokens in each turn.
 function body() {
   const system = chat.system.trim() ? [{ role: "system", content: chat.system }] : [];
   const said = chat.messages.slice(0, -1).filter((one) => one.content).map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
   return {
     model: find("#model").value, messages: [...system, ...said], stream: true, return_progress: true,
-    stream_options: { include_usage: true }, prefix_cache: { scope: "full" },
-    ...(chat.temperature == null ? {} : { temperature: chat.temperature }), ...(chat.length == null ? {} : { max_tokens: chat.length }),
+    stream_options: { include_usage: true }, prefix_cache: { scope: "full" }, max_tokens: limit(),
+    ...(chat.temperature == null ? {} : { temperature: chat.temperature }),
   };
 }
 
-async function answer() {
-  const said = { role: "assistant", model: find("#model").value, content: "", reasoning: "", calls: [] };
+async function answer(mayRepeat = false) {
+  const said = { role: "assistant", model: find("#model").value, content: "", reasoning: "", calls: [] }, began = performance.now();
   add(said);
   running = new AbortController();
   drawExamples();
   drawButtons();
   try {
     const reply = await call("POST", "/v1/chat/completions", body(), running.signal);
-    for await (const data of eventsOf(reply)) if (data !== "[DONE]") take(said, JSON.parse(data));
-    if (!said.done) said.error ??= "the connection ended before the reply did";
+    for await (const data of eventsOf(reply)) {
+      if (data !== "[DONE]") take(said, JSON.parse(data), began);
+      if (said.done || mayRepeat || !repeatsItself(said.content || said.reasoning)) continue;
+      said.stopped = "stopped: the reply repeats itself; “Answer again” lets it go on";
+      break;
+    }
+    if (!said.done && !said.stopped) said.error ??= "the connection ended before the reply did";
   } catch (error) {
-    if (error.name === "AbortError") said.stopped = true;
+    if (error.name === "AbortError") said.stopped ??= "stopped";
     else said.error = error instanceof TypeError ? "no answer: the daemon was not there" : error.message;
     if (error.status === 401) askForKey(error);
   }
@@ -137,13 +144,24 @@ async function answer() {
   if (said.error && !said.done) waitForDaemon();
 }
 
-function take(said, chunk) {
+// True if a text ends with the same piece four times. Lines and tables have many equal characters, so those count later.
+function repeatsItself(text) {
+  for (let length = 1; length <= text.length / 4 && length <= 400; length++) {
+    const piece = text.slice(-length), times = Math.max(4, Math.ceil((/\p{L}/u.test(piece) ? 80 : 400) / length));
+    if (text.endsWith(piece.repeat(times))) return true;
+  }
+  return false;
+}
+
+function take(said, chunk, began) {
   if (chunk.error) said.error = chunk.error.message;
   if (chunk.prompt_progress) {
-    const { processed, total } = chunk.prompt_progress;
-    setText(find("#doing"), processed < total ? `reading: ${count(processed)} of ${plural(total, "token")}` : "");
+    said.from ??= chunk.prompt_progress;
+    setText(find("#doing"), readingOf(said.from, chunk.prompt_progress));
   }
   const delta = chunk.choices?.[0]?.delta ?? {};
+  if (delta.content || delta.reasoning_content || delta.tool_calls) said.first_ms ??= performance.now() - began;
+  if (chunk.choices?.[0]?.finish_reason === "length") said.stopped = `cut short at ${plural(limit(), "token")}`;
   said.reasoning += delta.reasoning_content ?? "";
   said.content += delta.content ?? "";
   for (const { index, function: called } of delta.tool_calls ?? []) {
@@ -203,7 +221,8 @@ function askForKey(error) {
   find("#login").hidden = false;
   find("#status").className = "idle";
   setText(find("#status"), "locked");
-  if (sessionStorage.getItem(KEY)) setText(find("#login-why"), error.message);
+  setText(find("#unlock"), commandFor("chat --browser"));
+  setText(find("#login-why"), refusalOf(error));
   find("#key").focus();
 }
 
@@ -217,11 +236,11 @@ find("#say").addEventListener("submit", (event) => {
   send(text);
 });
 
-function send(text) {
+function send(text, limit) {
   // A reply of which nothing came is no part of the conversation.
   if (chat.messages.length && !chat.messages[chat.messages.length - 1].content) chat.messages.pop();
   if (chat.messages[chat.messages.length - 1]?.role === "user") chat.messages.pop();
-  add({ role: "user", content: text });
+  add({ role: "user", content: text, limit });
   answer().then(drawChat).then(() => scrollTo(0, document.body.scrollHeight));
 }
 
@@ -232,9 +251,9 @@ find("#text").addEventListener("keydown", (event) => {
 });
 find("#stop").addEventListener("click", () => running?.abort());
 find("#again").addEventListener("click", () => {
-  chat.messages.pop();
+  const mayRepeat = /repeats/.test(chat.messages.pop().stopped);
   drawChat();
-  answer();
+  answer(mayRepeat);
 });
 find("#new").addEventListener("click", () => {
   chat = chats.find((one) => !one.messages.length && !one.system) ?? begun();

@@ -5,17 +5,15 @@ The engine is read without a lock, in the event loop.
 
 from __future__ import annotations
 
-import resource
 import shlex
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.extras.watch.dashboard.problems import problems
+from diskprefix.model.load.memory import resident_bytes
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.guards import is_loopback
 from diskprefix.server.serving import Serving
@@ -83,15 +81,6 @@ def _memory(engine: Engine) -> dict[str, Any]:
     return {
         **engine.memory_stats(),
         "max_running": engine.max_sequences,
-        "process_bytes": _process_bytes(),
+        "process_bytes": resident_bytes(),
         "slots": engine.pages.sequences(),
     }
-
-
-def _process_bytes() -> int | None:
-    """Returns the resident memory of this process in whole MiB, so that few pages more are no news. None without
-    /proc."""
-    with suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        return pages * resource.getpagesize() >> 20 << 20
-    return None

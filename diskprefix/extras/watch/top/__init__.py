@@ -16,8 +16,8 @@ from diskprefix.extras.daemon_call import running_daemon
 @api_key_option("The key named admin, for a daemon with --api-keys.")
 @option("--model", help="The model to watch, of a daemon that has several. Default: one that is loaded.")
 def top(url: str, api_key: str | None, model: str | None) -> None:
-    """Show the running daemon until Ctrl-C: its requests, memory, store and problems, and what the cache decided for
-    the last requests.
+    """Show the running daemon until `q` or Ctrl-C: its requests, memory, store and problems, and what the cache decided
+    for the last requests.
 
     \b
     diskprefix top

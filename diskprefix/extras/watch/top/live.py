@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
+import termios
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import tty
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +26,7 @@ from diskprefix.units import counted, format_age, format_duration, format_part, 
 State = dict[str, Any]
 _UPDATE_S, _MOST_ENDED = 0.5, 400
 # A colon marks a column of numbers.
-_REQUEST = "state", "prompt:", "restored:", "TTFT:", "reply:", "tok/s:", "time:"
+_REQUEST = "state", "prompt:", "restored:", "TTFT:", "reply:", "tok/s:", "left:", "time:"
 _DECISION = "ago", "prompt:", "restored:", "TTFT:", "tok/s:", "why"
 
 
@@ -63,9 +68,9 @@ class Source:
 
 
 def show(source: Source) -> None:
-    """Shows `source` until Ctrl-C. A daemon that does not answer is asked again. Raises `SettingsError`."""
+    """Shows `source` until `q` or Ctrl-C. A daemon that does not answer is asked again. Raises `SettingsError`."""
     ended: list[State] = []
-    with suppress(KeyboardInterrupt), Live(screen=True, auto_refresh=False) as live:
+    with suppress(KeyboardInterrupt), _keys() as is_quit, Live(screen=True, auto_refresh=False) as live:
         while True:
             try:
                 state = source.state(ended[-1]["number"] if ended else 0)
@@ -77,7 +82,32 @@ def show(source: Source) -> None:
                 # A daemon that is started again counts its requests from the start.
                 ended = []
                 live.update(Text(f"diskprefix {printable_only(error.message)}"), refresh=True)
-            time.sleep(_UPDATE_S)
+            if is_quit(_UPDATE_S):
+                return
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Yields a function that waits for some seconds, or until `q` is pressed; then it returns True."""
+    is_terminal = sys.stdin.isatty()
+
+    def is_quit(wait_s: float) -> bool:
+        until = time.monotonic() + wait_s
+        while select.select([sys.stdin] if is_terminal else [], [], [], max(0.0, until - time.monotonic()))[0]:
+            # Nothing is read from a terminal that has gone.
+            if os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
+                return True
+        return False
+
+    if not is_terminal:
+        yield is_quit
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield is_quit
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def screen(state: State, ended: Sequence[State], name: str) -> RenderableType:
@@ -86,7 +116,7 @@ def screen(state: State, ended: Sequence[State], name: str) -> RenderableType:
     requests = _table(_REQUEST, map(_request, state["requests"]))
     problems = (f"{one['level']} {one['what']} → {one['todo']}" for one in state["problems"])
     return Group(
-        Text(printable_only(f"diskprefix {model} · {state['scope']} · {said} · {name}"), "bold"),
+        Text(printable_only(f"diskprefix {model} · {state['scope']} · {said} · {name} · q ends it"), "bold"),
         Text(_gain(state, ended)),
         _meters(state) if state["memory"] and state["cache"] else Text(),
         *(Text(printable_only(_place(one))) for one in state.get("models", ())),
@@ -99,10 +129,13 @@ def screen(state: State, ended: Sequence[State], name: str) -> RenderableType:
 def _gain(state: State, ended: Sequence[State]) -> str:
     found = [one for one in ended if one["prefix_cache"]]
     restored = sum(one["prefix_cache"]["restored"] for one in found)
-    shares = _share(restored, sum(one["prompt_tokens"] for one in found))
+    of_last = _share(restored, sum(one["prompt_tokens"] for one in found))
     savings = (state["cache"] or {}).get("savings") or {}
-    today, in_all = (_duration(savings.get(when, {}).get("saved_s")) for when in ("today", "total"))
-    return f"compute saved {today} today, {in_all} in all · restored {shares}"
+    today, total = savings.get("today", {}), savings.get("total", {})
+    of_today = _share(today.get("restored_tokens", 0), today.get("prompt_tokens", 0))
+    shares = f"restored {of_today} of today's prompt tokens, {of_last} of the last {counted(len(found), 'request')}"
+    saved_s, all_saved_s = (_duration(counts.get("saved_s")) for counts in (today, total))
+    return f"{shares}\ncompute saved {saved_s} today, {all_saved_s} in all"
 
 
 def _meters(state: State) -> Table:
@@ -133,7 +166,8 @@ def _request(one: State) -> Sequence[str]:
     tokens = f"{one['ready_tokens']:,}/{one['prompt_tokens']:,}"
     restored = _share(one["restored_tokens"], one["prompt_tokens"])
     speed = f"{one['tokens_per_s']:.1f}" if one["tokens_per_s"] is not None else "–"
-    times = _duration(one["ttft_s"]), f"{one['reply_tokens']:,}", speed, _duration(one["elapsed_s"])
+    left, elapsed = _duration(one["seconds_left"]), _duration(one["elapsed_s"])
+    times = _duration(one["ttft_s"]), f"{one['reply_tokens']:,}", speed, left, elapsed
     return one["state"], tokens, restored, *times
 
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from diskprefix.extras.web_page import DASHBOARD_PAGE
-from diskprefix.server.process.token_file import dashboard_link
+from diskprefix.server.process.token_file import page_link
 from tests.closing import needs
 from tests.extras.browsing import PHONE, WIDE, violations
 from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
@@ -48,7 +48,7 @@ def opened(
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     prepare(page)
-    page.goto(dashboard_link(daemon.url, daemon.token))
+    page.goto(page_link(daemon.url, daemon.token))
     assert page.url == f"{daemon.url}/", "the page has taken the token"
     page.wait_for_selector("#said:not(:empty)")
     yield page
@@ -89,11 +89,18 @@ def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) 
 
 
 def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: DaemonProcess) -> None:
+    ask(daemon, "what the page says of the day needs a request")
     page = browser.new_page()
     page.goto(daemon.url)
-    page.locator("#login-why", has_text="`diskprefix dashboard` opens the page with it").wait_for()
+    page.locator("#login", has_text="type this in a terminal").wait_for()
+    assert page.inner_text("#unlock") == f"diskprefix dashboard --url {daemon.url}"
+    assert page.inner_text("#login-why") == ""
+    assert violations(page) == []
+    page.fill("#key", "nonsense of a user")
+    page.click("#login button[type=submit]")
+    page.locator("#login-why", has_text="no key or token of this daemon").wait_for()
     page.fill("#key", daemon.token)
-    page.click("#login button")
+    page.click("#login button[type=submit]")
     page.wait_for_selector("#said:not(:empty)")
     page.close()
 
@@ -130,9 +137,9 @@ def test_no_server_at_another_port_gets_the_token(browser: Browser, daemon: Daem
 def test_a_new_link_in_the_same_tab_takes_the_place_of_an_old_token(browser: Browser, daemon: DaemonProcess) -> None:
     ask(daemon, "what the page says of the day needs a request")
     page = browser.new_page()
-    page.goto(dashboard_link(daemon.url, "diskprefix-owner-of-an-earlier-start"))
-    page.locator("#login-why", has_text="which has a new one at each start").wait_for()
-    page.goto(dashboard_link(daemon.url, daemon.token))
+    page.goto(page_link(daemon.url, "diskprefix-owner-of-another-daemon"))
+    page.locator("#login-why", has_text="no key or token of this daemon").wait_for()
+    page.goto(page_link(daemon.url, daemon.token))
     page.wait_for_selector("#said:not(:empty)")
     assert page.url == f"{daemon.url}/"
     page.close()
@@ -244,7 +251,7 @@ def test_after_a_kill_the_last_figures_are_dimmed_and_the_command_that_starts_it
         context = browser.new_context()
         context.set_default_timeout(120_000)
         page = context.new_page()
-        page.goto(dashboard_link(killed.url, killed.token))
+        page.goto(page_link(killed.url, killed.token))
         page.wait_for_selector("#ended tbody tr")
         assert not page.is_visible("#stopped")
         killed.stop(signal.SIGKILL)
@@ -255,6 +262,8 @@ def test_after_a_kill_the_last_figures_are_dimmed_and_the_command_that_starts_it
         with DaemonProcess(*flags, "--port", str(urlsplit(killed.url).port)) as second:
             second.wait_ready()
             page.locator("#stopped").wait_for(state="hidden")
+            page.locator("#status", has_text="ok").wait_for()
+            assert not page.is_visible("#login"), "the token is the same"
         context.close()
 
 
@@ -307,7 +316,7 @@ def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, dae
         )
         assert page.inner_text("#said") == sentence
         assert page.evaluate("() => document.documentElement.scrollHeight") <= 2 * WIDE["height"]
-        assert "89.0 % in all" in page.inner_text("#lines"), "over time"
+        assert "89.0 % of the last 300 requests" in page.inner_text("#lines"), "over time"
         assert page.locator("#lines svg rect").count() > 20
         page.click("#more-lanes")
         assert page.locator("#icicle button").count() == 41

@@ -80,7 +80,7 @@ function drawCourse(box, ended) {
   const speed = (some) => median(some.map((one) => one.timings.decode_tokens_per_s).filter((one) => one > 0));
   const fast = Math.max(...parts.map(speed), 1);
   box.replaceChildren(
-    bars("Restored share of the prompts", `${percent(sum(replies, restored), sum(replies, tokens))} in all`, parts.map(share), 1, (one) => percent(one, 1), replies),
+    bars("Restored share of the prompts", `${percent(sum(replies, restored), sum(replies, tokens))} of the last ${plural(replies.length, "request")}`, parts.map(share), 1, (one) => percent(one, 1), replies),
     bars("Tokens a second of a reply", `median ${speed(replies)?.toFixed(1) ?? "–"}`, parts.map(speed), fast, (one) => one.toFixed(1), replies));
 }
 

@@ -37,6 +37,10 @@ async function call(method, path, body, signal) {
   throw new Refused(answer.status, said?.error?.message ?? `HTTP status ${answer.status}`);
 }
 
+// What a locked page says: the command that opens it, and why a key was refused.
+const commandFor = (command) => `diskprefix ${command}${location.port === "8642" ? "" : ` --url ${location.origin}`}`;
+const refusalOf = (error) => (error.status === 403 ? error.message : sessionStorage.getItem(KEY) ? "This is no key or token of this daemon." : "");
+
 const ask = async (method, path, body) => (await call(method, path, body)).json();
 
 // Yields the data of each event of an answer, until it ends.

@@ -70,6 +70,18 @@ function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
+// Copies a text that `node` shows, and says so in `says`.
+async function copy(text, node, says) {
+  try {
+    await navigator.clipboard.writeText(text);
+    setText(says, "Copied");
+  } catch {
+    // Without HTTPS there is no clipboard on other addresses than this machine's.
+    getSelection().selectAllChildren(node);
+    setText(says, "Selected: press Ctrl+C");
+  }
+}
+
 // A bar of parts of a whole: [[class, amount], …].
 function bar(role, label, parts, whole, classes = "") {
   const done = parts.reduce((sum, [, amount]) => sum + amount, 0);

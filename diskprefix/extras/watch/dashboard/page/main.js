@@ -129,7 +129,8 @@ function askForKey(error) {
   for (const id of [...OF_ONE_MODEL, "#models"]) find(id).hidden = true;
   find("#login").hidden = false;
   setStatus("idle", "locked");
-  setText(find("#login-why"), error.message);
+  setText(find("#unlock"), commandFor("dashboard"));
+  setText(find("#login-why"), refusalOf(error));
   find("#key").focus();
 }
 
@@ -159,17 +160,8 @@ find("#tree-of").addEventListener("change", () => {
   drawTree();
 });
 
-for (const [button, text] of [["#copy-address", "#url"], ["#copy-command", "#command"]])
-  find(button).addEventListener("click", async () => {
-    try {
-      await navigator.clipboard.writeText(find(text).textContent);
-      setText(find(`${button} + span`), "copied");
-    } catch {
-      // Without HTTPS there is no clipboard on other addresses than this machine's.
-      getSelection().selectAllChildren(find(text));
-      setText(find(`${button} + span`), "selected: press Ctrl+C");
-    }
-  });
+for (const [button, text] of [["#copy-address", "#url"], ["#copy-command", "#command"], ["#copy-unlock", "#unlock"]])
+  find(button).addEventListener("click", () => copy(find(text).textContent, find(text), find(`${button} + span`)));
 
 if (several.is) setInterval(() => {
   if (!document.hidden && !find("#all").hidden && state.stoppedAt === null) readModels().catch(() => {});

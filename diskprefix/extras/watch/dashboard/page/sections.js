@@ -4,7 +4,7 @@ function drawHeader(now) {
   const exact = { token: "bit-exact at any token", grid: "bit-exact at the ends of steps" }[now.model?.exact_at];
   setText(find("#served"), [now.model?.name, exact, `scope ${now.scope}`].filter(Boolean).join(" · "));
   setStatus({ ok: "", loading: "loading", stopping: "loading" }[now.status] ?? "bad", now.message ?? now.status);
-  setText(find("#version"), `diskprefix ${now.version}`);
+  setText(find("#version"), `diskprefix ${now.version} · `);
 }
 
 // Draws all models of a daemon with several: those that it knows and, from `places`, those in memory. Returns the names of
@@ -121,7 +121,7 @@ const rows = new Map(), LIVE = ["state", "prompt", "first token", "reply", "spee
 
 function drawLive({ requests, arriving }) {
   const waiting = requests.filter((one) => one.state === "waiting").length;
-  const speed = requests.reduce((sum, one) => sum + (one.tokens_per_s ?? 0), 0);
+  const speed = requests.reduce((sum, one) => sum + (one.reply_tokens ? one.tokens_per_s ?? 0 : 0), 0);
   const said = [`${count(requests.length - waiting)} running`, `${count(waiting + arriving)} waiting`, ...(speed ? [`${speed.toFixed(1)} tokens a second`] : [])];
   setText(find("#busy"), requests.length + arriving ? said.join(", ") : "Nothing runs now.");
   const body = find("#live tbody"), ids = new Set(requests.map((one) => one.id));
@@ -141,7 +141,8 @@ function liveCells(one) {
   const progress = make("div", { class: "beside" },
     bar("progressbar", label, [["restored", one.restored_tokens], ["computed", computed]], one.prompt_tokens),
     make("div", { class: "under" }, `${count(one.ready_tokens)} of ${count(one.prompt_tokens)}, ${count(one.restored_tokens)} restored`));
-  const speed = one.tokens_per_s === null ? "–" : `${one.tokens_per_s.toFixed(1)} tokens/s`;
+  const left = one.seconds_left === null ? "" : `, about ${seconds(one.seconds_left)} left`;
+  const speed = one.tokens_per_s === null ? "–" : `${one.tokens_per_s.toFixed(1)} tokens/s${left}`;
   return [one.state, progress, seconds(one.ttft_s), plural(one.reply_tokens, "token"), speed, seconds(one.elapsed_s)];
 }
 

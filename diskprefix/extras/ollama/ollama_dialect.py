@@ -1,0 +1,288 @@
+"""`POST /api/chat` and `/api/generate`, in the form of Ollama's API (`docs/openapi.yaml` of Ollama)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias, cast
+
+from pydantic import ConfigDict, Field, model_validator
+
+from diskprefix.api import fields
+from diskprefix.api.asked import Asked, TextFormat
+from diskprefix.api.dialect import Head, Json, JsonLine
+from diskprefix.api.error_forms import error_body
+from diskprefix.api.fields import NotServed, OneOf, RequestBody, SamplingFields, empty_as, sampling_params
+from diskprefix.api.figures import figures_reply
+from diskprefix.api.openai import Stop
+from diskprefix.api.openai_messages import Content, MessageBody, ToolAsSent, marks_of, without_marks
+from diskprefix.api.reply import (
+    CallBegin,
+    DeltaEvent,
+    EndEvent,
+    ReplyEvent,
+    WholeChoice,
+    WholeReply,
+    logprob_reply,
+    whole_choice,
+)
+from diskprefix.chat.fill_in import FillIn
+from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonObject, Message, TextPart
+from diskprefix.chat.output.format import ToolCallDelta
+from diskprefix.engine.request import DoneEvent
+from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.extras.ollama.ollama_models import utc
+from diskprefix.store.notes import TenantNotes
+
+_MOST = fields.MAX_COUNT
+Images: TypeAlias = Annotated[list[str], Field(max_length=fields.MAX_PARTS)]
+
+
+class OllamaOptions(SamplingFields):
+    """Sampling and limits. Options that are not here, such as those about how a model is loaded, are ignored."""
+
+    num_predict: int | None = Field(default=None, ge=-_MOST, le=_MOST, description="Most tokens of the reply; -1: any.")
+    num_ctx: fields.Count | None = Field(default=None, description="Most tokens of prompt and reply together.")
+    stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
+    repeat_penalty: float | None = Field(default=None, ge=0.01, le=100, description="As `repetition_penalty`.")
+
+
+def _without_sampling(schema: Json) -> None:
+    schema["properties"] = {name: schema["properties"][name] for name in _outside_options(schema["properties"])}
+
+
+def _outside_options(names: Any) -> list[str]:
+    return [name for name in names if name not in SamplingFields.model_fields]
+
+
+class OllamaBody(RequestBody):
+    """The fields of both bodies. Those of `SamplingFields` are read from `options` only, as Ollama does."""
+
+    model_config = ConfigDict(json_schema_extra=_without_sampling)
+
+    stream: Annotated[bool, empty_as(True)] = Field(default=True, description="Send the reply as lines of JSON.")
+    options: Annotated[OllamaOptions, empty_as({})] = Field(default=OllamaOptions(), description="Sampling and limits.")
+    format: Annotated[Literal["", "json"] | JsonObject, OneOf("json or a JSON schema")] | None = Field(
+        default=None, description="`json`, or a JSON schema that the text follows."
+    )
+    think: Annotated[bool | Literal["low", "medium", "high", "max"], OneOf("true, false or an effort")] | None = Field(
+        default=None, description="Whether to think, or with which effort. Absent: as the chat template has it."
+    )
+    keep_alive: Annotated[str | int | float, OneOf("a duration or a number of seconds")] | None = Field(
+        default=None, description="How long the caller keeps a model that may be unloaded."
+    )
+    logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leaves_sampling_out(cls, sent: Any) -> Any:
+        return {name: sent[name] for name in _outside_options(sent)} if isinstance(sent, dict) else sent
+
+    @model_validator(mode="after")
+    def _takes_sampling_of_options(self) -> OllamaBody:
+        for name in SamplingFields.model_fields:
+            setattr(self, name, getattr(self.options, name))
+        self.repetition_penalty = self.options.repeat_penalty or self.repetition_penalty
+        # Ollama's default, which is no seed.
+        self.seed = None if self.seed == -1 else self.seed
+        return self
+
+    @property
+    def source(self) -> Conversation | str | FillIn:
+        """Returns the source of the prompt. Raises `InvalidRequest` for fields that do not go together."""
+        raise NotImplementedError
+
+    def conversation(self, messages: Sequence[Message], tools: list[JsonObject]) -> Conversation:
+        last = messages[-1] if messages else Message(role="user", path="messages")
+        return Conversation(
+            messages=messages,
+            tools=[without_marks(tool) for tool in tools] or None,
+            tool_marks=tuple(marks_of(tools)),
+            tool_paths=[f"tools.{index}.function.parameters" for index in range(len(tools))],
+            reasoning_effort=self.think if isinstance(self.think, str) else None,
+            thinking=None if self.think is None else bool(self.think),
+            special_tokens_in_text=self.special_tokens_in_text or False,
+            ending="continue" if last.role == "assistant" and last.texts and not last.tool_calls else "reply",
+            path=last.path.partition(".")[0],
+        )
+
+
+class OllamaMessage(MessageBody):
+    """One message of the conversation."""
+
+    model_config = ConfigDict(json_schema_extra=None)
+
+    content: Content | None = Field(default=None, description="Text.")
+    images: Images | None = Field(default=None, description="In base64.")
+    thinking: str | None = Field(default=None, description="The reasoning of the assistant.")
+    tool_name: str | None = Field(default=None, description="In a tool message: the tool that answers.")
+
+    def neutral(self, path: str) -> Message:
+        message = super().neutral(path)
+        thinking = message.reasoning if self.thinking is None else self.thinking
+        content = (*_pictures(self.images, f"{path}.images"), *message.content)
+        return replace(message, content=content, name=message.name or self.tool_name, reasoning=thinking)
+
+
+def _pictures(images: list[str] | None, path: str) -> list[ImagePart]:
+    # The type of an image is read from its content.
+    uris = [(f"data:image/png;base64,{data}", f"{path}.{index}") for index, data in enumerate(images or ())]
+    return [ImagePart(uri, at, at) for uri, at in uris]
+
+
+class OllamaChatRequest(OllamaBody):
+    """`POST /api/chat`."""
+
+    messages: Annotated[list[OllamaMessage], Field(max_length=fields.MAX_MESSAGES), empty_as([])] = Field(
+        default=[], description="The conversation, oldest message first. Empty: the model is loaded."
+    )
+    tools: Annotated[list[ToolAsSent], Field(max_length=fields.MAX_TOOLS), empty_as([])] = Field(
+        default=[], description="Functions offered to the model by its template."
+    )
+
+    @property
+    def source(self) -> Conversation:
+        messages = [message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)]
+        return self.conversation(messages, cast("list[JsonObject]", self.tools))
+
+
+class OllamaGenerateRequest(OllamaBody):
+    """`POST /api/generate`."""
+
+    prompt: Annotated[str, empty_as("")] = Field(default="", description="The user's text. Empty: the model is loaded.")
+    system: Annotated[str, empty_as("")] = Field(default="", description="The system prompt.")
+    suffix: Annotated[str, empty_as("")] = Field(default="", description="Text behind the gap that the reply fills.")
+    images: Images | None = Field(default=None, description="In base64.")
+    raw: bool | None = Field(default=None, description="Continue `prompt` as it is, without the chat template.")
+    template: NotServed = Field(default=None, description="Not supported: see `serve --chat-template`.")
+    context: NotServed = Field(default=None, description="Not supported: send the earlier messages to `/api/chat`.")
+
+    @property
+    def source(self) -> Conversation | str | FillIn:
+        if not (self.raw or self.suffix):
+            content: list[ContentPart] = [*_pictures(self.images, "images"), TextPart(self.prompt, "prompt")]
+            system = Message(role="system", content=(TextPart(self.system, "system"),), path="system")
+            user = Message(role="user", content=content, path="prompt")
+            return self.conversation([system, user] if self.system else [user], [])
+        for name in ("system", "images", *(("suffix",) if self.raw else ())):
+            if getattr(self, name):
+                raise InvalidRequest.at(name, f"is not allowed beside {'raw' if self.raw else 'suffix'}")
+        if self.raw:
+            return self.prompt
+        return FillIn(self.prompt, self.suffix, "suffix", special_tokens_in_text=self.special_tokens_in_text or False)
+
+
+class Ollama:
+    """The API of a route with this body."""
+
+    id_prefix, call_id_prefix = "ollama-", "call_"
+
+    def __init__(self, body: type[OllamaBody]) -> None:
+        self.body = body
+
+    def read(self, body: OllamaBody, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+        stop, most = body.options.stop or (), body.options.num_predict or 0
+        own = TextFormat("json_object", "", "format") if body.format else None
+        if isinstance(body.format, dict):
+            own = TextFormat("json_schema", json.dumps(body.format), "format")
+        sampling = sampling_params(
+            body,
+            vocab_size,
+            max_tokens=most if most > 0 else None,
+            stop=(stop,) if isinstance(stop, str) else stop,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        return Asked(
+            prompt=body.source,
+            sampling=sampling,
+            num_ctx=body.options.num_ctx,
+            text_format=body.text_format_beside(own),
+            limit_path="options.num_predict",
+        )
+
+    def without_prompt(self, body: OllamaBody, model: str, /, *, may_unload: bool) -> Json | None:
+        if any(getattr(body, name, None) for name in ("messages", "prompt", "suffix", "images")):
+            return None
+        # The front reads `keep_alive`, too, and unloads the model.
+        is_unloaded = may_unload and str(body.keep_alive) in ("0", "0.0", "0s", "0m")
+        line = _line(model, is_chat=isinstance(body, OllamaChatRequest))
+        return line | {"done": True, "done_reason": "unload" if is_unloaded else "load"}
+
+    def writer(self, body: OllamaBody, head: Head) -> OllamaWriter:
+        return OllamaWriter(head, body.options.num_ctx or 0, is_chat=isinstance(body, OllamaChatRequest))
+
+
+def _line(model: str, said: WholeChoice | None = None, *, is_chat: bool) -> Json:
+    """Returns a part of the reply, or without `said` nothing of it."""
+    texts: Json = {"role": "assistant", "content": ""} if is_chat else {"response": ""}
+    line: Json = {"model": model, "created_at": utc(time.time())}
+    if said is not None:
+        texts["content" if is_chat else "response"] = said.content
+        texts |= {"thinking": said.reasoning} if said.reasoning else {}
+        calls = [
+            {"id": one.id, "function": {"index": at, "name": one.name, "arguments": one.parsed}}
+            for at, one in enumerate(said.calls)
+        ]
+        texts |= {"tool_calls": calls} if calls else {}
+        line |= {"logprobs": [logprob_reply(token) for token in said.tokens]} if said.tokens else {}
+    return line | ({"message": texts} if is_chat else texts) | {"done": False}
+
+
+class OllamaWriter:
+    """Writes lines of JSON. Calls are complete, in one line at the end of the reply."""
+
+    def __init__(self, head: Head, num_ctx: int, *, is_chat: bool) -> None:
+        self._head, self._num_ctx = head, num_ctx
+        self._line = partial(_line, head.model, is_chat=is_chat)
+        self._calls: list[DeltaEvent] = []
+        self._end: EndEvent
+
+    def whole(self, reply: WholeReply) -> Json:
+        [choice] = reply.choices
+        return self._line(choice) | self._last(choice, reply.done)
+
+    def begin(self) -> Sequence[JsonLine]:
+        return ()
+
+    def events(self, event: ReplyEvent) -> Sequence[JsonLine]:
+        if isinstance(event, DoneEvent):
+            return [JsonLine(self._line() | self._last(self._end, event))]
+        if isinstance(event, EndEvent):
+            self._end = event
+            called = whole_choice(event, self._calls)
+            return [JsonLine(self._line(replace(called, content="", reasoning="")))] if called.calls else ()
+        if not isinstance(event, DeltaEvent):
+            return ()
+        if any(isinstance(delta, CallBegin | ToolCallDelta) for delta in event.deltas):
+            self._calls.append(replace(event, tokens=()))
+        part = replace(whole_choice(EndEvent(0, "stop"), [event]), calls=())
+        return [JsonLine(self._line(part))] if part.content or part.reasoning or part.tokens else ()
+
+    def keepalive(self) -> bytes:
+        return b" "
+
+    def failure(self, error: DiskPrefixError) -> Sequence[JsonLine]:
+        return [JsonLine(error_body({"path": "/api/"}, error, ""))]
+
+    def _last(self, end: WholeChoice | EndEvent, done: DoneEvent) -> Json:
+        usage, timings, figures = done.usage, done.timings, figures_reply(done, self._head.clamped_to)
+        if self._num_ctx > self._head.max_positions:
+            figures["timings"]["num_ctx_clamped"] = self._head.max_positions
+        times_ms = (self._head.waited_ms + timings.queue_ms, timings.ttft_ms - timings.queue_ms, timings.decode_ms)
+        # Clients divide by them.
+        load, prompt, reply = (max(1, round(1e6 * time_ms)) for time_ms in times_ms)
+        return {
+            "done": True,
+            "done_reason": "length" if end.reason == "length" else "stop",
+            "total_duration": load + prompt + reply,
+            "load_duration": load,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": prompt,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": reply,
+            **figures,
+        }

@@ -1,0 +1,93 @@
+"""The models as Ollama lists them, made of the cards of `/v1/models`. The front process imports it: no FastAPI here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.model.load.checkpoint import checkpoint_files, weight_files
+from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths
+from diskprefix.model.load.gguf_header import read_header
+from diskprefix.version import __version__
+
+Json: TypeAlias = dict[str, Any]
+
+VERSION = {"version": "0.13.0", "diskprefix": __version__}
+"""The release of Ollama whose API this is: clients refuse older ones."""
+INSTEAD = {
+    "pull": "fetch a model with `diskprefix pull NAME`",
+    "push": "models are not published from here",
+    "create": "the settings of a model are those of `diskprefix serve` and of models.toml",
+    "copy": "give the model an alias in models.toml",
+    "delete": "remove a model with `diskprefix rm NAME`",
+    "blobs": "serve a file with `diskprefix serve --model FILE`",
+    "embeddings": "call /api/embed",
+}
+_CAPABILITIES = {"completion": "completion", "tool_use": "tools", "reasoning": "thinking", "vision": "vision"}
+_FOR_EVER_S = 100 * 365 * 86400.0
+
+
+def require_served(path: str) -> None:
+    """Raises `InvalidRequest` for a route of Ollama that is refused, with what to do instead."""
+    what = path.removeprefix("/api/").partition("/")[0]
+    if path.startswith("/api/") and what in INSTEAD:
+        raise InvalidRequest(f"/api/{what} is not served here; {INSTEAD[what]}")
+
+
+def facts_of(path: Path | None) -> Json:
+    """Returns what `/api/tags` says of a model's folder or `.gguf` file. Reads headers only; the digest is not that of
+    the content. What cannot be read is left empty."""
+    family, label, form, files, written_at = "", "", None, list[Path](), 0.0
+    is_file = path is not None and path.is_file()
+    with suppress(AttributeError, DiskPrefixError, OSError, RecursionError, ValueError):
+        if path is None:
+            raise FileNotFoundError
+        written_at = path.stat().st_mtime
+        if is_file:
+            values, form, files = read_header(path).values, QUANT.search(model_stem(path)), part_paths(path)
+            family, label = str(values.get("general.architecture", "")), str(values.get("general.size_label", ""))
+        else:
+            files = checkpoint_files(path, weight_files(path))
+            family = str(json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+    size = sum(file.stat().st_size for file in files)
+    details: Json = {"parent_model": "", "format": "gguf" if is_file else "safetensors", "family": family}
+    quant = form[1].upper() if form else ""
+    details |= {"families": [family] if family else [], "parameter_size": label, "quantization_level": quant}
+    digest = hashlib.sha256(f"{path} {size} {written_at}".encode()).hexdigest()
+    return {"modified_at": utc(written_at), "size": size, "digest": digest, "details": details}
+
+
+def tag(card: Mapping[str, Any], facts: Json) -> Json:
+    """Returns a model as `/api/tags` lists it."""
+    return {"name": card["id"], "model": card["id"]} | facts
+
+
+def running(card: Mapping[str, Any], facts: Json, num_bytes: int, idle_s: float = _FOR_EVER_S) -> Json:
+    """Returns a model that takes `num_bytes` of memory, for `idle_s` more, as `/api/ps` lists it."""
+    in_memory = {"size": num_bytes, "size_vram": 0, "expires_at": utc(time.time() + min(idle_s, _FOR_EVER_S))}
+    return tag(card, facts) | in_memory | {"context_length": card.get("context_length", 0)}
+
+
+def shown_model(card: Mapping[str, Any], facts: Json) -> Json:
+    """Returns the answer of `/api/show`."""
+    family = facts["details"]["family"]
+    info = {"general.architecture": family, "general.basename": card["id"]}
+    return {
+        "modified_at": facts["modified_at"],
+        "details": facts["details"],
+        "parameters": "",
+        "template": "",
+        "model_info": info | {f"{family}.context_length": card.get("context_length", 0)},
+        "capabilities": [_CAPABILITIES[name] for name in card.get("capabilities", ()) if name in _CAPABILITIES],
+    }
+
+
+def utc(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

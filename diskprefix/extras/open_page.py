@@ -1,0 +1,51 @@
+"""Opens a page of a running daemon in a browser, with the daemon's token."""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+import click
+
+from diskprefix.errors import SettingsError
+from diskprefix.extras.daemon_call import token_of
+from diskprefix.server.process.token_file import page_link
+from diskprefix.settings import cache_home
+
+
+def open_page(url: str, api_key: str | None, page: str = "", *, prints: bool = False) -> None:
+    """Opens the page of the daemon at `url` in a browser. Where there is none, or if `prints`, prints the link.
+
+    The browser is given a file that only the user can read: other users see the arguments of programs. Raises
+    `SettingsError` for an invalid URL or if the file cannot be written, and `NotReady` if nothing listens there.
+    """
+    token = token_of(url)
+    address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    link = page_link(address, api_key or token or "", page)
+    if prints or not _is_opened(link):
+        click.echo(link)
+
+
+def _is_opened(link: str) -> bool:
+    """Returns False if there is no browser that shows pages. Raises `SettingsError` if the file cannot be written."""
+    has_screen = sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
+    return has_screen and webbrowser.open(_written(link).as_uri())
+
+
+def _written(link: str) -> Path:
+    """Returns a page that leads to the link, with the rights of the files of tokens beside it."""
+    path = cache_home() / "daemons" / "dashboard.html"
+    page = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={html.escape(link)}">\n'
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(page)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot write {path}: {error.strerror}; `diskprefix dashboard --print` needs no file"
+        ) from error
+    return path

@@ -1,0 +1,68 @@
+"""The models that other programs have fetched to this machine. They are served where they are: nothing there is ever
+written, locked, moved or removed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from diskprefix.model.load.gguf_file import model_stem
+from diskprefix.model.load.hub import cached_models, gguf_models_in, is_model_folder
+from diskprefix.model.load.manifests import FoundModel, llama_cpp_models, ollama_models
+
+OWNERS = ("Ollama", "LM Studio", "llama.cpp")
+_OF_OLLAMAS_SERVICE = "/usr/share/ollama/.ollama/models"
+_MOST_DEPTH = 4
+
+
+def found_models() -> Iterator[FoundModel]:
+    """Yields the models of Ollama, LM Studio and llama.cpp. A name may come twice: the first has it."""
+    for root in (os.environ.get("OLLAMA_MODELS") or "~/.ollama/models", _OF_OLLAMAS_SERVICE):
+        for model in ollama_models(_path(root)):
+            model.names += [name.removesuffix(":latest") for name in model.names if name.endswith(":latest")]
+            yield model
+    for folder in map(_path, ("~/.lmstudio/models", "~/.cache/lm-studio/models")):
+        for path in models_below(folder):
+            below = path.relative_to(folder).with_name(path.name if path.is_dir() else model_stem(path))
+            yield FoundModel(owner="LM Studio", names=[str(below)], parts=[path])
+    caches = os.environ.get("XDG_CACHE_HOME") or ("~/Library/Caches" if sys.platform == "darwin" else "~/.cache")
+    folder = _path(os.environ.get("LLAMA_CACHE") or f"{caches}/llama.cpp")
+    yield from (manifests := llama_cpp_models(folder))
+    with suppress(OSError):
+        named = [part for model in manifests for part in model.parts]
+        loose = [(model_stem(path), path) for path in gguf_models_in(folder) if path not in named]
+        for name, path in (*loose, *cached_models(folder)):
+            yield FoundModel(owner="llama.cpp", names=[name], parts=[path])
+
+
+def found_model(name: str) -> FoundModel | None:
+    """Returns the model of another program with this name."""
+    return next((model for model in found_models() if name in model.names), None)
+
+
+def models_below(folder: Path) -> list[Path]:
+    """Returns the models in a folder and below it, each folder once: folders with a configuration and weights, and
+    `.gguf` files, of which a split one counts by its first part. What cannot be read is left out."""
+    found: list[Path] = []
+    seen: set[Path] = set()
+    waiting = [(folder, 0)]
+    while waiting:
+        place, depth = waiting.pop()
+        if place.resolve() in seen:
+            continue
+        seen.add(place.resolve())
+        with suppress(OSError):
+            if is_model_folder(place):
+                found.append(place)
+                continue
+            found += gguf_models_in(place)
+            if depth < _MOST_DEPTH:
+                waiting += [(one, depth + 1) for one in place.iterdir() if one.is_dir() and one.name[0] != "."]
+    return sorted(found)
+
+
+def _path(text: str) -> Path:
+    return Path(os.path.expanduser(text))

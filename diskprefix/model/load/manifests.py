@@ -1,0 +1,128 @@
+"""The manifests of Ollama and llama.cpp: how these programs call the models in their folders, and which files make one.
+
+Nothing is written there. `cli/README.md` describes the folders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf_header import read_header
+from diskprefix.printable import first_line
+
+_MOST_BYTES = 1 << 22
+"""A manifest has a few kilobytes."""
+_DIGEST = re.compile("sha256[:-][0-9a-f]{64}", re.IGNORECASE)
+_OF_LISTS = "application/vnd.ollama.manifest.list.v2+json"
+
+
+@dataclass(kw_only=True)
+class FoundModel:
+    """A model of another program, its `owner`, by the `names` that it has there. `parts`: its folder, or its `.gguf`
+    file, at least the first part. `projectors`: its encoders of pictures. Without parts, `problem` says why."""
+
+    owner: str
+    names: list[str]
+    parts: list[Path] = field(default_factory=list)
+    projectors: list[Path] = field(default_factory=list)
+    problem: str = ""
+
+
+def is_blob(file: Path) -> bool:
+    """Returns whether a file is one of Ollama's, which are called by their digests."""
+    return _DIGEST.fullmatch(file.name) is not None and file.parent.name == "blobs"
+
+
+def manifest_of(gguf: Path) -> FoundModel | None:
+    """Returns the model to which a `.gguf` file belongs by a manifest, None if no manifest names it."""
+    models = ollama_models(gguf.parents[1]) if is_blob(gguf) else llama_cpp_models(gguf.parent)
+    return next((model for model in models if gguf in model.parts), None)
+
+
+def ollama_models(root: Path) -> list[FoundModel]:
+    """Returns the models in a folder of Ollama. Those that share all their files are one, with several names."""
+    named: dict[str, Path] = {}
+    # The newer folder has links to blobs.
+    for file in (one for place in ("manifests-v2", "manifests") for one in sorted((root / place).glob("*/*/*/*"))):
+        host, namespace, model, tag = file.parts[-4:]
+        # As `ollama list` shows it.
+        of_library = f"{namespace}/{model}:{tag}".removeprefix("library/")
+        if not tag.startswith("."):
+            named.setdefault(of_library if host == "registry.ollama.ai" else f"{host}/{namespace}/{model}:{tag}", file)
+    found: dict[object, FoundModel] = {}
+    for name, file in named.items():
+        made = _made("Ollama", name, file, partial(_blobs_of, root / "blobs"))
+        if (known := found.setdefault((*made.parts, *made.projectors) or name, made)) is not made:
+            known.names += made.names
+    return [*found.values()]
+
+
+def llama_cpp_models(folder: Path) -> list[FoundModel]:
+    """Returns the models of llama.cpp's own cache that have a manifest. Newer versions use the hub's layout."""
+    found = []
+    for file in sorted(folder.glob("manifest=*=*=*.json")):
+        user, repo, tag = file.name.removesuffix(".json").split("=", 3)[1:]
+        name = f"{user}/{repo}" if tag == "latest" else f"{user}/{repo}:{tag}"
+        found.append(_made("llama.cpp", name, file, partial(_files_of, folder, f"{user}_{repo}")))
+    return found
+
+
+def _made(
+    owner: str, name: str, manifest: Path, files: Callable[[dict[str, Any]], tuple[list[Path], list[Path]]]
+) -> FoundModel:
+    try:
+        parts, projectors = files(_read(manifest))
+        for file in (*parts, *projectors):
+            if not os.path.isfile(file):
+                raise ValueError(f"{file} is missing; fetch the model again with {owner}")
+    except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        return FoundModel(owner=owner, names=[name], problem=f"its manifest {manifest}: {first_line(error)}")
+    return FoundModel(owner=owner, names=[name], parts=parts, projectors=projectors)
+
+
+def _blobs_of(blobs: Path, manifest: dict[str, Any]) -> tuple[list[Path], list[Path]]:
+    if manifest.get("mediaType") == _OF_LISTS:
+        by_runner = {str(one.get("runner", "")).lower(): one for one in manifest["manifests"]}
+        manifest = next((by_runner[runner] for runner in ("ollama", "llamacpp", "") if runner in by_runner), {})
+        if "digest" in manifest:
+            manifest = _read(_blob(blobs, manifest["digest"]))
+    layers = [(one["mediaType"].rpartition(".")[2], _blob(blobs, one["digest"])) for one in manifest.get("layers", [])]
+    if any(kind == "adapter" for kind, _ in layers):
+        raise ValueError("it has an adapter, and adapters are not served")
+    parts, projectors = ([blob for kind, blob in layers if kind == wanted] for wanted in ("model", "projector"))
+    if not parts:
+        raise ValueError("it names no .gguf file: the model is one of MLX, or of Ollama's cloud")
+    if len(parts) > 1:
+        parts.sort(key=lambda blob: int(read_header(blob).values.get("split.no", 0)))
+    return parts, projectors
+
+
+def _blob(blobs: Path, digest: str) -> Path:
+    if not _DIGEST.fullmatch(digest):
+        raise ValueError("a digest in it is none")
+    return blobs / digest.lower().replace(":", "-")
+
+
+def _files_of(folder: Path, repo: str, manifest: dict[str, Any]) -> tuple[list[Path], list[Path]]:
+    # All files lie in one folder: this is how llama.cpp tells those of two repositories apart.
+    files = [manifest["ggufFile"], manifest.get("mmprojFile")]
+    first, *more = [folder / f"{repo}_{one['rfilename']}".replace("/", "_") for one in files if one]
+    return [first], more
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Raises `OSError`, and `ValueError` for what is no object of JSON."""
+    with file.open("rb") as opened:
+        content = opened.read(_MOST_BYTES + 1)
+    found = json.loads(content) if len(content) <= _MOST_BYTES else None
+    if not isinstance(found, dict):
+        raise ValueError("it is no object of JSON")
+    return found
