@@ -42,8 +42,8 @@ def policies_folder() -> Path:
 
 
 def units_folder() -> Path:
-    """Returns `diskprefix/units` in an installed package, `systemd/user` in a checkout."""
-    return _carried("units", "systemd/user")
+    """Returns `diskprefix/service_units` in an installed package, `systemd/user` in a checkout."""
+    return _carried("service_units", "systemd/user")
 
 
 def _carried(installed: str, in_checkout: str) -> Path:

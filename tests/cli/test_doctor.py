@@ -68,6 +68,8 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
     assert (report["ok"], ended.exit_code) == (not problems, 1 if problems else 0)
     assert all(one["advice"] for one in report["findings"] if one["level"] in ("note", "problem"))
     assert not (tmp_path / "kv").exists(), "nothing is changed"
+    shown = run("doctor", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", "--port", "0").stdout
+    assert shown.endswith(f", {len(findings)} checks\n")
 
 
 def test_a_client_is_served_and_a_restart_loses_nothing(run: Run, chat_model: Path, tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ REFUSED = """
 2 | doctor --port 99999                            | --port
 2 | inspect --kv-cache-dir ''                      | it is empty
 2 | inspect --kv-cache-dir ~nobody-here/kv         | ~nobody-here is the home folder of nobody here
-2 | inspect '' --kv-cache-dir kv                   | at least 4 digits
-2 | inspect 3fa --kv-cache-dir kv                  | at least 4 digits
+2 | inspect '' --kv-cache-dir kv                   | at least 4 hexadecimal characters
+2 | inspect 3fa --kv-cache-dir kv                  | at least 4 hexadecimal characters
 2 | inspect zzzz --kv-cache-dir kv                 | no entry starts with 'zzzz', diskprefix inspect
 2 | inspect --tree --stats --kv-cache-dir kv       | give one of ENTRY, --tree and --stats
 2 | inspect 3fa9 --tree --kv-cache-dir kv          | give one of
@@ -78,7 +78,7 @@ REFUSED = """
 2 | purge --all --model tiny --kv-cache-dir kv     | --all takes no conditions
 2 | purge --all 3fa9 --kv-cache-dir kv             | --all takes no conditions
 2 | purge zzzz --kv-cache-dir kv                   | no entry starts with 'zzzz'
-2 | purge 3fa --yes --kv-cache-dir kv              | at least 4 digits
+2 | purge 3fa --yes --kv-cache-dir kv              | at least 4 hexadecimal characters
 2 | purge --salt '' --kv-cache-dir kv              | '--salt': it is empty
 2 | purge --model '' --kv-cache-dir kv             | '--model': it is empty
 2 | purge --older-than soon --kv-cache-dir kv      | is not a duration
@@ -98,7 +98,7 @@ REFUSED = """
 4 | restore none --kv-cache-dir kv                 | holds no diskprefix store
 4 | restore kv --yes --kv-cache-dir kv             | kv
 2 | restore kv --kv-cache-dir other                | --yes
-2 | export 3fa --kv-cache-dir kv                   | at least 4 digits
+2 | export 3fa --kv-cache-dir kv                   | at least 4 hexadecimal characters
 2 | export ffff -o '' --kv-cache-dir kv            | it is empty
 2 | export ffff --kv-cache-dir kv                  | no entry starts, diskprefix inspect
 4 | export ffff --kv-cache-dir none                | holds no diskprefix store

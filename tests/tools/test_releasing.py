@@ -39,6 +39,7 @@ def wheel(folder: Path, **changes: bytes | None) -> Path:
     parts: dict[str, bytes] = {
         LIBRARY: OPERATORS,
         "diskprefix/presets/agent.toml": b"",
+        "diskprefix/service_units/diskprefix.service": b"",
         f"{INFO}/METADATA": b"",
         f"{INFO}/licenses/LICENSE": b"",
         f"{INFO}/sboms/diskprefix.cdx.json": json.dumps(listed).encode(),

@@ -150,7 +150,7 @@ def check_parts(wheel: Path, version: str, target: Target) -> None:
     """Raises `ReleaseError` if a wheel lacks a part or a variant of the operators, is of another version, or lists
     another library than it has."""
     info = f"diskprefix-{version}.dist-info"
-    bill, parts = f"{info}/sboms/diskprefix.cdx.json", ("diskprefix/presets/", LIBRARY)
+    bill, parts = f"{info}/sboms/diskprefix.cdx.json", ("diskprefix/presets/", "diskprefix/service_units/", LIBRARY)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         wanted = (*parts, bill, f"{info}/METADATA", f"{info}/licenses/LICENSE")

@@ -165,9 +165,11 @@ def service() -> None:
 
     \b
     diskprefix service install --model ~/models/qwen
-    diskprefix service status
+    diskprefix service status --json
     journalctl --user -u diskprefix -f
     diskprefix service remove
+
+    Exit codes: 0 done; 1 it does not run, or there is no systemd session of this user; 2 wrong usage.
     """
 
 
