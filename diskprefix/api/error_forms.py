@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.datastructures import Headers
-
 from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import shown
 
@@ -54,7 +52,7 @@ def error_body(scope: Mapping[str, Any], error: DiskPrefixError, request_id: str
     """Returns an error in the form of the API that was called. Anthropic's clients name theirs on every route."""
     if scope["path"].startswith(OLLAMA_PATH):
         return {"error": one_line(error.message)}
-    if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(raw=scope["headers"]):
+    if scope["path"].startswith(ANTHROPIC_PATH) or any(one == b"anthropic-version" for one, _ in scope["headers"]):
         return anthropic_error(error, request_id)
     return openai_error(error)
 

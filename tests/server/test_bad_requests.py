@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import socket
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -305,7 +306,7 @@ def test_the_log_does_not_repeat_wrong_values(client: httpx.Client, caplog: pyte
 def test_the_log_names_few_of_the_tools_that_are_left_out(
     client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked, "_told", set())
+    monkeypatch.setattr(asked, "_told", defaultdict(set))
     for start in (0, 500):
         tools = [{"type": f"made_up_{index}"} for index in range(start, start + 500)]
         with caplog.at_level(logging.INFO, "diskprefix"):

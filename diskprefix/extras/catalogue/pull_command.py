@@ -51,6 +51,8 @@ def pull(name: str, as_json: bool) -> None:
     \b
     Exit codes: 0 done; 2 wrong usage; 3 the model cannot be fetched, or no quant of it fits.
     """
+    if "/" not in name and (found := found_model(name)) is not None and not found.problem:
+        raise SettingsError(f"{found.owner} has {name} on this machine: diskprefix serve --model {shlex.quote(name)}")
     name = require_repository(name)
     path = fetch(name, "pull")
     fetched = next((known for known, place in cached_models() if place.samefile(path)), None)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_PART = re.compile(r"[\d.]+[a-z]+", re.ASCII)
+_BETWEEN = re.compile(r"(?<=[a-z])(?=[\d.])", re.ASCII)
+"""The place between the parts of a duration as Go writes it: `1h30m`."""
 
 
 class Named(msgspec.Struct):
@@ -53,10 +54,8 @@ def keep_alive_seconds(value: str | float) -> float:
     try:
         seconds = float(unsigned)
     except ValueError:
-        parts = _PART.findall(unsigned)
-        parts = parts if parts and "".join(parts) == unsigned else [text]
         try:
-            seconds = sum(parse_duration(part, param="keep_alive") for part in parts)
+            seconds = sum(parse_duration(part, param="keep_alive") for part in _BETWEEN.split(unsigned))
         except DiskPrefixError as error:
             raise InvalidRequest(error.message, param="keep_alive") from error
     return math.inf if text != unsigned or not seconds >= 0 else seconds

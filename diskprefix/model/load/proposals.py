@@ -6,7 +6,6 @@ import os
 from difflib import get_close_matches
 
 from diskprefix.errors import SettingsError
-from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import shown
 from diskprefix.units import format_size
@@ -33,8 +32,12 @@ the embeddings of each layer of Gemma 4 E2B and E4B (2.3 and 2.8 billion) have 1
 def full_name(model: str) -> str:
     """Returns the repository of a short name. Any other name, and that of a file, a folder or another program's model
     here, stays as it is."""
-    known = _PROPOSED.get(model.lower())
-    return model if known is None or os.path.exists(model) or found_model(model) is not None else known[0]
+    if (known := _PROPOSED.get(model.lower())) is None or os.path.exists(model):
+        return model
+    # It imports what reads models, and no start of a command needs it.
+    from diskprefix.model.load.found_models import found_model
+
+    return known[0] if found_model(model) is None else model
 
 
 def known_names(model: str) -> str:

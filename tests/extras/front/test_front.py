@@ -496,7 +496,7 @@ def test_the_start_lists_what_it_found_and_a_daemon_without_models_says_what_to_
     assert lines[1].startswith(f"[models] --models-dir {tmp_path} has no .gguf file and no model's folder; no model")
     for status, said in answers:
         assert status == 404
-        assert re.search(r"`diskprefix pull \S+`, or put a .gguf file below --models-dir", said["error"]["message"])
+        assert re.search(r"`diskprefix pull \S+` .*, or put a .gguf file below --models-dir", said["error"]["message"])
 
 
 @in_a_loop

@@ -435,7 +435,7 @@ def test_what_may_be_there_is_not_refused(name: str, here: Path) -> None:
         ("HERE/tiny-q4.gguf", "; the nearest is HERE/tiny-q4_0.gguf"),
         (EMBEDDED.name[:-1], f"; the nearest is {EMBEDDED.name}"),
         ("HERE/tiny-q4_1.txt", "give the folder that holds the model, or a .gguf file"),
-        ("something-else", "no model of `diskprefix list`, and names of the hub are org/name"),
+        ("something-else", "gemma4:e2b, qwen3.5:4b, qwen3.5:2b"),
         *(
             (name, f"no such file or folder: {name!r}")
             for name in ("./nope", "../nope", "/not/there", "~/nope-such/x", "~nobody-here/x", "a/b.GGUF", "", " ")
@@ -529,7 +529,7 @@ def test_a_hub_that_is_not_asked_or_cannot_be_reached_is_said_with_what_to_do(
         ("org/empty", "holds no model: there is no config.json"),
         ("a/b/c", "neither an existing file or folder nor a hub id"),
         ("org/some model", "neither an existing file or folder nor a hub id"),
-        ("model", "'model' is no file or folder here, no model of `diskprefix list`, and names of the hub are"),
+        ("model", "'model' is no file or folder here, no model of `diskprefix list`, names of the hub are"),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_refused_with_the_reason(
