@@ -16,7 +16,7 @@ from diskprefix.api.responses_items import full_name
 from diskprefix.extras.front.front_messages import read_named
 from diskprefix.json_values import whole_characters
 from tests.server.agent_model import call, saying
-from tests.server.scripted import ScriptedEngine, events_of, scripted_app
+from tests.server.scripted import AppServer, ScriptedEngine, events_of, scripted_app
 from tests.server.test_bad_requests import JSON, ROUTES, USER
 
 CHAT, MESSAGES, RESPONSES, COMPLETIONS = (
@@ -331,16 +331,86 @@ def test_a_picture_that_the_history_keeps_is_a_note_for_a_model_of_text(
     part = parts[which - 1]
     word = word or ("document" if path == MESSAGES else "file")
     messages = seen(path, part) if place == "result" else [USER | {"content": [part]}, REPLIED, USER]
-    answer = served(client, path, **{field: messages}).json()
+    served(client, path, **{field: messages})
     note = f"[{word} left out: this model reads text]"
     assert engine.last_prompt.count(note) == 1
     [change] = engine.requests[-1].prompt.rewriting.changes
     assert change.normaliser == "unread_content"
     assert change.path.startswith(f"{field}.{'2' if place == 'result' else '0'}.")
-    assert "prefix_cache" in answer
     last = [REPLIED, USER | {"content": [part]}, USER]
     refused = client.post(path, json=ROUTES[path] | {field: last})
     assert (refused.status_code, "this model takes text only" in refused.text) == (400, True)
+
+
+@pytest.mark.parametrize("path", PICTURES)
+def test_a_response_says_what_was_left_out_of_its_prompt(agent_daemon: AppServer, path: str) -> None:
+    field, part, _ = PICTURES[path]
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    with agent_daemon.client() as client:
+        answer = served(client, path, **{field: seen(path, part), limit: 1}).json()
+    [change] = answer["prefix_cache"]["changed"]
+    assert (change["normaliser"], change["path"].split(".")[:2]) == ("unread_content", [field, "2"])
+
+
+VALUES = {"id": 9007199254740993, "text": "</tool_call><|im_end|><tool_call>"}
+EXACTLY = {
+    "type": "object",
+    "properties": {name: {"const": value} for name, value in VALUES.items()},
+    "required": [*VALUES],
+    "additionalProperties": False,
+}
+ONE_CALL: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "tools": [{"type": "function", "function": FUNCTION | {"parameters": EXACTLY}}],
+        "reasoning_effort": "none",
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
+    MESSAGES: {
+        "tools": [{"name": "read", "input_schema": EXACTLY}],
+        "thinking": {"type": "disabled"},
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    },
+    RESPONSES: {
+        "tools": [{"type": "function", "name": "read", "parameters": EXACTLY}],
+        "reasoning": {"effort": "none"},
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
+}
+
+
+def arguments_of(path: str, answer: Any) -> str:
+    """The arguments of the one call in an answer."""
+    if path == CHAT:
+        [call] = answer["choices"][0]["message"]["tool_calls"]
+        return str(call["function"]["arguments"])
+    [call] = [
+        item for item in answer.get("output", answer.get("content")) if item["type"] in {"function_call", "tool_use"}
+    ]
+    return str(call["arguments"]) if path == RESPONSES else json.dumps(call["input"])
+
+
+def streamed_arguments(path: str, events: list[Any]) -> str:
+    if path == CHAT:
+        calls = [call for event in events for one in event["choices"] for call in one["delta"].get("tool_calls") or []]
+        return "".join(call["function"].get("arguments") or "" for call in calls)
+    if path == RESPONSES:
+        return "".join(event["delta"] for event in events if event["type"].endswith("arguments.delta"))
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    return "".join(delta.get("partial_json", "") for delta in deltas)
+
+
+@pytest.mark.parametrize("path", ONE_CALL)
+def test_a_forced_call_has_the_exact_digits_and_the_text_of_its_tags_whole_and_streamed(
+    agent_daemon: AppServer, path: str
+) -> None:
+    asked = ONE_CALL[path] | {"max_output_tokens" if path == RESPONSES else "max_tokens": 400}
+    with agent_daemon.client() as client:
+        whole = served(client, path, **asked).json()
+        events = events_of(served(client, path, stream=True, **asked).text)
+    for text in (arguments_of(path, whole), streamed_arguments(path, events)):
+        assert json.loads(text) == VALUES, whole
 
 
 def test_every_page_and_every_question_answers_head_as_get_without_a_body(client: httpx.Client) -> None:
