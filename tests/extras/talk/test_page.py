@@ -156,7 +156,7 @@ def answering(*texts: str) -> Callable[[Route], None]:
     return lambda route: route.fulfill(body=body)
 
 
-def test_a_reply_that_repeats_itself_is_stopped_and_the_page_says_so(browser: Browser) -> None:
+def test_a_reply_that_repeats_itself_is_stopped_and_a_running_prefill_has_a_line(browser: Browser) -> None:
     page = lone_page(browser)
     for repeated, others in ((["It is ", "closed on Sundays. "] * 30, ["Yes. "]), (["- "] * 250, [])):
         page.route("**/v1/chat/completions", answering(*others, *repeated))
@@ -174,6 +174,8 @@ def test_a_reply_that_repeats_itself_is_stopped_and_the_page_says_so(browser: Br
     rule = ["| a | b |\n", "|-", *["-"] * 77, "\n", *["| 1 | 2 |\n"] * 3, "for x in range(4):\n        pass\n"]
     page.route("**/v1/chat/completions", answering(*rule))
     assert "stopped" not in say(page, "A table")
+    reading = "readingOf({ processed: 100, time_ms: 0 }, { processed: 300, total: 1000, time_ms: 2000 })"
+    assert page.evaluate(reading) == "reading: 300 of 1,000 tokens · 100 tokens/s · about 7.0 s left"
     page.context.close()
 
 
