@@ -198,6 +198,14 @@ def _random_blocks(quantise: Any, kind: int, columns: int, choose: np.random.Gen
     return blocks
 
 
+_QWEN_3_5_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
+
 SHAPES = {
     "3b": Shape(
         what="a dense 3B (Qwen2.5), Q4_0",
@@ -222,6 +230,18 @@ SHAPES = {
             "num_attention_heads": 28,
             "num_key_value_heads": 4,
             "rope_theta": 1e6,
+        },
+    ),
+    "4b": Shape(
+        what="Qwen3.5-4B: dense, three of four layers with a state, Q4_K_M",
+        kind="qwen3_5_text",
+        sizes={
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 32,
+            "max_position_embeddings": 262_144,
+            "rope_parameters": _QWEN_3_5_ROPE,
+            "tie_word_embeddings": True,
         },
     ),
     "glm": Shape(
@@ -257,13 +277,7 @@ SHAPES = {
         sizes={
             "num_hidden_layers": 8,
             "max_position_embeddings": 262_144,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e7,
-                "partial_rotary_factor": 0.25,
-                "mrope_section": [11, 11, 10],
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": _QWEN_3_5_ROPE,
         },
     ),
     "latent": Shape(
