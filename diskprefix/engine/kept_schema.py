@@ -334,7 +334,11 @@ class _ExactRules:
 
     def _array(self, schema: JsonSchema) -> str:
         items, least, most = schema.get("items", {}), schema.get("minItems", 0), schema.get("maxItems")
-        elements = list(map(self.value, schema.get("prefixItems", ())))
+        prefix = schema.get("prefixItems", [])
+        numbers_fit = isinstance(least, int) and isinstance(most, int | None)
+        if not (numbers_fit and isinstance(prefix, list) and isinstance(items, dict | bool)):
+            raise NotKept("items, prefixItems, minItems or maxItems has a value of another type")
+        elements = list(map(self.value, prefix))
         if most is not None and most < max(1, len(elements)):
             raise NotKept("the digits of an integer above 2**53 cannot be guaranteed with so few maxItems")
         tail = ""

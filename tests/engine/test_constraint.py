@@ -536,6 +536,10 @@ def test_integers_beyond_a_double_keep_their_digits(
         ({"items": {"allOf": [{"const": BIG}, {"type": "integer"}]}}, ".items"),
         ({"properties": {"a": {"patternProperties": {"^x": {"const": BIG}}}}}, ".properties.a"),
         ({"properties": {"a": {"multipleOf": BIG}}}, ".properties.a"),
+        ({"items": {"items": [{"const": BIG}]}}, ".items"),
+        ({"prefixItems": 5, "items": {"const": BIG}}, ""),
+        ({"items": {"const": BIG}, "minItems": "1"}, ""),
+        ({"items": {"const": BIG}, "maxItems": [1]}, ""),
     ],
 )
 def test_an_integer_that_cannot_keep_its_digits_is_refused(
