@@ -67,7 +67,10 @@ def definitions_of(schema: JsonSchema) -> JsonSchema:
 
 def with_any_of(schema: JsonSchema, *, only_proven: bool) -> tuple[JsonSchema, list[Path]]:
     """Returns a schema with `anyOf` in the place of each `oneOf`, and the paths of those that may be wider: no proof
-    says that a value fits one branch at most. With `only_proven`, these stay `oneOf`."""
+    says that a value fits one branch at most. With `only_proven`, these stay `oneOf`. Raises `ValueError` for a schema
+    that is no object."""
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be an object")
     proof, wider = _Proof(schema), list[Path]()
 
     def change(part: Any, path: Path) -> Any:

@@ -192,6 +192,7 @@ BAD: JsonObject = {"type": "object", "properties": {"a": {"type": "weird"}}}
             "response_format.json_schema.schema",
         ),
         ({"text_format": TextFormat("choice", "[]", "structured_outputs.choice")}, "structured_outputs.choice"),
+        ({"text_format": TextFormat("json_schema", "5", "structured_outputs.json")}, "structured_outputs.json"),
         (
             {"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": replace(REQUIRED, strict=frozenset("b"))},
             "tools.1.function.parameters.properties.a",
