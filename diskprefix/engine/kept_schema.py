@@ -274,7 +274,9 @@ class _ExactRules:
 
     def value(self, schema: Any) -> str:
         """Returns the expression of a value of a schema."""
-        if not _holds_big(schema, self._references, set()):
+        # One that has a rule holds such an integer.
+        is_named = isinstance(schema, dict) and str(schema.get("$ref")) in self._named
+        if not is_named and not _holds_big(schema, self._references, set()):
             part = schema if isinstance(schema, dict) else {}
             whole = part | self._definitions | {"x-guidance": self._options}
             return self._rule(f"%json {json.dumps(whole, ensure_ascii=False)}")

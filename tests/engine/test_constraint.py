@@ -17,6 +17,7 @@ import pytest
 import torch
 from llguidance import LLParserLimits
 
+from diskprefix.engine import kept_schema
 from diskprefix.engine.constrained_reply import ConstraintCompiler, forbidden_by
 from diskprefix.engine.constraint_grammar import repeated
 from diskprefix.engine.kept_schema import JsonSchema, with_any_of
@@ -602,6 +603,21 @@ def test_a_proof_that_would_take_hours_is_given_up(name: str) -> None:
         changed, wider = with_any_of(wanted, only_proven=only_proven)
         assert wider == [("oneOf",)]
         assert changed.get("oneOf" if only_proven else "anyOf") == wanted["oneOf"]
+
+
+def test_a_definition_that_holds_a_large_integer_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, values = list[Any](), kept_schema._values
+
+    def counted(part: JsonSchema) -> list[Any]:
+        looked.append(part)
+        return values(part)
+
+    monkeypatch.setattr(kept_schema, "_values", counted)
+    definitions: JsonSchema = {str(number): {"items": {"$ref": f"#/$defs/{number + 1}"}} for number in range(20)}
+    properties = {f"p{number}": {"$ref": "#/$defs/0"} for number in range(100)}
+    wanted = {"$defs": definitions | {"20": {"const": BIG}}, "properties": properties}
+    assert len(kept_schema.json_rules("start", wanted)) > 100
+    assert len(looked) < 1000
 
 
 TEXT = {"type": "string"}
