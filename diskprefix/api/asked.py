@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.format import OutputFormat, ReasoningDelta, ThoughtWatch
-from diskprefix.engine.kept_schema import Loosened, with_any_of
+from diskprefix.engine.kept_schema import MOST_CHARS, Loosened, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import InvalidRequest
@@ -266,7 +266,8 @@ def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
 
 
 def _checked_text(wanted: TextFormat, before: FreeText | None, check: ConstraintCheck) -> Constraint:
-    source = wanted.source if wanted.kind != "json_schema" or wanted.is_strict else _with_any_of(wanted)
+    is_loose = wanted.kind == "json_schema" and not wanted.is_strict and len(wanted.source) <= MOST_CHARS
+    source = _with_any_of(wanted) if is_loose else wanted.source
     constraint = Constraint(kind=wanted.kind, source=source, before=before)
     check(constraint, param=wanted.path)
     return constraint

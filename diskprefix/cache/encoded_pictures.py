@@ -115,7 +115,8 @@ class EncodedPictures:
             notes.put(NoteKind.PICTURE, picture.name.hex(), told, nodes.token_ids)
         finally:
             cache.writer.release(left)
-            del self._copied[options.tenant, picture.name]
+            # It may be saved twice at once; then the other copy, which is the same, has ended first.
+            self._copied.pop((options.tenant, picture.name), None)
 
     def _root_of(self, picture: Picture, tenant: Tenant, epoch: Epoch) -> tuple[RootRecord, PromptNodes]:
         """Returns the record of a tenant's root of pictures, which differs from that of its prompts in the payloads,

@@ -10,6 +10,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from diskprefix.engine.kept_schema import (
+    MOST_CHARS,
     JsonSchema,
     Loosened,
     NotKept,
@@ -24,8 +25,6 @@ from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import escaped
 
-_MOST_CHARS = 1 << 19
-"""The most characters of a schema or grammar."""
 _MOST_PARTS = 10_000
 """The most schemas in a schema."""
 _MOST_PATTERNS = 64
@@ -188,8 +187,8 @@ def _choice_grammar(choices: Any) -> str:
 
 
 def _require_short(source: str, param: str) -> None:
-    if len(source) > _MOST_CHARS:
-        raise _invalid(param, f"has {len(source)} characters; at most {_MOST_CHARS} are compiled")
+    if len(source) > MOST_CHARS:
+        raise _invalid(param, f"has {len(source)} characters; at most {MOST_CHARS} are compiled")
 
 
 def _excesses(schema: Any) -> Iterator[tuple[Path, Path, str]]:

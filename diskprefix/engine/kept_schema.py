@@ -6,18 +6,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from itertools import combinations
+from itertools import combinations, starmap
 from typing import Any, NamedTuple, TypeAlias
 
 Path: TypeAlias = tuple[str | int, ...]
 JsonSchema: TypeAlias = dict[str, Any]
 
+MOST_CHARS = 1 << 19
+"""The most characters of a schema or grammar."""
 _EXACT = 2**53
 """Beyond this, doubles skip integers."""
 _MOST_INTEGER = 2**63 - 1024
 """The largest double that llguidance compiles as the bound of an integer."""
-_MOST_BRANCHES, _MOST_PAIRS, _MOST_DEPTH = 64, 10_000, 8
-"""The effort of a proof that branches differ: branches, pairs of values, and references or properties in a row."""
+_MOST_COMPARED, _MOST_REFERENCES = 50_000, 8
+"""The effort of the proofs for one schema that branches of `oneOf` differ: values and pairs of them; and references
+that lead to each other."""
 _DEFINITIONS = ("$defs", "definitions")
 _SAY_NOTHING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
 """Keywords that allow any value. Those that begin with "$" or "x-" and are not `$ref` are not named here."""
@@ -64,69 +67,102 @@ def definitions_of(schema: JsonSchema) -> JsonSchema:
 
 def with_any_of(schema: JsonSchema, *, only_proven: bool) -> tuple[JsonSchema, list[Path]]:
     """Returns a schema with `anyOf` in the place of each `oneOf`, and the paths of those that may be wider: no proof
-    says that a value fits one branch at most. With `only_proven`, these stay `oneOf`."""
-    definitions, wider = definitions_of(schema), list[Path]()
+    says that a value fits one branch at most. With `only_proven`, these stay `oneOf`. Raises `ValueError` for a schema
+    that is no object."""
+    if not isinstance(schema, dict):
+        raise ValueError("a schema must be an object")
+    proof, wider = _Proof(schema), list[Path]()
 
     def change(part: Any, path: Path) -> Any:
         if not isinstance(part, dict):
             return part
-        for step, inner in parts(part):
-            part = put_shallow(part, step, change(inner, path + step))
+        changed = with_parts(part, lambda inner, step: change(inner, path + step))
         if not isinstance(branches := part.get("oneOf"), list) or "anyOf" in part:
-            return part
-        is_proven = len(branches) <= _MOST_BRANCHES and all(
-            _differ(one, other, definitions) for one, other in combinations(branches, 2)
-        )
-        if not is_proven:
+            return changed
+        if not proof.all_differ(branches):
             wider.append((*path, "oneOf"))
-        if not is_proven and only_proven:
-            return part
-        return {"anyOf" if key == "oneOf" else key: value for key, value in part.items()}
+            if only_proven:
+                return changed
+        return {"anyOf" if key == "oneOf" else key: value for key, value in changed.items()}
 
     return change(schema, ()), wider
 
 
-def put_shallow(schema: JsonSchema, step: Path, part: Any) -> JsonSchema:
-    """Returns a copy of a schema with another part at a `step` that `parts` gave. All other parts are shared."""
-    key, *rest = step
-    if not rest:
-        return schema | {str(key): part}
-    inner = schema[str(key)]
-    changed: Any = dict(inner) if isinstance(inner, dict) else list(inner)
-    changed[rest[0]] = part
-    return schema | {str(key): changed}
+def with_parts(schema: JsonSchema, change: Callable[[Any, Path], Any]) -> JsonSchema:
+    """Returns a copy of a schema with what `change` makes of each part that `parts` yields, and of its path."""
+    copy = {key: value.copy() if isinstance(value, dict | list) else value for key, value in schema.items()}
+    for path, part in parts(schema):
+        place: Any = copy
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = change(part, path)
+    return copy
 
 
-def _differ(one: Any, other: Any, definitions: JsonSchema, depth: int = _MOST_DEPTH) -> bool:
-    """Returns True if it is proven that no value fits both schemas."""
-    one, other = (_resolved(schema, definitions) for schema in (one, other))
-    if depth == 0 or not isinstance(one, dict) or not isinstance(other, dict):
-        return False
-    types, other_types = _types(one), _types(other)
-    if types and other_types and not types & other_types:
-        return True
-    values, other_values = _values(one), _values(other)
-    if values and other_values:
-        few = len(values) * len(other_values) <= _MOST_PAIRS
-        return few and not any(value == another for value in values for another in other_values)
-    if types != {"object"} or other_types != {"object"}:
-        return False
-    keys = {*_required(one), *_required(other)}
-    return (
-        any(_differ(_property(one, key), _property(other, key), definitions, depth - 1) for key in keys)
-        or any(_forbids(other, key) for key in _required(one))
-        or any(_forbids(one, key) for key in _required(other))
-    )
+class _Proof:
+    """Proves of branches of a schema that no value fits two of them, as far as `_MOST_COMPARED` lets it."""
+
+    def __init__(self, schema: JsonSchema) -> None:
+        self._references = _references(schema)
+        self._left = _MOST_COMPARED
+        self._known: dict[tuple[int, int], bool] = {}
+        """What was proven of two schemas, by their identities."""
+
+    def all_differ(self, branches: list[Any]) -> bool:
+        return len(branches) ** 2 <= self._left and all(starmap(self._differ, combinations(branches, 2)))
+
+    def _differ(self, one: Any, other: Any) -> bool:
+        one, other = (_resolved(schema, self._references) for schema in (one, other))
+        pair = id(one), id(other)
+        if pair not in self._known:
+            # While it is looked at, nothing is proven: a schema may hold itself.
+            self._known[pair] = False
+            self._known[pair] = isinstance(one, dict) and isinstance(other, dict) and self._are_proven(one, other)
+        return self._known[pair]
+
+    def _are_proven(self, one: JsonSchema, other: JsonSchema) -> bool:
+        values, other_values = _values(one), _values(other)
+        self._left -= 1 + len(values) * len(other_values) + sum(map(_num_listed, (one, other)))
+        if self._left < 0:
+            return False
+        types, other_types = _types(one), _types(other)
+        if types and other_types and not types & other_types:
+            return True
+        if values and other_values:
+            return not any(value == another for value in values for another in other_values)
+        if types != {"object"} or other_types != {"object"}:
+            return False
+        required, other_required = _required(one), _required(other)
+        # In the order of the schema: in a set it would differ between processes, and so would what is proven.
+        keys = dict.fromkeys(required + other_required)
+        return (
+            any(self._differ(_property(one, key), _property(other, key)) for key in keys)
+            or any(_forbids(other, key) for key in required)
+            or any(_forbids(one, key) for key in other_required)
+        )
 
 
-def _resolved(schema: Any, definitions: JsonSchema) -> Any:
+def _num_listed(schema: JsonSchema) -> int:
+    """Returns how many types, values and keys a schema lists."""
+    return sum(len(found) for key in ("type", "enum", "required") if isinstance(found := schema.get(key), list))
+
+
+def _references(schema: JsonSchema) -> JsonSchema:
+    """Returns the definitions of a schema by the references that lead to them."""
+    return {
+        f"#/{key}/{name.replace('~', '~0').replace('/', '~1')}": part
+        for key in _DEFINITIONS
+        if isinstance(found := schema.get(key), dict)
+        for name, part in found.items()
+    }
+
+
+def _resolved(schema: Any, references: JsonSchema) -> Any:
     """Returns the schema that a reference to a definition leads to."""
-    for _ in range(_MOST_DEPTH):
+    for _ in range(_MOST_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
-        root, key, name = [*schema["$ref"].split("/"), "", ""][:3]
-        found = definitions.get(key) if root == "#" else None
-        schema = found.get(name) if isinstance(found, dict) and schema["$ref"].count("/") == 2 else None
+        schema = references.get(schema["$ref"])
     return None
 
 
@@ -167,7 +203,7 @@ def json_rules(name: str, schema: JsonSchema) -> list[str]:
     """Returns the lines of a Lark grammar whose rule `name` is the JSON of a schema. `x-guidance` in it has the options
     of llguidance. Raises `NotKept`."""
     kept = _within_doubles(with_any_of(schema, only_proven=True)[0])
-    if not _holds_big(kept, definitions_of(kept), set()):
+    if not _holds_big(kept, _references(kept), set()):
         return [f"{name}: %json {json.dumps(kept, ensure_ascii=False)}"]
     rules = _ExactRules(name, kept)
     return [f"{name}: {rules.value(kept)}", *rules.lines]
@@ -180,9 +216,8 @@ def _within_doubles(schema: Any) -> Any:
     """Returns a schema whose bounds beyond 2**53 are doubles, moved inwards: no reply is outside of the given ones."""
     if not isinstance(schema, dict):
         return schema
-    for step, inner in parts(schema):
-        schema = put_shallow(schema, step, _within_doubles(inner))
-    return {key: _inwards(value, _BOUNDS[key]) if key in _BOUNDS else value for key, value in schema.items()}
+    changed = with_parts(schema, lambda inner, _: _within_doubles(inner))
+    return {key: _inwards(value, _BOUNDS[key]) if key in _BOUNDS else value for key, value in changed.items()}
 
 
 def _inwards(bound: Any, sign: int) -> Any:
@@ -205,16 +240,16 @@ def _has_big(value: Any) -> bool:
     return _is_big(value) or any(map(_has_big, inner))
 
 
-def _holds_big(schema: Any, definitions: JsonSchema, seen: set[str]) -> bool:
+def _holds_big(schema: Any, references: JsonSchema, seen: set[str]) -> bool:
     """Returns whether such an integer is a value of a schema, or of one that it refers to. `seen` are references."""
     if not isinstance(schema, dict):
         return False
     if isinstance(reference := schema.get("$ref"), str) and reference not in seen:
         seen.add(reference)
-        if _holds_big(_resolved({"$ref": reference}, definitions), definitions, seen):
+        if _holds_big(references.get(reference), references, seen):
             return True
     inner = (part for path, part in parts(schema) if path[0] not in _DEFINITIONS)
-    return any(map(_has_big, _values(schema))) or any(_holds_big(part, definitions, seen) for part in inner)
+    return any(map(_has_big, _values(schema))) or any(_holds_big(part, references, seen) for part in inner)
 
 
 class _ExactRules:
@@ -226,7 +261,7 @@ class _ExactRules:
     def __init__(self, name: str, schema: JsonSchema) -> None:
         self.lines: list[str] = []
         self._name = name
-        self._definitions = definitions_of(schema)
+        self._definitions, self._references = definitions_of(schema), _references(schema)
         self._options: JsonSchema = schema.get("x-guidance") or {}
         self._named: dict[str, str] = {}
         """The names of the rules of references."""
@@ -239,7 +274,9 @@ class _ExactRules:
 
     def value(self, schema: Any) -> str:
         """Returns the expression of a value of a schema."""
-        if not _holds_big(schema, self._definitions, set()):
+        # One that has a rule holds such an integer.
+        is_named = isinstance(schema, dict) and str(schema.get("$ref")) in self._named
+        if not is_named and not _holds_big(schema, self._references, set()):
             part = schema if isinstance(schema, dict) else {}
             whole = part | self._definitions | {"x-guidance": self._options}
             return self._rule(f"%json {json.dumps(whole, ensure_ascii=False)}")
@@ -273,8 +310,7 @@ class _ExactRules:
         if reference not in self._named:
             # Named first: the schema may refer to itself.
             self._named[reference] = f"{self._name}_ref_{len(self._named)}"
-            part = _resolved({"$ref": reference}, self._definitions)
-            self.lines.append(f"{self._named[reference]}: {self.value(part)}")
+            self.lines.append(f"{self._named[reference]}: {self.value(self._references.get(reference))}")
         return self._named[reference]
 
     def _constants(self, schema: JsonSchema) -> str:
@@ -289,7 +325,7 @@ class _ExactRules:
         return f"({' | '.join(texts)})"
 
     def _object(self, schema: JsonSchema) -> str:
-        properties, required = schema.get("properties") or {}, _required(schema)
+        properties, required = schema.get("properties") or {}, dict.fromkeys(_required(schema))
         members = {key: properties.get(key, {}) for key in [*properties, *required]}
         first, rest = '""', '""'
         # From the last to the first: a member needs a comma only if another one stands before it.
@@ -303,7 +339,11 @@ class _ExactRules:
 
     def _array(self, schema: JsonSchema) -> str:
         items, least, most = schema.get("items", {}), schema.get("minItems", 0), schema.get("maxItems")
-        elements = list(map(self.value, schema.get("prefixItems", ())))
+        prefix = schema.get("prefixItems", [])
+        numbers_fit = isinstance(least, int) and isinstance(most, int | None)
+        if not (numbers_fit and isinstance(prefix, list) and isinstance(items, dict | bool)):
+            raise NotKept("items, prefixItems, minItems or maxItems has a value of another type")
+        elements = list(map(self.value, prefix))
         if most is not None and most < max(1, len(elements)):
             raise NotKept("the digits of an integer above 2**53 cannot be guaranteed with so few maxItems")
         tail = ""

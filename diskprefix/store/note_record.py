@@ -180,19 +180,27 @@ def total_limit(budget_bytes: int) -> int:
 
 
 def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int, stored_bytes: int = 0) -> list[bytes]:
-    """Returns the keys of the notes that must go so that each root, and all together, keep their shares of the budget:
-    logits first, then those that were not used for the longest time. A share that is exceeded is left three quarters
-    full. `stored_bytes` is what all notes take in the file, if that is more than their sizes say."""
+    """Returns the keys of the notes that must go so that each root, and then all together, keep their shares of the
+    budget: logits first, then those that were not used for the longest time. A share that is exceeded is left three
+    quarters full. `stored_bytes` is what all notes take in the file, if `notes` are all and take too much."""
     by_age = sorted(notes, key=lambda note: (note.kind != NoteKind.LOGITS, note.times.last_used, note.key))
-    of_root = sizes_by_root(by_age)
-    total = max(of_root.total(), stored_bytes)
+    of_root, gone = sizes_by_root(by_age), list[bytes]()
+    # A note takes its part of the pages, which may be more or less full than `note_bytes` assumes.
+    in_file = stored_bytes / max(1, of_root.total())
     limit, most = root_limit(budget_bytes), total_limit(budget_bytes)
     allowed = {root: limit * _KEPT if size > limit else limit for root, size in of_root.items()}
-    total_allowed = most * _KEPT if total > most else most
-    gone = []
+    kept = []
     for note in by_age:
-        if of_root[note.root] > allowed[note.root] or total > total_allowed:
+        if of_root[note.root] > allowed[note.root]:
             gone.append(note.key)
             of_root[note.root] -= note.num_bytes
-            total -= note.num_bytes
+        else:
+            kept.append(note)
+    total = of_root.total() * in_file
+    total_allowed = most * _KEPT if total > most else most
+    for note in kept:
+        if total <= total_allowed:
+            break
+        gone.append(note.key)
+        total -= note.num_bytes * in_file
     return gone

@@ -19,6 +19,7 @@ from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
 from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.kept_schema import MOST_CHARS
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
@@ -191,6 +192,7 @@ BAD: JsonObject = {"type": "object", "properties": {"a": {"type": "weird"}}}
             "response_format.json_schema.schema",
         ),
         ({"text_format": TextFormat("choice", "[]", "structured_outputs.choice")}, "structured_outputs.choice"),
+        ({"text_format": TextFormat("json_schema", "5", "structured_outputs.json")}, "structured_outputs.json"),
         (
             {"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": replace(REQUIRED, strict=frozenset("b"))},
             "tools.1.function.parameters.properties.a",
@@ -226,6 +228,15 @@ def test_what_a_grammar_does_not_hold_is_logged_once(
     assert "tools.1.function.parameters.properties.a: " in loose
     assert "uniqueItems" in loose
     assert one_of.endswith(": text.properties.b.oneOf")
+
+
+def test_a_schema_that_is_too_long_is_refused_before_it_is_read(
+    compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.api.asked.with_any_of", None)
+    too_long = TextFormat("json_schema", json.dumps({"enum": ["x" * MOST_CHARS]}), "text")
+    with pytest.raises(InvalidRequest, match=r"^text: has \d+ characters; at most"):
+        found(compiler, text_format=too_long)
 
 
 NAMES = ("read", "write")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -76,6 +77,20 @@ def test_an_output_is_found_in_memory_on_the_disk_and_after_a_restart(runner: Ru
     assert (payloads.problems, payloads.num_pieces > 0) == ((), True)
     store.compact()
     assert finds(runner, one)
+
+
+def test_one_that_is_saved_again_before_it_was_copied_is_saved(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, waits, saving = picture(), threading.Event(), pictures(runner)
+    runner.cache.run_aside(lambda: None if waits.wait(30) else pytest.fail("nobody goes on"))
+    for _ in range(2):
+        saving.save(one, rows_of(one), AUTO, runner.cache.store.epoch)
+    waits.set()
+    runner.cache.settle()
+    runner.flush()
+    assert finds(runner, one)
+    assert not caplog.messages
 
 
 def test_another_form_of_the_output_is_another_root(runner: Runner) -> None:

@@ -17,8 +17,10 @@ import pytest
 import torch
 from llguidance import LLParserLimits
 
+from diskprefix.engine import kept_schema
 from diskprefix.engine.constrained_reply import ConstraintCompiler, forbidden_by
 from diskprefix.engine.constraint_grammar import repeated
+from diskprefix.engine.kept_schema import JsonSchema, with_any_of
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest
@@ -535,6 +537,10 @@ def test_integers_beyond_a_double_keep_their_digits(
         ({"items": {"allOf": [{"const": BIG}, {"type": "integer"}]}}, ".items"),
         ({"properties": {"a": {"patternProperties": {"^x": {"const": BIG}}}}}, ".properties.a"),
         ({"properties": {"a": {"multipleOf": BIG}}}, ".properties.a"),
+        ({"items": {"items": [{"const": BIG}]}}, ".items"),
+        ({"prefixItems": 5, "items": {"const": BIG}}, ""),
+        ({"items": {"const": BIG}, "minItems": "1"}, ""),
+        ({"items": {"const": BIG}, "maxItems": [1]}, ""),
     ],
 )
 def test_an_integer_that_cannot_keep_its_digits_is_refused(
@@ -555,6 +561,7 @@ UNIONS: list[tuple[list[Any], bool]] = [
     ([{"required": ["a"], "type": "object"}, {"required": ["b"], "type": "object"}], False),
     ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], False),
     ([{"$ref": "#/$defs/loop"}, {"type": "string"}], False),
+    ([{"const": number} for number in range(100)], True),
 ]
 
 
@@ -568,6 +575,49 @@ def test_one_of_is_any_of_where_no_value_fits_two_branches(
         assert str(refusal(compiler, "json_schema", json.dumps(wanted)).param).startswith("format.it.properties.x")
     else:
         compiler.check(schema(wanted), param="format.it")
+
+
+def holding_itself(kind: str) -> JsonSchema:
+    names = [f"p{number}" for number in range(20)]
+    properties = {name: {"$ref": f"#/$defs/{kind}"} for name in names}
+    return {"type": "object", "properties": properties, "required": names}
+
+
+ENDLESS: dict[str, JsonSchema] = {
+    "definitions that hold themselves": {
+        "$defs": {kind: holding_itself(kind) for kind in "ab"},
+        "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in "ab"],
+    },
+    "thousands of branches": {"oneOf": [{"const": number} for number in range(100_000)]},
+    "long lists behind references": {
+        "$defs": {"a": {"type": ["string"] * 30_000, "enum": ["x"] * 30_000}},
+        "oneOf": [{"type": "object"}] * 200 + [{"$ref": "#/$defs/a"}, {"type": ["string"] * 30_000}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_proof_that_would_take_hours_is_given_up(name: str) -> None:
+    wanted = ENDLESS[name]
+    for only_proven in (False, True):
+        changed, wider = with_any_of(wanted, only_proven=only_proven)
+        assert wider == [("oneOf",)]
+        assert changed.get("oneOf" if only_proven else "anyOf") == wanted["oneOf"]
+
+
+def test_a_definition_that_holds_a_large_integer_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, values = list[Any](), kept_schema._values
+
+    def counted(part: JsonSchema) -> list[Any]:
+        looked.append(part)
+        return values(part)
+
+    monkeypatch.setattr(kept_schema, "_values", counted)
+    definitions: JsonSchema = {str(number): {"items": {"$ref": f"#/$defs/{number + 1}"}} for number in range(20)}
+    properties = {f"p{number}": {"$ref": "#/$defs/0"} for number in range(100)}
+    wanted = {"$defs": definitions | {"20": {"const": BIG}}, "properties": properties}
+    assert len(kept_schema.json_rules("start", wanted)) > 100
+    assert len(looked) < 1000
 
 
 TEXT = {"type": "string"}

@@ -20,6 +20,7 @@ from diskprefix.store.note_record import (
     note_prompt,
     root_limit,
     surplus_notes,
+    total_limit,
     used_note,
 )
 from diskprefix.store.schema import with_checksum
@@ -129,6 +130,28 @@ def test_of_a_root_that_exceeds_its_share_the_oldest_used_go() -> None:
 def test_of_all_roots_together_the_oldest_used_go_first() -> None:
     limit = root_limit(BUDGET)
     notes = [stored(n, float(n), limit, bytes([n]) * 16) for n in range(5)]
-    gone = surplus_notes(notes, BUDGET)
+    gone = surplus_notes(notes, BUDGET, 5 * limit)
     # The share of all is four times that of one, and three quarters of it stay.
     assert gone == [notes[0].key, notes[1].key]
+
+
+def test_others_stay_where_the_surplus_of_one_root_is_all_that_is_too_much() -> None:
+    limit = root_limit(BUDGET)
+    others = [stored(n, float(n), limit, bytes([n]) * 16) for n in range(3)]
+    mine = [stored(n, 100.0 + n, limit // 4, b"m" * 16) for n in range(5)]
+    assert surplus_notes([*others, *mine], BUDGET, 17 * limit // 4) == [mine[0].key, mine[1].key]
+
+
+@pytest.mark.parametrize("full", [1.0, 1.5])
+def test_three_quarters_of_what_is_in_the_file_stay_however_full_its_pages_are(full: float) -> None:
+    """Half full pages are assumed of small notes."""
+    size = round(total_limit(BUDGET) * full) // 100
+    notes = [stored(n, float(n), size, bytes([n]) * 16) for n in range(101)]
+    gone = surplus_notes(notes, BUDGET, round(101 * size / full))
+    assert len(gone) == 26
+
+
+def test_roots_that_exceed_their_shares_together_lose_no_more_than_one_by_one() -> None:
+    size = root_limit(BUDGET) // 4
+    notes = [stored(n, float(n), size, bytes([root]) * 16) for root in range(6) for n in range(5)]
+    assert len(surplus_notes(notes, BUDGET)) == 6 * 2

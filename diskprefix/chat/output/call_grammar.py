@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_values import OfferedTools
+from diskprefix.chat.output.call_values import OfferedTools, values_of
 from diskprefix.chat.output.families import Family
 from diskprefix.errors import InvalidRequest
 
@@ -130,7 +130,8 @@ class CallGrammar:
     def _arguments(self, index: int, schema: JsonObject) -> str:
         """Returns the rule of arguments in the order of the schema. Those that are not required are optional."""
         properties = self._tools.properties(self._functions[index]["name"])
-        required = set(schema.get("required") or ())
+        named = schema.get("required")
+        required = {key for key in named if isinstance(key, str)} if isinstance(named, list) else set()
         separator = self._literal(_JOINED_BY.get(self._family.body, ""))
         definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
         first, rest = '""', '""'
@@ -157,7 +158,7 @@ class CallGrammar:
         )
         if not is_text:
             value = f"{self._json(f'value_{label}', schema)} {self._terminals(after)}"
-        elif values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        elif values := values_of(schema):
             stops = self._stops(after)
             texts = [self._terminals(text) for text in map(str, values) if not any(stop in text for stop in stops)]
             if not texts:

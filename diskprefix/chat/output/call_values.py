@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import regex
@@ -53,7 +53,7 @@ class OfferedTools:
     def is_text(self, name: str, key: str) -> bool:
         """Returns whether this argument is always text, so that it needs no quotes."""
         known = self.properties(name)
-        return set(_types(known[key])) == {"string"} if key in known else False
+        return _types(known[key]) == {"string"} if key in known else False
 
     def value(self, name: str, key: str, text: str) -> object:
         """Returns the value of `text`, an argument without quotes. A text that does not fit the schema stays text: the
@@ -63,24 +63,31 @@ class OfferedTools:
 
 def value_of(text: str, schema: object) -> object:
     """Returns the value of `text`, by its schema if that names types. See `OfferedTools.value`."""
-    types = set(_types(schema))
+    types = _types(schema)
     return _typed(text, types) if types else _untyped(text)
 
 
-def _types(schema: object) -> Iterator[str]:
-    """Yields the JSON types that a schema names."""
-    if not isinstance(schema, dict):
-        return
-    declared = schema.get("type")
-    yield from [declared] if isinstance(declared, str) else declared if isinstance(declared, list) else ()
-    for name in ("anyOf", "oneOf", "allOf"):
-        for choice in schema.get(name) or ():
-            yield from _types(choice)
+def _types(schema: object) -> set[str]:
+    """Returns the JSON types that a schema names. What is malformed names none."""
+    found, unseen = set[str](), [schema]
+    for part in unseen:
+        if not isinstance(part, dict):
+            continue
+        declared, values = part.get("type"), values_of(part)
+        found.update(name for name in (declared if isinstance(declared, list) else [declared]) if isinstance(name, str))
+        for name in ("anyOf", "oneOf", "allOf"):
+            unseen += choices if isinstance(choices := part.get(name), list) else ()
+        if declared is None and values and all(isinstance(value, str) for value in values):
+            found.add("string")
+        if part.get("nullable"):
+            found.add("null")
+    return found
+
+
+def values_of(schema: JsonObject) -> list[object]:
+    """Returns the values of `enum`, or that of `const`; [] if there are none."""
     values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if declared is None and values and all(isinstance(value, str) for value in values):
-        yield "string"
-    if schema.get("nullable"):
-        yield "null"
+    return values if isinstance(values, list) else []
 
 
 def _typed(text: str, types: set[str]) -> object:

@@ -115,7 +115,8 @@ def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module,
     made_up = ObservedMemory(operators)
     observed = result_of(lambda: made_up.observe(module, matrices[0].columns, int(vars(module)["head_dim"])))
     block = made_up.block(matrices, of_heads or [None, None])
-    if block is None:
+    # `_in_place` finds the memory of the layer by this number.
+    if block is None or made_up.layer_idx is None or made_up.layer_idx != vars(module).get("layer_idx"):
         return None
     memory = ObservedMemory(operators)
     found = memory.compute(block, block)
@@ -277,7 +278,7 @@ def _in_place(
 
 def _extended(layer: TokenLayer, run: Run, pattern: Pattern, block: AttentionBlock) -> bytes:
     """Extends a layer by the rows of a run, and returns the run in the operator's form. Raises `NotInvariant` if the
-    pages have other heads than the block writes."""
+    pages have other heads than the block writes, or if another module has written this step."""
     keys, values = layer.keys, layer.values
     if not (
         keys.dtype is values.dtype is torch.bfloat16
@@ -285,6 +286,8 @@ def _extended(layer: TokenLayer, run: Run, pattern: Pattern, block: AttentionBlo
         and (keys.heads * keys.dim, values.heads * values.dim) == (block.key.rows, block.value.rows)
     ):
         raise NotInvariant("attention with memory of another form than its products")
+    if layer.length != run.start:
+        raise NotInvariant("attention that shares the number of its layer")
     layer.length = run.end
     return run_in_pages(run, pattern, keys, values)
 

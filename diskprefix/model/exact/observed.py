@@ -36,6 +36,8 @@ class ObservedMemory:
         self._operators = operators
         self._keys = self._values = torch.empty(0)
         self.settings: dict[str, Any] | None = None
+        self.layer_idx: Any = None
+        """The number by which the module asked for the memory of its layer."""
         self._run = Run(_BEFORE, len(_POSITIONS))
 
     def _make(self, heads: int, key_dim: int, value_dim: int) -> None:
@@ -65,9 +67,10 @@ class ObservedMemory:
         return out[0] if isinstance(out, tuple) and len(out) == 2 and out[1] is None else out
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: Any = None, *_: Any, **__: Any
     ) -> tuple[ObservedMemory, ObservedMemory]:
         assert not self._keys.numel(), "a layer has one memory"
+        self.layer_idx = layer_idx
         self._make(keys.shape[1], keys.shape[-1], values.shape[-1])
         self._keys[:, :, _BEFORE:], self._values[:, :, _BEFORE:] = keys, values
         return self, self

@@ -30,15 +30,23 @@ _KERNELS = "bitsandbytes causal_conv1d fla flash_attn kernels mamba_ssm mambapy 
 _PACKAGE = Path(__file__).parents[2]
 _CODE = ("model/**/*.py", "native/*.py", "kv/caches.py", "kv/layers.py", "kv/page_table.py", "kv/step.py")
 """Our own Python that reads weights or computes: what is fused, which operator is called with what."""
+_COMPUTE_NOTHING = {
+    *("alternatives", "embedded", "fit", "found_models", "hub", "made_once", "manifests", "named_model", "proposals"),
+    *("chat_template", "file_tokenizer", "template_sandbox", "tokenizer"),
+}
+"""Modules among them that find, fetch or refuse a model, of which the digest of the weights says what was read; and
+modules of texts, of which the names of blocks hold the token ids."""
 
 
 @cache
 def code_digest() -> str:
     """Returns a digest of our own Python that decides about the bits. The C++ sources have their own
-    (`native.build.digest`). It covers more than computes: a needless miss costs time, a wrong hit gives a wrong
+    (`native.build.digest`). Where in doubt, a module is in it: a needless miss costs time, a wrong hit gives a wrong
     answer."""
     found = hashlib.sha256()
     for path in sorted(path for pattern in _CODE for path in _PACKAGE.glob(pattern)):
+        if path.stem in _COMPUTE_NOTHING:
+            continue
         content = path.read_bytes()
         found.update(f"{path.relative_to(_PACKAGE)} {len(content)} ".encode() + content)
     return found.hexdigest()[:16]

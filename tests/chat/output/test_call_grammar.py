@@ -11,6 +11,7 @@ import llguidance
 import llguidance.numpy
 import pytest
 
+from diskprefix.chat.output.call_values import value_of
 from diskprefix.chat.output.choose_format import FamilyFormat
 from diskprefix.chat.output.families import FAMILIES, NONE
 from diskprefix.chat.output.format import OutputFormat
@@ -72,6 +73,18 @@ def test_names_and_values_may_hold_the_words_of_a_template(name: str) -> None:
     assert called == HARD
     assert {HARD, "TYPE", "KEY"} <= set(arguments)
     assert arguments["TYPE"] in (HARD, "a  INDEX")
+
+
+@pytest.mark.parametrize("required", [5, [{}]])
+@pytest.mark.parametrize("malformed", [{"anyOf": 5}, {"type": [{}]}, {"type": "string", "enum": 5}, {"const": {}}])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_malformed_schema_says_nothing_of_an_argument(name: str, malformed: Any, required: Any) -> None:
+    """Whether it is refused is decided where it is compiled."""
+    asked, format = tool("find", a=malformed), format_named(name)
+    asked["function"]["parameters"]["required"] = required
+    assert "find" in format.call_grammar([asked], many=True)
+    assert format.strict_grammar([asked], {"find"})
+    assert value_of("1", malformed) is not None
 
 
 def test_a_grammar_does_not_grow_beyond_its_limit() -> None:

@@ -16,6 +16,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import fused, invariant
+from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.quants.quantised import prepare
@@ -179,6 +180,30 @@ def moved(forward: Any, module: nn.Module, rows: torch.Tensor) -> Any:
 def test_a_module_that_does_something_more_computes_as_it_did(path: str, change: Any, lost: str) -> None:
     parts = parts_of(changed(quantised_model(), path, change))
     assert parts[lost] == {"norm": 3}.get(lost, 0)
+
+
+def test_attention_that_finds_its_memory_by_another_number_computes_as_it_did() -> None:
+    model = quantised_model()
+    kind = type(model.model.layers[0].self_attn)
+
+    class Other(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
+            class Shifted:
+                def update(self, keys: Any, values: Any, layer_idx: int) -> Any:
+                    return past_key_values.update(keys, values, 1 - layer_idx)
+
+            return super().forward(*args, past_key_values=Shifted(), **kwargs)
+
+    model.model.layers[0].self_attn.__class__ = Other
+    assert parts_of(model)["attention"] == 1
+
+
+def test_two_modules_with_one_number_do_not_overwrite_each_others_memory() -> None:
+    model = quantised_model()
+    layout = layout_of(model)
+    model.model.layers[1].self_attn.layer_idx = 0
+    with pytest.raises(NotInvariant, match="shares the number"):
+        computed(model, layout, [[3, 1, 2]])
 
 
 def test_layers_whose_code_uses_their_number_are_compared_one_by_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -151,9 +152,20 @@ def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["strict", "portable"])
-@pytest.mark.parametrize("file", ["model/exact/fused.py", "model/gguf/sources.py", "native/matrix.py", "kv/layers.py"])
-def test_a_change_of_our_own_code_changes_the_root_and_what_was_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, mode: str
+@pytest.mark.parametrize(
+    ("file", "computes"),
+    [
+        ("model/exact/fused.py", True),
+        ("model/gguf/sources.py", True),
+        ("model/load/memory.py", True),
+        ("native/matrix.py", True),
+        ("kv/layers.py", True),
+        ("model/load/hub.py", False),
+        ("model/gguf/file_tokenizer.py", False),
+    ],
+)
+def test_a_change_of_our_own_code_that_computes_changes_the_root_and_what_was_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, computes: bool, mode: str
 ) -> None:
     before, key = root_of(tiny(), mode), kernel_settings.computed_by(tiny())
     shutil.copytree(kernel_settings._PACKAGE, tmp_path / "package", ignore=shutil.ignore_patterns("*.so", "*.pyc"))
@@ -163,8 +175,20 @@ def test_a_change_of_our_own_code_changes_the_root_and_what_was_checked(
     assert root_of(tiny(), mode) == before
     with (tmp_path / "package" / file).open("a") as code:
         code.write("# another norm\n")
-    assert root_of(tiny(), mode) != before
-    assert kernel_settings.computed_by(tiny()) != key
+    assert (root_of(tiny(), mode) != before) is computes
+    assert (kernel_settings.computed_by(tiny()) != key) is computes
+
+
+def test_no_module_that_computes_imports_one_that_is_left_out_of_the_digest() -> None:
+    """But three that look for files."""
+    left_out, importing = kernel_settings._COMPUTE_NOTHING, set()
+    paths = [path for pattern in kernel_settings._CODE for path in kernel_settings._PACKAGE.glob(pattern)]
+    assert left_out <= {path.stem for path in paths}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).rpartition(".")[2] in left_out - {path.stem}:
+                importing.add(path.stem)
+    assert importing - left_out == {"loader", "gguf_file", "projector"}
 
 
 def test_weights_and_modes_never_share_a_root() -> None:
