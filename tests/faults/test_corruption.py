@@ -23,6 +23,7 @@ KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_CHECK = """
 from diskprefix.store import environment, opening
 environment.require_survivable = environment.is_sound_run = lambda *_: True
+opening.mend_runs = lambda _path: False
 opening.require_sound_meta = lambda _path: None
 from tools.faults.corruption import main
 main()
