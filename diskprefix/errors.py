@@ -22,7 +22,7 @@
         ├── StoreFormatError                         the store has a format that this version does not read
         ├── StoreCorrupt                             a record or payload fails its checks
         ├── StoreFull                                a publication does not fit the budget
-        │   └── NeverFits                            nor would it if everything else were evicted
+        │   └── LargerThanStore                      nor would it if everything else were evicted
         └── PrefixGone                               what a publication continues was evicted or purged meanwhile
 
 A message is one line that says what is wrong and what to do next. Errors of a library are translated where the library
@@ -184,8 +184,8 @@ class StoreFull(CacheError):
     code = "store_full"
 
 
-class NeverFits(StoreFull):
-    code = "never_fits"
+class LargerThanStore(StoreFull):
+    code = "larger_than_store"
 
 
 class PrefixGone(CacheError):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from diskprefix.errors import CacheError, NeverFits, PrefixGone, StoreCorrupt
+from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorrupt
 from diskprefix.store.eviction import expiry_interval_s
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.savings import forget_hits
@@ -57,7 +57,7 @@ class Housekeeping:
         bug shows as a degraded cache and a logged traceback."""
         try:
             step()
-        except (PrefixGone, NeverFits) as error:
+        except (PrefixGone, LargerThanStore) as error:
             # Of one prompt, and no failure of the store.
             return error
         except CacheError as error:

@@ -214,9 +214,9 @@ class Store(StoreFile):
         """Writes a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.
 
         Raises `StoreFull` if it cannot fit; then nothing was evicted, unless the evicted pages are too scattered.
-        Raises `NeverFits` if its prompt is larger than the store, `PrefixGone` if a node that it continues is no longer
-        there, or something was purged since its request began, and `ReaderStays` if a reader that does not end keeps
-        evicted pages from being reused.
+        Raises `LargerThanStore` for a prompt that is, `PrefixGone` if a node that it continues is no longer there, or
+        something was purged since its request began, and `ReaderStays` if a reader that does not end keeps evicted
+        pages from being reused.
         """
         with self.snapshot() as snapshot:
             self._require_epoch(snapshot, publication)

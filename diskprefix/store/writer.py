@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from diskprefix.errors import CacheError, NeverFits, PrefixGone, ReaderStays, StoreReplaced
+from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, ReaderStays, StoreReplaced
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.notes import Notes
 from diskprefix.store.savings import SavingsLog
@@ -214,7 +214,7 @@ class Writer(WriteQueue):
         chain, failure = publication.chain, self.house.attempt(partial(self._publish, publication))
         # Readers end, whenever that is. What waits for that needs no other attempt in time.
         self._waits_for_reader = isinstance(failure, (ReaderStays, StoreReplaced))
-        if isinstance(failure, (PrefixGone, NeverFits)):
+        if isinstance(failure, (PrefixGone, LargerThanStore)):
             self._tell_loss(chain.lose, str(failure))
         elif isinstance(failure, CacheError) and self._hold(_RETRY_S):
             return False
