@@ -17,10 +17,12 @@
     ├── LoadInterrupted                      exit 130  Ctrl-C while a thread loads the model
     └── CacheError                      500  exit 4  the store cannot be used; a request goes on without it
         ├── StoreUnavailable                         the folder cannot be created, read, written or locked, or is full
-        │   └── StoreReplaced                        another process put a new file in the place of the open one
+        │   ├── StoreReplaced                        another process put a new file in the place of the open one
+        │   └── ReaderStays                          a reader that does not end keeps freed pages from being reused
         ├── StoreFormatError                         the store has a format that this version does not read
         ├── StoreCorrupt                             a record or payload fails its checks
         ├── StoreFull                                a publication does not fit the budget
+        │   └── LargerThanStore                      nor would it if everything else were evicted
         └── PrefixGone                               what a publication continues was evicted or purged meanwhile
 
 A message is one line that says what is wrong and what to do next. Errors of a library are translated where the library
@@ -166,6 +168,10 @@ class StoreReplaced(StoreUnavailable):
     code = "store_replaced"
 
 
+class ReaderStays(StoreUnavailable):
+    code = "reader_stays"
+
+
 class StoreFormatError(CacheError):
     code = "store_format"
 
@@ -176,6 +182,10 @@ class StoreCorrupt(CacheError):
 
 class StoreFull(CacheError):
     code = "store_full"
+
+
+class LargerThanStore(StoreFull):
+    code = "larger_than_store"
 
 
 class PrefixGone(CacheError):

@@ -24,7 +24,7 @@ from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
-from diskprefix.kv.page_cache import Later, held_up
+from diskprefix.kv.page_cache import Later, NoRoom, held_up
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
@@ -72,8 +72,8 @@ class ActiveRequests:
             if reply.index and sum(one.state is not None for one in replies) >= self._served.max_sequences:
                 return
             with self.failing(reply.running):
-                sequence = self._begun(reply.running.request, reply.restorable_ids(), leaves_last=True)
-                if sequence is None and self._drop_youngest_source():
+                sequence = self._begun(reply, reply.running.request, reply.restorable_ids, leaves_last=True)
+                if isinstance(sequence, NoRoom) and self._drop_youngest_source():
                     continue
                 if not isinstance(sequence, KVSequence):
                     return
@@ -96,45 +96,57 @@ class ActiveRequests:
             item = min(numbered, key=lambda item: (callers.count(item[1].request.caller), item[0]))
             numbered.remove(item)
             ticket = item[1]
-            if ticket.later is not None and self._pages.is_later(ticket.later):
+            if isinstance(ticket.later, Later) and self._pages.is_later(ticket.later):
                 continue
             is_first = ticket.request.caller not in callers
             has_place = is_first and len(set(callers)) < _CALLERS_PER_SEQUENCE * self._served.max_sequences
             if not has_place and not self.has_place:
                 return
             try:
-                memory = self._memory_for(ticket.request)
+                memory = self._memory_for(ticket)
             except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
                 self._refuse(ticket, error)
                 continue
-            if memory is None:
+            if isinstance(memory, NoRoom):
                 return
-            if isinstance(memory, Later):
-                ticket.later = memory
-                continue
-            if memory == "later":
+            if isinstance(memory, Later) or memory == "later":
                 continue
             callers.append(ticket.request.caller)
             if (running := self._accept(ticket, memory)) is not None:
                 yield running
 
-    def _memory_for(self, request: GenerateRequest) -> State | Later | Literal["later"] | None:
-        """Returns the memory of a request; None if others must end first, "later" or a `Later` if only this one must
-        wait.
+    def _memory_for(self, ticket: Ticket) -> State | Later | NoRoom | Literal["later"]:
+        """Returns the memory of a request; a `NoRoom` if others must end first, "later" or a `Later` if only this one
+        must wait.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
         memory.
         """
+        request = ticket.request
         self._served.check_length(request)
         if self._cache.layout.unsupported:
             replies = [reply for running in self.requests for reply in running.replies]
             if any(isinstance(reply.state, TransformersState) for reply in replies):
                 return "later"
             return TransformersState(self._served.model)
-        return self._begun(request, request.prompt.token_ids, leaves_last=request.cache.leaves_last)
+        return self._begun(ticket, request, lambda: request.prompt.token_ids, leaves_last=request.cache.leaves_last)
 
-    def _begun(self, request: GenerateRequest, token_ids: TokenIds, *, leaves_last: bool) -> KVSequence | Later | None:
-        """Returns memory with what is there of these tokens. For the other results see `_memory_for`."""
+    def _begun(
+        self, of: Ticket | Reply, request: GenerateRequest, token_ids: Callable[[], TokenIds], *, leaves_last: bool
+    ) -> KVSequence | Later | NoRoom:
+        """Returns memory with what is there of these tokens. For the other results see `_memory_for`: `of.later` keeps
+        them, and the tokens are not matched again before something has changed."""
+        if of.later is None or not self._pages.is_later(of.later):
+            sequence = self._begin(request, token_ids(), leaves_last=leaves_last)
+            if isinstance(sequence, KVSequence):
+                of.later = None
+                return sequence
+            of.later = sequence or self._pages.no_room()
+        if isinstance(of.later, NoRoom):
+            self._cache.writer.resume_writing()
+        return of.later
+
+    def _begin(self, request: GenerateRequest, token_ids: TokenIds, *, leaves_last: bool) -> KVSequence | Later | None:
         options = request.cache
         is_off = options.scope.kind == "off"
         owner = None if is_off else self._cache.owner(options.tenant)
@@ -143,8 +155,6 @@ class ActiveRequests:
         sequence = begin()
         while sequence is None and not self._pages.running and self._has_pages_from_the_writer():
             sequence = begin()
-        if sequence is None:
-            self._cache.writer.resume_writing()
         if isinstance(sequence, KVSequence) and not options.save:
             sequence.owner = None
         return sequence

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from diskprefix.engine.gauges import Activity, Heartbeat
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull
-from diskprefix.kv.page_cache import Later
+from diskprefix.kv.page_cache import Later, NoRoom
 from diskprefix.model.load.memory import trim_heap
 from diskprefix.printable import first_line
 
@@ -33,8 +33,8 @@ class Ticket:
     emit: Callable[[Event], None]
     arrived_at: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
-    later: Later | None = None
-    """What it waits for, if another request computes the same beginning. Set by the engine."""
+    later: Later | NoRoom | None = None
+    """What it waits for: memory, or another request that computes the same beginning. Set by the engine."""
 
     def cancel(self) -> None:
         self.cancelled = True

@@ -35,7 +35,7 @@ from diskprefix.engine.sampler import Ask, Drawn, Sampler
 from diskprefix.engine.scheduler import Chunk, Sequence
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
-from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.page_cache import Later, NoRoom, PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
@@ -93,6 +93,8 @@ class Reply(Sequence):
     """The last hidden state of the last computed token, or the sum of those so far, for a request with a `Reading`."""
     held: HeldLogits | None = None
     """The logits to sample from, while the reply is `waiting`."""
+    later: Later | NoRoom | None = None
+    """What it waits for if it has lost its memory; see `Ticket`."""
     is_fetching: bool = False
     """A fetch writes to its memory."""
     is_finished: bool = False

@@ -79,6 +79,15 @@ class Later(NamedTuple):
     block: tuple[Owner, bytes] | None
 
 
+class NoRoom(NamedTuple):
+    """The wait of a prompt for memory, while others run: what there was when it got none."""
+
+    used_bytes: int
+    idle_bytes: int
+    num_blocks: int
+    room_bytes: int
+
+
 @dataclass(frozen=True)
 class PrefixMatch:
     """The beginning of a prompt that is in memory, and the number of its tokens that `later` will be: `awaited`, a
@@ -240,8 +249,17 @@ class PageCache:
             self._use(sequence)
             return sequence
 
-    def is_later(self, later: Later) -> bool:
+    def no_room(self) -> NoRoom:
+        """Returns the wait of a prompt for which `begin` has just found no memory."""
+        with self.pool.lock:
+            return NoRoom(self.pool.used_bytes, self._idle_bytes(), len(self._nodes), self.pool.room_bytes)
+
+    def is_later(self, later: Later | NoRoom) -> bool:
         """Returns whether what a prompt waits for is still to come. If not, `begin` tells."""
+        if isinstance(later, NoRoom):
+            # What the device has free changes all the time. Only more of it helps.
+            now = self.no_room()
+            return bool(self.running) and now[:-1] == later[:-1] and now.room_bytes <= later.room_bytes
         one = later.sequence
         with self.pool.lock:
             is_coming = one in self.running and one.owner == later.owner

@@ -21,7 +21,7 @@ from typing import Any
 import lmdb
 import numpy as np
 
-from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
+from diskprefix.errors import ReaderStays, StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors, places
 from diskprefix.store.survival import is_sound_run, require_survivable
 
@@ -58,6 +58,8 @@ class Environment:
         self.has_lock = True
         """True if readers are in LMDB's lock file. If this process cannot write that file, a writer in another process
         does not know of its readers, and may overwrite the pages that they read."""
+        self._staying: tuple[int, int] | None = None
+        """The transaction and the process of the reader that nobody waits for again."""
         self._transactions = 0
         self._closed = False
         self._idle = threading.Condition()
@@ -181,23 +183,28 @@ class Environment:
             finally:
                 self._count(-1)
 
-    def wait_for_readers(self) -> int | None:
-        """Waits until no reader from before the last commit is open. Returns None then, or the process of one that
-        stays open for seconds. Readers of processes that ended are removed."""
-        self._env.reader_check()
-        deadline = time.monotonic() + _READER_PATIENCE_S
-        while (reader := self._old_reader()) is not None and time.monotonic() <= deadline:
-            time.sleep(_READER_POLL_S)
-        return reader
+    def wait_for_readers(self) -> None:
+        """Waits until no reader from before the last commit is open. Readers of processes that ended are removed.
+        Raises `ReaderStays` if one stays open for seconds, and from then on at once until that one has ended."""
+        with self._translated():
+            self._env.reader_check()
+            deadline = time.monotonic() + _READER_PATIENCE_S
+            while (reader := self._old_reader()) is not None:
+                if reader == self._staying or time.monotonic() > deadline:
+                    self._staying = reader
+                    cure = "tried again when it has ended" if reader[1] == os.getpid() else "end it if it is suspended"
+                    raise ReaderStays(
+                        f"{self.path}: an open reader of process {reader[1]} keeps evicted pages from being reused; "
+                        + cure
+                    )
+                time.sleep(_READER_POLL_S)
 
-    def _old_reader(self) -> int | None:
-        """Returns the process of the reader, of any process, with the oldest transaction, None if that is the last."""
+    def _old_reader(self) -> tuple[int, int] | None:
+        """Returns the oldest transaction of a reader and its process, None if that transaction is the last."""
         last = self._env.info()["last_txnid"]
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
-        transaction, process = min(
-            ((int(row[-1]), int(row[0])) for row in rows if row and row[-1].isdigit()), default=(last, 0)
-        )
-        return process if transaction < last else None
+        oldest = min(((int(row[-1]), int(row[0])) for row in rows if row and row[-1].isdigit()), default=(last, 0))
+        return oldest if oldest[0] < last else None
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import struct
 import threading
 from collections import Counter
 
-from diskprefix.errors import CacheError, StoreCorrupt, StoreFull
+from diskprefix.errors import CacheError, LargerThanStore, StoreCorrupt, StoreFull
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import LEAST_FREE, FolderUnavailable, disk_full, file_errors, free_bytes
@@ -109,11 +109,13 @@ class Evictor:
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
-        """Raises what `make_room` does if that much could not be stored even if everything else were evicted."""
-        if need_bytes > self.usable_bytes():
+        """Raises an error if that much could not be stored even if everything else were evicted: `LargerThanStore`, or
+        `FolderUnavailable` if the disk is full."""
+        if need_bytes > usable_bytes(self._file.budget_bytes):
             need, budget = format_size(need_bytes), format_size(self._file.budget_bytes)
-            cure = f"{need} do not fit --kv-cache-budget {budget}; raise it or save a shorter prefix"
-            raise self._full(cure)
+            raise LargerThanStore(f"{need} do not fit --kv-cache-budget {budget}; raise it or save a shorter prefix")
+        if need_bytes > self.usable_bytes():
+            raise self._full("")
 
     def usable_bytes(self) -> int:
         """Returns the bytes that pages with data may take of the budget, or of the space on the disk if that is

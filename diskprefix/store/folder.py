@@ -177,7 +177,7 @@ def boot_id() -> str:
 
 class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
     """The content of the lock file; see DISK.md. The data file with inode `file` was checked, or made, in the boot
-    `boot`. `openings` processes in a row have opened it for writing since, and have not written to it. `holder` says
+    `boot`. `openings` processes in a row have opened it for writing since, and were not proven. `holder` says
     which process holds the lock exclusively, and why."""
 
     boot: str = ""
@@ -199,11 +199,11 @@ def _read_mark(fd: int | None) -> FileMark:
 
 
 def _write_mark(fd: int, mark: FileMark) -> None:
-    """On a full disk an old mark may stay, or there is none: then the file is checked once more."""
+    """Writes the mark at once, over all of the old one: a kill leaves one of the two. On a full disk an old mark may
+    stay, or there is none: then the file is checked once more."""
     content = msgspec.json.encode(mark) if mark != FileMark() else b""
     with suppress(OSError):
-        os.pwrite(fd, content, 0)
-        os.ftruncate(fd, len(content))
+        os.pwrite(fd, content.ljust(os.fstat(fd).st_size), 0)
 
 
 def mark_made(folder: Path) -> None:
@@ -278,7 +278,7 @@ class FolderLock:
         self.share()
 
     def prove(self) -> None:
-        """Records that this process has written to the file and lives."""
+        """Records that this process has used the file and lives."""
         if not self._is_proven and self._fd is not None:
             self._is_proven = True
             if (mark := self.mark).openings:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from diskprefix.errors import CacheError, PrefixGone, StoreCorrupt
+from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, StoreCorrupt
 from diskprefix.store.eviction import expiry_interval_s
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.savings import forget_hits
@@ -47,13 +47,18 @@ class Housekeeping:
         """The store's last failure; None once a prompt is saved again."""
         self.look()
 
+    @property
+    def is_repairing(self) -> bool:
+        """Returns whether records are looked at that made writing fail, or are still to be removed."""
+        return self.is_reading or bool(self._damaged)
+
     def attempt(self, step: Callable[[], None]) -> Exception | None:
         """Runs a step. Returns what it raised, which the thread survives: a failure of the store is said once, and a
         bug shows as a degraded cache and a logged traceback."""
         try:
             step()
-        except PrefixGone as error:
-            # Of one prompt, and no failure.
+        except (PrefixGone, LargerThanStore) as error:
+            # Of one prompt, and no failure of the store.
             return error
         except CacheError as error:
             self._say(self._store.told(error))
@@ -108,9 +113,11 @@ class Housekeeping:
 
     def remove_damaged(self) -> None:
         """Removes the records that were found damaged. What they hid is found when it makes writing fail."""
-        damaged, self._damaged = self._damaged, ()
-        if damaged:
-            self.quarantined += remove_problems(self._store, damaged).records
+        if damaged := self._damaged:
+            try:
+                self.quarantined += remove_problems(self._store, damaged).records
+            finally:
+                self._damaged = ()
 
     def notice_purge(self) -> None:
         """Looks what other processes have written. Has memories dropped if one of them has purged something, or if
@@ -133,6 +140,8 @@ class Housekeeping:
                 self.expired += expired
                 forget_hits(self._store)
             self._have_forgotten()
+            # LMDB has read records of all prompts. A daemon that saves nothing is killed as often as one likes, too.
+            self._store.prove()
 
     def _have_forgotten(self) -> None:
         for forget in self.on_forget:

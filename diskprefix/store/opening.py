@@ -34,7 +34,7 @@ from diskprefix.store.folder import (
     sync,
 )
 from diskprefix.store.schema import DATABASES
-from diskprefix.store.survival import require_sound_meta
+from diskprefix.store.survival import mend_runs, require_sound_meta
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
@@ -144,8 +144,11 @@ def _make_durable(file: Path, *, may_write: bool) -> None:
         os.fsync(opened.fileno())
 
 
-def set_aside(path: Path, inode: int, error: StoreCorrupt | StoreFormatError, *, waits: bool) -> None:
-    """Moves a file that is damaged or has another format out of the way, so that a new one can be created.
+def set_aside(
+    path: Path, inode: int, error: StoreCorrupt | StoreFormatError, *, waits: bool, mends: bool = False
+) -> None:
+    """Moves a file that is damaged or has another format out of the way, so that a new one can be created. With
+    `mends`, a file in which only headers of payloads are damaged stays, and gets them again.
 
     Does nothing if the file no longer has this inode, or if another process has the folder open: that process may have
     moved the file already. `waits`: as for `open_environment`.
@@ -153,6 +156,9 @@ def set_aside(path: Path, inode: int, error: StoreCorrupt | StoreFormatError, *,
     lock = FolderLock(path, waits=waits)
     try:
         if not lock.try_exclusive("moving a damaged file aside") or inode_of(path) != inode:
+            return
+        if mends and mend_runs(path / DATA):
+            log.warning("[disk-cache] headers of payloads were damaged, and are written again: %s", error)
             return
         (path / DATA).replace(path / DAMAGED)
         (path / LMDB_LOCK).unlink(missing_ok=True)

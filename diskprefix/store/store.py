@@ -8,7 +8,6 @@ let the file outgrow it.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
+from diskprefix.errors import CacheError, PrefixGone, StoreFull
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NODES_AT_ONCE, Changes, NewNode, Part, Use
 from diskprefix.store.codec.codec import Codec
@@ -215,28 +214,28 @@ class Store(StoreFile):
         """Writes a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.
 
         Raises `StoreFull` if it cannot fit; then nothing was evicted, unless the evicted pages are too scattered.
-        Raises `PrefixGone` if a node that it continues is no longer there, or something was purged since its request
-        began, and `StoreUnavailable` if a reader that does not end keeps evicted pages from being reused.
+        Raises `LargerThanStore` for a prompt that is, `PrefixGone` if a node that it continues is no longer there, or
+        something was purged since its request began, and `ReaderStays` if a reader that does not end keeps evicted
+        pages from being reused.
         """
         with self.snapshot() as snapshot:
             self._require_epoch(snapshot, publication)
             if publication.base is not None and snapshot.usage(publication.base) is None:
                 raise PrefixGone("the prefix that it continues was evicted meanwhile")
             need = sum(node.max_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
+            before = () if publication.base is None else snapshot.ancestry(publication.base)
+            kept_bytes = int(snapshot.usages(before).records["stored_bytes"].sum())
         need += sum(part.need_bytes for part in publication.parts)
-        self.evictor.check_fits(need)
+        # What it continues is not evicted for it.
+        self.evictor.check_fits(need + kept_bytes)
         evicted = self.evictor.make_room(need, publication.used_names)
         if self.evictor.may_grow(need) and self._try_write(publication):
             return evicted
         # The free pages are too young, or an open reader may still read them, or they are too scattered for a payload.
         # Only in the last case it helps to evict more, so the others are waited out first.
+        self.environment.wait_for_readers()
         room = need
         while True:
-            if (process := self.environment.wait_for_readers()) is not None:
-                cure = "tried again when it has ended" if process == os.getpid() else "end it if it is suspended"
-                raise StoreUnavailable(
-                    f"{self.path}: an open reader of process {process} keeps evicted pages from being reused; {cure}"
-                )
             self.evictor.let_freed_pages_age()
             if self._try_write(publication):
                 return evicted

@@ -12,7 +12,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreReplaced, StoreUnavailable
+from diskprefix.errors import (
+    CacheError,
+    ReaderStays,
+    StoreCorrupt,
+    StoreFormatError,
+    StoreFull,
+    StoreReplaced,
+    StoreUnavailable,
+)
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
@@ -124,17 +132,26 @@ class StoreFile:
     def changes(self) -> Iterator[Changes]:
         """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes.
 
-        Raises `StoreReplaced` if the file was replaced: what is written to the old one would be lost.
+        Raises `StoreReplaced` if the file was replaced: what is written to the old one would be lost. If LMDB finds no
+        page, waits for readers, and raises `StoreFull`, or `ReaderStays` if one of them keeps freed pages.
         """
         env = self.environment
         if env.read_only:
             raise StoreUnavailable(f"--kv-cache-dir {self.path}: opened for reading only; nothing is saved")
         changes: Changes | None = None
-        with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
-            if not env.is_in_place():
-                raise StoreReplaced(f"{self.path} was removed or replaced")
-            changes = Changes(env.databases, txn, self.clock(), env.require_sound_runs)
-            yield changes
+        try:
+            with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
+                if not env.is_in_place():
+                    raise StoreReplaced(f"{self.path} was removed or replaced")
+                changes = Changes(env.databases, txn, self.clock(), env.require_sound_runs)
+                yield changes
+        except StoreFull:
+            env.wait_for_readers()
+            raise
+        self.prove()
+
+    def prove(self) -> None:
+        """Records that this process has used the file and lives: LMDB does not die of it."""
         if self._lock is not None:
             self._lock.prove()
 
@@ -167,7 +184,7 @@ class StoreFile:
         env, self._env = self._env, None
         if env is not None and not env.close():
             self._env = env
-            raise StoreUnavailable(f"{self.path}: a reader of this process does not end")
+            raise ReaderStays(f"{self.path}: a reader of this process does not end")
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -182,7 +199,7 @@ class StoreFile:
         try:
             self.close()
             if damage is not None and self._on_corruption == "quarantine":
-                set_aside(self.path, inode, damage, waits=False)
+                set_aside(self.path, inode, damage, waits=False, mends=True)
             self._attach()
         except FolderUnavailable as error:
             self._only_read(error)

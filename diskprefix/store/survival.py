@@ -109,6 +109,21 @@ def require_survivable(path: Path, fd: int, txnid: int) -> bool:
     return True
 
 
+def mend_runs(path: Path) -> bool:
+    """Writes the headers of payloads in overflow pages again that are wrong in the file `path`, which no process has
+    open: what they say is known from the B-trees. Returns False if none is, or if the B-trees are damaged too. Raises
+    `OSError`."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        check = _FileCheck(path, fd, max(_read_metas(path, fd), key=lambda meta: meta.txnid), keeps_runs=True)
+        check.run()
+        return check.mend_runs() > 0
+    except StoreCorrupt:
+        return False
+    finally:
+        os.close(fd)
+
+
 def is_sound_run(fd: int, key: bytes, value_bytes: int, around: Callable[[int], bytes]) -> bool:
     """Returns whether the overflow pages of a record have the header that LMDB expects when it deletes the record; True
     also for a record that has none. `around(n)` returns the n bytes before its value in LMDB's map and n of it."""
@@ -153,11 +168,24 @@ def _read_metas(path: Path, fd: int) -> tuple[_Meta, _Meta]:
 class _FileCheck:
     """One check of a file. `_used` has a byte for each page: 1 once the page was found in use or free."""
 
-    def __init__(self, path: Path, fd: int, meta: _Meta) -> None:
-        self._path, self._fd, self._meta = path, fd, meta
+    def __init__(self, path: Path, fd: int, meta: _Meta, *, keeps_runs: bool = False) -> None:
+        self._path, self._fd, self._meta, self._keeps_runs = path, fd, meta, keeps_runs
         self._num_bytes = os.fstat(fd).st_size
         self._used = np.zeros(meta.last_page + 1, np.uint8)
         self._used[:2] = 1
+        self._payload_runs: list[tuple[int, int]] = []
+        """With `keeps_runs`, first page and number of pages of each payload that is in overflow pages."""
+
+    def mend_runs(self) -> int:
+        """Writes wrong headers of payloads again, once `run` has returned. Returns how many there were."""
+        num_wrong = 0
+        for first, count in self._payload_runs:
+            number, _, kind, found = _OVERFLOW_HEADER.unpack(os.pread(self._fd, _HEADER_BYTES, first * _PAGE_BYTES))
+            if (number, kind, found) != (first, _OVERFLOW, count):
+                os.pwrite(self._fd, _OVERFLOW_HEADER.pack(first, 0, _OVERFLOW, count), first * _PAGE_BYTES)
+                num_wrong += 1
+        os.fsync(self._fd)
+        return num_wrong
 
     def run(self) -> None:
         """Raises `StoreCorrupt` or `OSError`."""
@@ -288,6 +316,8 @@ class _FileCheck:
         first, count = int.from_bytes(node.data, "little"), -(-(_HEADER_BYTES + node.size) // _PAGE_BYTES)
         if reads_header:
             count = self._run_pages(first, count)
+        elif self._keeps_runs:
+            self._payload_runs.append((first, count))
         self._use(first, count)
         return count
 

@@ -11,6 +11,7 @@ own. It leaves out nodes that were evicted meanwhile.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,8 @@ from diskprefix.store.store import Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES, root_hash
 
+_LOOK_AGAIN_S = (0.1, 1.0)
+"""The times before another look at what a writer may just have changed."""
 _PASSES = 3
 """A node whose record is cut short names no parent: that is found to count a child too many in the next pass."""
 
@@ -127,16 +130,19 @@ def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRe
 
 
 def verify_index(store: Store) -> IndexReport:
-    """Checks all records but the contents of the payloads. Returns the problems that a second look finds again.
+    """Checks all records but the contents of the payloads.
 
-    A process without write permission has no lock on the folder, so a writer elsewhere may change pages under its
-    snapshot. The second look leaves out the problems that are due to that.
+    A process that cannot write to LMDB's lock file is not seen by writers, which may change pages under its snapshot.
+    It looks again, a while later, and returns the problems that all looks find.
     """
     report = _verify_once(store)
-    if not report.problems:
-        return report
-    before, again = {(one.database, one.key) for one in report.problems}, _verify_once(store)
-    return replace(again, problems=tuple(one for one in again.problems if (one.database, one.key) in before))
+    for pause_s in () if store.environment.has_lock else _LOOK_AGAIN_S:
+        if not report.problems:
+            break
+        time.sleep(pause_s)
+        before, report = {(one.database, one.key) for one in report.problems}, _verify_once(store)
+        report = replace(report, problems=tuple(one for one in report.problems if (one.database, one.key) in before))
+    return report
 
 
 def _verify_once(store: Store) -> IndexReport:

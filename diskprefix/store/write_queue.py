@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -38,6 +39,8 @@ class WriteQueue:
         self._changed = threading.Condition()
         self._held_until = 0.0
         """The time until which writing is paused, on the clock of `time.monotonic`."""
+        self._waits_for_reader = False
+        """A reader keeps the store from being written. Nothing is lost for that after `_MAX_HELD_S`."""
         self._num_waiting = 0
         """Callers that wait until everything is written."""
         self._views: dict[object, Mapping[bytes, NewNode]] = {}
@@ -171,7 +174,8 @@ class WriteQueue:
     def _is_held(self) -> bool:
         if not self._queue or self._closing or self._num_waiting or self.pending_bytes > self._buffer_bytes // 2:
             return False
-        return time.monotonic() < min(self._held_until, self._queue[0].made_at + _MAX_HELD_S)
+        latest = math.inf if self._waits_for_reader else self._queue[0].made_at + _MAX_HELD_S
+        return time.monotonic() < min(self._held_until, latest)
 
     def _forget(self, publication: Publication) -> None:
         """Takes a publication that was written, or is lost, out of the queue. Every one leaves by this method."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from diskprefix.errors import CacheError, PrefixGone, StoreReplaced
+from diskprefix.errors import CacheError, LargerThanStore, PrefixGone, ReaderStays, StoreReplaced
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.notes import Notes
 from diskprefix.store.savings import SavingsLog
@@ -105,10 +105,10 @@ class Writer(WriteQueue):
 
     def flush(self, timeout_s: float) -> bool:
         """Waits until everything that was submitted is written, and notes as far as the store takes them; and until
-        records were looked at that made writing fail. Returns False if the time runs out first."""
+        records that made writing fail are removed. Returns False if the time runs out first."""
         with self._changed, self._waited_for():
             return self._changed.wait_for(
-                lambda: not (self._queue or self.notes.is_waiting or self.house.is_reading), timeout_s
+                lambda: not (self._queue or self.notes.is_waiting or self.house.is_repairing), timeout_s
             )
 
     def close(self, timeout_s: float) -> bool:
@@ -212,7 +212,9 @@ class Writer(WriteQueue):
     def _publish_alone(self, publication: Publication) -> bool:
         """Returns what `_write_all` does."""
         chain, failure = publication.chain, self.house.attempt(partial(self._publish, publication))
-        if isinstance(failure, PrefixGone):
+        # Readers end, whenever that is. What waits for that needs no other attempt in time.
+        self._waits_for_reader = isinstance(failure, (ReaderStays, StoreReplaced))
+        if isinstance(failure, (PrefixGone, LargerThanStore)):
             self._tell_loss(chain.lose, str(failure))
         elif isinstance(failure, CacheError) and self._hold(_RETRY_S):
             return False
@@ -223,6 +225,7 @@ class Writer(WriteQueue):
 
     def _publish(self, publication: Publication) -> None:
         self.evicted += self._store.publish(publication)
+        self._waits_for_reader = False
         if publication.nodes:
             publication.chain.has_nodes = True
         if publication.last_node is not None and publication.chain.has_nodes:

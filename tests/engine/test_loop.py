@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from diskprefix.engine.forward import forward
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import ContextTooLong
+from diskprefix.kv.page_cache import PageCache
 from diskprefix.model.exact import runner
 from diskprefix.nouns import Tenant
 from diskprefix.store.purge import PurgeFilter, purge
@@ -335,6 +337,25 @@ def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
     assert (one.tokens, several.tokens) == expected
     assert several.tokens_of(1) == several.tokens_of(2) == several.tokens
     assert "others need its memory" in caplog.text
+
+
+def test_who_waits_for_memory_is_matched_again_only_when_something_has_changed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request that was accepted and lost its memory, and one that was not accepted yet."""
+    match, matched = PageCache.match_prefix, Counter[int]()
+
+    def noted(self: PageCache, owner: Any, token_ids: TokenIds, **options: Any) -> Any:
+        matched[int(token_ids[0])] += 1
+        return match(self, owner, token_ids, **options)
+
+    old, *others = (request(tokens(500, seed), max_tokens=200) for seed in range(3))
+    bound_memory(engine.pages, int(2.5 * engine.pages.pool.sequence_bytes(512)))
+    monkeypatch.setattr(PageCache, "match_prefix", noted)
+    run_together(engine, [old, *others])
+    assert engine.figures.preemptions > 0
+    # A block has 16 tokens, so a block more is there after each 16 steps.
+    assert max(matched.values()) < 40
 
 
 @pytest.fixture

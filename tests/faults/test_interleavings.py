@@ -7,11 +7,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diskprefix.cache.resources import CacheResources
 from diskprefix.engine.inbox import Inbox
 from diskprefix.store.savings import SavingsLog
 from tests.faults.interleavings import threads
@@ -20,6 +23,7 @@ from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
 from tools.faults.interleavings import run_histories
 
 ROOT = Path(__file__).parents[2]
+NOTHING: Any = None
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
@@ -38,6 +42,16 @@ def test_without_a_protection_a_history_is_wrong(mutant: str, tmp_path: Path) ->
 def test_each_protection_that_can_be_taken_away_is_there() -> None:
     patches = [patch for mutant in MUTANTS.values() for patch in mutant.patches]
     assert [attribute for holder, attribute, _ in patches if not hasattr(holder, attribute)] == []
+
+
+@pytest.mark.parametrize("spending", [lambda _self: None, lambda _self, _tenant=None: NOTHING.limit])
+def test_a_mutant_that_is_wrong_itself_is_told_and_finds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spending: Callable[..., None]
+) -> None:
+    monkeypatch.setitem(MUTANTS, "wrong", Mutant("", ((CacheResources, "spending", spending),)))
+    found = run_histories(range(5), tmp_path, without="wrong", until="")
+    assert found.bad
+    assert not found.failures
 
 
 def test_a_history_that_fails_in_another_way_does_not_find_a_mutant(

@@ -12,14 +12,16 @@ import pytest
 
 from diskprefix.errors import PrefixGone
 from diskprefix.store import write_queue
+from diskprefix.store import writer as writer_module
 from diskprefix.store.compact import rewrite_folder
+from diskprefix.store.environment import Environment
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.savings import Tally, read_savings
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from tests.store.building import BLOCK, is_clean, is_whole, prompt, publication
+from tests.store.building import BLOCK, is_clean, is_whole, prompt, publication, read_payload
 from tests.store.other_process import beside
 from tests.waiting import wait_for
 
@@ -140,6 +142,34 @@ def test_what_waits_while_another_process_rewrites_the_file_is_stored_in_the_new
     assert (tmp_path / "data.mdb").stat().st_ino != before
     assert [is_whole(store, pub) for pub in pubs] == [True] * 5
     assert (writer.dropped, writer.error, caplog.records) == (0, None, [])
+
+
+def test_a_file_that_is_rewritten_beside_a_long_restore_gives_right_bytes_and_loses_nothing_that_waits(
+    writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Environment.close, "__defaults__", (0.1,))
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.1)
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+    store = writer._store
+    stored, *waiting = pubs = [publication(store, prompt(seed, 3 * BLOCK)) for seed in range(4)]
+    submit(writer, stored)
+    assert writer.flush(30)
+    go, before = tmp_path / "go", (tmp_path / "data.mdb").stat().st_ino
+    go.touch()
+    with store.snapshot() as snapshot:
+        assert read_payload(snapshot, stored.nodes[0]) == b"".join(stored.nodes[0].payload)
+        with beside(rewrite, tmp_path, go):
+            wait_for(lambda: (tmp_path / "data.mdb").stat().st_ino != before)
+            submit(writer, *waiting)
+            wait_for(lambda: "does not end" in str(writer.error))
+            time.sleep(0.5)
+            assert (writer.dropped, writer.num_pending) == (0, 3)
+        for node in stored.nodes:
+            assert read_payload(snapshot, node) == b"".join(node.payload)
+    wait_for(lambda: not writer.num_pending)
+    assert [is_whole(store, pub) for pub in pubs] == [True] * 4
+    assert (writer.dropped, writer.error) == (0, None)
 
 
 def test_purge_with_erase_leaves_nothing_of_before_and_loses_nothing_of_after(writer: Writer, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.compact import compact_folder, copy_store, rewrite_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import CRASH, DATA, LOCK, FolderLock, crash_file
+from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import FORMAT_VERSION
 from diskprefix.store.store import Store
@@ -34,7 +35,7 @@ from tests.faults.file_damage import DataFile
 from tests.faults.isolated import run_isolated
 from tests.faults.power.check import leave_mark
 from tests.store import other_process
-from tests.store.building import BLOCK, change_format, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, change_format, is_clean, is_whole, open_store, prompt, publication
 from tests.store.other_process import beside
 
 A, B = NamespaceKey.of(b"key of the one fleet"), NamespaceKey.of(b"key of the other one")
@@ -343,6 +344,26 @@ def test_two_processes_that_end_before_they_write_cause_a_check_and_one_does_not
     assert checks == [folder]
 
 
+def test_a_daemon_that_lives_and_saves_nothing_is_killed_as_often_as_one_likes(
+    folder: Path, checks: list[Path]
+) -> None:
+    for _ in range(2):
+        assert is_killed(lambda: Housekeeping(daemon(folder), 0.0).maintain())
+    daemon(folder).close()
+    assert checks == []
+
+
+def test_a_kill_while_the_mark_is_written_leaves_one_that_can_be_read(
+    folder: Path, checks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        change_words(folder, holder="a process with a long name that was killed")
+        assert is_killed(lambda: daemon(folder))
+    daemon(folder).close()
+    assert checks == []
+
+
 def test_a_signal_that_ends_a_daemon_after_its_first_commit_causes_one_check(
     folder: Path, checks: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -444,7 +465,9 @@ def test_a_store_that_is_refused_keeps_its_file_and_its_mark(folder: Path) -> No
 
 
 @pytest.mark.parametrize("place", [0, 10, 12], ids=["number", "kind", "count"])
-def test_pages_whose_header_is_damaged_are_not_deleted_by_lmdb(folder: Path, place: int) -> None:
+def test_pages_whose_header_is_damaged_are_not_deleted_by_lmdb_before_it_is_written_again(
+    folder: Path, place: int
+) -> None:
     """LMDB would free other pages than those of the piece: a thousand, or as many as memory has room for."""
     store = daemon(folder)
     store.publish(pub := publication(store, prompt(3, BLOCK), payload_bytes=100_000))
@@ -460,7 +483,11 @@ def test_pages_whose_header_is_damaged_are_not_deleted_by_lmdb(folder: Path, pla
         store.quarantine(node.name, node.parent)
     assert store.maintain()
     assert store.problem is None
-    assert (folder / DAMAGED).exists()
+    assert not (folder / DAMAGED).exists()
+    assert is_whole(store, pub)
+    assert is_whole(store, publication(store, prompt(1, 3 * BLOCK)))
+    assert store.quarantine(node.name, node.parent) == len(pub.nodes)
+    assert is_clean(store)
     store.close()
 
 

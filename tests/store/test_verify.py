@@ -542,6 +542,26 @@ def test_damage_that_makes_saving_fail_goes_and_nothing_else(stored: Stored) -> 
     store.close()
 
 
+@pytest.mark.parametrize(("has_lock", "pauses_s"), [(True, []), (False, [0.1, 1.0])])
+def test_only_a_reader_that_no_writer_sees_looks_again_and_a_while_later(
+    store: Store, monkeypatch: pytest.MonkeyPatch, has_lock: bool, pauses_s: list[float]
+) -> None:
+    store.environment.has_lock = has_lock
+    with store.changes() as changes:
+        changes._put("usage", b"n" * 16, b"x")
+    slept = list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            with store.changes() as changes:
+                changes.delete_record("usage", b"n" * 16)
+
+    monkeypatch.setattr("diskprefix.store.verify.time.sleep", sleep)
+    assert len(verify_index(store).problems) == has_lock
+    assert slept == pauses_s
+
+
 def test_a_store_that_another_process_fills_and_evicts_from_has_no_problems(tmp_path: Path) -> None:
     with beside(other_process.churn, tmp_path, 16 << 20, 400_000) as writer:
         store = Store(tmp_path)

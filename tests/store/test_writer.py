@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store import savings, write_queue
+from diskprefix.store import environment, savings, write_queue
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes, Part
 from diskprefix.store.environment import Environment
@@ -25,9 +25,10 @@ from diskprefix.store.savings import Tally, read_savings
 from diskprefix.store.schema import Kind, ModelRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Chain, Publication, Store
-from diskprefix.store.verify import verify_index
+from diskprefix.store.verify import remove_problems, verify_index
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+from tests.store.other_process import fill
 from tests.waiting import wait_for
 
 
@@ -595,6 +596,101 @@ def test_a_failure_that_passes_loses_nothing(store: Store, monkeypatch: pytest.M
     wait_for(lambda: not writer.num_pending)
     assert all(is_whole(store, pub) for pub in pubs)
     assert (writer.dropped, writer.error) == (0, None)
+    assert writer.close(30)
+
+
+def test_what_a_reader_keeps_from_being_written_waits_for_it_however_long_and_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One wait is for all, the next attempts end at once."""
+    monkeypatch.setattr(environment, "_READER_PATIENCE_S", 0.3)
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.1)
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+    clock = Clock()
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    fill(store, clock, range(12))
+    publish, took_s = store.publish, list[float]()
+
+    def timed(pub: Publication) -> int:
+        began_at = time.monotonic()
+        try:
+            return publish(pub)
+        finally:
+            took_s.append(time.monotonic() - began_at)
+
+    monkeypatch.setattr(store, "publish", timed)
+    writer = Writer(store, buffer_bytes=1 << 30)
+    with store.snapshot() as snapshot:
+        snapshot.counts()
+        pubs = [publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000) for seed in range(100, 103)]
+        for pub in pubs:
+            clock.now += 11
+            submit(writer, pub)
+        wait_for(lambda: writer.error is not None)
+        num_tried = len(took_s)
+        wait_for(lambda: len(took_s) > num_tried + 10)
+        assert writer.dropped == 0
+        assert writer.num_pending
+        assert "an open reader of process" in str(writer.error)
+        assert sorted(took_s)[len(took_s) // 2] < 0.3
+    wait_for(lambda: not writer.num_pending)
+    assert [is_whole(store, pub) for pub in pubs] == [True] * 3
+    assert (writer.dropped, writer.error) == (0, None)
+    assert len([record for record in caplog.records if "without saving" in record.message]) == 1
+    assert writer.close(30)
+    store.close()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 40])
+def test_a_prompt_that_is_larger_than_the_store_is_refused_once_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_blocks: int
+) -> None:
+    """In one publication, or together with what it continues."""
+    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 600.0)
+    monkeypatch.setattr(writer_module, "_RETRY_S", 600.0)
+    store = open_store(tmp_path, budget_bytes=16 << 20)
+    writer, chain = Writer(store, buffer_bytes=1 << 30), Chain(store.epoch)
+    whole = publication(store, prompt(1, num_blocks * BLOCK), payload_bytes=(20 << 20) // num_blocks)
+    for node in whole.nodes:
+        submit(writer, replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None, chain=chain))
+    submit(writer, small := publication(store, prompt(2, BLOCK)))
+    wait_for(lambda: not writer.num_pending)
+    assert is_whole(store, small)
+    assert (writer.dropped, writer.error) == (1, None)
+    [told] = [record.message for record in caplog.records]
+    assert "not saved" in told
+    assert "do not fit --kv-cache-budget 16.0 MiB; raise it" in told
+    assert chain.why in told
+    assert writer.close(30)
+    store.close()
+
+
+def test_a_flush_returns_when_the_records_are_gone_that_made_writing_fail(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
+    store.publish(publication(store, prompt(1, 4 * BLOCK)))
+    may_remove = threading.Event()
+
+    def late(*arguments: Any) -> Any:
+        assert may_remove.wait(30)
+        return remove_problems(*arguments)
+
+    monkeypatch.setattr("diskprefix.store.housekeeping.remove_problems", late)
+    with store.changes() as changes:
+        for name in list(changes.keys("usage")):
+            changes._put("usage", name, b"x")
+    writer, more = Writer(store, buffer_bytes=1 << 30), publication(store, prompt(1, 6 * BLOCK))
+    submit(writer, more)
+    assert not writer.flush(0.3)
+    may_remove.set()
+    assert writer.flush(30)
+    assert store.counts()["blocks"] == 0
+    again = publication(store, prompt(1, 6 * BLOCK))
+    submit(writer, again)
+    assert writer.flush(30)
+    assert is_whole(store, again)
     assert writer.close(30)
 
 

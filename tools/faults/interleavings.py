@@ -32,7 +32,7 @@ from rich.console import Console
 
 from tests.faults.interleavings import world
 from tests.faults.interleavings.history import History, Wrong
-from tests.faults.interleavings.mutants import MUTANTS, without_protection
+from tests.faults.interleavings.mutants import MUTANTS, bad, without_protection
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table
 
@@ -55,6 +55,8 @@ class Result:
     cpu_s: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[int, str]] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    """The errors of a mutant that is wrong itself."""
     is_cut_off: bool = False
 
     def add(self, other: Result) -> None:
@@ -63,6 +65,7 @@ class Result:
         self.cpu_s += other.cpu_s
         self.events.update(other.events)
         self.failures += other.failures
+        self.bad += other.bad
 
 
 @contextmanager
@@ -96,6 +99,9 @@ def run_histories(seeds: Iterable[int], folder: Path, *, without: str = "", unti
     with _quiet(), world.patched(), mutant:
         for seed in seeds:
             failure = run_history(seed, folder, result)
+            if without and bad:
+                result.bad += bad
+                break
             if failure and (until or "") in failure:
                 result.failures.append((seed, failure))
             if len(result.failures) == (_MOST_FAILURES if until is None else 1):
@@ -155,7 +161,7 @@ def simulate(
             for found in pool.map(work, range(first, first + count, AT_ONCE)):
                 whole.add(found)
                 on_progress(whole)
-                if len(whole.failures) >= (_MOST_FAILURES if until is None else 1):
+                if whole.bad or len(whole.failures) >= (_MOST_FAILURES if until is None else 1):
                     break
         except KeyboardInterrupt:
             whole.is_cut_off = True
@@ -233,8 +239,9 @@ def main(
                 if result.is_cut_off:
                     sys.exit(_INTERRUPTED)
                 where = "".join(f"seed {seed}: {failure[:300]}" for seed, failure in result.failures[:1])
-                say(f"without {name}: {where or 'NOT FOUND'}")
-                are_found &= bool(result.failures)
+                own = "".join(f"BAD MUTANT, it fails itself: {failure[-300:]}" for failure in result.bad[:1])
+                say(f"without {name}: {own or where or 'NOT FOUND'}")
+                are_found &= bool(result.failures) and not own
             sys.exit(0 if are_found else 1)
 
         told: list[tuple[int, str]] = []

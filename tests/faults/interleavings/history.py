@@ -21,8 +21,9 @@ from diskprefix.errors import CacheError, NotReady, QueueFull
 from diskprefix.kv.layout import Layout
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.compact import compact_folder, rewrite_folder
-from diskprefix.store.folder import LOCK, _read_mark
+from diskprefix.store.folder import LOCK, FileMark, _read_mark
 from diskprefix.store.note_record import NoteKind, root_limit
+from diskprefix.store.opening import inode_of
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.store import Store
 from diskprefix.store.store_file import StoreFile
@@ -45,6 +46,7 @@ _LEASE_S = 2.5
 _TOOLS = ("purge", "purge", "erase", "verify", "compact", "read", "open")
 _TENANTS = (SHARED, Tenant.of_key("one"), Tenant.of_key("one").with_salt("salt"), Tenant.of_key("two"))
 _REPLIES = Replies()
+_NEEDS_CHECK = FileMark.needs_check
 
 
 class Wrong(AssertionError):
@@ -231,16 +233,26 @@ class History:
             raise Wrong(f"the daemon does not start: {self.scheduler.errors}")
 
     def _started(self) -> bool:
-        process, made = object(), list[Daemon]()
+        process, made, is_sound = object(), list[Daemon](), self._needs_no_check()
         task = self.scheduler.spawn(
             "start", process, lambda: made.append(Daemon(self.settings, self._layout, self._num_sequences, process))
         )
         self._join(task, "the daemon does not start")
         if not made:
             world.kill(process)
+        if is_sound and process in world.checked:
+            raise Wrong("a start checks a file that needs none")
         self.daemons += made
         self.stores += [daemon.store for daemon in made]
         return bool(made)
+
+    def _needs_no_check(self) -> bool:
+        """Returns whether the file was checked in this boot, and nobody else may do something with it now."""
+        path = self.settings.kv_cache_dir
+        if any(task.name in (*_TOOLS, "rewrite") for task in self.scheduler.tasks) or not (path / LOCK).exists():
+            return False
+        with (path / LOCK).open("rb") as file:
+            return not _NEEDS_CHECK(_read_mark(file.fileno()), inode_of(path))
 
     def _recovered(self) -> bool:
         self.scheduler.errors.clear()

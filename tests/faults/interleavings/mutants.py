@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
+from types import FunctionType
 from typing import Any, NamedTuple
 from unittest.mock import ANY, patch
 
@@ -21,6 +23,7 @@ from diskprefix.engine.running_request import RunningRequest
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Hold, Page, PagePool
 from diskprefix.kv.sequence import Owner
+from diskprefix.nouns import SHARED
 from diskprefix.store import folder, notes, write_queue, writer
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FileMark, FolderLock
@@ -37,6 +40,7 @@ _make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
 _hold: Any = Hold.__init__
 _added_to = WriteMeter.added_to
+_take_shared, _written_lately = FolderLock._take_shared, Store.written_lately
 
 
 def _ended_unheard(self: Fetches, one: RunningFetch) -> None:
@@ -66,6 +70,16 @@ def _unmarked(self: FolderLock, *, is_refused: bool = False) -> None:  # noqa: A
     if self._fd is not None:
         folder._write_mark(self._fd, FileMark())
     self._close()
+
+
+def _read_lately(self: Store) -> WrittenBytes:
+    with self.snapshot():
+        return _written_lately(self)
+
+
+def _taken_impatiently(self: FolderLock) -> None:
+    self._waits = False
+    _take_shared(self)
 
 
 def _tried_once(self: Writer, publication: Publication) -> bool:
@@ -168,7 +182,16 @@ MUTANTS: dict[str, Mutant] = {
         "who has hung up reads on", ((Fetches, "_is_wanted", _wanted_by_nobody),)
     ),
     "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
-    "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self: None),)),
+    "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self, _tenant=SHARED: None),)),
+    "the count of written bytes in memory": Mutant(
+        "the engine's thread reads the disk", ((Store, "written_lately", _read_lately),)
+    ),
+    "the mark that needs no check": Mutant(
+        "a start checks a file that needs none", ((FileMark, "needs_check", lambda _self, _file: True),)
+    ),
+    "the wait for who checks the file": Mutant(
+        "the daemon does not start", ((FolderLock, "_take_shared", _taken_impatiently),)
+    ),
     "the name of who recorded written bytes": Mutant(
         "are recorded as written", ((WriteMeter, "added_to", _added_twice),)
     ),
@@ -179,10 +202,31 @@ MUTANTS: dict[str, Mutant] = {
 }
 
 
+bad: list[str] = []
+"""The errors of the mutant itself, which say nothing of the protection."""
+
+
+def _watched(value: Any) -> Any:
+    """Returns what takes the place of a protection, and notes in `bad` if it is wrong itself."""
+    if not isinstance(value, FunctionType):
+        return value
+
+    @wraps(value)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return value(*args, **kwargs)
+        except (TypeError, AttributeError):
+            bad.append(traceback.format_exc())
+            raise
+
+    return watched
+
+
 @contextmanager
 def without_protection(name: str) -> Iterator[None]:
     """Takes a protection away."""
-    patches = [patch.object(holder, attribute, value) for holder, attribute, value in MUTANTS[name].patches]
+    bad.clear()
+    patches = [patch.object(holder, attribute, _watched(value)) for holder, attribute, value in MUTANTS[name].patches]
     for one in patches:
         one.start()
     try:

@@ -79,6 +79,8 @@ _transaction, _init_environment, _init_lock = Environment.transaction, Environme
 _init_meter, _hold, _check_file = WriteMeter.__init__, WriteQueue._hold, Environment.require_survivable
 meters: list[WriteMeter] = []
 """The counts of written bytes of all processes of a history."""
+checked: list[object] = []
+"""The processes of a history that have checked a file."""
 held_at: dict[WriteQueue, float] = {}
 """When a writer last began to pause, for a prompt or because the store failed."""
 _held: list[tuple[object, Environment | FolderLock]] = []
@@ -100,6 +102,8 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
         # A process that was killed begins nothing.
         raise Killed
     if not write:
+        if one.current is not None and one.current.name == "engine":
+            one.errors.append("the engine's thread reads the disk")
         with _transaction(self) as txn:
             yield txn
         one.point()
@@ -162,6 +166,7 @@ def _noted_hold(self: WriteQueue, seconds: float) -> bool:
 def _checked_slowly(self: Environment) -> None:
     """In the place of `Environment.require_survivable`."""
     if threads.is_simulated():
+        checked.append(scheduler().current.process)  # type: ignore[union-attr]
         scheduler().block(scheduler().random.random())
     _check_file(self)
 
@@ -225,6 +230,7 @@ def use(disk: Disk, bucket: SimulatedBucket, map_bytes: int) -> None:
     """Sets the disk and the bucket of the history that begins. `map_bytes`: the size that LMDB's map has."""
     _disks[:], _buckets[:] = [disk], [bucket]
     meters.clear()
+    checked.clear()
     held_at.clear()
     shared_file.reset(map_bytes)
 
