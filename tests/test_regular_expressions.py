@@ -107,7 +107,7 @@ def calls(tree: ast.AST) -> Iterator[ast.Call]:
 def used_patterns() -> Iterator[Used]:
     for path in sorted(PACKAGE.rglob("*.py")):
         source, name = path.read_text(), str(path.relative_to(PACKAGE))
-        found = list(calls(ast.parse(source)))
+        found = list(calls(ast.parse(source))) if re.search(r"\b(re|regex)\.", source) else []
         if not found:
             continue
         module = importlib.import_module("diskprefix." + name.removesuffix(".py").replace("/", "."))
