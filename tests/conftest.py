@@ -8,9 +8,10 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from hypothesis import settings
@@ -31,7 +32,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
 # Each client would read the certificates of all authorities, for a server on this machine.
-httpx._transports.default.create_ssl_context = cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
+for _name in ("httpx", "httpx2"):
+    if find_spec(_name):
+        _default = import_module(f"{_name}._transports.default")
+        _default.create_ssl_context = cache(_default.create_ssl_context)  # type: ignore[attr-defined]
 
 # The same examples in every run, and no verdict that depends on how busy the machine is.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=30)
@@ -53,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Collects what the tests left, so that the two collections of pytest, which look for errors, find little."""
+    gc.collect()
     gc.freeze()
 
 
@@ -81,9 +91,9 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """A daemon for the whole session, started as a user starts it. Tests that stop or disturb one start their own."""
+    """A daemon for the whole session. Tests that stop or disturb one start their own."""
     flags = serve_flags(chat_model, tmp_path_factory.mktemp("daemon") / "kv")
-    with DaemonProcess(*flags, fresh=True) as process:
+    with DaemonProcess(*flags) as process:
         yield process.wait_ready()
 
 

@@ -54,6 +54,8 @@ def test_what_fails_a_run_of_ci_is_named(
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
     environment = {name: value for name, value in os.environ.items() if name != "DISKPREFIX_TEST_MISSING"}
     environment |= {"PYTHONPATH": str(ROOT)} | ({"DISKPREFIX_TEST_MISSING": ""} if is_ci else {})
+    # To import its plugins takes longer than the tests.
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(tmp_path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == (1 if line else 0), ended.stdout

@@ -272,9 +272,15 @@ def test_each_scope_word_is_named_where_users_look(path: str) -> None:
 
 # One noun has one meaning, one file name is one thing, and docstrings are plain English.
 
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "diskprefix").rglob("*.py"))}
+MODULES = sorted((ROOT / "diskprefix").rglob("*.py"))
 QUESTIONS = {"What", "Which", "Whether", "How", "Why", "Who", "Where", "When"}
 RIDDLES = re.compile(r"\b(of which nobody|of whom nobody|so many\b[^.]*\bso long|(is|are) told|what is stored of it)\b")
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    """Parses a module once, and not yet when the tests are collected."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -297,17 +303,17 @@ def doubled(names: list[str]) -> list[str]:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    nodes = [node for path in MODULES for node in ast.walk(tree_of(path))]
     assert doubled([node.name for node in nodes if isinstance(node, ast.ClassDef)]) == []
 
 
 def test_no_two_files_have_one_name() -> None:
-    assert doubled([path.stem for path in TREES if path.stem != "__init__"]) == []
+    assert doubled([path.stem for path in MODULES if path.stem != "__init__"]) == []
 
 
-@pytest.mark.parametrize("path", TREES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_say_what_something_does_or_is(path: Path) -> None:
-    assert [(line, faults(text)) for line, text in docstrings(TREES[path]) if faults(text)] == []
+    assert [(line, faults(text)) for line, text in docstrings(tree_of(path)) if faults(text)] == []
 
 
 def test_the_rule_finds_riddles_alone() -> None:

@@ -11,7 +11,7 @@ import mmap
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,7 @@ from diskprefix.store.pieces import Cut
 from diskprefix.units import format_size
 
 _SLAB_BYTES = 64 << 20
-"""Main memory is taken for many pages at once: the kernel gives large pages to large pieces only. A page object for
-each small page would take longer than that saves."""
+"""Main memory is taken for many pages at once: the kernel gives large pages to large pieces only."""
 
 
 @dataclass(eq=False, slots=True)
@@ -118,9 +117,11 @@ class PagePool:
         self._free: list[list[Page]] = [[] for _ in self._forms]
         """Pages without users that were used before: these are faster to fill."""
         self._blank: list[list[Page]] = [[] for _ in self._forms]
-        """Pages that take no memory yet."""
+        """Pages whose memory was given back."""
+        self._unused: list[Iterator[Page]] = [iter(()) for _ in self._forms]
+        """The pages of the last slab that nobody has taken. An object is made when one is taken."""
         self.taken_bytes = 0
-        """The bytes of all pages but the blank ones."""
+        """The bytes of all pages but the blank and the unused ones."""
 
     @property
     def used_bytes(self) -> int:
@@ -230,9 +231,9 @@ class PagePool:
     def _found(self, group: int, most_bytes: int, num_missing: int) -> Page | None:
         while not self._free[group]:
             size = self.page_bytes[group]
-            if self.taken_bytes + size <= most_bytes and self._has_blank(group):
+            if self.taken_bytes + size <= most_bytes and (page := self._without_memory(group)) is not None:
                 self.taken_bytes += size
-                return self._blank[group].pop()
+                return page
             others = next((of for of in self._free if of), None)
             if others is not None:
                 self._give_back(others)
@@ -240,9 +241,12 @@ class PagePool:
                 return None
         return self._free[group].pop()
 
-    def _has_blank(self, group: int) -> bool:
-        """Makes blank pages if there are none."""
-        if not self._blank[group]:
+    def _without_memory(self, group: int) -> Page | None:
+        """Returns a page that takes no memory yet, or None if the device refuses a slab."""
+        if self._blank[group]:
+            return self._blank[group].pop()
+        page = next(self._unused[group], None)
+        if page is None:
             (shape, dtype), size = self._forms[group], max(self.page_bytes[group], _SLAB_BYTES >> 10)
             count = max(1, _SLAB_BYTES // size) if self.device.type == "cpu" else 1
             try:
@@ -250,9 +254,11 @@ class PagePool:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                return False
-            self._blank[group] = [Page(group, *parts) for parts in zip(slab, in_main_memory(slab), strict=True)]
-        return True
+                return None
+            rows = in_main_memory(slab)
+            self._unused[group] = (Page(group, slab[index], rows[index]) for index in range(count))
+            page = next(self._unused[group])
+        return page
 
     def _give_back(self, free: list[Page]) -> None:
         """Gives the memory of the last free page of a group back. Its content is lost."""
@@ -295,9 +301,9 @@ class Hold:
             self._pool.on_free()
 
 
-def in_main_memory(slab: torch.Tensor) -> Iterable[Bytes | None]:
+def in_main_memory(slab: torch.Tensor) -> Sequence[Bytes | None] | Bytes:
     """Returns `Page.rows` of each page of a slab."""
-    return iter(bytes_of(slab.flatten(1, 2).flatten(2))) if slab.device.type == "cpu" else [None] * len(slab)
+    return bytes_of(slab.flatten(1, 2).flatten(2)) if slab.device.type == "cpu" else [None] * len(slab)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

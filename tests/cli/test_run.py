@@ -30,7 +30,7 @@ RUNNING: dict[str, Any] = {
     "reply_tokens": 0,
 }
 PROPS: dict[str, Any] = {
-    "model": {"name": "m", "needs_bytes": 3 << 30, "max_positions": 32_768, "loaded_at": time.time() - 300},
+    "model": {"name": "m", "needs_bytes": 3 << 30, "max_positions": 32_768, "loaded_at": 0.0},
     "kv_memory": {"running": 1},
     "queue_depth": 2,
     "running": [RUNNING],
@@ -70,7 +70,8 @@ def test_a_model_is_run_stays_is_unloaded_and_ends(chat_model: Path, monkeypatch
 
 
 def test_ps_shows_what_is_in_memory_and_how_long_a_prompt_takes(run: Run) -> None:
-    with small_daemon(props=[(200, PROPS)]) as daemon:
+    loaded = PROPS | {"model": PROPS["model"] | {"loaded_at": time.time() - 300}}
+    with small_daemon(props=[(200, loaded)]) as daemon:
         shown = run("ps", "--url", daemon.url).stdout.splitlines()
         assert shown[1].split() == ["m", "3.0", "GiB", "32,768", "5", "min", "ago", "3", daemon.url]
         assert shown[2:] == ["m: 4,096 of 19,000 tokens of the prompt, 310 tokens/s, 48.1 s left"]

@@ -45,7 +45,7 @@ from tests.server.scripted import AppServer, real_app, scripted_app
 CHAT = "/v1/chat/completions"
 QUESTION = "Name three rivers and tell me where each of them begins and where it ends. "
 SPECIAL = (0, 1, 2)
-REPLY = 12
+REPLY = 6
 Serve = Callable[[str], AppServer]
 
 

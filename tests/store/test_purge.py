@@ -84,7 +84,7 @@ prompts = st.tuples(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(drawn=st.lists(prompts, min_size=1, max_size=5), chosen=st.sets(st.integers(0, 4), min_size=1))
 def test_what_no_other_prompt_needs_goes_with_a_saved_one_and_nothing_else(
     layout: str, drawn: list[Any], chosen: set[int]

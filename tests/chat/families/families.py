@@ -131,6 +131,8 @@ def tokenizer_of(family: Family) -> Any:
     tokenizer.chat_template = _template(family.template)
     if family.tool_template:
         tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": _template(family.tool_template)}
+    # Each encoder reads it, and each time a hundred thousand strings would be made.
+    tokenizer.get_vocab = cache(tokenizer.get_vocab)
     return tokenizer
 
 

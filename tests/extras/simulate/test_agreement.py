@@ -36,7 +36,7 @@ from diskprefix.settings import Settings
 from diskprefix.tenant_ids import group_of
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
 from tests.exactness.architectures import tiny_model
-from tests.examples import thorough
+from tests.examples import examples, thorough
 from tests.extras.simulate.workloads import interleaved, one_off
 from tests.runner import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
 
@@ -342,7 +342,7 @@ def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn], policy: Policy = PO
 
 
 @pytest.mark.parametrize("state", STATES)
-@settings(max_examples=10)
+@settings(max_examples=examples(6))
 @given(seed=st.integers(0, 2**16), turns=st.lists(TURNS, min_size=2, max_size=12))
 def test_each_request_is_foretold(
     state: str, seed: int, turns: list[Turn], tmp_path_factory: pytest.TempPathFactory

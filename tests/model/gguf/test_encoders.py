@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +174,12 @@ def made(family: Family) -> Any:
     return filled(AutoModelForMultimodalLM.from_config(config, dtype=torch.float32))
 
 
+names_of = cache(gguf.get_tensor_name_map)
+
+
 def stored_name(kind: Any, num_layers: int, name: str) -> str:
     stem, _, end = name.rpartition(".")
-    names = gguf.get_tensor_name_map(kind, num_layers)
+    names = names_of(kind, num_layers)
     # Some have no ending.
     return names.get_name(name) or f"{names.get_name(stem)}.{end}"
 

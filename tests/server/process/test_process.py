@@ -264,9 +264,10 @@ def test_the_ready_line_warns_of_a_disk_with_less_than_the_budget(room: int, cap
     ("own", "read"), [({}, app._SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
 )
 def test_threads_that_wait_soon_sleep_unless_the_environment_says_otherwise(own: dict[str, str], read: str) -> None:
-    """OpenMP prints what it has read when torch loads it."""
-    code = "from diskprefix import app, settings; app._serve = lambda *_: __import__('torch'); "
-    code += "app.serve(settings.Settings())"
+    """OpenMP prints what it has read when it is loaded, as torch loads it."""
+    [library] = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
+    code = "import ctypes; from diskprefix import app, settings; "
+    code += f"app._serve = lambda *_: ctypes.CDLL({library!r}); app.serve(settings.Settings())"
     environment = clean_environment(OMP_DISPLAY_ENV="verbose", **own)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert f"GOMP_SPINCOUNT = '{read}'" in found.stderr
