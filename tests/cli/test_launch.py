@@ -506,6 +506,15 @@ def test_a_small_daemon_in_the_way_is_left_alone_and_another_one_is_started_if_i
         assert place.recorded("goose")[1]["GOOSE_MODEL"] == "large"
 
 
+def test_what_uses_the_usual_port_is_asked_nothing() -> None:
+    """It may accept connections and say nothing, which would hold up the launch."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        launched_daemon._listener(busy.getsockname()[1]).close()
+        busy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            busy.accept()
+
+
 def test_a_daemon_that_stays_is_used_again_and_ends_when_another_model_is_wanted(run: Run, place: Place) -> None:
     process = left_daemon(place, *launched_daemon.STAYS)
     for _ in range(2):

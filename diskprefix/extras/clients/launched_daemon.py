@@ -287,7 +287,7 @@ class DaemonKeeper:
                     return
                 told = self._shared._told()
                 try:
-                    self._listener = self._listener or listen("127.0.0.1", told["port"])[0]
+                    self._listener = self._listener or listen("127.0.0.1", told["port"], asks=False)[0]
                 except SettingsError:
                     # The launch that holds the port will start it, or is just ending.
                     if time.monotonic() > deadline:
@@ -316,5 +316,5 @@ def _listener(usual: int) -> socket.socket:
     """Returns a socket that listens on the usual port if it is free, else on another."""
     for port in (usual, 0):
         with suppress(SettingsError):
-            return listen("127.0.0.1", port)[0]
+            return listen("127.0.0.1", port, asks=False)[0]
     raise NotReady("this machine has no free port")
