@@ -38,7 +38,8 @@ def user_token() -> str:
 
 def _secret(name: str) -> str:
     path, what = cache_home() / name, f"the {name} of this user"
-    if not path.exists() or not path.stat().st_size:
+    # Not the methods of a path, which raise if the folder is another user's.
+    if not os.path.exists(path) or not os.path.getsize(path):
         _draw(path, what)
     content = read_private(what, path, 2 * _BYTES + 1).decode(errors="replace")
     if not _SECRET.fullmatch(content):

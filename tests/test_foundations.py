@@ -164,6 +164,19 @@ def test_a_file_that_holds_no_key_or_that_others_may_read_is_refused(
     assert OwnerToken.of_user().tenant.ids
 
 
+def test_a_folder_that_is_another_users_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `sudo` leaves it."""
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    monkeypatch.setattr(os, "stat", denied)
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with pytest.raises(SettingsError, match=rf"cannot make {home}/key: Permission denied"):
+        user_key()
+
+
 @pytest.mark.usefixtures("home")
 def test_the_newest_records_are_kept() -> None:
     memo = Memo("speed", version=1, max_records=2)

@@ -51,7 +51,7 @@ BESIDE = {
     "clients": {"catalogue", "daemon_call"},
     "setup": {"catalogue", "daemon_call", "front"},
     "front": {"catalogue", "ollama", "web_page"},
-    "ollama": {"embedding"},
+    "ollama": {"catalogue", "embedding"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
 

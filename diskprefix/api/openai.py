@@ -77,7 +77,20 @@ class OpenAIBody(RequestBody, Unmarkable):
 DONE = ServerSentEvent("[DONE]")
 
 
-class OpenAIWriter(ABC):
+class EventWriter:
+    """What writers with server-sent events and OpenAI's errors share."""
+
+    def begin(self) -> Sequence[ServerSentEvent]:
+        return ()
+
+    def keepalive(self) -> bytes:
+        return b": keepalive\n\n"
+
+    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
+        return [ServerSentEvent(openai_error(error))]
+
+
+class OpenAIWriter(EventWriter, ABC):
     """Writes a reply in OpenAI's form. `whole_choice` and the others return what is in `choices` besides the index.
 
     The finish chunk of the last choice waits for the `DoneEvent`, because the last chunk of a stream has `prefix_cache`
@@ -116,9 +129,6 @@ class OpenAIWriter(ABC):
             **figures_reply(reply.done, self._head.clamped_to),
         }
 
-    def begin(self) -> Sequence[ServerSentEvent]:
-        return ()
-
     def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
         if isinstance(event, DoneEvent):
             return [*map(ServerSentEvent, self._last(event)), DONE]
@@ -131,12 +141,6 @@ class OpenAIWriter(ABC):
             new = [self._chunk(event.choice, choice, None) for choice in self.chunk_choices(event)]
             ready, self._held = [*self._held, *new], []
         return [ServerSentEvent(chunk) for chunk in ready]
-
-    def keepalive(self) -> bytes:
-        return b": keepalive\n\n"
-
-    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
-        return [ServerSentEvent(openai_error(error))]
 
     def _envelope(self, kind: str) -> Json:
         head = self._head

@@ -16,8 +16,7 @@ from diskprefix.api.openai_messages import (
     ResponseFormat,
     ToolAsSent,
     ToolChoiceField,
-    marks_of,
-    without_marks,
+    conversation_of,
 )
 from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice, logprob_reply
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
@@ -72,12 +71,9 @@ class ChatRequest(OpenAIBody):
     @property
     def conversation(self) -> Conversation:
         """Returns the conversation for the chat template."""
-        tools = cast("list[JsonObject]", self.tools or [])
-        return Conversation(
-            messages=[message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)],
-            tools=[without_marks(tool) for tool in tools] or None,
-            tool_marks=tuple(marks_of(tools)),
-            tool_paths=[f"tools.{index}.function.parameters" for index in range(len(tools))],
+        return conversation_of(
+            [message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)],
+            self.tools,
             reasoning_effort=self.reasoning_effort or (None if self.reasoning is None else self.reasoning.effort),
             template_variables=self.chat_template_kwargs or {},
             special_tokens_in_text=self.special_tokens_in_text or False,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
@@ -26,6 +26,7 @@ from diskprefix.api.fields import (
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
+    Conversation,
     ImagePart,
     JsonObject,
     Message,
@@ -189,6 +190,18 @@ def marks_of(tools: list[JsonObject]) -> Iterator[tuple[int, CacheMark]]:
         for marked in (tool["function"], tool):
             if marked.get("cache_control") is not None:
                 yield index, CacheControl.model_validate(marked["cache_control"]).mark
+
+
+def conversation_of(messages: Sequence[Message], tools: Sequence[Tool] | None, **more: Any) -> Conversation:
+    """Returns the conversation for the chat template. `more` are its other fields."""
+    sent = cast("list[JsonObject]", tools or [])
+    return Conversation(
+        messages=messages,
+        tools=[without_marks(tool) for tool in sent] or None,
+        tool_marks=tuple(marks_of(sent)),
+        tool_paths=[f"tools.{index}.function.parameters" for index in range(len(sent))],
+        **more,
+    )
 
 
 class NamedFunction(Body):

@@ -14,7 +14,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
-from diskprefix.model.load.proposals import full_name
+from diskprefix.model.load.proposals import meant_name
 from diskprefix.native.library import require_kernels
 from diskprefix.settings import SETTINGS, Settings, expanded, flag_of
 from diskprefix.units import parse_duration, parse_size, whole_size
@@ -277,5 +277,5 @@ def _parsed(name: str, value: Any) -> Any:
     if kind == "duration":
         return parse_duration(value, param=flag)
     if name in ("model", "draft_model"):
-        return ",".join(map(full_name, value.split(",")))
+        return ",".join(map(meant_name, value.split(",")))
     return expanded(value) if kind in ("file", "folder") else value

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
-from diskprefix.server.process.token_file import token_of_peer
+from diskprefix.server.process.token_file import daemon_at, is_of_this_machine, token_of_peer
 from diskprefix.user_key import user_key
 
 Say = Callable[[str], None]
@@ -111,8 +111,6 @@ def _connected(
             raise SettingsError("--api-key: a key has printable ASCII characters only")
         headers["Authorization"] = f"Bearer {api_key}"
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    # OpenAI's clients take the address with /v1 at its end, so people may give it here too.
-    prefix = parts.path.rstrip("/").removesuffix("/v1")
 
     @contextmanager
     def answered(method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
@@ -124,9 +122,9 @@ def _connected(
                 own = token_of_peer(connection.sock) if api_key is None else None
                 if api_key is None and own is None and method == "POST":
                     # For a cache on which other users of that daemon can test no guesses.
-                    own = user_key(parts.netloc)
+                    own = user_key(_peer_name(connection.sock, parts))
                 shown_key = {"Authorization": f"Bearer {own}"} if own else {}
-                connection.request(method, prefix + path, data, headers | shown_key)
+                connection.request(method, parts.path + path, data, headers | shown_key)
                 yield connection.getresponse()
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             raise _not_there(url, error, otherwise) from error
@@ -134,8 +132,13 @@ def _connected(
     return answered
 
 
+def full_url(url: str) -> str:
+    """Returns the address of a daemon, which people may give without `http://` or with OpenAI's `/v1`."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+
+
 def _parts(url: str) -> SplitResult:
-    parts = urlsplit(url if "://" in url else f"http://{url}")
+    parts = urlsplit(full_url(url))
     try:
         port = parts.port
     except ValueError:
@@ -153,33 +156,56 @@ def _not_there(url: str, error: Exception, otherwise: str = "") -> NotReady:
     )
 
 
-def token_of(url: str) -> str | None:
-    """Returns the token of the daemon at `url`, "" if that has API keys, None if no daemon of this user listens there.
-    Raises `NotReady` if nothing does, and `SettingsError` for an invalid URL."""
+@contextmanager
+def _connection(url: str) -> Iterator[socket.socket]:
     parts = _parts(url)
     port = parts.port or {"http": http.client.HTTP_PORT, "https": http.client.HTTPS_PORT}[parts.scheme]
     try:
         with socket.create_connection((parts.hostname, port), _CONNECT_S) as connected:
-            return token_of_peer(connected)
+            yield connected
     except (OSError, UnicodeError) as error:
         raise _not_there(url, error) from error
 
 
+def token_of(url: str) -> str | None:
+    """Returns the token of the daemon at `url`, "" if that has API keys, None if no daemon of this user listens there.
+    Raises `NotReady` if nothing does, and `SettingsError` for an invalid URL."""
+    with _connection(url) as connected:
+        return token_of_peer(connected)
+
+
+def process_of(url: str) -> int | None:
+    """Returns the process of the daemon at `url`, None if it is not this user's. Raises as `token_of`."""
+    with _connection(url) as connected:
+        found = daemon_at(*connected.getpeername()[:2]) if is_of_this_machine(connected) else None
+        return None if found is None else found[0]
+
+
 def key_for(url: str) -> str:
     """Returns the key that agents of this user send to the daemon at `url`. Raises as `token_of` and `user_key`."""
-    return user_key(_parts(url).netloc if token_of(url) is None else None)
+    with _connection(url) as connected:
+        return user_key(_peer_name(connected, _parts(url)) if token_of_peer(connected) is None else None)
+
+
+def _peer_name(connected: socket.socket, parts: SplitResult) -> str:
+    """Returns the name of a daemon for `user_key`: one for all names of this machine, of another one as in the URL."""
+    host, port, *_ = connected.getpeername()
+    return f"{host if is_of_this_machine(connected) else parts.hostname}:{port}"
 
 
 def wait_ready(call: Call, url: str, say: Say) -> None:
     """Returns when the daemon at `url` serves requests. Raises `NotReady` if it never will."""
-    while True:
-        body = call("GET", "/health", None).body
-        status = body.get("status") if isinstance(body, dict) else None
-        if status in ("ok", "degraded"):
-            return
-        if status in ("stopping", "failed"):
-            raise NotReady(f"the daemon at {url} serves no requests: its status is {status}")
-        if status != "loading":
-            raise NotReady(f"what answers at {url} is no diskprefix daemon; give the address of one with --url")
-        say(f"the daemon is loading its model: {shown(str(body.get('message') or '…'))}")
+    while (state := state_of(call, url))["status"] == "loading":
+        say(f"the daemon is loading its model: {shown(str(state.get('message') or '…'))}")
         time.sleep(_POLL_S)
+
+
+def state_of(call: Call, url: str) -> dict[str, Any]:
+    """Returns the `/health` of a daemon that loads or serves. Raises `NotReady` for others, and for other programs."""
+    body = call("GET", "/health", None).body
+    status = body.get("status") if isinstance(body, dict) else None
+    if status in ("stopping", "failed"):
+        raise NotReady(f"the daemon at {url} serves no requests: its status is {status}")
+    if status not in ("loading", "ok", "degraded"):
+        raise NotReady(f"what answers at {url} is no diskprefix daemon; give the address of one with --url")
+    return dict(body)

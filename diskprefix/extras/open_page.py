@@ -11,9 +11,10 @@ from pathlib import Path
 import click
 
 from diskprefix.errors import SettingsError
-from diskprefix.extras.daemon_call import token_of
+from diskprefix.extras.daemon_call import full_url, token_of
 from diskprefix.server.process.token_file import page_link
 from diskprefix.settings import cache_home
+from diskprefix.trusted_path import distrusted_by_root
 
 
 def open_page(url: str, api_key: str | None, page: str = "", *, prints: bool = False) -> None:
@@ -23,16 +24,10 @@ def open_page(url: str, api_key: str | None, page: str = "", *, prints: bool = F
     `SettingsError` for an invalid URL or if the file cannot be written, and `NotReady` if nothing listens there.
     """
     token = token_of(url)
-    address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-    link = page_link(address, api_key or token or "", page)
-    if prints or not _is_opened(link):
-        click.echo(link)
-
-
-def _is_opened(link: str) -> bool:
-    """Returns False if there is no browser that shows pages. Raises `SettingsError` if the file cannot be written."""
+    link = page_link(full_url(url), api_key or token or "", page)
     has_screen = sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
-    return has_screen and webbrowser.open(_written(link).as_uri())
+    if prints or not (has_screen and webbrowser.open(_written(link).as_uri())):
+        click.echo(link)
 
 
 def _written(link: str) -> Path:
@@ -40,6 +35,8 @@ def _written(link: str) -> Path:
     path = cache_home() / "daemons" / "dashboard.html"
     page = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={html.escape(link)}">\n'
     try:
+        if (reason := distrusted_by_root(path.parent)) is not None:
+            raise PermissionError(0, reason)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import webbrowser
 from collections.abc import Iterator
@@ -87,6 +88,9 @@ def test_what_cannot_be_opened_is_one_line(run: Run, opened: list[str], listener
         run("dashboard", "--url", url).assert_refused(
             2, "cannot write ", "`diskprefix dashboard --print` needs no file"
         )
+        if os.geteuid() == 0:
+            os.chown(cache_home(), 65534, -1)
+            run("dashboard", "--url", url).assert_refused(2, "belongs to another user")
     listener.close()
     run("dashboard", "--url", url).assert_refused(1, f"no daemon answers at {url} (", "start one with")
     assert opened == []

@@ -16,10 +16,11 @@ import pytest
 from diskprefix.cache.tiers.tier import Upload
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.nouns import SHARED
+from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.schema import EntryRecord, RootRecord, piece_key
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
+from diskprefix.user_key import user_key
 from tests.cli.conftest import Run, holds, opened_elsewhere, saved
 from tests.cli.terminal import Terminal
 from tests.extras.remote.made import machine
@@ -442,22 +443,23 @@ def tenants(run: Run, folder: Path) -> set[str]:
 @pytest.mark.slow
 def test_tools_beside_a_daemon_change_no_answer(run: Run, chat_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    alice, bob = str(SHARED.with_salt("alice")), str(SHARED.with_salt("bob"))
+    mine = Tenant.of_key(user_key())
+    alice, bob, plain = (str(tenant) for tenant in (mine.with_salt("alice"), mine.with_salt("bob"), mine))
     with running_daemon(chat_model, folder) as daemon:
         cold = {salt: asked(daemon, salt) for salt in ("alice", "bob", None)}
         daemon.wait_saved()
         assert all(restored(asked(daemon, salt)) > 0 for salt in cold)
         assert run("verify", "--kv-cache-dir", folder).exit_code == 0
-        assert tenants(run, folder) == {alice, bob, ""}
+        assert tenants(run, folder) == {alice, bob, plain}
 
         assert run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", folder).exit_code == 0
-        assert tenants(run, folder) == {bob, ""}
+        assert tenants(run, folder) == {bob, plain}
         assert restored(asked(daemon, "bob")) > 0
         notices_purge(daemon, "bob")
         again = asked(daemon, "alice")
         assert (restored(again), text_of(again)) == (0, text_of(cold["alice"]))
         daemon.wait_saved()
-        assert tenants(run, folder) == {alice, bob, ""}
+        assert tenants(run, folder) == {alice, bob, plain}
         assert restored(asked(daemon, "alice")) > 0
 
         asked(daemon, "carol")

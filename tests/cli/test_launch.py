@@ -24,7 +24,7 @@ from diskprefix.extras.clients import daemon_choice, launch_command, launched_da
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
 from diskprefix.model.load import proposals
-from diskprefix.server.process.token_file import dashboard_line, kept
+from diskprefix.server.process.token_file import kept, token_for
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
 from tests.cli.conftest import Ended, Run
@@ -464,14 +464,17 @@ def left_daemon(place: Place, *flags: str) -> subprocess.Popen[bytes]:
 
 
 KILLS = """\
-import signal, time, urllib.request
+import select, signal, time, urllib.request
 file = Path(os.environ["CLAUDE_CONFIG_DIR"]).parents[1] / "daemon.json"
 url, seen = os.environ["ANTHROPIC_BASE_URL"] + "/health", set()
 for _ in range({times}):
     read = lambda: json.loads((file.read_text() or "{{}}").splitlines()[0])
     while (told := read()).get("pid", None) in (None, *seen): time.sleep(0.01)
     seen.add(told["pid"])
-    os.kill(told["pid"], signal.SIGKILL)
+    # A process that is being killed may still accept a connection, and closes it.
+    with open(os.pidfd_open(told["pid"])) as ended:
+        os.kill(told["pid"], signal.SIGKILL)
+        select.select([ended], [], [])
     # It waits at the port until the next daemon answers.
     try:
         print(urllib.request.urlopen(url, timeout=60).status, file=open(folder / "answers", "a"))
@@ -501,6 +504,15 @@ def test_a_small_daemon_in_the_way_is_left_alone_and_another_one_is_started_if_i
         ended = run("launch", "goose")
         assert (ended.exit_code, "warning" in ended.stderr) == (0, False)
         assert place.recorded("goose")[1]["GOOSE_MODEL"] == "large"
+
+
+def test_what_uses_the_usual_port_is_asked_nothing() -> None:
+    """It may accept connections and say nothing, which would hold up the launch."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        launched_daemon._listener(busy.getsockname()[1]).close()
+        busy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            busy.accept()
 
 
 def test_a_daemon_that_stays_is_used_again_and_ends_when_another_model_is_wanted(run: Run, place: Place) -> None:
@@ -586,8 +598,8 @@ def test_only_a_daemon_of_this_user_is_taken_for_one_and_others_are_sent_nothing
         for token in ("abc", ""):
             with kept(token, [listener]):
                 assert launched_daemon.is_ours(address)
-                assert launch_command._dashboard(address) == dashboard_line(address, token)
-        assert launch_command._dashboard(address) is None
+                assert token_for(address) == token
+        assert token_for(address) is None
         assert not launched_daemon.is_ours(address)
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):

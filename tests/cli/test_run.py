@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from diskprefix.extras.catalogue import pull_command
-from diskprefix.extras.clients import daemon_choice, model_choice
-from diskprefix.model.load.proposals import full_name
+from diskprefix.extras.clients import daemon_choice, daemons_command, model_choice
+from diskprefix.model.load.proposals import full_name, meant_name
 from tests.cli.conftest import Run
 from tests.cli.small_daemon import small_daemon
 
@@ -29,11 +29,12 @@ RUNNING: dict[str, Any] = {
     "seconds_left": 48.1,
     "reply_tokens": 0,
 }
+WAITING = RUNNING | {"id": "2", "computed_tokens": 0, "tokens_per_s": None, "seconds_left": None}
 PROPS: dict[str, Any] = {
     "model": {"name": "m", "needs_bytes": 3 << 30, "max_positions": 32_768, "loaded_at": 0.0},
     "kv_memory": {"running": 1},
-    "queue_depth": 2,
-    "running": [RUNNING],
+    "queue_depth": 1,
+    "running": [WAITING, RUNNING],
 }
 
 
@@ -73,18 +74,37 @@ def test_ps_shows_what_is_in_memory_and_how_long_a_prompt_takes(run: Run) -> Non
     loaded = PROPS | {"model": PROPS["model"] | {"loaded_at": time.time() - 300}}
     with small_daemon(props=[(200, loaded)]) as daemon:
         shown = run("ps", "--url", daemon.url).stdout.splitlines()
-        assert shown[1].split() == ["m", "3.0", "GiB", "32,768", "5", "min", "ago", "3", daemon.url]
-        assert shown[2:] == ["m: 4,096 of 19,000 tokens of the prompt, 310 tokens/s, 48.1 s left"]
-        assert run("ps", "--url", daemon.url, "--json").json["models"][0]["running"] == [RUNNING]
+        assert shown[1].split() == ["m", "3.0", "GiB", "32,768", "5", "min", "ago", "2", daemon.url]
+        assert shown[2] == "m: 0 of 19,000 tokens of the prompt"
+        assert shown[3:] == ["m: 4,096 of 19,000 tokens of the prompt, 310 tokens/s, 48.1 s left"]
+        assert run("ps", "--url", daemon.url, "--json").json["models"][0]["running"] == [WAITING, RUNNING]
     places = [{"model": "m", "phase": "ready", "needed_bytes": 1, "num_active": 0}]
     places += [{"model": "n", "phase": "waiting", "needed_bytes": 1 << 30, "num_active": 1}]
-    replies = [(200, {"models": places}), (200, PROPS | {"running": 1})]
+    replies = [(200, {"models": places}), (200, PROPS | {"running": []})]
     with small_daemon(props=replies) as daemon:
         rows = run("ps", "--url", daemon.url, "--json").json["models"]
         found = [(row["model"], row["state"], row["requests"], row["running"]) for row in rows]
-        assert found == [("m", "ready", 3, []), ("n", "waiting", 1, [])]
+        assert found == [("m", "ready", 0, []), ("n", "waiting", 1, [])]
     with small_daemon(props=[(503, {})]) as daemon:
         assert run("ps", "--url", daemon.url).stdout == "no model is in memory\n"
+    with small_daemon(health=[(200, [])]) as daemon:
+        run("ps", "--url", daemon.url).assert_refused(1, "is no diskprefix daemon")
+
+
+def test_a_daemon_that_refuses_the_key_hides_no_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuses = [(403, {"error": {"message": "only admin"}})]
+    with small_daemon(props=refuses) as one, small_daemon(props=[(200, PROPS)]) as other:
+        monkeypatch.delenv("DISKPREFIX_URL", raising=False)
+        monkeypatch.setattr(daemons_command, "own_daemons", lambda: {1: one.url, 2: other.url})
+        shown = run("ps")
+        assert shown.stderr == f"{one.url}: --api-key: only admin\n"
+        assert shown.stdout.splitlines()[1].split()[-1] == other.url
+        monkeypatch.setattr(daemons_command, "own_daemons", lambda: {1: one.url})
+        run("ps").assert_refused(2, "--api-key: only admin")
+
+
+def test_run_has_no_option_of_chat_that_it_does_not_obey(run: Run) -> None:
+    run("run", "m", "--browser").assert_refused(2, "--browser")
 
 
 def test_a_daemon_that_cannot_unload_or_is_not_this_users_is_not_ended(run: Run) -> None:
@@ -93,6 +113,39 @@ def test_a_daemon_that_cannot_unload_or_is_not_this_users_is_not_ended(run: Run)
             2, "cannot unload m", f"diskprefix stop --url {daemon.url}"
         )
         run("stop", "--url", daemon.url).assert_refused(2, "is not yours")
+
+
+LISTENS = """\
+import signal, socket, sys, time
+from diskprefix.server.process.token_file import kept
+def end(*_):
+    raise SystemExit
+signal.signal(signal.SIGTERM, end)
+try:
+    with socket.create_server(("127.0.0.1", 0)) as listener, kept("abc", [listener]):
+        print(listener.getsockname()[1], flush=True)
+        time.sleep(60)
+finally:
+    time.sleep(0.3)
+    print("saved")
+"""
+
+
+@pytest.mark.usefixtures("own_places")
+def test_a_daemon_is_ended_by_any_name_of_its_address_once_it_has_saved(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for unit in ("", "/user.slice/diskprefix.service"):
+        with subprocess.Popen([sys.executable, "-c", LISTENS], stdout=subprocess.PIPE, text=True) as daemon:
+            assert daemon.stdout is not None
+            url = f"localhost:{daemon.stdout.readline().strip()}/v1"
+            (tmp_path / str(daemon.pid)).mkdir()
+            (tmp_path / str(daemon.pid) / "cgroup").write_text(f"0::{unit}\n")
+            monkeypatch.setattr(daemons_command, "_PROC", tmp_path, raising=False)
+            ended = run("stop", "--url", url)
+            assert daemon.poll() is not None
+        assert ended.exit_code == 0, ended.stderr
+        assert ("its service starts it again" in ended.stdout) is bool(unit)
 
 
 @pytest.mark.usefixtures("own_places")
@@ -117,4 +170,5 @@ def test_a_short_name_is_taken_wherever_a_model_is_named(
         run(*command).assert_refused(2, "no model has the short name 'qwen3.5:5b'; short names are qwen3.5:")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3.5:4b").touch()
-    assert full_name("qwen3.5:4b") == "qwen3.5:4b", "a file of this name goes before"
+    assert meant_name("qwen3.5:4b") == "qwen3.5:4b", "a file of this name goes before"
+    assert full_name("qwen3.5:4b") == QWEN, "for what a client sends, nothing is looked for"

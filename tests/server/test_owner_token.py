@@ -172,6 +172,7 @@ def test_what_commands_of_a_user_compute_is_restored_for_the_users_agents_alone(
     assert caller_of_daemon(daemon.url, None)("POST", "/v1/completions", body).status == 200
     key = daemon_call.key_for(daemon.url)
     assert (key == user_key()) is is_ours
+    assert daemon_call.key_for(daemon.url.replace("127.0.0.1", "localhost")) == key
 
     def restored(headers: dict[str, str]) -> bool:
         answer = stranger.post("/v1/completions", json=body | {"prefix_cache": {"save": False}}, headers=headers)

@@ -11,7 +11,7 @@ from typing import Any
 from diskprefix.cli.options import build_settings, policy_value
 from diskprefix.cli.policy_file import checked_value, read_toml
 from diskprefix.errors import SettingsError
-from diskprefix.model.load.proposals import full_name
+from diskprefix.model.load.proposals import meant_name
 from diskprefix.settings import PER_MODEL, Settings, flag_of
 from diskprefix.units import parse_duration
 
@@ -101,4 +101,4 @@ def _beside(file: Path, model: str) -> str:
     """Returns the path of a model beside the file, if there is one: the folder of the process may be any."""
     path = Path(os.path.expanduser(model))
     beside = file.absolute().parent / path
-    return str(beside) if os.path.exists(beside) else str(path) if path.is_absolute() else full_name(model)
+    return str(beside) if os.path.exists(beside) else str(path) if path.is_absolute() else meant_name(model)

@@ -20,7 +20,7 @@ from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.found_models import found_model
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.proposals import full_name, require_repository
+from diskprefix.model.load.proposals import meant_name, require_repository
 from diskprefix.nouns import require_model_name
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
@@ -105,7 +105,7 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
     \b
     Exit codes: 0 done; 1 declined; 2 wrong usage, or no such model.
     """
-    here, names = dict(cached_models()), tuple(map(full_name, names))
+    here, names = dict(cached_models()), tuple(map(meant_name, names))
     for name in names:
         if name not in here:
             raise SettingsError(_not_pulled(name, list(here)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
-import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -13,23 +14,16 @@ import click
 from click.core import ParameterSource
 
 from diskprefix.cli.options import api_key_option, nonempty, url_option
-from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
-from diskprefix.errors import SettingsError
+from diskprefix.cli.tooling import json_option, plain, print_json, print_table, say, status
+from diskprefix.errors import DiskPrefixError, SettingsError
 from diskprefix.extras.clients.daemon_choice import shared_daemon
-from diskprefix.extras.daemon_call import Call, running_daemon
+from diskprefix.extras.daemon_call import process_of, running_daemon, state_of
 from diskprefix.model.load.proposals import full_name
 from diskprefix.printable import printable_only, shown
 from diskprefix.server.process.token_file import own_daemons
 from diskprefix.units import ago, format_duration, format_size
 
-_POLL_S = 0.1
-_NOT_IN_MEMORY: dict[str, Any] = {
-    "memory_bytes": None,
-    "context": None,
-    "loaded_at": None,
-    "requests": 0,
-    "running": [],
-}
+_PROC = Path("/proc")
 
 
 @click.command(short_help="Show what is in memory, and what is being computed.")
@@ -49,7 +43,7 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
     \b
     Exit codes: 0 done; 1 no daemon answers; 2 wrong usage, or the key is refused.
     """
-    rows = [row | {"url": one} for one in _urls(context, url) for row in _in_memory(running_daemon(one, api_key))]
+    rows = _rows(_urls(context, url), api_key)
     if as_json:
         print_json({"models": rows})
         return
@@ -65,13 +59,30 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
 def _urls(context: click.Context, url: str) -> list[str]:
     """Returns the addresses of the daemons that are meant: those of this user, unless one is named."""
     is_named = context.get_parameter_source("url") is not ParameterSource.DEFAULT
-    return [url] if is_named else [*own_daemons()] or [url]
+    return [url] if is_named else [*own_daemons().values()] or [url]
 
 
-def _in_memory(call: Call) -> list[dict[str, Any]]:
-    """Returns the models that a daemon has in memory, or loads. Raises `SettingsError` if the key is refused."""
-    if (health := call("GET", "/health", None).body or {}).get("status") == "loading":
-        return [{"model": str(health.get("model") or "…"), "state": "loading"} | _NOT_IN_MEMORY]
+def _rows(urls: list[str], api_key: str | None) -> list[dict[str, Any]]:
+    """Returns what the daemons have in memory. Of several, one that ends or refuses the key hides no other: it is
+    named. Raises as `_in_memory`."""
+    rows: list[dict[str, Any]] = []
+    for url in urls:
+        try:
+            rows += _in_memory(url, api_key)
+        except DiskPrefixError as error:
+            if len(urls) == 1:
+                raise
+            say(f"{url}: {error.message}")
+    return rows
+
+
+def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
+    """Returns the models that a daemon has in memory, or loads. Raises `NotReady` if none answers, `SettingsError` if
+    the key is refused."""
+    call = running_daemon(url, api_key)
+    health = state_of(call, url)
+    if health["status"] == "loading":
+        return [_row(url, {"model": health.get("model") or "…", "phase": "loading"})]
     answer = call("GET", "/props", None)
     if answer.status in (401, 403):
         raise SettingsError(f"--api-key: {answer.message}")
@@ -79,29 +90,27 @@ def _in_memory(call: Call) -> list[dict[str, Any]]:
         # It has unloaded its only model.
         return []
     if "models" not in answer.body:
-        return [_row(answer.body)]
+        return [_row(url, {"phase": "ready"}, answer.body)]
     rows = []
     for place in answer.body["models"]:
-        known = {"memory_bytes": place["needed_bytes"], "requests": place["num_active"]}
-        row = {"model": place["model"], "state": place["phase"]} | _NOT_IN_MEMORY | known
         # The others do not answer before they are loaded.
-        if place["phase"] == "ready":
-            own = call("GET", f"/props?model={quote(place['model'], safe='')}", None)
-            row |= _row(own.body) if own.status == 200 else {}
-        rows.append(row)
+        own = call("GET", f"/props?model={quote(place['model'], safe='')}", None) if place["phase"] == "ready" else None
+        rows.append(_row(url, place, own.body if own is not None and own.status == 200 else None))
     return rows
 
 
-def _row(props: dict[str, Any]) -> dict[str, Any]:
-    model, running = props["model"], props["running"] if isinstance(props.get("running"), list) else []
+def _row(url: str, place: dict[str, Any], props: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns a model. `place` is what the front says of it, `props` what its process says."""
+    model, running = (props["model"], props["running"]) if props else ({}, [])
     return {
-        "model": model["name"],
-        "state": "ready",
-        "memory_bytes": model["needs_bytes"],
-        "context": model["max_positions"],
-        "loaded_at": model["loaded_at"],
-        "requests": props["queue_depth"] + (len(running) or props["kv_memory"]["running"]),
+        "model": model.get("name", place.get("model")),
+        "state": place["phase"],
+        "memory_bytes": model.get("needs_bytes", place.get("needed_bytes")),
+        "context": model.get("max_positions"),
+        "loaded_at": model.get("loaded_at"),
+        "requests": len(running) if props else place.get("num_active", 0),
         "running": running,
+        "url": url,
     }
 
 
@@ -153,8 +162,7 @@ def stop(context: click.Context, model: str | None, url: str, api_key: str | Non
     elif len(urls) > 1:
         raise SettingsError(f"there are several daemons of yours; name one with --url: {', '.join(urls)}")
     else:
-        _end(urls[0])
-        done = {"url": urls[0], "status": "ended"}
+        done = {"url": urls[0], "status": _end(urls[0])}
     if as_json:
         print_json(done)
     else:
@@ -163,7 +171,7 @@ def stop(context: click.Context, model: str | None, url: str, api_key: str | Non
 
 def _unload(urls: list[str], model: str, api_key: str | None) -> dict[str, str]:
     """Unloads a model where it is in memory. Raises `SettingsError` if it is nowhere, or cannot be unloaded."""
-    names = {row["model"]: url for url in urls for row in _in_memory(running_daemon(url, api_key))}
+    names = {row["model"]: row["url"] for row in _rows(urls, api_key)}
     name = next((name for name in (model, full_name(model)) if name in names), None)
     if name is None:
         there = ", ".join(map(shown, names)) or "none"
@@ -175,18 +183,22 @@ def _unload(urls: list[str], model: str, api_key: str | None) -> dict[str, str]:
     return {"model": name, "url": names[name], "status": answer.body["status"]}
 
 
-def _end(url: str) -> None:
-    """Ends a daemon of this user, and waits for its end. Raises `NotReady` and `SettingsError`."""
-    if (pid := own_daemons().get(url)) is None:
-        running_daemon(url, None)("GET", "/health", None)
+def _end(url: str) -> str:
+    """Ends a daemon of this user, and returns how. Raises `NotReady` and `SettingsError`."""
+    if (pid := process_of(url)) is None:
         raise SettingsError(f"the daemon at {url} is not yours: its user ends it")
     for one in shared_daemon().all():
-        if one.url() == url:
+        if one.url() == own_daemons().get(pid, url):
             with one.mutex():
                 if one.end_unused():
                     raise SettingsError(f"an agent or a conversation uses the daemon at {url}; end that first")
-            return
-    with suppress(ProcessLookupError), status("the daemon finishes its requests, and saves what only memory holds …"):
+            return "ended"
+    is_service = False
+    with suppress(OSError):
+        is_service = "/diskprefix.service" in (_PROC / str(pid) / "cgroup").read_text(encoding="ascii")
+    waiting = status("the daemon finishes its requests, and saves what only memory holds …")
+    # A daemon that does not listen any more may still save.
+    with suppress(ProcessLookupError), waiting, open(os.pidfd_open(pid)) as process:
         os.kill(pid, signal.SIGTERM)
-        while own_daemons().get(url) == pid:
-            time.sleep(_POLL_S)
+        select.select([process], [], [])
+    return "ended; its service starts it again for the next request" if is_service else "ended"

@@ -26,7 +26,7 @@ from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, NotServed, ask
 from diskprefix.extras.clients.recipe import KnownAgent, Recipe, Served, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import escaped
-from diskprefix.server.process.token_file import dashboard_line, token_at
+from diskprefix.server.process.token_file import dashboard_line, token_for
 from diskprefix.units import counted, format_duration, format_size
 
 _SIGNAL_EXIT_CODE = 128
@@ -115,17 +115,13 @@ def launch(
             say(f"warning: {choice.problem}; {choice.advice}")
         say(f"{one.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
         if one.first_prompt_tokens and choice.prefill_s_per_token:
-            say(_first_prompt(one, choice.prefill_s_per_token, is_measured=choice.is_measured))
-        if (line := _dashboard(choice.served.url)) is not None:
-            say(line)
+            lasts = format_duration(one.first_prompt_tokens * choice.prefill_s_per_token)
+            how = "as measured here" if choice.is_measured else "a guess from the size of the model"
+            say(f"its first prompt has {one.first_prompt_tokens:,} tokens: about {lasts}, once ({how})")
+        if (token := token_for(choice.served.url)) is not None:
+            say(dashboard_line(choice.served.url, token))
         command = [program, *shlex.split(settings.run)[1:], *arguments]
         return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
-
-
-def _first_prompt(agent: KnownAgent, token_s: float, *, is_measured: bool) -> str:
-    how = "as measured here" if is_measured else "a guess from the size of the model"
-    lasts = format_duration(agent.first_prompt_tokens * token_s)
-    return f"its first prompt has {agent.first_prompt_tokens:,} tokens: about {lasts}, once ({how})"
 
 
 def _place(agent: KnownAgent) -> str:
@@ -190,13 +186,6 @@ def _served(found: str | None, url: str, model: str | None, api_key: str | None)
 def _show(settings: Recipe, arguments: Sequence[str]) -> None:
     text = replace(settings, run=" ".join((settings.run, *map(shlex.quote, arguments)))).shown()
     click.echo("\n".join(map(escaped, text.splitlines())))
-
-
-def _dashboard(url: str) -> str | None:
-    """Returns the line about the dashboard of a daemon of this user, None for another one."""
-    parts = urlsplit(url)
-    token = token_at(parts.hostname or "", parts.port or 0)
-    return None if token is None else dashboard_line(url, token)
 
 
 def _not_by_proxy(url: str) -> dict[str, str]:

@@ -22,14 +22,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from diskprefix.cli.tooling import say, status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.server.process.listener import LAUNCHED_FD, listen
-from diskprefix.server.process.token_file import token_at
+from diskprefix.server.process.token_file import token_for
 from diskprefix.units import counted
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
@@ -288,7 +287,7 @@ class DaemonKeeper:
                     return
                 told = self._shared._told()
                 try:
-                    self._listener = self._listener or listen("127.0.0.1", told["port"])[0]
+                    self._listener = self._listener or listen("127.0.0.1", told["port"], asks=False)[0]
                 except SettingsError:
                     # The launch that holds the port will start it, or is just ending.
                     if time.monotonic() > deadline:
@@ -310,13 +309,12 @@ class DaemonKeeper:
 
 def is_ours(url: str) -> bool:
     """Returns whether a daemon of this user listens at an address of this machine. Nothing is sent there."""
-    parts = urlsplit(url)
-    return token_at(parts.hostname or "", parts.port or 0) is not None
+    return token_for(url) is not None
 
 
 def _listener(usual: int) -> socket.socket:
     """Returns a socket that listens on the usual port if it is free, else on another."""
     for port in (usual, 0):
         with suppress(SettingsError):
-            return listen("127.0.0.1", port)[0]
+            return listen("127.0.0.1", port, asks=False)[0]
     raise NotReady("this machine has no free port")

@@ -17,11 +17,11 @@ from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, tem
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.extras.catalogue.pull_command import fetch
 from diskprefix.extras.clients.recipe import Served
-from diskprefix.extras.daemon_call import Call, key_for, wait_ready
+from diskprefix.extras.daemon_call import Call, full_url, key_for, wait_ready
 from diskprefix.model.load.hub import cached_model
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.named_model import own_path, plain_name
-from diskprefix.model.load.proposals import full_name, proposed, require_repository
+from diskprefix.model.load.proposals import meant_name, proposed, require_repository
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
@@ -71,11 +71,10 @@ def ask_served(
     card = _chosen(cards, model, url)
     if card.get("problem"):
         raise SettingsError(f"{card['id']} cannot be served: {card['problem']}")
-    address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
     context = card.get("context_length") or LEAST_CONTEXT
     takes_images = "vision" in card.get("capabilities", ())
     key = api_key or key_of(url)
-    served = Served(url=address, model=card["id"], key=key, context=context, takes_images=takes_images)
+    served = Served(url=full_url(url), model=card["id"], key=key, context=context, takes_images=takes_images)
     measured = _measured_speed(call, card["id"])
     return Choice(
         served=served,
@@ -90,7 +89,7 @@ def _chosen(cards: list[dict[str, Any]], model: str | None, url: str) -> dict[st
     """Returns the card of `model`, or of the model to take without a name."""
     if model is not None:
         # A file and a folder are served by their own names.
-        wanted = {model, full_name(model), plain_name(model)}
+        wanted = {model, meant_name(model), plain_name(model)}
         named = [card for card in cards if wanted & {card["id"], *card.get("aliases", ())}]
         if not named:
             there = ", ".join(shown(card["id"]) for card in cards)
@@ -149,7 +148,7 @@ def flags_of_model(model: str | None, *, fetches: bool = True) -> list[str]:
     catalogue = open_catalogue(Settings())
     names = [name for known in catalogue.models() for name in (known.name, *known.aliases)] if catalogue else []
     if model is not None:
-        return [] if {model, full_name(model)} & {*names} else ["--model", _found(model, fetches=fetches)]
+        return [] if {model, meant_name(model)} & {*names} else ["--model", _found(model, fetches=fetches)]
     if catalogue or any(os.environ.get(variable_of(flag)) for flag in ("--model", "--models-dir", "--models-file")):
         return []
     with status("reading headers of models …"):

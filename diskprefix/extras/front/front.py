@@ -24,13 +24,14 @@ from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, ModelNotFound, NotReady, SettingsError
 from diskprefix.extras.catalogue.catalogue import listed
 from diskprefix.extras.front import passing
-from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refusal
+from diskprefix.extras.front.front_messages import Named, read_named, refusal
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
 from diskprefix.extras.front.own_routes import OwnRoutes
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, Workers, described
+from diskprefix.extras.ollama.ollama_models import keep_alive_seconds
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.model.load.proposals import none_known
 from diskprefix.nouns import Tenant

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import re
 import uuid
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,15 +13,11 @@ from diskprefix.api.error_forms import error_body, one_line, retry_headers
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.json_values import whole_characters
 from diskprefix.printable import shown
-from diskprefix.units import parse_duration
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
 log = logging.getLogger("diskprefix")
-
-_BETWEEN = re.compile(r"(?<=[a-z])(?=[\d.])", re.ASCII)
-"""The place between the parts of a duration as Go writes it: `1h30m`."""
 
 
 class Named(msgspec.Struct):
@@ -42,23 +36,6 @@ def read_named(body: bytes) -> Named:
         raise InvalidRequest.at(field_name, f"is wrong: {one_line(str(error))}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {one_line(str(error))}", code="invalid_json") from error
-
-
-def keep_alive_seconds(value: str | float) -> float:
-    """Returns the seconds that a request says, infinite for what is negative. Raises `InvalidRequest`.
-
-    Ollama's clients in Go send `1h30m0s`.
-    """
-    text = str(value)
-    unsigned = text[1:] if text[1:2].isdigit() and text[0] == "-" else text
-    try:
-        seconds = float(unsigned)
-    except ValueError:
-        try:
-            seconds = sum(parse_duration(part, param="keep_alive") for part in _BETWEEN.split(unsigned))
-        except DiskPrefixError as error:
-            raise InvalidRequest(error.message, param="keep_alive") from error
-    return math.inf if text != unsigned or not seconds >= 0 else seconds
 
 
 def refusal(scope: Scope, error: DiskPrefixError, *, sees_all: bool) -> JSONResponse:

@@ -24,7 +24,7 @@ from diskprefix.cli.tooling import (
     store_options,
 )
 from diskprefix.errors import CacheError, SettingsError
-from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes, rewrite_folder
+from diskprefix.store.compact import compact_folder, compacted_bytes, rewrite_folder
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge
 from diskprefix.store.purge import purge as purge_store
@@ -133,9 +133,9 @@ def purge(
             purged.remote_error = why_not
         stored_bytes = store.file_bytes()
     not_erased: CacheError | None = None
-    shrunk: Compacted | None = None
+    size = ""
     if purged is not None and purged.stored_bytes and not erase:
-        shrunk = _shrink(kv_cache_dir, purged.stored_bytes)
+        size = _shrunk(kv_cache_dir, purged.stored_bytes, stored_bytes)
     if purged is not None and erase:
         try:
             with progress("rewriting the file", stored_bytes) as advance:
@@ -147,8 +147,7 @@ def purge(
     elif purged is not None:
         if plan:
             _show_purged(kv_cache_dir, purged)
-        if purged.stored_bytes and not erase:
-            _show_size(stored_bytes, shrunk)
+        click.echo(size, nl=bool(size))
         _show_bucket(purged)
         _show_erased(purged)
     if not_erased is not None:
@@ -247,24 +246,16 @@ def _show_purged(folder: Path, purged: Purged) -> None:
         click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may contain the prompts too; delete it", err=True)
 
 
-def _shrink(folder: Path, purged_bytes: int) -> Compacted | None:
+def _shrunk(folder: Path, purged_bytes: int, file_bytes: int) -> str:
     """Compacts the file if no other process has the store open and the copy is not larger than what was purged: so it
-    never writes more than the purge removed. Returns None if the file keeps its size."""
+    never writes more than the purge removed. Returns what happened, for people."""
     with suppress(CacheError):
         if (left_bytes := compacted_bytes(folder)) <= purged_bytes:
             with progress("shrinking the file", left_bytes) as advance:
-                return compact_folder(folder, advance)
-    return None
-
-
-def _show_size(file_bytes: int, shrunk: Compacted | None) -> None:
-    if shrunk is not None:
-        click.echo(f"the file shrank: {format_size(shrunk.before_bytes)} → {format_size(shrunk.after_bytes)}")
-    else:
-        click.echo(
-            f"the file keeps its size, {format_size(file_bytes)}; to shrink it, stop the daemon and run `diskprefix "
-            "compact`, or purge with --erase"
-        )
+                done = compact_folder(folder, advance)
+            return f"the file shrank: {format_size(done.before_bytes)} → {format_size(done.after_bytes)}"
+    remedy = "to shrink it, stop the daemon and run `diskprefix compact`, or purge with --erase"
+    return f"the file keeps its size, {format_size(file_bytes)}; {remedy}"
 
 
 def _show_bucket(purged: Purged) -> None:

@@ -13,15 +13,13 @@ from pydantic import ConfigDict, Field
 
 from diskprefix.api.asked import Asked
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
-from diskprefix.api.error_forms import openai_error
 from diskprefix.api.fields import MAX_PARTS, Body, LimitOrNothing
 from diskprefix.api.figures import figures_reply
-from diskprefix.api.openai import OpenAIBody
+from diskprefix.api.openai import EventWriter, OpenAIBody
 from diskprefix.api.reply import DeltaEvent, EndEvent, ReplyEvent, WholeReply
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.output.format import ContentDelta
 from diskprefix.engine.request import DoneEvent
-from diskprefix.errors import DiskPrefixError
 from diskprefix.server.answer import answer
 from diskprefix.server.described import described
 from diskprefix.store.notes import TenantNotes
@@ -75,7 +73,7 @@ class Infill:
         return InfillWriter(head)
 
 
-class InfillWriter:
+class InfillWriter(EventWriter):
     def __init__(self, head: Head) -> None:
         self._head = head
         self._end: EndEvent | None = None
@@ -84,9 +82,6 @@ class InfillWriter:
         [choice] = reply.choices
         self._end = EndEvent(0, choice.reason, choice.stop)
         return self._last(reply.done, choice.content)
-
-    def begin(self) -> Sequence[ServerSentEvent]:
-        return ()
 
     def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
         if isinstance(event, DoneEvent):
@@ -97,12 +92,6 @@ class InfillWriter:
             return ()
         text = "".join(delta.text for delta in event.deltas if isinstance(delta, ContentDelta))
         return [ServerSentEvent({"content": text, "stop": False})] if text else ()
-
-    def keepalive(self) -> bytes:
-        return b": keepalive\n\n"
-
-    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
-        return [ServerSentEvent(openai_error(error))]
 
     def _last(self, done: DoneEvent, content: str) -> Json:
         usage, end, figures = done.usage, self._end, figures_reply(done, self._head.clamped_to)

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, cast
+from itertools import count
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -18,7 +19,7 @@ from diskprefix.api.error_forms import error_body
 from diskprefix.api.fields import NotServed, OneOf, RequestBody, SamplingFields, empty_as, sampling_params
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai import Stop
-from diskprefix.api.openai_messages import Content, MessageBody, ToolAsSent, marks_of, without_marks
+from diskprefix.api.openai_messages import Content, MessageBody, Tool, ToolAsSent, conversation_of
 from diskprefix.api.reply import (
     CallBegin,
     DeltaEvent,
@@ -34,7 +35,7 @@ from diskprefix.chat.messages import ContentPart, Conversation, ImagePart, JsonO
 from diskprefix.chat.output.format import ToolCallDelta
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.extras.ollama.ollama_models import utc
+from diskprefix.extras.ollama.ollama_models import keep_alive_seconds, utc
 from diskprefix.store.notes import TenantNotes
 
 _MOST = fields.MAX_COUNT
@@ -91,18 +92,11 @@ class OllamaBody(RequestBody):
         self.seed = None if self.seed == -1 else self.seed
         return self
 
-    @property
-    def source(self) -> Conversation | str | FillIn:
-        """Returns the source of the prompt. Raises `InvalidRequest` for fields that do not go together."""
-        raise NotImplementedError
-
-    def conversation(self, messages: Sequence[Message], tools: list[JsonObject]) -> Conversation:
+    def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Conversation:
         last = messages[-1] if messages else Message(role="user", path="messages")
-        return Conversation(
-            messages=messages,
-            tools=[without_marks(tool) for tool in tools] or None,
-            tool_marks=tuple(marks_of(tools)),
-            tool_paths=[f"tools.{index}.function.parameters" for index in range(len(tools))],
+        return conversation_of(
+            messages,
+            tools,
             reasoning_effort=self.think if isinstance(self.think, str) else None,
             thinking=None if self.think is None else bool(self.think),
             special_tokens_in_text=self.special_tokens_in_text or False,
@@ -130,8 +124,8 @@ class OllamaMessage(MessageBody):
 
 def _pictures(images: list[str] | None, path: str) -> list[ImagePart]:
     # The type of an image is read from its content.
-    uris = [(f"data:image/png;base64,{data}", f"{path}.{index}") for index, data in enumerate(images or ())]
-    return [ImagePart(uri, at, at) for uri, at in uris]
+    paths = (f"{path}.{index}" for index in count())
+    return [ImagePart(f"data:image/png;base64,{data}", at, at) for data, at in zip(images or (), paths, strict=False)]
 
 
 class OllamaChatRequest(OllamaBody):
@@ -146,8 +140,7 @@ class OllamaChatRequest(OllamaBody):
 
     @property
     def source(self) -> Conversation:
-        messages = [message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)]
-        return self.conversation(messages, cast("list[JsonObject]", self.tools))
+        return self.conversation([one.neutral(f"messages.{at}") for at, one in enumerate(self.messages)], self.tools)
 
 
 class OllamaGenerateRequest(OllamaBody):
@@ -163,11 +156,12 @@ class OllamaGenerateRequest(OllamaBody):
 
     @property
     def source(self) -> Conversation | str | FillIn:
+        """Raises `InvalidRequest` for fields that do not go together."""
         if not (self.raw or self.suffix):
             content: list[ContentPart] = [*_pictures(self.images, "images"), TextPart(self.prompt, "prompt")]
             system = Message(role="system", content=(TextPart(self.system, "system"),), path="system")
             user = Message(role="user", content=content, path="prompt")
-            return self.conversation([system, user] if self.system else [user], [])
+            return self.conversation([system, user] if self.system else [user])
         for name in ("system", "images", *(("suffix",) if self.raw else ())):
             if getattr(self, name):
                 raise InvalidRequest.at(name, f"is not allowed beside {'raw' if self.raw else 'suffix'}")
@@ -176,15 +170,18 @@ class OllamaGenerateRequest(OllamaBody):
         return FillIn(self.prompt, self.suffix, "suffix", special_tokens_in_text=self.special_tokens_in_text or False)
 
 
+ReplyBody: TypeAlias = OllamaChatRequest | OllamaGenerateRequest
+
+
 class Ollama:
     """The API of a route with this body."""
 
     id_prefix, call_id_prefix = "ollama-", "call_"
 
-    def __init__(self, body: type[OllamaBody]) -> None:
+    def __init__(self, body: type[ReplyBody]) -> None:
         self.body = body
 
-    def read(self, body: OllamaBody, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+    def read(self, body: ReplyBody, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
         stop, most = body.options.stop or (), body.options.num_predict or 0
         own = TextFormat("json_object", "", "format") if body.format else None
         if isinstance(body.format, dict):
@@ -205,10 +202,10 @@ class Ollama:
         )
 
     def without_prompt(self, body: OllamaBody, model: str, /, *, may_unload: bool) -> Json | None:
+        # The front reads it, too, and unloads the model.
+        is_unloaded = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0 and may_unload
         if any(getattr(body, name, None) for name in ("messages", "prompt", "suffix", "images")):
             return None
-        # The front reads `keep_alive`, too, and unloads the model.
-        is_unloaded = may_unload and str(body.keep_alive) in ("0", "0.0", "0s", "0m")
         line = _line(model, is_chat=isinstance(body, OllamaChatRequest))
         return line | {"done": True, "done_reason": "unload" if is_unloaded else "load"}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,9 +14,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.model.load.checkpoint import checkpoint_files, weight_files
-from diskprefix.model.load.gguf_file import QUANT, model_stem, part_paths
+from diskprefix.extras.catalogue.catalogue import file_bytes
+from diskprefix.model.load.gguf_file import QUANT, model_stem
 from diskprefix.model.load.gguf_header import read_header
+from diskprefix.units import parse_duration
 from diskprefix.version import __version__
 
 Json: TypeAlias = dict[str, Any]
@@ -32,6 +35,25 @@ INSTEAD = {
 }
 _CAPABILITIES = {"completion": "completion", "tool_use": "tools", "reasoning": "thinking", "vision": "vision"}
 _FOR_EVER_S = 100 * 365 * 86400.0
+_BETWEEN = re.compile(r"(?<=[a-z])(?=[\d.])", re.ASCII)
+"""The place between the parts of a duration as Go writes it: `1h30m`."""
+
+
+def keep_alive_seconds(value: str | float) -> float:
+    """Returns the seconds that a request says, infinite for what is negative. Raises `InvalidRequest`.
+
+    Ollama's clients in Go send `1h30m0s`.
+    """
+    text = str(value)
+    unsigned = text[1:] if text[1:2].isdigit() and text[0] == "-" else text
+    try:
+        seconds = float(unsigned)
+    except ValueError:
+        try:
+            seconds = sum(parse_duration(part, param="keep_alive") for part in _BETWEEN.split(unsigned))
+        except DiskPrefixError as error:
+            raise InvalidRequest(error.message, param="keep_alive") from error
+    return math.inf if text != unsigned or not seconds >= 0 else seconds
 
 
 def require_served(path: str) -> None:
@@ -44,21 +66,20 @@ def require_served(path: str) -> None:
 def facts_of(path: Path | None) -> Json:
     """Returns what `/api/tags` says of a model's folder or `.gguf` file. Reads headers only; the digest is not that of
     the content. What cannot be read is left empty."""
-    family, label, form, files, written_at = "", "", None, list[Path](), 0.0
+    family, label, quant, size, written_at = "", "", "", 0, 0.0
     is_file = path is not None and path.is_file()
     with suppress(AttributeError, DiskPrefixError, OSError, RecursionError, ValueError):
         if path is None:
             raise FileNotFoundError
         written_at = path.stat().st_mtime
         if is_file:
-            values, form, files = read_header(path).values, QUANT.search(model_stem(path)), part_paths(path)
+            values, form = read_header(path).values, QUANT.search(model_stem(path))
             family, label = str(values.get("general.architecture", "")), str(values.get("general.size_label", ""))
+            quant = form[1].upper() if form else ""
         else:
-            files = checkpoint_files(path, weight_files(path))
             family = str(json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
-    size = sum(file.stat().st_size for file in files)
+        size = file_bytes(path)
     details: Json = {"parent_model": "", "format": "gguf" if is_file else "safetensors", "family": family}
-    quant = form[1].upper() if form else ""
     details |= {"families": [family] if family else [], "parameter_size": label, "quantization_level": quant}
     digest = hashlib.sha256(f"{path} {size} {written_at}".encode()).hexdigest()
     return {"modified_at": utc(written_at), "size": size, "digest": digest, "details": details}

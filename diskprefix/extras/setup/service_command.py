@@ -15,6 +15,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from pwd import getpwuid
 from typing import Any
 
 import click
@@ -31,6 +32,7 @@ _PROGRAM = "%h/.local/bin/diskprefix"
 """The program in the units of `systemd/user`."""
 _MARK = "diskprefix service install"
 """In each file that this command writes. Files without it are somebody else's."""
+_SYSTEMCTL = "systemctl", "--user"
 _UNITS = ("diskprefix.socket", "diskprefix-verify.timer", "diskprefix.service")
 
 
@@ -40,35 +42,34 @@ class _Systemd:
     def texts(self, settings: Settings) -> dict[Path, str]:
         program = f"{_quoted(sys.executable)} -P -m diskprefix"
         serve = f"{program} serve --policy {_quoted(str(_policy()))}"
-        texts = {}
-        for unit in units_folder().glob("*.*"):
-            text = unit.read_text("utf-8").replace(f"{_PROGRAM} serve", serve).replace(_PROGRAM, program)
-            text = re.sub(r"(?<=^ListenStream=).*$", _address(settings), text, flags=re.MULTILINE)
-            texts[config_home().parent / "systemd/user" / unit.name] = text
-        return texts
+        units = {unit.name: unit.read_text("utf-8") for unit in units_folder().glob("*.*")}
+        port = re.compile("(?<=^ListenStream=).*$", re.MULTILINE)
+        return {
+            config_home().parent / "systemd/user" / name: port.sub(
+                _address(settings), text.replace(f"{_PROGRAM} serve", serve).replace(_PROGRAM, program)
+            )
+            for name, text in units.items()
+        }
 
     def start(self, *, changed: bool) -> None:
-        self.run("daemon-reload")
+        _answer(*_SYSTEMCTL, "daemon-reload")
         if changed:
             # A socket cannot start again while its service runs.
-            self.run("stop", *reversed(_UNITS))
-        self.run("enable", *_UNITS)
-        self.run("start", *_UNITS[:2])
+            _answer(*_SYSTEMCTL, "stop", *reversed(_UNITS))
+        _answer(*_SYSTEMCTL, "enable", *_UNITS)
+        _answer(*_SYSTEMCTL, "start", *_UNITS[:2])
         # The model may take minutes to load or to fetch.
-        self.run("start", "--no-block", _UNITS[2])
+        _answer(*_SYSTEMCTL, "start", "--no-block", _UNITS[2])
 
     def stop(self) -> None:
-        self.run("disable", "--now", *reversed(_UNITS))
+        _answer(*_SYSTEMCTL, "disable", "--now", *reversed(_UNITS))
 
     def state(self) -> dict[str, Any]:
-        said = self.run("show", _UNITS[2], "--property=ActiveState,StatusText,MainPID").splitlines()
+        said = _answer(*_SYSTEMCTL, "show", _UNITS[2], "--property=ActiveState,StatusText,MainPID").splitlines()
         found = dict(line.split("=", 1) for line in said)
-        pid, user = int(found["MainPID"]) or None, _answer("id", "-un").strip()
-        lingers = Path("/var/lib/systemd/linger", user).exists()
+        lingers = Path("/var/lib/systemd/linger", getpwuid(os.getuid()).pw_name).exists()
+        pid = int(found["MainPID"]) or None
         return {"state": found["ActiveState"], "pid": pid, "status": found["StatusText"], "lingers": lingers}
-
-    def run(self, *arguments: str) -> str:
-        return _answer("systemctl", "--user", *arguments)
 
 
 class _Launchd:
@@ -96,11 +97,11 @@ class _Launchd:
             _answer("launchctl", "bootout", f"gui/{os.getuid()}/diskprefix")
 
     def state(self) -> dict[str, Any]:
-        said = ""
         with suppress(NotReady):
             said = _answer("launchctl", "print", f"gui/{os.getuid()}/diskprefix")
-        pid = re.search(r"^\s*pid = (\d+)", said, re.MULTILINE)
-        return {"state": "active" if pid else "inactive", "pid": int(pid[1]) if pid else None}
+            if pid := re.search(r"^\s*pid = (\d+)", said, re.MULTILINE):
+                return {"state": "active", "pid": int(pid[1])}
+        return {"state": "inactive", "pid": None}
 
 
 def _answer(*command: str) -> str:
@@ -125,11 +126,13 @@ def _quoted(text: str) -> str:
 
 
 def _address(settings: Settings) -> str:
-    """Returns the number of the host, as ListenStream= takes no names, and the port."""
-    found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
-    family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-    host = str(address[0])
-    return f"[{host}]:{settings.port}" if family == socket.AF_INET6 else f"{host}:{settings.port}"
+    """Returns the number of the host, as ListenStream= takes no names, and the port. Raises `SettingsError`."""
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"--host: {settings.host!r} cannot be resolved: {error}") from error
+    host = str(min(found, key=lambda one: one[0] != socket.AF_INET)[-1][0])
+    return f"[{host}]:{settings.port}" if ":" in host else f"{host}:{settings.port}"
 
 
 def _manager() -> _Systemd | _Launchd:

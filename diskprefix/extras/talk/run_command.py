@@ -32,7 +32,7 @@ cannot be fetched.
 @click.command(
     short_help="Talk to a model: fetch it and start a daemon if need be.",
     epilog=_EPILOG,
-    params=[each for each in chat.params if each.name != "model"],
+    params=[each for each in chat.params if each.name not in ("model", "browser")],
 )
 @click.argument("model", callback=nonempty)
 @click.argument("prompt", nargs=-1)

@@ -42,9 +42,10 @@ def is_blob(file: Path) -> bool:
 
 
 def manifest_of(gguf: Path) -> FoundModel | None:
-    """Returns the model to which a `.gguf` file belongs by a manifest, None if no manifest names it."""
+    """Returns the model to which a `.gguf` file belongs by a manifest, of several one with a projector, None if no
+    manifest names the file."""
     models = ollama_models(gguf.parents[1]) if is_blob(gguf) else llama_cpp_models(gguf.parent)
-    return next((model for model in models if gguf in model.parts), None)
+    return max((one for one in models if gguf in one.parts), key=lambda one: len(one.projectors), default=None)
 
 
 def ollama_models(root: Path) -> list[FoundModel]:
@@ -83,7 +84,7 @@ def _made(
         for file in (*parts, *projectors):
             if not os.path.isfile(file):
                 raise ValueError(f"{file} is missing; fetch the model again with {owner}")
-    except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ModelError, OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return FoundModel(owner=owner, names=[name], problem=f"its manifest {manifest}: {first_line(error)}")
     return FoundModel(owner=owner, names=[name], parts=parts, projectors=projectors)
 
@@ -119,7 +120,9 @@ def _files_of(folder: Path, repo: str, manifest: dict[str, Any]) -> tuple[list[P
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Raises `OSError`, and `ValueError` for what is no object of JSON."""
+    """Raises `OSError`, `RecursionError`, and `ValueError` for what is no object of JSON."""
+    if not file.is_file():
+        raise ValueError("it is no file")
     with file.open("rb") as opened:
         content = opened.read(_MOST_BYTES + 1)
     found = json.loads(content) if len(content) <= _MOST_BYTES else None

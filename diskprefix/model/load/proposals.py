@@ -30,14 +30,19 @@ the embeddings of each layer of Gemma 4 E2B and E4B (2.3 and 2.8 billion) have 1
 
 
 def full_name(model: str) -> str:
-    """Returns the repository of a short name. Any other name, and that of a file, a folder or another program's model
-    here, stays as it is."""
-    if (known := _PROPOSED.get(model.lower())) is None or os.path.exists(model):
+    """Returns the repository of a short name. Any other name stays as it is. Nothing is read: clients send names."""
+    return _PROPOSED.get(model.lower(), (model, 0))[0]
+
+
+def meant_name(model: str) -> str:
+    """Returns `full_name` of what a user names on this machine, where the name of a file, a folder or another program's
+    model stays as it is."""
+    if (name := full_name(model)) == model or os.path.exists(model):
         return model
     # It imports what reads models, and no start of a command needs it.
     from diskprefix.model.load.found_models import found_model
 
-    return known[0] if found_model(model) is None else model
+    return name if found_model(model) is None else model
 
 
 def known_names(model: str) -> str:
@@ -47,8 +52,8 @@ def known_names(model: str) -> str:
 
 
 def require_repository(model: str) -> str:
-    """Returns `full_name` of a model to fetch. Raises `SettingsError` for a name that no repository can have."""
-    if "/" not in (name := full_name(model)):
+    """Returns `meant_name` of a model to fetch. Raises `SettingsError` for a name that no repository can have."""
+    if "/" not in (name := meant_name(model)):
         raise SettingsError(f"no model has the short name {shown(model)!r}; {known_names(model)}; others are ORG/NAME")
     return name
 

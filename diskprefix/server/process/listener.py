@@ -78,10 +78,11 @@ def _passed(number: int) -> socket.socket:
     return one if one.family == socket.AF_UNIX else _configured(one)
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
+def listen(host: str, port: int, *, asks: bool = True) -> list[socket.socket]:
     """Returns listening sockets on all addresses of `host`; port 0 takes a free port of the first address.
 
-    They listen before anything slow, so that a second daemon on the port fails at once. Raises `SettingsError`.
+    They listen before anything slow, so that a second daemon on the port fails at once. Raises `SettingsError`, which
+    names the daemon that uses the port if it `asks`: that may take seconds.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -103,7 +104,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         flag, hint = "--port", "choose another with --port"
         if failure.errno in _ABSENT_ADDRESS:
             flag, hint = "--host", "give an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
-        elif failure.errno == errno.EADDRINUSE:
+        elif failure.errno == errno.EADDRINUSE and asks:
             hint = f"{_who_answers(host, port)}; {hint}"
         message = f"{flag}: cannot listen on {host}:{port}: {os.strerror(failure.errno or 0)}; {hint}"
         raise SettingsError(message) from failure

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from diskprefix.settings import cache_home
 from diskprefix.trusted_path import distrusted_by_root
@@ -85,20 +85,31 @@ def _remove_stale(folder: Path) -> None:
                 path.unlink()
 
 
-def token_at(host: str, port: int) -> str | None:
-    """Returns the token of the daemon at an address of this machine: "" if that has API keys. Returns None if no daemon
-    of this user listens there; root knows that of the systemd service, too."""
+def daemon_at(host: str, port: int) -> tuple[int, str] | None:
+    """Returns the process and the token of the daemon at an address of this machine; the token is "" if it has API
+    keys. Returns None if no daemon of this user listens there; root knows the systemd service, too."""
     everywhere = "::" if ":" in host else "0.0.0.0"
     for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE):
         for name in (f"{host}_{port}", f"{everywhere}_{port}"):
             with suppress(OSError, ValueError):
                 if (found := _read(folder / name)) is not None:
-                    return found[1]
+                    return found
     return None
 
 
-def own_daemons() -> dict[str, int]:
-    """Returns the addresses of the daemons of this user that listen on ports of this machine, with their processes."""
+def token_at(host: str, port: int) -> str | None:
+    found = daemon_at(host, port)
+    return None if found is None else found[1]
+
+
+def token_for(url: str) -> str | None:
+    """Returns the `token_at` the address in a URL. Nothing is sent there."""
+    parts = urlsplit(url)
+    return token_at(parts.hostname or "", parts.port or 0)
+
+
+def own_daemons() -> dict[int, str]:
+    """Returns the processes of this user's daemons that listen on ports of this machine, each with an address."""
     found: dict[int, str] = {}
     for file in sorted((cache_home() / _FOLDER).glob("[!.]*_*")):
         with suppress(OSError, ValueError):
@@ -106,13 +117,17 @@ def own_daemons() -> dict[str, int]:
                 host, _, port = file.name.rpartition("_")
                 host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
                 found[read[0]] = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    return {url: pid for pid, url in found.items()}
+    return found
+
+
+def is_of_this_machine(connected: socket.socket) -> bool:
+    (host, *_), (own, *_) = connected.getpeername(), connected.getsockname()
+    return bool(host == own or ip_address(host).is_loopback)
 
 
 def token_of_peer(connected: socket.socket) -> str | None:
     """Returns the `token_at` the other end of a connection. Returns None for other machines."""
-    (host, port, *_), (own, *_) = connected.getpeername(), connected.getsockname()
-    return token_at(host, port) if host == own or ip_address(host).is_loopback else None
+    return token_at(*connected.getpeername()[:2]) if is_of_this_machine(connected) else None
 
 
 def page_link(url: str, token: str, page: str = "") -> str:

@@ -25,12 +25,12 @@ from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel
 from diskprefix.extras.front import front, own_routes, passing
 from diskprefix.extras.front.front import Front
-from diskprefix.extras.front.front_messages import keep_alive_seconds
 from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
+from diskprefix.extras.ollama.ollama_models import keep_alive_seconds
 from diskprefix.model.load.fit import ModelNeeds, TokenState
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server import limits

@@ -13,7 +13,7 @@ import ollama
 import pytest
 from ollama import Client, ResponseError
 
-from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaGenerateRequest
+from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, OllamaGenerateRequest, ReplyBody
 from diskprefix.extras.ollama.ollama_models import INSTEAD, facts_of
 from diskprefix.server import streaming
 from diskprefix.server.body import parse_json
@@ -143,7 +143,7 @@ def test_thoughts_and_calls_are_in_the_message_and_come_back_in_the_next_prompt(
 
 
 def asked(path: str = "chat", **fields: Any) -> Any:
-    body = OllamaChatRequest if path == "chat" else OllamaGenerateRequest
+    body: type[ReplyBody] = OllamaChatRequest if path == "chat" else OllamaGenerateRequest
     own = {"messages": RIVERS} if path == "chat" else {"prompt": "x"}
     dialect = Ollama(body)
     return dialect.read(parse_json(json.dumps(own | fields).encode(), body), 100, lambda: pytest.fail("unread"))
@@ -164,6 +164,14 @@ def test_options_are_ollamas_and_sampling_fields_beside_them_are_ignored(
     sampling = asked(options=options, temperature="hot", top_k=5, num_predict=7).sampling
     assert {name: getattr(sampling, name) for name in means} == means
     assert asked(top_k=5, options=None).sampling == asked().sampling
+
+
+@pytest.mark.parametrize(("said", "reason"), [(0, "unload"), ("0h", "unload"), ("-0s", "load"), ("5m", "load")])
+def test_keep_alive_is_read_as_the_front_reads_it(said: str | int, reason: str) -> None:
+    body = OllamaGenerateRequest(keep_alive=said)
+    answer = Ollama(OllamaGenerateRequest).without_prompt(body, "m", may_unload=True)
+    assert answer is not None
+    assert answer["done_reason"] == reason
 
 
 PNG = base64.b64encode(b"picture").decode()
@@ -191,6 +199,7 @@ def test_images_go_before_the_text_and_empty_fields_of_ollamas_own_client_ask_fo
         ("chat", {"format": {"type": "weird"}}, "format: ", 400),
         ("chat", {"format": "yaml"}, "format: must be '' or 'json'", 400),
         ("chat", {"think": "much"}, "think: must be", 400),
+        ("chat", {"keep_alive": "soon"}, "keep_alive: ", 400),
         ("chat", {"keep_alive": []}, "keep_alive: must be a duration or a number of seconds", 400),
         ("chat", {"messages": [{"role": "user", "content": "x", "images": [PNG]}]}, "messages.0.images.0: ", 400),
         ("chat", {"prefix_cache": {"scope": "none"}}, "prefix_cache.scope: ", 400),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +329,24 @@ def test_of_several_encoders_the_one_named_like_the_model_is_taken_then_the_best
     assert preferred_projectors(names, "X-VL-2B-Q4_K_M.gguf") == expected
     own = ["mmproj-X-VL-2B-Q8_0.gguf", "mmproj-X-VL-2B-F32.gguf"]
     assert preferred_projectors([*own[::-1], *names], "X-VL-2B-Q4_K_M.gguf")[:3] == [*own, "mmproj-BF16.gguf"]
+
+
+def test_the_projector_layer_of_ollamas_manifest_is_the_encoder_of_the_model(smol: Smol, tmp_path: Path) -> None:
+    write_model(tmp_path, *smol)
+    (tmp_path / "blobs").mkdir()
+    layers = []
+    for kind, name in (("model", "tiny.gguf"), ("projector", "mmproj-F32.gguf")):
+        blob = tmp_path / "blobs" / f"sha256-{sha256((tmp_path / name).read_bytes()).hexdigest()}"
+        (tmp_path / name).rename(blob)
+        layers.append({"mediaType": f"application/vnd.ollama.image.{kind}", "digest": blob.name.replace("-", ":")})
+    # Another model may have the same weights alone.
+    for name, own in (("first", layers[:1]), ("sees", layers)):
+        manifest = tmp_path / "manifests/registry.ollama.ai/library" / name / "1b"
+        manifest.parent.mkdir(parents=True)
+        manifest.write_text(json.dumps({"layers": own}))
+    lines: list[str] = []
+    assert loaded(tmp_path / "blobs" / layers[0]["digest"].replace(":", "-"), lines).processor is not None
+    assert f"pictures are encoded by {layers[1]['digest'].replace(':', '-')}" in lines
 
 
 def test_files_of_old_converters_have_the_matrices_of_a_feed_forward_part_by_each_others_names(

@@ -20,6 +20,7 @@ from diskprefix.model.load.found_models import found_models
 from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.manifests import manifest_of
 from diskprefix.model.load.named_model import path_of, plain_name, require_named
+from diskprefix.model.load.proposals import full_name, meant_name
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.cli.conftest import run as run
@@ -144,6 +145,8 @@ def test_a_projector_of_ollama_is_the_layer_of_its_manifest(ollama: OllamaFolder
     [
         ("{", "Expecting property name"),
         ("[]", "it is no object of JSON"),
+        ("[" * 100_000, "maximum recursion depth"),
+        ("fifo", "is no file"),
         ('{"layers": 3}', "'int' object is not iterable"),
         (
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "sha256:../../x"}]}',
@@ -166,6 +169,10 @@ def test_a_model_of_ollama_that_cannot_be_served_is_one_line_and_harms_no_other(
     }
     text = json.dumps(ollama.manifest(*own[manifest])) if manifest in own else manifest
     ollama.write("registry.ollama.ai/library/bad:1b", text)
+    if manifest == "fifo":
+        file = ollama.root / "manifests/registry.ollama.ai/library/bad/1b"
+        file.unlink()
+        os.mkfifo(file)
     assert found() == {"bad:1b": (), "good:1b": ()}
     assert problem in problem_of("bad:1b")
     with pytest.raises(ModelError, match=r"^--model: Ollama's model bad:1b: "):
@@ -269,6 +276,10 @@ def test_a_name_of_the_users_and_of_the_hub_goes_before_that_of_another_program(
     assert catalogue.find("mine").origin == "--models-dir"
     assert catalogue.find("mine:latest").origin == "Ollama"
     assert Catalogue(Settings(model="org/other,org/b")).models()[-1].name == "org/b", "--model gets these alone"
+    # What a running daemon's clients mean does not change when Ollama fetches a model.
+    ollama.add("registry.ollama.ai/library/qwen3.5:4b", ollama.layer("model", gguf))
+    assert (named := meant_name("qwen3.5:4b")) == "qwen3.5:4b"
+    assert Catalogue(Settings(model=f"{full_name(named)},org/b")).find(named).name == full_name(named) != named
     assert not caplog.messages
 
 
@@ -314,5 +325,6 @@ def test_list_show_and_rm_know_what_other_programs_have(run: Run, ollama: Ollama
     printed = [line.partition(" ")[0] for line in run("list").stdout.splitlines()]
     assert [printed.count(name) for name in rows] == [1, 1, 1]
     assert "qwen2.5:0.5b (Ollama)" in run("show", "qwen2.5:0.5b").stdout
+    run("pull", "qwen2.5:0.5b").assert_refused(2, "Ollama has qwen2.5:0.5b", "diskprefix serve --model qwen2.5:0.5b")
     run("rm", "qwen2.5:0.5b", "--yes").assert_refused(2, "qwen2.5:0.5b belongs to Ollama, and only that removes it")
     run("serve", "--model", "qwen2.5:05b").assert_refused(3, "`diskprefix list`", "the nearest is qwen2.5:0.5b")

@@ -6,7 +6,6 @@ import os
 import select
 import sys
 import termios
-import time
 import tty
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,32 +81,28 @@ def show(source: Source) -> None:
                 # A daemon that is started again counts its requests from the start.
                 ended = []
                 live.update(Text(f"diskprefix {printable_only(error.message)}"), refresh=True)
-            if is_quit(_UPDATE_S):
+            if is_quit():
                 return
 
 
 @contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits for some seconds, or until `q` is pressed; then it returns True."""
-    is_terminal = sys.stdin.isatty()
+def _keys() -> Iterator[Callable[[], bool]]:
+    """Yields a function that waits for a key or the next update, and returns whether `q` was pressed."""
+    keys = [0] if sys.stdin.isatty() else []
 
-    def is_quit(wait_s: float) -> bool:
-        until = time.monotonic() + wait_s
-        while select.select([sys.stdin] if is_terminal else [], [], [], max(0.0, until - time.monotonic()))[0]:
-            # Nothing is read from a terminal that has gone.
-            if os.read(sys.stdin.fileno(), 1) in (b"q", b"Q", b""):
-                return True
-        return False
+    def is_quit() -> bool:
+        # Nothing is read from a terminal that has gone.
+        return bool(select.select(keys, [], [], _UPDATE_S)[0]) and os.read(0, 1) in (b"q", b"Q", b"")
 
-    if not is_terminal:
+    if not keys:
         yield is_quit
         return
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
+    before = termios.tcgetattr(0)
+    tty.setcbreak(0)
     try:
         yield is_quit
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def screen(state: State, ended: Sequence[State], name: str) -> RenderableType:
