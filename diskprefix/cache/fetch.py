@@ -72,7 +72,7 @@ class Fetch:
             cache.store.evictor,
             cache.readers,
             self._pins,
-            allows=cache.cost_model.allows,
+            allows=lambda num_tokens: context.allows("restore", pays=cache.cost_model.allows(num_tokens)),
             pays=cache.cost_model.pays,
             noted_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id),
             on_logits=on_logits,
@@ -92,7 +92,7 @@ class Fetch:
 
     @property
     def _is_possible(self) -> bool:
-        return self.context.bypass is None and self.context.cache.tiered.stalled is None
+        return self.context.bypass is None
 
     def run(self) -> None:
         """Runs all steps but `prefetch`, on this thread."""
