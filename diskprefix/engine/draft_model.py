@@ -101,10 +101,6 @@ class DraftModel:
         self._ahead: tuple[LackingConversation, DraftSequence] | None = None
         """What is computed while nothing else runs."""
 
-    def close(self) -> None:
-        """Ends the cache, but not the store."""
-        self.cache.close(0)
-
     def ready_sequence(self, reply: Reply) -> DraftSequence | None:
         """Returns the sequence of a reply, None while its state is fetched, and if there is no memory for it."""
         sequence = self.sequences.get(reply)

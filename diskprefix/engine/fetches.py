@@ -1,4 +1,4 @@
-"""What the engine reads, on threads: a quick step never waits behind a slow one, and nothing waits for ever.
+"""All reads of the engine, on threads: a quick step never waits behind a slow one, and nothing waits for ever.
 
 Each kind of step has threads of its own. While a read has not begun to load, the engine may give it up, and computes
 what was to be read. A read that does not move is given up too, but the thread of a load may still write to its pages:
@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.fetch import Fetch, Step
 from diskprefix.cache.tiers.loading import MOST_LOADS
-
-if TYPE_CHECKING:
-    from diskprefix.engine.served_model import ServedModel
+from diskprefix.kv.page_cache import PageCache
 
 log = logging.getLogger("diskprefix")
 
@@ -110,10 +109,10 @@ class RunningFetch(Read):
 class Fetches:
     """Runs reads. For the engine's thread. `wake` is called, on any thread, when `take` has something to return."""
 
-    def __init__(self, served: ServedModel, wake: Callable[[], None]) -> None:
-        self._served, self._wake = served, wake
+    def __init__(self, cache: PrefixCache, pages: PageCache, wake: Callable[[], None]) -> None:
+        self._cache, self._pages, self._wake = cache, pages, wake
         self._pools: dict[Kind, Executor] = {
-            "prefetch": ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-prefetch"),
+            "prefetch": ThreadPoolExecutor(cache.settings.max_sequences, thread_name_prefix="kv-prefetch"),
             "seen": ThreadPoolExecutor(1, thread_name_prefix="kv-seen"),
             "match": ThreadPoolExecutor(1, thread_name_prefix="kv-match"),
             "load": ThreadPoolExecutor(MOST_LOADS, thread_name_prefix="kv-load"),
@@ -130,7 +129,7 @@ class Fetches:
 
     def begin(self, one: Read) -> None:
         """Begins to run the steps of a read; none of them while the disk does not answer."""
-        if self._served.cache.tiered.stalled is not None:
+        if self._cache.tiered.stalled is not None:
             one.steps = iter(())
         self._open.append(one)
         self._advance(one)
@@ -147,10 +146,9 @@ class Fetches:
         for one in self._open:
             if not one.is_given_up and one.has_stalled(now):
                 one.hangs = True
-                self._served.cache.count("stalled_reads")
+                self._cache.count("stalled_reads")
         hanging = {one.step for one in self._open if one.hangs}
-        self._note_stall(hanging)
-        is_stalled = bool(hanging - {"prefetch"})
+        is_stalled = self._note_stall(hanging)
         for one in [one for one in self._open if not one.is_given_up]:
             is_slow = one.step in hanging or now - one.waits_since > one.patience_s
             is_in_vain = is_stalled or is_slow or not one.is_needed()
@@ -179,13 +177,15 @@ class Fetches:
             if not one.is_running:
                 one.close()
 
-    def _note_stall(self, hanging: set[Kind | None]) -> None:
+    def _note_stall(self, hanging: set[Kind | None]) -> bool:
+        """Returns whether the disk does not answer."""
         is_stalled = bool(hanging - {"prefetch"})
-        self._served.cache.tiered.note_stall(_STALL_S if is_stalled else None)
-        self._served.pages.disk_hangs = is_stalled
+        self._cache.tiered.note_stall(_STALL_S if is_stalled else None)
+        self._pages.disk_hangs = is_stalled
         if "prefetch" in hanging and not self.prefetch_hangs:
             log.error("[disk-cache] the shared tier does not answer: nothing is fetched from it until it does")
         self.prefetch_hangs = "prefetch" in hanging
+        return is_stalled
 
     # On any thread.
 

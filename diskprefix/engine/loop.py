@@ -38,7 +38,7 @@ class Loop:
         self._inbox = inbox
         self._scheduler: Scheduler[Reply] = Scheduler(served.max_rows)
         self._active = ActiveRequests(served, inbox, self._scheduler)
-        self._fetches = Fetches(served, inbox.wake)
+        self._fetches = Fetches(served.cache, served.pages, inbox.wake)
         self._early_logits: deque[tuple[Reply, torch.Tensor]] = deque()
         """The final logits of prompts that are wholly stored, which are loaded before all else. Filled on any
         thread."""

@@ -101,8 +101,8 @@ def fetching_by(executor: Executor) -> AbstractContextManager[Any]:
     """Within it, loops that begin have an executor fetch for draft models."""
     make: Any = Fetches.__init__
 
-    def made(self: Fetches, served: Any, wake: Any) -> None:
-        make(self, served, wake)
+    def made(self: Fetches, *args: Any) -> None:
+        make(self, *args)
         self._pools["draft"] = executor
 
     return patch.object(Fetches, "__init__", made)

@@ -175,10 +175,9 @@ class Stored:
 def parts() -> SimpleNamespace:
     woken, encoder, stored, beats = threading.Event(), Encoder(), Stored(), list[int]()
     tiered = SimpleNamespace(stalled=None, note_stall=lambda _: None)
-    served: Any = SimpleNamespace(
-        cache=SimpleNamespace(tiered=tiered, count=str), pages=SimpleNamespace(), max_sequences=1
-    )
-    fetches = Fetches(served, woken.set)
+    cache: Any = SimpleNamespace(tiered=tiered, count=str, settings=SimpleNamespace(max_sequences=1))
+    pages: Any = SimpleNamespace()
+    fetches = Fetches(cache, pages, woken.set)
     source = PictureRowsSource(encoder, stored, fetches.begin, woken.set, beats.append)  # type: ignore[arg-type]
     return SimpleNamespace(source=source, fetches=fetches, encoder=encoder, stored=stored, woken=woken, beats=beats)
 

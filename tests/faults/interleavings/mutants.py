@@ -79,8 +79,8 @@ def _full_unsaid(self: Housekeeping, told: str) -> None:
     self.error = None if " is full: " in told else told
 
 
-def _one_thread(self: Fetches, served: Any, wake: Any) -> None:
-    _make_fetches(self, served, wake)
+def _one_thread(self: Fetches, *args: Any) -> None:
+    _make_fetches(self, *args)
     self._pools = dict.fromkeys(self._pools, ThreadPoolExecutor(1))
 
 
