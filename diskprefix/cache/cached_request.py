@@ -217,7 +217,9 @@ class CachedRequest:
 
     def close(self) -> CacheReport:
         """Releases what the request holds, counts it, and returns the report."""
-        restored, broken = self.restored, None if self._broken is None else self._broken.result()
+        # One that has not begun is not waited for.
+        broken = None if self._broken is None or self._broken.cancel() else self._broken.result()
+        restored = self.restored
         if self._asks_why:
             self._miss_reason = self._context.why_missed(restored, self.selection, broken)
         if self.cache.remote is not None and self._bypass is None:

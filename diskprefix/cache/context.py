@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal
 
 from diskprefix.cache.choosing import choose_kept, look
+from diskprefix.cache.cost_model import Use
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.namespaces import TenantNamespace
 from diskprefix.cache.planning import ttl_at
@@ -43,12 +44,15 @@ class RequestContext:
     goes_on: bool = False
 
     def __post_init__(self) -> None:
-        self.epoch = self.cache.store.epoch
-        """That of the store when the request began."""
+        # A purge reaches the state in memory, which the request may begin with, a moment after the store.
+        self.epoch = self.cache.store.epoch._replace(purged_at=self.cache.namespaces.purged_at)
+        """That of the store and of the state in memory when the request began."""
         self.spending: Spending | None = None
         """The state of the write budget when the prompt was chosen."""
         self._sighting = Sighting()
         """What earlier prompts say about this one. Set by `choose`."""
+        self._let_through: dict[Use, bool] = {}
+        """Whether the uses that do not pay are allowed."""
 
     @property
     def bypass(self) -> Literal["unsupported", "off"] | None:
@@ -56,6 +60,17 @@ class RequestContext:
         if self.cache.layout.unsupported:
             return "unsupported"
         return "off" if self.options.scope.kind == "off" else None
+
+    def allows(self, use: Use, *, pays: bool) -> bool:
+        """Returns whether a use is allowed. One that does not pay may be let through, which the cost model is asked
+        once."""
+        if not pays and use not in self._let_through:
+            self._let_through[use] = self.cache.cost_model.lets_through(use)
+        return pays or self._let_through[use]
+
+    def allows_saving(self, num_tokens: int) -> bool:
+        """Returns whether to save the state of the first `num_tokens` tokens."""
+        return self.allows("save", pays=self.cache.cost_model.allows(num_tokens))
 
     @contextmanager
     def guarded(self, consequence: str) -> Iterator[None]:
@@ -97,7 +112,7 @@ class RequestContext:
             # Of the tail only the states are kept, as a checkpoint.
             points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()
             selection = replace(selection, keep_tail=False, checkpoints=points, votes=())
-        if selection.kept and not cache.cost_model.allows(selection.kept, use="save"):
+        if selection.kept and not self.allows_saving(selection.kept):
             return selection.keeping_nothing("faster_to_compute")
         if selection.reason == "write_budget":
             cache.count("unaffordable")
@@ -175,7 +190,7 @@ class RequestContext:
             publish=publisher(cache.writer, self.epoch, namespace.root, namespace.record),
             most_s=cache.settings.remote_deadline,
             have=have,
-            pays=cost_model.pays_remote,
+            pays=lambda *sizes: self.allows("fetch", pays=cost_model.pays_remote(*sizes)),
             is_cancelled=is_cancelled,
             prefill_s_per_token=cost_model.prefill_s_per_token or 0.0,
             ttl_s=self.ttl_at(0),

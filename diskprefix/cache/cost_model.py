@@ -58,8 +58,8 @@ class CostLine(NamedTuple):
 
 
 class CostModel:
-    """Decides by measured times whether to save and to restore. For the engine's thread; any may read the figures and
-    record a prefetch.
+    """Decides by measured times whether to save and to restore. For the engine's thread; any may ask, and record a
+    prefetch.
 
     `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` returns the bytes that
     restoring a number of tokens loads, which grow with it. `prefill_s_per_token` is known after one long prefill.
@@ -87,9 +87,14 @@ class CostModel:
         """Records what was fetched from the shared tier for one prompt."""
         self._record("fetch", prefetched.telling_bytes, prefetched.seconds)
 
-    def allows(self, num_tokens: int, use: Use = "restore") -> bool:
-        """Returns whether to restore, or to save, the state of the first `num_tokens` tokens."""
-        return self._passes(use, self._is_faster(num_tokens))
+    def allows(self, num_tokens: int) -> bool:
+        """Returns whether restoring the state of the first `num_tokens` tokens pays."""
+        return self.mode == "off" or self._is_faster(num_tokens)
+
+    def lets_through(self, use: Use) -> bool:
+        """Counts a use that does not pay. Returns whether it is allowed: each sixteenth is, so it is measured again."""
+        self._below[use] += 1
+        return self._below[use] % _LET_THROUGH == 0
 
     def pays(self, num_tokens: int, num_bytes: int) -> bool:
         """Returns whether loading `num_bytes` more takes less time than computing `num_tokens` more tokens. True while
@@ -102,10 +107,10 @@ class CostModel:
     def pays_remote(self, num_tokens: int, num_bytes: int) -> bool:
         """Returns the same of fetching `num_bytes` from the shared tier, and restoring them."""
         prefill, restore, remote = (self._lines[kind] for kind in ("prefill", "restore", "fetch"))
-        if prefill is None or remote is None:
+        if self.mode == "off" or prefill is None or remote is None:
             return True
         restore_s = 0.0 if restore is None else restore.at(num_bytes)
-        return self._passes("fetch", remote.at(num_bytes) + restore_s < prefill.s_per_unit * num_tokens)
+        return remote.at(num_bytes) + restore_s < prefill.s_per_unit * num_tokens
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the figures for `/props`. `closed`: restoring pays for no prompt; `open`: it pays for some. Times in
@@ -126,13 +131,6 @@ class CostModel:
         if prefill is None or restore is None:
             return True
         return restore.at(self._loaded_bytes(num_tokens)) < prefill.s_per_unit * num_tokens
-
-    def _passes(self, use: Use, pays: bool) -> bool:
-        """Returns whether a use is allowed. Each sixteenth of those that do not pay is, so it is measured again."""
-        if pays or self.mode == "off":
-            return True
-        self._below[use] += 1
-        return self._below[use] % _LET_THROUGH == 0
 
     def _record(self, kind: str, size: int, seconds: float) -> None:
         if not (0 < size < _MOST_UNITS and 0 < seconds < _LONGEST_S):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -50,11 +50,13 @@ class EncodedPictures:
         self._copied: dict[tuple[Tenant, bytes], torch.Tensor] = {}
         """Outputs that are being copied for the writer."""
 
-    def load(self, picture: Picture, options: CacheOptions) -> torch.Tensor | None:
-        """Returns the output for a picture; None if it is not stored whole, the request's scope is
-        off, or the disk does not answer.
-        A damaged block is removed. Waits for the disk. For any thread."""
-        if options.scope.kind == "off" or self._cache.tiered.stalled is not None:
+    def load(
+        self, picture: Picture, options: CacheOptions, is_wanted: Callable[[], bool] = lambda: True
+    ) -> torch.Tensor | None:
+        """Returns the output for a picture; None if it is not stored whole, or the request's scope is off. A damaged
+        block is removed. Waits for the disk. `is_wanted` is called before each block; if it returns False, no more is
+        read. For any thread."""
+        if options.scope.kind == "off":
             return None
         if (copied := self._copied.get((options.tenant, picture.name))) is not None:
             return copied
@@ -64,7 +66,7 @@ class EncodedPictures:
             _, nodes = self._root_of(picture, options.tenant, self.epoch)
             path = _path(nodes)
             with open_views(self._cache.tiers) as views:
-                if not all(self._read(views, nodes, node, rows) for node in path):
+                if not all(is_wanted() and self._read(views, nodes, node, rows) for node in path):
                     return None
         except CacheError as error:
             self._cache.count("errors")

@@ -72,7 +72,7 @@ class Fetch:
             cache.store.evictor,
             cache.readers,
             self._pins,
-            allows=cache.cost_model.allows,
+            allows=lambda num_tokens: context.allows("restore", pays=cache.cost_model.allows(num_tokens)),
             pays=cache.cost_model.pays,
             noted_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id),
             on_logits=on_logits,
@@ -89,10 +89,6 @@ class Fetch:
     @property
     def must_read_seen(self) -> bool:
         return not self.context.namespace.is_read
-
-    @property
-    def _is_possible(self) -> bool:
-        return self.context.bypass is None and self.context.cache.tiered.stalled is None
 
     def run(self) -> None:
         """Runs all steps but `prefetch`, on this thread."""
@@ -113,18 +109,18 @@ class Fetch:
         self._pins.close()
 
     def _prefetch(self) -> None:
-        if self._is_possible and self.context.cache.remote is not None:
+        if self.context.bypass is None and self.context.cache.remote is not None:
             with self.context.guarded("nothing is fetched from the shared tier"):
                 self._prefetched = self.context.prefetch(self._nodes, lambda: not self._is_wanted(), self.have)
                 self._restoration.prefetched = self._prefetched.names
 
     def _read_seen(self) -> None:
-        if self._is_possible:
+        if self.context.bypass is None:
             with self.context.guarded("what was seen before is not known"):
                 self.context.cache.namespaces.read(self.context.namespace, self._is_wanted)
 
     def _match(self) -> None:
-        self.needs_load = self._restore(loads=False) and self._is_possible
+        self.needs_load = self._restore(loads=False)
 
     def _load(self) -> None:
         self._restore(loads=True)
@@ -132,7 +128,7 @@ class Fetch:
     def _restore(self, *, loads: bool) -> bool:
         """Returns whether something is left to load."""
         restoration, restored, is_cut = self._restoration, None, False
-        if self._is_possible:
+        if self.context.bypass is None:
             with self.context.guarded("nothing is restored"):
                 restored = restoration.run(self.sequence, self.have, self._logits, loads=loads)
                 is_cut = restored is None

@@ -183,7 +183,7 @@ class Saver:
         spending = self._cache.spending()
         if spending is not None and not spending.is_ample:
             return False
-        return self._cache.cost_model.allows(sequence.num_tokens, use="save")
+        return self._context.allows_saving(sequence.num_tokens)
 
     def leave(self, sequence: KVSequence, restored: Restored, nodes: PromptNodes, least_s: float = _LEAVE_S) -> None:
         """Queues what was computed behind the part that was `restored`. `nodes` are those of the tokens in the

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,14 +21,16 @@ import torch
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.device import raise_if_lost, synchronize
+from diskprefix.engine.fetches import RunningFetch
 from diskprefix.engine.running_request import Reply
-from diskprefix.errors import ContextTooLong
+from diskprefix.errors import ContextTooLong, StoreUnavailable
 from diskprefix.kv.page_cache import PageCache
-from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.printable import first_line
+from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 if TYPE_CHECKING:
@@ -42,9 +44,6 @@ LEAST_LACKING = 32
 """The next turn computes fewer tokens at once."""
 _AHEAD_ROWS = 64
 """A request that comes waits for a step of so many rows. Larger ones are hardly faster."""
-_END_S = 5.0
-_AHEAD_S = 0.01
-"""A request that comes waits as long for what is fetched ahead."""
 
 
 class LoadedDraft(NamedTuple):
@@ -56,12 +55,12 @@ class LoadedDraft(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LackingConversation:
-    """A conversation that the draft model lacks a part of: `token_ids` of a prompt and the reply to it. `expires_at` is
-    on the clock of `time.monotonic`."""
+    """A conversation that the draft model lacks a part of: `token_ids` of a prompt and the reply to it. The request
+    began in `epoch`. `expires_at` is on the clock of `time.monotonic`."""
 
     prompt: Prompt
     options: CacheOptions
-    owner: Owner
+    epoch: Epoch
     token_ids: TokenIds
     expires_at: float
 
@@ -75,7 +74,7 @@ class DraftSequence:
     options: CacheOptions
     state: KVSequence
     cached: CachedRequest | None = None
-    fetch: Future[None] | None = None
+    fetch: RunningFetch | None = None
     """The fetch of stored state. None once its result was used."""
     prefill_s: float = 0.0
     num_known: int = 0
@@ -93,25 +92,17 @@ class DraftModel:
         self.sequences: dict[Reply, DraftSequence] = {}
         """The replies that the model guesses."""
         self._model = model
-        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="draft-fetch")
-        self._abandoned: list[DraftSequence] = []
+        self.begin_read: Callable[[RunningFetch], None]
+        """Begins a fetch. Set by the engine's loop."""
+        self._left: set[DraftSequence] = set()
         """Sequences that ended before their fetch."""
         self._lacking: deque[LackingConversation] = deque(maxlen=_MOST_LACKING)
         """The latest last."""
         self._ahead: tuple[LackingConversation, DraftSequence] | None = None
         """What is computed while nothing else runs."""
 
-    def close(self) -> None:
-        """Ends the thread and the cache, but not the store."""
-        # A disk that does not answer is not waited for.
-        self._fetcher.shutdown(wait=False)
-        wait([one.fetch for one in self._abandoned if one.fetch is not None], _END_S)
-        self._release_abandoned()
-        self.cache.close(0)
-
     def ready_sequence(self, reply: Reply) -> DraftSequence | None:
         """Returns the sequence of a reply, None while its state is fetched, and if there is no memory for it."""
-        self._release_abandoned()
         sequence = self.sequences.get(reply)
         if sequence is None:
             request = reply.running.request
@@ -119,23 +110,39 @@ class DraftModel:
                 return None
             # It may be the same conversation.
             self.stop_ahead()
-            sequence = self._begun(request.prompt, request.cache, is_first=reply.index == 0)
+            epoch = reply.running.cached.epoch
+            sequence = self._begun(request.prompt, request.cache, epoch, is_first=reply.index == 0)
             if sequence is None:
                 return None
             self.sequences[reply] = sequence
-        if sequence.fetch is not None and not sequence.fetch.done():
-            return None
-        self._take_fetched(sequence)
-        return sequence
+        return sequence if self._is_fetched(sequence) else None
 
-    def _take_fetched(self, sequence: DraftSequence) -> None:
-        if sequence.fetch is not None:
-            fetch, sequence.fetch = sequence.fetch, None
-            fetch.result()
-            assert sequence.cached is not None
-            sequence.cached.choose(sequence.state)
-            self._count_ready(sequence)
-            _publish_if_complete(sequence)
+    def _is_fetched(self, sequence: DraftSequence) -> bool:
+        """Returns whether the stored state is there, and takes it over. Raises what the fetch raised."""
+        if (one := sequence.fetch) is None:
+            return True
+        if not one.is_over:
+            return False
+        sequence.fetch = None
+        assert sequence.cached is not None
+        sequence.cached.take(one.fetch, gave_up=one.is_given_up)
+        if one.error is not None or (one.is_given_up and one.has_begun_to_load):
+            raise one.error or StoreUnavailable("the disk did not answer in time")
+        sequence.cached.choose(sequence.state)
+        self._count_ready(sequence)
+        _publish_if_complete(sequence)
+        return True
+
+    def _end_fetch(self, sequence: DraftSequence, one: RunningFetch) -> None:
+        """Ends a sequence that was left, once no thread writes to it any more."""
+        if one.is_late:
+            one.close()
+        if one.is_over and sequence in self._left:
+            self._left.remove(sequence)
+            one.close()
+            if sequence.cached is not None:
+                sequence.cached.close()
+            self.pages.end(sequence.state, keep=False)
 
     def take_back_guesses(self, reply: Reply) -> None:
         """Forgets what was computed for guesses that were wrong."""
@@ -176,10 +183,9 @@ class DraftModel:
         token_ids = np.concatenate([request.prompt.token_ids, as_token_ids(reply.token_ids)])
         if keep and reply.index == 0 and reply.guesser.rates:
             num_computed = 0 if sequence is None or sequence.fetch is not None else sequence.state.num_tokens
-            owner = self.cache.owner(request.cache.tenant)
-            expires_at = time.monotonic() + self.cache.lasts_s(request.cache.ttl_s)
+            epoch, expires_at = reply.running.cached.epoch, time.monotonic() + self.cache.lasts_s(request.cache.ttl_s)
             self._note_lacking(
-                LackingConversation(request.prompt, request.cache, owner, token_ids, expires_at), num_computed
+                LackingConversation(request.prompt, request.cache, epoch, token_ids, expires_at), num_computed
             )
         if sequence is None:
             return
@@ -195,7 +201,8 @@ class DraftModel:
         """Notes what to compute when nothing else runs. Earlier turns of the same conversation are forgotten."""
         for other in list(self._lacking):
             prompt = other.prompt.token_ids
-            if other.owner == one.owner and np.array_equal(prompt, one.token_ids[: len(prompt)]):
+            is_same = (other.options.tenant, other.epoch) == (one.options.tenant, one.epoch)
+            if is_same and np.array_equal(prompt, one.token_ids[: len(prompt)]):
                 self._lacking.remove(other)
         is_kept = one.options.save and one.options.scope.kind != "off" and not one.prompt.pictures
         if is_kept and num_computed + LEAST_LACKING <= len(one.token_ids) < self.max_positions:
@@ -218,20 +225,18 @@ class DraftModel:
     def _worked_ahead(self) -> int:
         if self._ahead is None:
             # One of those may be of the same conversation.
-            if not _are_fetched(self._abandoned):
-                return 1
-            self._release_abandoned()
+            if self._left:
+                return 0
             one = self._lacking[-1]
-            sequence = self._begun(one.prompt, one.options, is_first=True)
+            sequence = self._begun(one.prompt, one.options, one.epoch, is_first=True)
             if sequence is not None:
                 self._ahead = one, sequence
             self._lacking.pop()
             if self._ahead is None:
                 return 1
         one, sequence = self._ahead
-        if not _are_fetched([sequence]):
-            return 1
-        self._take_fetched(sequence)
+        if not self._is_fetched(sequence):
+            return 0
         start, prompt_tokens = sequence.state.num_tokens, len(one.prompt.token_ids)
         end = min(start + _AHEAD_ROWS, prompt_tokens if start < prompt_tokens else len(one.token_ids))
         if end > start and self.has_room(sequence, end):
@@ -261,12 +266,13 @@ class DraftModel:
             self._drop(sequence)
 
     def _is_gone(self, one: LackingConversation) -> bool:
-        return self.cache.is_gone(one.owner) or one.expires_at <= time.monotonic()
+        return one.epoch.purged_at != self.cache.namespaces.purged_at or one.expires_at <= time.monotonic()
 
     def _end(self, sequence: DraftSequence, token_ids: TokenIds, *, keep: bool, is_finished: bool, name: str) -> None:
         """Ends a sequence, which has the first ones of these tokens: after its fetch."""
         if sequence.fetch is not None:
-            self._abandoned.append(sequence)
+            self._left.add(sequence)
+            self._end_fetch(sequence, sequence.fetch)
             return
         token_ids, state, options = token_ids[: sequence.state.num_tokens], sequence.state, sequence.options
         try:
@@ -307,8 +313,12 @@ class DraftModel:
         if (sequence := self.sequences.pop(reply, None)) is not None:
             self._drop(sequence)
 
-    def _begun(self, prompt: Prompt, options: CacheOptions, *, is_first: bool) -> DraftSequence | None:
-        """Returns a new sequence, None if there is no memory for it. `is_first`: its prompt is fetched and saved."""
+    def _begun(self, prompt: Prompt, options: CacheOptions, epoch: Epoch, *, is_first: bool) -> DraftSequence | None:
+        """Returns a new sequence for a request that began in `epoch`; None if there is no memory for it, or if a purge
+        came later, of which nothing may be kept. `is_first`: its prompt is fetched and saved."""
+        cached = self.cache.begin(prompt, options, goes_on=True)
+        if cached.epoch != epoch:
+            return None
         owner = None if options.scope.kind == "off" else self.cache.owner(options.tenant)
         expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
         try:
@@ -325,35 +335,21 @@ class DraftModel:
             return sequence
         have, state.num_ready = state.num_ready, 0
         try:
-            sequence.cached = self.cache.begin(prompt, options, goes_on=True)
-            sequence.fetch = self._fetcher.submit(_fetch, sequence.cached, state, have)
+            sequence.cached = cached
+            one = sequence.fetch = RunningFetch(lambda: sequence not in self._left, partial(self._end_fetch, sequence))
+            one.fetch = cached.begin_fetch(state, have, is_wanted=one.is_wanted)
+            one.steps = iter([("draft", one.fetch.run)])
+            self.begin_read(one)
         except BaseException:
             self.pages.end(state, keep=False)
             raise
         return sequence
-
-    def _release_abandoned(self) -> None:
-        for sequence in [one for one in self._abandoned if one.fetch is not None and one.fetch.done()]:
-            self._abandoned.remove(sequence)
-            if sequence.cached is not None:
-                sequence.cached.close()
-            self.pages.end(sequence.state, keep=False)
 
 
 def _log_lost(name: str, error: Exception) -> None:
     """Logs that the state of `name` is not kept. Raises `DeviceLost`."""
     raise_if_lost(error)
     log.warning("[engine] %s: the draft model's state is not kept: %s", name, first_line(error))
-
-
-def _are_fetched(sequences: Sequence[DraftSequence]) -> bool:
-    """Waits for fetches, but not long."""
-    return not wait([one.fetch for one in sequences if one.fetch is not None], _AHEAD_S).not_done
-
-
-def _fetch(cached: CachedRequest, state: KVSequence, have: int) -> None:
-    with torch.inference_mode():
-        cached.fetch(state, have=have)
 
 
 def _publish_if_complete(sequence: DraftSequence) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
+
 import torch
 
 from diskprefix.engine.active_requests import ActiveRequests
@@ -14,6 +17,9 @@ from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.tokens import floor_to_grid
+
+_LEAST_WAIT_S = 1.0
+"""The least time in which the disk is to say what is stored. Else a request waits as long as computing would take."""
 
 
 class Engine(ServedModel):
@@ -32,11 +38,18 @@ class Loop:
         self._inbox = inbox
         self._scheduler: Scheduler[Reply] = Scheduler(served.max_rows)
         self._active = ActiveRequests(served, inbox, self._scheduler)
-        self._fetches = Fetches(served, inbox.wake)
+        self._fetches = Fetches(served.cache, served.pages, inbox.wake)
+        self._early_logits: deque[tuple[Reply, torch.Tensor]] = deque()
+        """The final logits of prompts that are wholly stored, which are loaded before all else. Filled on any
+        thread."""
+        if served.draft is not None:
+            served.draft.begin_read = self._fetches.begin
         self._rows: PictureRowsSource | None = None
         """What gets the rows of pictures."""
         if served.encoder is not None and served.encoded is not None:
-            self._rows = PictureRowsSource(served.encoder, served.encoded, inbox.wake, inbox.heartbeat.beat)
+            self._rows = PictureRowsSource(
+                served.encoder, served.encoded, self._fetches.begin, inbox.wake, inbox.heartbeat.beat
+            )
         served.cache.on_forget.append(inbox.wake)
         served.constraints.on_ready = served.pages.pool.on_free = inbox.wake
 
@@ -84,11 +97,11 @@ class Loop:
         for running in [one for one in active.requests if one.ticket.cancelled and not one.is_fetching]:
             with active.failing(running):
                 active.cancel(running)
-        while self._fetches.early_logits:
-            reply, logits = self._fetches.early_logits.popleft()
+        while self._early_logits:
+            reply, logits = self._early_logits.popleft()
             reply.sample_early(logits)
         for one in self._fetches.take():
-            self._end_fetch(one)
+            one.on_end(one)
         self._take_rows()
         for reply in [reply for running in active.requests for reply in running.replies if reply.held is not None]:
             if not reply.running.is_over:
@@ -111,15 +124,40 @@ class Loop:
         if not isinstance(sequence, KVSequence) or running.request.cache.scope.kind == "off":
             self._begin(reply)
             return
-        self._fetches.begin(reply, sequence)
+        self._fetches.begin(self._fetch_of(reply, sequence))
         reply.is_fetching = True
         if sequence.logits is not None:
             reply.sample_early(sequence.logits)
 
-    def _end_fetch(self, one: RunningFetch) -> None:
+    def _fetch_of(self, reply: Reply, sequence: KVSequence) -> RunningFetch:
+        running, cache, pages = reply.running, self._served.cache, self._served.pages
+        one = RunningFetch(partial(_is_needed, running), partial(self._end_fetch, reply))
+
+        def on_block(number: int) -> None:
+            pages.name_restored(sequence, number)
+            # A request that waits may begin with it.
+            self._inbox.wake()
+
+        def on_logits(logits: torch.Tensor) -> None:
+            self._early_logits.append((reply, logits))
+            self._inbox.wake()
+
+        # The fetch may take them back.
+        have, sequence.num_ready = sequence.num_ready, 0
+        if running.is_chosen:
+            one.fetch = running.cached.begin_recall(sequence, have, on_block, one.is_wanted)
+        else:
+            one.fetch = running.cached.begin_fetch(sequence, have, sequence.logits, on_logits, on_block, one.is_wanted)
+        if (token_s := cache.cost_model.prefill_s_per_token) is not None:
+            one.patience_s = max(_LEAST_WAIT_S, token_s * (len(one.fetch.token_ids) - have))
+        is_shared = cache.remote is not None and not running.is_chosen
+        one.steps = one.run_steps(prefetches=is_shared and not self._fetches.prefetch_hangs)
+        return one
+
+    def _end_fetch(self, reply: Reply, one: RunningFetch) -> None:
         """Begins a reply with what was fetched, or if that is given up, with what memory has. If pages may still be
         written to, it gets others first; theirs end when the fetch is late."""
-        reply, running, fetch = one.reply, one.reply.running, one.fetch
+        running, fetch = reply.running, one.fetch
         if one.is_late:
             fetch.close()
             if one.has_begun_to_load:
@@ -129,6 +167,11 @@ class Loop:
         running.error = running.error or one.error
         if one.is_given_up and one.has_begun_to_load:
             self._active.abandon_memory(reply)
+            return
+        if one.is_given_up and one.step == "prefetch" and one.is_needed():
+            # The disk may have it.
+            fetch.sequence.num_ready = fetch.have
+            self._start(reply)
             return
         with self._active.failing(running):
             running.cached.take(fetch, gave_up=one.is_given_up)
@@ -247,3 +290,8 @@ class Loop:
             self._active.release(reply, keep=reply.index == 0)
             if all(one.is_finished for one in running.all_replies) and not running.is_over:
                 self._active.end_request(running, running.done_event)
+
+
+def _is_needed(running: RunningRequest) -> bool:
+    """Returns whether a request goes on. For any thread."""
+    return not running.ticket.cancelled and running.error is None

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -17,6 +18,7 @@ import torch
 
 from diskprefix.cache.encoded_pictures import EncodedPictures, are_saved
 from diskprefix.engine.device import raise_if_lost
+from diskprefix.engine.fetches import Read
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.model.exact.vision_encoder import VisionEncoder
 from diskprefix.nouns import CacheOptions, Picture
@@ -98,8 +100,6 @@ class _Job:
     rows: torch.Tensor | None = None
     error: Exception | None = None
     call: SlicedCall | None = None
-    is_looked_up: bool = False
-    """It is known whether its rows are stored."""
     is_preparing: bool = False
     is_encoded: bool = False
     encode_s: float = 0.0
@@ -110,22 +110,24 @@ class _Job:
 
 
 class PictureRowsSource:
-    """Gets the rows of pictures, for the engine's thread. `wake` is called when `take` has something to do, and `beat`
-    before each slice of the encoder, with the tokens of the picture."""
+    """Gets the rows of pictures, for the engine's thread. `begin` begins a read, `wake` is called when a picture is
+    prepared, and `beat` before each slice of the encoder, with the tokens of the picture."""
 
     def __init__(
-        self, encoder: VisionEncoder, stored: EncodedPictures, wake: Callable[[], None], beat: Callable[[int], None]
+        self,
+        encoder: VisionEncoder,
+        stored: EncodedPictures,
+        begin: Callable[[Read], None],
+        wake: Callable[[], None],
+        beat: Callable[[int], None],
     ) -> None:
-        self._encoder, self._stored, self._wake, self._beat = encoder, stored, wake, beat
+        self._encoder, self._stored, self._begin, self._wake, self._beat = encoder, stored, begin, wake, beat
         self._jobs: dict[_Key, _Job] = {}
         self._recent: WeakValueDictionary[_Key, torch.Tensor] = WeakValueDictionary()
         """Rows that some prompt still has."""
-        self._loaded: deque[_Job] = deque()
-        """Filled by the thread that loads."""
         self._encoding: deque[_Job] = deque()
         """Those that are not stored. The first ones are prepared."""
         self._ended: list[tuple[PromptPictures, Exception | None]] = []
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="picture-load")
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="picture-prepare")
 
     def want(self, pictures: PromptPictures, number: int, options: CacheOptions) -> bool:
@@ -143,20 +145,13 @@ class PictureRowsSource:
         if (pictures, number) not in job.wanted_by:
             job.wanted_by.append((pictures, number))
         if is_new:
-            self._loader.submit(self._load, job)
+            read = Read(lambda: not job.is_over, partial(self._end_load, job))
+            read.steps = iter([("picture", partial(self._load, job, read.is_wanted))])
+            self._begin(read)
         return False
 
     def take(self) -> list[tuple[PromptPictures, Exception | None]]:
         """Returns the prompts that got rows since the last call, or will get none because of an error."""
-        while self._loaded:
-            job = self._loaded.popleft()
-            if job.rows is not None or job.error is not None or job.is_over:
-                self._end(job)
-            elif job.is_looked_up:
-                self._encoding.append(job)
-            else:
-                # Nobody wanted it when its turn came.
-                self._loader.submit(self._load, job)
         ended, self._ended = self._ended, []
         return ended
 
@@ -198,22 +193,21 @@ class PictureRowsSource:
         for job in self._encoding:
             if job.call is not None:
                 job.call.close()
-        for threads in (self._loader, self._preparer):
-            # A disk that does not answer is not waited for.
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._preparer.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, job: _Job) -> None:
-        """Runs on the loading thread. Does nothing for prompts that are over."""
-        try:
-            with torch.inference_mode():
-                if not job.is_over:
-                    rows = self._stored.load(job.picture, job.options)
-                    job.rows = None if rows is None else rows.to(self._encoder.nothing.device)
-                    job.is_looked_up = True
-        except Exception as error:  # noqa: BLE001 (the engine raises it)
-            job.error = error
-        self._loaded.append(job)
-        self._wake()
+    def _load(self, job: _Job, is_wanted: Callable[[], bool]) -> torch.Tensor | None:
+        """Runs on the loading thread."""
+        rows = self._stored.load(job.picture, job.options, is_wanted)
+        return None if rows is None else rows.to(self._encoder.nothing.device)
+
+    def _end_load(self, job: _Job, read: Read) -> None:
+        if read.is_late:
+            return
+        job.rows, job.error = read.result, read.error
+        if job.rows is not None or job.error is not None or job.is_over:
+            self._end(job)
+        else:
+            self._encoding.append(job)
 
     def _prepare(self, job: _Job) -> None:
         """Runs on the thread that decodes pictures."""

@@ -72,9 +72,9 @@ class ServedModel:
         identity: dict[str, Any] | None = None,
         draft: LoadedDraft | None = None,
     ) -> None:
-        """Allocates KV memory. `close` closes `cache`, `recorder` and `draft`. `identity` holds the fields of the
-        fingerprint, for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the
-        errors of torch when memory runs out."""
+        """Allocates KV memory. `close` closes `cache` and `recorder`. `identity` holds the fields of the fingerprint,
+        for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the errors of torch
+        when memory runs out."""
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: Any = loaded.tokenizer
         self.processor = loaded.processor
@@ -204,8 +204,6 @@ class ServedModel:
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""
         self.constraints.close()
-        if self.draft is not None:
-            self.draft.close()
         if self.recorder is not None:
             self.recorder.close()
         return self.cache.close(timeout_s)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from diskprefix.cache.cost_model import CostLine, CostModel
 from diskprefix.cache.tiers.tier import Prefetched
-from tests.runner import Runner, tiny_llama, tiny_settings
+from diskprefix.nouns import CacheOptions, Prompt, Scope
+from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 BYTES_PER_TOKEN = 23_040
 ENOUGH = 4
@@ -67,7 +68,7 @@ def test_everything_is_allowed_until_enough_is_measured() -> None:
     assert worth.allows(1)
     for count in range(ENOUGH):
         assert worth.as_dict()["state"] == "measuring"
-        assert all(worth.allows(1, use="save") for _ in range(100))
+        assert worth.allows(1)
         worth.record_prefill(1000 * (count + 1), 1e-6 * (count + 1))
         worth.record_restore(10**6 * (count + 1), 1.0)
     assert worth.as_dict()["state"] != "measuring"
@@ -207,7 +208,7 @@ def test_what_a_token_takes_is_told_from_one_long_prefill_until_more_are_measure
 def test_a_closed_gate_lets_every_sixteenth_case_of_each_use_through() -> None:
     worth = slow_disk()
     # Alternating, as requests do: neither use may take the other's turn.
-    answers = [(worth.allows(1000), worth.allows(1000, "save")) for _ in range(48)]
+    answers = [(worth.lets_through("restore"), worth.lets_through("save")) for _ in range(48)]
     assert [number for number, answer in enumerate(answers, start=1) if answer == (True, True)] == [16, 32, 48]
     assert [answer for answer in answers if answer[0] != answer[1]] == []
     report = worth.as_dict()
@@ -218,7 +219,7 @@ def test_the_gate_opens_again_when_the_disk_is_fast_again() -> None:
     worth = slow_disk()
     num_restores = 0
     for number in range(600):
-        if worth.allows(1000 + 3000 * (number % 2)):
+        if worth.allows(1000 + 3000 * (number % 2)) or worth.lets_through("restore"):
             num_restores += 1
             num_bytes = (1000 + 3000 * (num_restores % 2)) * BYTES_PER_TOKEN
             worth.record_restore(num_bytes, 1e-3 + 1e-10 * num_bytes)
@@ -250,7 +251,7 @@ def test_fetching_pays_where_the_measured_network_is_faster_than_the_model() -> 
     figures = worth.as_dict()
     assert figures["remote_fixed_s"] == pytest.approx(0.05)
     assert figures["remote_s_per_byte"] == pytest.approx(5e-7)
-    assert sum(worth.pays_remote(50, 50_000) for _ in range(31)) == 2, "measured again now and then"
+    assert sum(worth.lets_through("fetch") for _ in range(32)) == 2, "measured again now and then"
     assert worth.as_dict()["skipped_fetches"] == 30
 
 
@@ -291,6 +292,21 @@ def test_the_cache_asks_and_reports_for_what_its_model_loads(tmp_path: Path) -> 
     gain_s = 1e-3 - 1e-6 * runner.layout.bytes_per_token
     fewest = break_even(runner.cache.cost_model) or 0
     assert fewest == pytest.approx(1.0 / gain_s, abs=1)
-    assert not runner.cache.cost_model.allows(fewest - 1, use="save")
-    assert runner.cache.cost_model.allows(fewest, use="save")
+    assert not runner.cache.cost_model.allows(fewest - 1)
+    assert runner.cache.cost_model.allows(fewest)
+    runner.close()
+
+
+def test_a_request_asks_a_closed_gate_once_and_every_sixteenth_restores_and_is_measured(tmp_path: Path) -> None:
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", kv_cache_gate="auto"))
+    prompt, options = Prompt(random_prompt(1, 4 * BLOCK)), CacheOptions(scope=Scope("full"))
+    runner.run_prompt(prompt, options)
+    assert runner.cache.writer.flush(30)
+    model = feed(runner.cache.cost_model, token_s=1e-6, byte_s=1e-3, fixed_s=1.0)
+    assert runner.cancelled(Prompt(random_prompt(2, 4 * BLOCK)), options, steps=2).saved == "none"
+    assert model.as_dict()["skipped_saves"] == 1
+    reports = [runner.run_prompt(prompt, options).report for _ in range(32)]
+    assert [number for number, report in enumerate(reports, start=1) if report.restored] == [16, 32]
+    assert {report.refused for report in reports} == {None, "faster_to_compute"}
+    assert model.as_dict()["skipped_restores"] == 30
     runner.close()

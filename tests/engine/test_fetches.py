@@ -18,6 +18,7 @@ from diskprefix.cache import context
 from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.tiers.loading import MOST_LOADS, READER_THREADS
 from diskprefix.cache.tiers.local import DiskView
+from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.engine import fetches, served_model
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, ErrorEvent
@@ -166,6 +167,31 @@ def test_a_disk_that_does_not_answer_stops_no_request(
 
 
 @pytest.mark.usefixtures("impatient")
+def test_a_shared_tier_that_does_not_answer_is_not_asked_and_the_disk_is_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine.cache, "remote", SimpleNamespace(prefetch=lambda _: Prefetched(), upload=lambda _: None))
+    gate = Gate(monkeypatch, context.RequestContext, "prefetch")
+
+    def is_asked_again() -> bool:
+        Client(inbox, request(NEW))
+        wait_until_idle(inbox)
+        return gate.num_arrived > 1
+
+    with running(engine) as inbox:
+        for ids in STORED[:2]:
+            client = Client(inbox, request(ids))
+            wait_until_idle(inbox)
+            assert client.done.cache.source == "disk"
+            assert gate.num_arrived == 1
+        assert engine.cache.health[0] == "ok"
+        gate.opened.set()
+        require_nothing_left(engine)
+        wait_for(is_asked_again)
+    assert sum("the shared tier does not answer" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.usefixtures("impatient")
 def test_where_a_load_that_hangs_has_all_memory_its_request_fails_and_others_are_served(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +305,19 @@ def test_where_a_prompt_changed_is_found_on_another_thread(engine: Engine, monke
     source: Any = SimpleNamespace(line_at=str)
     run_together(engine, [replace(one, prompt=replace(one.prompt, source=source))])
     assert by == ["kv-aside_0"]
+
+
+def test_a_request_ends_while_the_thread_that_looks_where_its_prompt_changed_is_held_up(engine: Engine) -> None:
+    may_go, one = threading.Event(), request(NEW)
+    engine.cache.aside.submit(may_go.wait, 120)
+    source: Any = SimpleNamespace(line_at=str)
+    with running(engine) as inbox:
+        client = Client(inbox, replace(one, prompt=replace(one.prompt, source=source)))
+        try:
+            wait_for(lambda: is_done(client))
+        finally:
+            may_go.set()
+    assert client.done.cache.broken is None
 
 
 def test_a_reply_that_nobody_may_find_is_not_joined_with_its_prompt_for_each_token(

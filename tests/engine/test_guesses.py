@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.engine import speculation
 from diskprefix.engine.draft_model import DraftModel
+from diskprefix.engine.fetches import Fetches
 from diskprefix.engine.guesser import Rates
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.model_proposer import ModelProposer
@@ -45,6 +47,7 @@ from tests.engine.driving import (
     WORDS,
     Client,
     ScriptedProposer,
+    after_steps,
     alone,
     bound_memory,
     load,
@@ -78,15 +81,37 @@ class AtOnce(Executor):
         return done
 
 
-class Never(Executor):
-    """Fetches nothing."""
+class Later(Executor):
+    """Fetches once `run` is called."""
 
     def __init__(self) -> None:
-        self.fetches: list[Future[Any]] = []
+        self.fetches: list[tuple[Callable[[], Any], Future[Any]]] = []
 
-    def submit(self, *_: Any) -> Future[Any]:  # type: ignore[override]
-        self.fetches.append(Future())
-        return self.fetches[-1]
+    def submit(self, fetch: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
+        self.fetches.append((partial(fetch, *args), Future()))
+        return self.fetches[-1][1]
+
+    def run(self) -> None:
+        while self.fetches:
+            fetch, future = self.fetches.pop(0)
+            future.set_result(fetch())
+
+
+def fetching_by(executor: Executor) -> AbstractContextManager[Any]:
+    """Within it, loops that begin have an executor fetch for draft models."""
+    make: Any = Fetches.__init__
+
+    def made(self: Fetches, *args: Any) -> None:
+        make(self, *args)
+        self._pools["draft"] = executor
+
+    return patch.object(Fetches, "__init__", made)
+
+
+@pytest.fixture(autouse=True)
+def fetches_at_once() -> Iterator[None]:
+    with fetching_by(AtOnce()):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +133,6 @@ def guessing(model: Path, kv: Path, **settings: Any) -> Engine:
 
 def drafting(folders: tuple[Path, Path], kv: Path, **settings: Any) -> Engine:
     engine = guessing(folders[0], kv, draft_model=str(folders[1]), **settings)
-    drafter(engine)._fetcher.shutdown()
-    drafter(engine)._fetcher = AtOnce()  # type: ignore[assignment]
     # Its guesses alone.
     model = proposer(engine)
     engine.speculation = Speculation(None, [model], model._times, engine.clock)
@@ -547,19 +570,27 @@ def test_a_request_waits_for_one_step_of_what_is_computed_ahead(draft: Engine) -
 
 
 def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine) -> None:
-    model, fetcher = drafter(draft), Never()
-    with patch.object(proposer(draft), "_pays", return_value=False), running(draft) as inbox:
-        with patch.object(model, "_fetcher", fetcher):
-            Client(inbox, request(tokens(100, 24), max_tokens=4))
-            wait_until_idle(inbox)
-            fetcher.fetches[0].set_result(None)
-            wait_for(lambda: model._ahead is not None)
-            other = Client(inbox, request(tokens(30, 25), max_tokens=4, scope="off"))
-            wait_until_idle(inbox)
+    model, later = drafter(draft), Later()
+    with fetching_by(later), patch.object(proposer(draft), "_pays", return_value=False), running(draft) as inbox:
+        Client(inbox, request(tokens(100, 24), max_tokens=4))
+        wait_until_idle(inbox)
+        with patch.object(inbox, "wait", wraps=inbox.wait) as waits:
+            inbox.wake()
+            wait_for(lambda: waits.called)
+        later.run()
+        wait_for(lambda: model._ahead is not None)
+        with patch.object(inbox, "wait", wraps=inbox.wait) as waits:
+            inbox.wake()
+            wait_for(lambda: waits.called)
+        other = Client(inbox, request(tokens(30, 25), max_tokens=4, scope="off"))
+        wait_until_idle(inbox)
         assert other.done
-        for fetch in fetcher.fetches[1:]:
-            fetch.set_result(None)
-        wait_for(lambda: not model._lacking and model._ahead is None)
+
+        def is_computed() -> bool:
+            later.run()
+            return not model._lacking and model._ahead is None
+
+        wait_for(is_computed)
     assert max(node.end for node in model.pages.ended()) > 100
     assert no_memory_is_busy(draft)
 
@@ -584,6 +615,28 @@ def test_what_was_purged_is_not_computed_ahead(folders: tuple[Path, Path], tmp_p
     assert no_memory_is_busy(engine)
     assert engine.cache.writer.flush(10.0)
     assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_of_a_reply_during_which_all_is_purged_nothing_is_kept(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
+    """Neither what the draft model computes in the reply, nor what it would compute when nothing runs."""
+    engine = drafting(folders, tmp_path / "kv")
+    model, purged, ready = drafter(engine), list[Any](), ModelProposer._ready
+    monkeypatch.setattr(proposer(engine), "_pays", lambda *_: pays)
+    monkeypatch.setattr(proposer(engine), "begin", lambda _: None)
+    monkeypatch.setattr(ModelProposer, "_ready", lambda *args: ready(*args) if purged else [])
+    after_steps(monkeypatch, 4, lambda: purged.append(engine.cache.purge(PurgeFilter())))
+    with running(engine) as inbox:
+        Client(inbox, request(tokens(200, 26), max_tokens=REPLY))
+        wait_until_idle(inbox)
+        wait_for(lambda: not model._lacking and model._ahead is None)
+    assert purged
+    assert engine.cache.writer.flush(10.0)
+    assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
+    assert not list(model.pages.ended())
     engine.close()
 
 
@@ -698,13 +751,15 @@ def test_its_positions_bound_what_it_guesses(plain: Engine, draft: Engine) -> No
 def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_back_later(
     plain: Engine, draft: Engine
 ) -> None:
-    model, fetcher = drafter(draft), Never()
-    found = as_without(plain, draft, ONE, unguessed, patch.object(model, "_fetcher", fetcher))
-    assert found.done.timings.drafted_tokens == 0
-    assert len(model.pages.running) == 1
-    fetcher.fetches[0].set_result(None)
-    run_together(draft, [ONE])
-    assert no_memory_is_busy(draft)
+    later, (expected,) = Later(), run_together(plain, [ONE])
+    with fetching_by(later), patch.object(ModelProposer, "work_ahead", lambda _: 0), running(draft) as inbox:
+        found = Client(inbox, ONE)
+        wait_until_idle(inbox)
+        assert said(found) == said(expected)
+        assert found.done.timings.drafted_tokens == 0
+        assert len(drafter(draft).pages.running) == 1
+        later.run()
+        wait_for(lambda: no_memory_is_busy(draft))
 
 
 def test_a_draft_model_that_fails_fails_no_request(

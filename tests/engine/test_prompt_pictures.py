@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from diskprefix.engine import fetches
+from diskprefix.engine.fetches import Fetches
 from diskprefix.engine.picture_rows import PictureRowsSource, SlicedCall
 from diskprefix.engine.prompt_pictures import PromptPictures
 from diskprefix.engine.scheduler import NO_LIMIT
@@ -24,6 +26,7 @@ from diskprefix.nouns import CacheOptions, Picture, Prompt, Scope
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import as_token_ids, picture_ids
 from tests.examples import examples
+from tests.waiting import wait_for
 
 FULL = CacheOptions(scope=Scope("full"))
 PLACEHOLDER = 7
@@ -156,8 +159,11 @@ class Stored:
     def __init__(self) -> None:
         self.rows: dict[bytes, torch.Tensor] = {}
         self.saved: list[bytes] = []
+        self.may_load = threading.Event()
+        self.may_load.set()
 
-    def load(self, picture: Picture, _: CacheOptions) -> torch.Tensor | None:
+    def load(self, picture: Picture, *_: Any) -> torch.Tensor | None:
+        assert self.may_load.wait(10)
         return self.rows.get(picture.name)
 
     def save(self, picture: Picture, rows: torch.Tensor, *_: Any) -> None:
@@ -168,8 +174,23 @@ class Stored:
 @pytest.fixture
 def parts() -> SimpleNamespace:
     woken, encoder, stored, beats = threading.Event(), Encoder(), Stored(), list[int]()
-    source = PictureRowsSource(encoder, stored, woken.set, beats.append)  # type: ignore[arg-type]
-    return SimpleNamespace(source=source, encoder=encoder, stored=stored, woken=woken, beats=beats)
+    tiered = SimpleNamespace(stalled=None, note_stall=lambda _: None)
+    cache: Any = SimpleNamespace(tiered=tiered, count=str, settings=SimpleNamespace(max_sequences=1))
+    pages: Any = SimpleNamespace()
+    fetches = Fetches(cache, pages, woken.set)
+    source = PictureRowsSource(encoder, stored, fetches.begin, woken.set, beats.append)  # type: ignore[arg-type]
+    return SimpleNamespace(source=source, fetches=fetches, encoder=encoder, stored=stored, woken=woken, beats=beats)
+
+
+def taken(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None]]:
+    for read in parts.fetches.take():
+        read.on_end(read)
+    found: list[tuple[PromptPictures, Exception | None]] = parts.source.take()
+    return found
+
+
+def wait_for_loads(parts: SimpleNamespace) -> None:
+    parts.fetches._pools["picture"].submit(int).result()
 
 
 def drain(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None]]:
@@ -178,9 +199,9 @@ def drain(parts: SimpleNamespace) -> list[tuple[PromptPictures, Exception | None
     while parts.source._jobs:
         assert parts.woken.wait(10)
         parts.woken.clear()
-        found += parts.source.take()
+        found += taken(parts)
         while parts.source.run_slice():
-            found += parts.source.take()
+            found += taken(parts)
     return found
 
 
@@ -233,13 +254,13 @@ def test_a_picture_of_a_request_that_has_ended_is_not_begun_but_goes_on_to_its_e
     parts.woken.clear()
     parts.source.want(begun, 0, FULL)
     assert parts.woken.wait(10)
-    parts.source.take()
+    taken(parts)
     while not parts.source.run_slice():
         assert parts.woken.wait(10)
         parts.woken.clear()
     begun.is_over = True
     while parts.source.run_slice():
-        parts.source.take()
+        taken(parts)
     assert parts.stored.saved == [begun.pictures[0].name]
     assert parts.beats == [3, 3, 3]
 
@@ -278,7 +299,7 @@ def test_pixels_of_requests_that_have_ended_are_not_kept_nor_made(parts: SimpleN
     while len(parts.source._encoding) < 2:
         assert parts.woken.wait(10)
         parts.woken.clear()
-        parts.source.take()
+        taken(parts)
     assert not parts.source.run_slice(), "its pixels are not there yet"
     may_go.set()
     parts.source._preparer.submit(lambda: None).result()
@@ -293,13 +314,36 @@ def test_pixels_of_requests_that_have_ended_are_not_kept_nor_made(parts: SimpleN
 def test_a_picture_is_prepared_for_who_asks_after_others_have_gone(parts: SimpleNamespace) -> None:
     gone, asks = (pictures_in(picture(9, 3), encoder=parts.encoder) for _ in range(2))
     may_load = threading.Event()
-    parts.source._loader.submit(may_load.wait, 10)
+    parts.fetches._pools["picture"].submit(may_load.wait, 10)
     parts.source.want(gone, 0, FULL)
     gone.is_over = True
     may_load.set()
-    parts.source._loader.submit(int).result()
+    wait_for_loads(parts)
     parts.source.want(asks, 0, FULL)
     assert (asks, None) in [one for _ in range(2) for one in drain(parts)]
+
+
+def test_a_picture_whose_load_hangs_is_encoded_and_so_is_one_behind_it(
+    parts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanting = [pictures_in(picture(number, 3), encoder=parts.encoder) for number in (12, 13)]
+    monkeypatch.setattr(fetches, "_STALL_S", 0.0)
+    parts.stored.may_load.clear()
+    for pictures in wanting:
+        parts.source.want(pictures, 0, FULL)
+    came = list[tuple[PromptPictures, Exception | None]]()
+
+    def have_all() -> bool:
+        parts.source.run_slice()
+        came.extend(taken(parts))
+        return len(came) == 2
+
+    wait_for(have_all)
+    assert came == [(one, None) for one in wanting]
+    parts.stored.may_load.set()
+    wait_for_loads(parts)
+    assert taken(parts) == []
+    assert not parts.fetches._open
 
 
 def test_a_picture_is_saved_if_one_of_those_who_want_it_saves(parts: SimpleNamespace) -> None:
@@ -322,8 +366,8 @@ def test_the_pixels_of_two_pictures_at_most_are_in_memory(parts: SimpleNamespace
     ]
     for pictures in wanting:
         parts.source.want(pictures, 0, FULL)
-    parts.source._loader.submit(lambda: None).result()
-    parts.source.take()
+    wait_for_loads(parts)
+    taken(parts)
     parts.source.run_slice()
     parts.source._preparer.submit(lambda: None).result()
     assert prepared == [5, 6]

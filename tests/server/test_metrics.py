@@ -268,9 +268,9 @@ def gate(*, is_measured: bool) -> CostModel:
             worth.record_prefill(num_tokens, 1e-3 * num_tokens)
             worth.record_restore(1000 * num_tokens, 1e-2 + 2e-3 * num_tokens)
         for _ in range(20):
-            worth.allows(5000)
+            worth.lets_through("restore")
         for _ in range(3):
-            worth.allows(5000, use="save")
+            worth.lets_through("save")
     return worth
 
 

@@ -17,7 +17,7 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import CacheResources
 from diskprefix.engine import fetches
 from diskprefix.engine.active_requests import ActiveRequests
-from diskprefix.engine.fetches import Fetches, RunningFetch
+from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
 from diskprefix.kv.page_table import PageTable
@@ -43,7 +43,8 @@ _added_to = WriteMeter.added_to
 _take_shared, _written_lately = FolderLock._take_shared, Store.written_lately
 
 
-def _ended_unheard(self: Fetches, one: RunningFetch) -> None:
+def _ended_unheard(self: Fetches, one: Read) -> None:
+    one.is_over = True
     self._ended.append(one)
 
 
@@ -92,18 +93,19 @@ def _full_unsaid(self: Housekeeping, told: str) -> None:
     self.error = None if " is full: " in told else told
 
 
-def _one_thread(self: Fetches, served: Any, wake: Any) -> None:
-    _make_fetches(self, served, wake)
+def _one_thread(self: Fetches, *args: Any) -> None:
+    _make_fetches(self, *args)
     self._pools = dict.fromkeys(self._pools, ThreadPoolExecutor(1))
 
 
-def _wanted_by_nobody(_self: Fetches, one: RunningFetch) -> bool:
-    one.moved_at = scheduler().now
+def _wanted_by_nobody(self: Read) -> bool:
+    self.moved_at = scheduler().now
     return True
 
 
 def _waited_for(self: Fetches) -> None:
-    self._is_ending = True
+    for one in self._open:
+        one.is_given_up = True
     for pool in self._pools.values():
         pool.shutdown()
 
@@ -176,10 +178,10 @@ MUTANTS: dict[str, Mutant] = {
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (fetches, "_STALL_S", 60.0))
     ),
     "the end of a load that does not move": Mutant(
-        "a request waits for a read", ((Fetches, "_has_stalled", lambda _self, _one, _now: False),)
+        "a request waits for a read", ((Read, "has_stalled", lambda _self, _now: False),)
     ),
     "the end of a load that nobody wants": Mutant(
-        "who has hung up reads on", ((Fetches, "_is_wanted", _wanted_by_nobody),)
+        "who has hung up reads on", ((Read, "is_wanted", _wanted_by_nobody),)
     ),
     "the stop beside a load that hangs": Mutant("the daemon does not stop", ((Fetches, "close", _waited_for),)),
     "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self, _tenant=SHARED: None),)),
