@@ -78,7 +78,7 @@ DONE = ServerSentEvent("[DONE]")
 
 
 class EventWriter:
-    """What writers with server-sent events and OpenAI's errors share."""
+    """A writer of server-sent events, with the errors of OpenAI's API."""
 
     def begin(self) -> Sequence[ServerSentEvent]:
         return ()

@@ -175,6 +175,10 @@ def boot_id() -> str:
     return found.value.decode(errors="replace")
 
 
+_MARK_BYTES = 256
+"""A mark is filled up with spaces, so that the same mark is the same bytes whatever was there before."""
+
+
 class FileMark(msgspec.Struct, frozen=True, omit_defaults=True):
     """The content of the lock file; see DISK.md. The data file with inode `file` was checked, or made, in the boot
     `boot`. `openings` processes in a row have opened it for writing since, and were not proven. `holder` says
@@ -203,7 +207,7 @@ def _write_mark(fd: int, mark: FileMark) -> None:
     stay, or there is none: then the file is checked once more."""
     content = msgspec.json.encode(mark) if mark != FileMark() else b""
     with suppress(OSError):
-        os.pwrite(fd, content.ljust(os.fstat(fd).st_size), 0)
+        os.pwrite(fd, content.ljust(max(_MARK_BYTES, os.fstat(fd).st_size)), 0)
 
 
 def mark_made(folder: Path) -> None:
