@@ -42,7 +42,7 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Not imported above: the front process, which has the same guards, has no FastAPI.
+        # Not imported above: the front process, which has the same guards, has no engine.
         from starlette.requests import Request
 
         from diskprefix.server.error_replies import refuse

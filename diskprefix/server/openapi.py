@@ -1,0 +1,184 @@
+"""The OpenAPI document of the routes, and a page that shows it. Imported when one of them is asked for."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import inspect
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from html import escape
+from http import HTTPStatus
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute
+
+from diskprefix.server.guards import OPEN_PATHS
+from diskprefix.server.routes import JSON, STREAMED, About, AppRoute
+from diskprefix.version import __version__
+
+_DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the model's prefix (KV) cache on disk: a
+prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
+
+Every reply says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
+_OF_BODIES, _OF_PARAMETERS = (400, 404, 408, 413, 415, 429), (400,)
+_OF_ALL_ROUTES = (403, 500, 503)
+"""Another site's page, a failure, and too many connections or no model yet."""
+
+
+def document_of(routes: Iterable[BaseRoute], *, with_keys: bool) -> dict[str, Any]:
+    """Returns the document. With keys, all paths but `OPEN_PATHS` need one."""
+    paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
+    bodies = {}
+    for route in routes:
+        if isinstance(route, AppRoute) and route.about is not None:
+            [method] = (route.methods or set()) - {"HEAD"}
+            is_open = route.path in OPEN_PATHS
+            paths[route.path_format][method.lower()] = operation = _operation(route, method, route.about)
+            operation["responses"] |= _errors((401,) if with_keys and not is_open else ())
+            if with_keys and is_open:
+                operation["security"] = [{}, {"key": []}]
+            if (body := route.about.body) is not None:
+                bodies[body.__name__] = body
+    models = [(body, "validation") for _, body in sorted(bodies.items())]
+    _, schemas = models_json_schema(models, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "diskprefix", "description": _DESCRIPTION, "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"]},
+    }
+    if with_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _operation(route: AppRoute, method: str, about: About) -> dict[str, Any]:
+    returns = about.returns + " With `stream: true` server-sent events." * (about.media_types == STREAMED)
+    content = {kind: {"schema": {"type": "object" if kind == JSON else "string"}} for kind in about.media_types}
+    of_body = () if about.body is None else _OF_BODIES
+    of_parameters = () if about.parameters is None else _OF_PARAMETERS
+    operation: dict[str, Any] = {
+        "tags": [about.tag],
+        "summary": about.summary,
+        "description": inspect.getdoc(route.endpoint),
+        "operationId": re.sub(r"\W", "_", f"{route.name}{route.path_format}_{method.lower()}"),
+        "responses": {"200": {"description": returns, "content": content}}
+        | _errors((*about.errors, *of_body, *of_parameters, *_OF_ALL_ROUTES)),
+    }
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.param_convertors
+    ]
+    if about.parameters is not None:
+        parameters += [
+            {"name": name, "in": "header" if name.startswith("x-") else "query", "required": False, "schema": schema}
+            for name, schema in about.parameters.model_json_schema()["properties"].items()
+        ]
+    if parameters:
+        operation["parameters"] = parameters
+    if about.body is not None:
+        schema = {"$ref": f"#/components/schemas/{about.body.__name__}"}
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    return operation
+
+
+def _errors(statuses: Iterable[int]) -> dict[str, Any]:
+    """An error has the form of the API that the route belongs to."""
+    content = {JSON: {"schema": {"type": "object"}}}
+    return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
+
+
+_STYLE = """
+:root { color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }
+body { max-width: 50rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
+section { border-top: 1px solid; margin-top: 1.5rem; }
+dd { margin: 0 0 .5rem 1.5rem; }
+pre { white-space: pre-wrap; }
+"""
+_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+PAGE_POLICY = (
+    f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""The Content-Security-Policy of the page."""
+_LIMITS = ("minimum", "exclusiveMinimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "default")
+
+
+def page_of(document: dict[str, Any]) -> str:
+    """Returns the document as a page of HTML, which loads nothing."""
+    links, operations = defaultdict[str, list[str]](list), []
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            name, id_ = f"{method.upper()} {path}", operation["operationId"]
+            links[operation["tags"][0]].append(f'<li><a href="#{id_}"><code>{escape(name)}</code></a></li>')
+            operations.append(_operation_html(f"{name}: {operation['summary']}", id_, operation))
+    contents = [f"<h2>{escape(tag)}</h2><ul>{''.join(items)}</ul>" for tag, items in links.items()]
+    models = [
+        f'<section id="{escape(name)}"><h3>{escape(name)}</h3>{_model_html(model)}</section>'
+        for name, model in document["components"]["schemas"].items()
+    ]
+    title = f"{document['info']['title']} {document['info']['version']}"
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: routes</title>\n'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n'
+        f"<p>{_text(document['info']['description'])}</p>\n"
+        f'<p>The same for programs: <a href="openapi.json">openapi.json</a></p>\n{"".join(contents)}\n'
+        f"<h2>Routes</h2>\n{''.join(operations)}\n<h2>Objects</h2>\n{''.join(models)}</body></html>\n"
+    )
+
+
+def _operation_html(title: str, id_: str, operation: dict[str, Any]) -> str:
+    body = operation.get("requestBody")
+    fields = [(one["name"], one["in"], one["schema"]) for one in operation.get("parameters", ())]
+    if body is not None:
+        fields.append(("body", "JSON", body["content"][JSON]["schema"]))
+    errors = ", ".join(sorted(status for status in operation["responses"] if status != "200"))
+    return (
+        f'<section id="{id_}"><h3>{escape(title)}</h3><p>{_text(operation["description"])}</p>'
+        f"<dl>{''.join(_field_html(*field) for field in fields)}</dl>"
+        f"<p>Returns: {_text(operation['responses']['200']['description'])} Errors: {errors}.</p></section>\n"
+    )
+
+
+def _model_html(model: dict[str, Any]) -> str:
+    required = model.get("required", ())
+    fields = [
+        _field_html(name, "required" if name in required else "", schema)
+        for name, schema in model.get("properties", {}).items()
+    ]
+    example = model.get("example")
+    shown = f"<pre>{escape(json.dumps(example, indent=1, ensure_ascii=False))}</pre>" if example else ""
+    return f"<p>{_text(model.get('description', ''))}</p><dl>{''.join(fields)}</dl>{shown}"
+
+
+def _field_html(name: str, mark: str, schema: dict[str, Any]) -> str:
+    about = ", ".join(part for part in (_type(schema), mark) if part)
+    return f"<dt><code>{escape(name)}</code> {about}</dt><dd>{_text(schema.get('description', ''))}</dd>"
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Returns in HTML what a value may be."""
+    limits = [f"{name} {json.dumps(schema[name])}" for name in _LIMITS if schema.get(name) is not None]
+    match schema:
+        case {"$ref": reference}:
+            name = escape(reference.rpartition("/")[2])
+            kind = f'<a href="#{name}">{name}</a>'
+        case {"anyOf": kinds} | {"oneOf": kinds}:
+            kind = " or ".join(map(_type, kinds))
+        case {"enum": [*values]}:
+            kind = " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
+        case {"const": value}:
+            kind = f"<code>{escape(json.dumps(value))}</code>"
+        case {"type": "array", "items": items}:
+            kind = f"list of {_type(items)}"
+        case _:
+            kind = schema.get("type", "any")
+    return ", ".join([kind, *map(escape, limits)])
+
+
+def _text(text: str) -> str:
+    """Returns a description, whose marks are those of Markdown."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text)).replace("\n\n", "<p>")
