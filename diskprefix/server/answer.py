@@ -53,62 +53,48 @@ MAX_LOGPROBS = 2**19
 routes = Routes("completions")
 
 
-@routes.add(
-    "POST /v1/chat/completions",
-    "Chat",
-    "A `chat.completion`, as in OpenAI's API, with `prefix_cache` and `timings`.",
-    body=Chat.body,
-    media_types=STREAMED,
-)
+@routes.add("POST /v1/chat/completions", "Chat", Chat.body, media_types=STREAMED)
 async def chat_completions(request: Request) -> Response:
-    """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed."""
+    """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed.
+
+    Returns a `chat.completion`, as in OpenAI's API, with `prefix_cache` and `timings`.
+    """
     return await answer(request, Chat())
 
 
-@routes.add(
-    "POST /v1/completions",
-    "Text completion",
-    "A `text_completion`, as in OpenAI's API, with `prefix_cache` and `timings`.",
-    body=Completions.body,
-    media_types=STREAMED,
-)
+@routes.add("POST /v1/completions", "Text completion", Completions.body, media_types=STREAMED)
 async def completions(request: Request) -> Response:
-    """Continue a text or a list of token ids. No chat template is applied."""
+    """Continue a text or a list of token ids. No chat template is applied.
+
+    Returns a `text_completion`, as in OpenAI's API, with `prefix_cache` and `timings`.
+    """
     return await answer(request, Completions())
 
 
-@routes.add(
-    "POST /v1/responses",
-    "Response",
-    "A `response`, as in OpenAI's API, with `prefix_cache` and `timings`.",
-    body=Responses.body,
-    media_types=STREAMED,
-)
+@routes.add("POST /v1/responses", "Response", Responses.body, media_types=STREAMED)
 async def responses(request: Request) -> Response:
-    """Reply to a conversation that is given as items, or that continues a stored response."""
+    """Reply to a conversation that is given as items, or that continues a stored response.
+
+    Returns a `response`, as in OpenAI's API, with `prefix_cache` and `timings`.
+    """
     return await answer(request, Responses())
 
 
-@routes.add(
-    "POST /v1/responses/compact",
-    "A conversation in short",
-    "A `response.compaction`: the newest messages of the user, and an item `compaction`.",
-    body=CompactRequest,
-)
+@routes.add("POST /v1/responses/compact", "A conversation in short", CompactRequest)
 async def compact_response(request: Request) -> Response:
-    """Let the model sum up a conversation. What comes back stands for it in later requests."""
+    """Let the model sum up a conversation. What comes back stands for it in later requests.
+
+    Returns a `response.compaction`: the newest messages of the user, and an item `compaction`.
+    """
     return await answer(request, Compaction())
 
 
-@routes.add(
-    "POST /v1/messages",
-    "Anthropic messages",
-    "A `message`, as in Anthropic's API, with `prefix_cache` and `timings`.",
-    body=Messages.body,
-    media_types=STREAMED,
-)
+@routes.add("POST /v1/messages", "Anthropic messages", Messages.body, media_types=STREAMED)
 async def messages(request: Request) -> Response:
-    """Reply to a conversation, in the form of Anthropic's API."""
+    """Reply to a conversation, in the form of Anthropic's API.
+
+    Returns a `message`, as in Anthropic's API, with `prefix_cache` and `timings`.
+    """
     return await answer(request, Messages())
 
 
@@ -396,25 +382,15 @@ class _CountedInput:
         return Asked(prompt=Responses().conversation(body, ResponseStore(notes())), sampling=SamplingParams())
 
 
-@routes.add(
-    "POST /v1/messages/count_tokens",
-    "Anthropic: count tokens",
-    "`input_tokens`: the tokens of the whole prompt.",
-    body=CountTokensRequest,
-)
+@routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", CountTokensRequest)
 async def count_tokens(request: Request) -> Response:
-    """The length of the prompt that `POST /v1/messages` makes of the same body, in tokens."""
+    """`input_tokens` is the length of the prompt that `POST /v1/messages` makes of the same body."""
     return JSONResponse({"input_tokens": await _length(request, _CountedMessages())})
 
 
-@routes.add(
-    "POST /v1/responses/input_tokens",
-    "Count the tokens of a response's input",
-    "A `response.input_tokens`: the tokens of the whole prompt.",
-    body=ResponseRequest,
-)
+@routes.add("POST /v1/responses/input_tokens", "Count the tokens of a response's input", ResponseRequest)
 async def count_input_tokens(request: Request) -> Response:
-    """The length of the prompt that `POST /v1/responses` makes of the same body, in tokens."""
+    """`input_tokens` is the length of the prompt that `POST /v1/responses` makes of the same body."""
     return JSONResponse({"object": "response.input_tokens", "input_tokens": await _length(request, _CountedInput())})
 
 

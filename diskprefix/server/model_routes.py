@@ -90,13 +90,10 @@ async def _serving(request: Request) -> Serving:
     return await daemon.ready()
 
 
-@routes.add(
-    "GET /v1/models",
-    "List models",
-    "A list, in the form of OpenAI's API; with the header `anthropic-version` in that of Anthropic's.",
-)
+@routes.add("GET /v1/models", "List models")
 async def list_models(request: Request) -> JSONResponse:
-    """The one model that is served."""
+    """A list of the one model that is served, in the form of OpenAI's API; with the header `anthropic-version` in that
+    of Anthropic's."""
     serving = await _serving(request)
     if _is_anthropic(request):
         ends = {"first_id": serving.model_name, "last_id": serving.model_name, "has_more": False}
@@ -104,11 +101,9 @@ async def list_models(request: Request) -> JSONResponse:
     return JSONResponse({"object": "list", "data": [card(serving)]})
 
 
-@routes.add(
-    "GET /v1/models/{model_name:path}", "Retrieve a model", "The model, as `/v1/models` lists it.", errors=[404]
-)
+@routes.add("GET /v1/models/{model_name:path}", "Retrieve a model", errors=[404])
 async def retrieve_model(request: Request) -> JSONResponse:
-    """The served model by its name."""
+    """The served model by its name, as `/v1/models` lists it."""
     serving = await _serving(request)
     serving.require_model(request.path_params["model_name"])
     return JSONResponse(_anthropic_model(serving) if _is_anthropic(request) else card(serving))
@@ -146,14 +141,9 @@ async def _answer(request: Request, body: type[B], work: Callable[[PromptRendere
     return Response(content, media_type="application/json")
 
 
-@token_routes.add(
-    "POST /tokenize",
-    "Text to tokens",
-    "`tokens`: ids, or with `with_pieces` objects with `id` and `piece`.",
-    body=TokenizeRequest,
-)
+@token_routes.add("POST /tokenize", "Text to tokens", TokenizeRequest)
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text."""
+    """The `tokens` of a text: ids, or with `with_pieces` objects with `id` and `piece`."""
 
     def work(renderer: PromptRenderer, body: TokenizeRequest) -> dict[str, Any]:
         if (num_bytes := len(body.content.encode("utf-8", "surrogatepass"))) > _MOST_BYTES:
@@ -168,17 +158,15 @@ async def tokenize(request: Request) -> Response:
     return await _answer(request, TokenizeRequest, work)
 
 
-@token_routes.add(
-    "POST /detokenize", "Tokens to text", "`content`: the text, special tokens included.", body=DetokenizeRequest
-)
+@token_routes.add("POST /detokenize", "Tokens to text", DetokenizeRequest)
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
+    """`content` is the text of the tokens, special tokens included."""
     return await _answer(
         request, DetokenizeRequest, lambda renderer, body: {"content": renderer.detokenize(body.tokens)}
     )
 
 
-@token_routes.add("POST /apply-template", "Conversation to prompt", "`prompt`: the text.", body=ChatRequest)
+@token_routes.add("POST /apply-template", "Conversation to prompt", ChatRequest)
 async def apply_template(request: Request) -> Response:
-    """The prompt of a conversation as a text, without images. Nothing is computed."""
+    """`prompt` is that of a conversation as a text, without images. Nothing is computed."""
     return await _answer(request, ChatRequest, lambda renderer, body: {"prompt": renderer.text_of(body.conversation)})

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from html import escape
 from http import HTTPStatus
 from typing import Any
@@ -58,14 +58,16 @@ def document_of(routes: Iterable[BaseRoute], *, with_keys: bool) -> dict[str, An
 
 
 def _operation(route: AppRoute, method: str, about: About) -> dict[str, Any]:
-    returns = about.returns + " With `stream: true` server-sent events." * (about.media_types == STREAMED)
+    does, _, returns = (inspect.getdoc(route.endpoint) or "").partition("\n\n")
+    returns = returns or does
+    returns += " With `stream: true` server-sent events." * (about.media_types == STREAMED)
     content = {kind: {"schema": {"type": "object" if kind == JSON else "string"}} for kind in about.media_types}
     of_body = () if about.body is None else _OF_BODIES
     of_parameters = () if about.parameters is None else _OF_PARAMETERS
     operation: dict[str, Any] = {
         "tags": [about.tag],
         "summary": about.summary,
-        "description": inspect.getdoc(route.endpoint),
+        "description": does,
         "operationId": re.sub(r"\W", "_", f"{route.name}{route.path_format}_{method.lower()}"),
         "responses": {"200": {"description": returns, "content": content}}
         | _errors((*about.errors, *of_body, *of_parameters, *_OF_ALL_ROUTES)),
@@ -95,9 +97,8 @@ def _errors(statuses: Iterable[int]) -> dict[str, Any]:
 _STYLE = """
 :root { color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }
 body { max-width: 50rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
-section { border-top: 1px solid; margin-top: 1.5rem; }
+h2 { border-top: 1px solid; margin-top: 1.5rem; }
 dd { margin: 0 0 .5rem 1.5rem; }
-pre { white-space: pre-wrap; }
 """
 _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 PAGE_POLICY = (
@@ -109,54 +110,45 @@ _LIMITS = ("minimum", "exclusiveMinimum", "maximum", "minLength", "maxLength", "
 
 def page_of(document: dict[str, Any]) -> str:
     """Returns the document as a page of HTML, which loads nothing."""
-    links, operations = defaultdict[str, list[str]](list), []
+    links, sections = list[str](), list[str]()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            name, id_ = f"{method.upper()} {path}", operation["operationId"]
-            links[operation["tags"][0]].append(f'<li><a href="#{id_}"><code>{escape(name)}</code></a></li>')
-            operations.append(_operation_html(f"{name}: {operation['summary']}", id_, operation))
-    contents = [f"<h2>{escape(tag)}</h2><ul>{''.join(items)}</ul>" for tag, items in links.items()]
-    models = [
-        f'<section id="{escape(name)}"><h3>{escape(name)}</h3>{_model_html(model)}</section>'
-        for name, model in document["components"]["schemas"].items()
-    ]
+            name, answers = f"{method.upper()} {path}", operation["responses"]
+            links.append(
+                f'<li><a href="#{_id(name)}"><code>{escape(name)}</code></a> {escape(operation["summary"])}</li>'
+            )
+            fields = {one["name"]: one["schema"] for one in operation.get("parameters", ())}
+            if "requestBody" in operation:
+                fields["body"] = operation["requestBody"]["content"][JSON]["schema"]
+            errors = ", ".join(sorted(answers.keys() - {"200"}))
+            parts = operation["description"], answers["200"]["description"], f"Errors: {errors}"
+            text = "\n\n".join(dict.fromkeys(parts))
+            sections.append(_section(name, text, fields))
+    for name, model in document["components"]["schemas"].items():
+        example = f"\n\nExample: `{json.dumps(model['example'], ensure_ascii=False)}`" if "example" in model else ""
+        text, fields = model.get("description", "") + example, model.get("properties", {})
+        sections.append(_section(name, text, fields, model.get("required", ())))
     title = f"{document['info']['title']} {document['info']['version']}"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: routes</title>\n'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n'
-        f"<p>{_text(document['info']['description'])}</p>\n"
-        f'<p>The same for programs: <a href="openapi.json">openapi.json</a></p>\n{"".join(contents)}\n'
-        f"<h2>Routes</h2>\n{''.join(operations)}\n<h2>Objects</h2>\n{''.join(models)}</body></html>\n"
+        f"<p>{_text(document['info']['description'])}\n"
+        f'<p>For programs: <a href="openapi.json">openapi.json</a><ul>{"".join(links)}</ul>\n{"".join(sections)}'
+        "</body></html>\n"
     )
 
 
-def _operation_html(title: str, id_: str, operation: dict[str, Any]) -> str:
-    body = operation.get("requestBody")
-    fields = [(one["name"], one["in"], one["schema"]) for one in operation.get("parameters", ())]
-    if body is not None:
-        fields.append(("body", "JSON", body["content"][JSON]["schema"]))
-    errors = ", ".join(sorted(status for status in operation["responses"] if status != "200"))
-    return (
-        f'<section id="{id_}"><h3>{escape(title)}</h3><p>{_text(operation["description"])}</p>'
-        f"<dl>{''.join(_field_html(*field) for field in fields)}</dl>"
-        f"<p>Returns: {_text(operation['responses']['200']['description'])} Errors: {errors}.</p></section>\n"
-    )
-
-
-def _model_html(model: dict[str, Any]) -> str:
-    required = model.get("required", ())
-    fields = [
-        _field_html(name, "required" if name in required else "", schema)
-        for name, schema in model.get("properties", {}).items()
+def _section(name: str, text: str, fields: Mapping[str, Any], required: Collection[str] = ()) -> str:
+    items = [
+        f"<dt><code>{escape(field)}</code> {_type(schema)}{', required' * (field in required)}</dt>"
+        f"<dd>{_text(schema.get('description', ''))}</dd>"
+        for field, schema in fields.items()
     ]
-    example = model.get("example")
-    shown = f"<pre>{escape(json.dumps(example, indent=1, ensure_ascii=False))}</pre>" if example else ""
-    return f"<p>{_text(model.get('description', ''))}</p><dl>{''.join(fields)}</dl>{shown}"
+    return f'<h2 id="{_id(name)}">{escape(name)}</h2><p>{_text(text)}<dl>{"".join(items)}</dl>\n'
 
 
-def _field_html(name: str, mark: str, schema: dict[str, Any]) -> str:
-    about = ", ".join(part for part in (_type(schema), mark) if part)
-    return f"<dt><code>{escape(name)}</code> {about}</dt><dd>{_text(schema.get('description', ''))}</dd>"
+def _id(name: str) -> str:
+    return escape(name.replace(" ", ":"))
 
 
 def _type(schema: dict[str, Any]) -> str:
@@ -164,8 +156,8 @@ def _type(schema: dict[str, Any]) -> str:
     limits = [f"{name} {json.dumps(schema[name])}" for name in _LIMITS if schema.get(name) is not None]
     match schema:
         case {"$ref": reference}:
-            name = escape(reference.rpartition("/")[2])
-            kind = f'<a href="#{name}">{name}</a>'
+            name = reference.rpartition("/")[2]
+            kind = f'<a href="#{_id(name)}">{escape(name)}</a>'
         case {"anyOf": kinds} | {"oneOf": kinds}:
             kind = " or ".join(map(_type, kinds))
         case {"enum": [*values]}:

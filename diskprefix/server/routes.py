@@ -21,11 +21,11 @@ STREAMED = (JSON, EVENTS)
 
 @dataclass(frozen=True)
 class About:
-    """What the OpenAPI document says of a route, beside the docstring of its handler."""
+    """What the OpenAPI document says of a route, beside the docstring of its handler. The second paragraph of that, or
+    else the first, tells what a good answer has."""
 
     tag: str
     summary: str
-    returns: str
     body: type[BaseModel] | None
     parameters: type[BaseModel] | None
     errors: tuple[int, ...]
@@ -55,20 +55,19 @@ class Routes(list[AppRoute]):
         self,
         route: str,
         summary: str,
-        returns: str,
-        *,
         body: type[BaseModel] | None = None,
+        *,
         parameters: type[BaseModel] | None = None,
         errors: Sequence[int] = (),
         media_types: Sequence[str] = (JSON,),
     ) -> Callable[[Handler], Handler]:
         """Returns a decorator that adds the handler of a `route`, such as `GET /health`.
 
-        `returns` is a sentence about a good answer. The handler reads its `body` with `Bodies.read_json`, and its
-        `parameters` with `read_parameters`. `errors` are the statuses that no other handler has.
+        It reads its `body` with `Bodies.read_json`, and its `parameters` with `read_parameters`. `errors` are statuses
+        that do not follow from these.
         """
         method, _, path = route.partition(" ")
-        about = About(self._tag, summary, returns, body, parameters, tuple(errors), tuple(media_types))
+        about = About(self._tag, summary, body, parameters, tuple(errors), tuple(media_types))
 
         def add(handler: Handler) -> Handler:
             self.append(AppRoute(path, handler, [method], about))

@@ -29,9 +29,12 @@ def _daemon(request: Request) -> Daemon:
     return daemon
 
 
-@routes.add("GET /", "Welcome", "The name of the program, and where to look.")
+@routes.add("GET /", "Welcome")
 async def welcome(_request: Request) -> JSONResponse:
-    """200 as soon as the daemon listens: some clients look here first. Browsers get the dashboard instead."""
+    """200 as soon as the daemon listens: some clients look here first. Browsers get the dashboard instead.
+
+    Returns the name of the program, and where to look.
+    """
     return JSONResponse(WELCOME, headers={"Vary": "Accept"})
 
 
@@ -48,15 +51,13 @@ async def _no_icon(_request: Request) -> Response:
 routes += AppRoute("/dashboard", _to_dashboard), AppRoute("/favicon.ico", _no_icon)
 
 
-@routes.add(
-    "GET /health",
-    "Health",
-    "`status`: `ok` and `degraded` (200) serve requests, the others (503) do not. With `--api-keys`, only the key "
-    "named `admin` gets more: `message` while the model loads or a prompt hangs, `model`, `cache`, `queue_depth` and "
-    "`running`.",
-)
+@routes.add("GET /health", "Health")
 async def health(request: Request) -> JSONResponse:
-    """200 when requests are served, 503 when not."""
+    """200 when requests are served, 503 when not.
+
+    With a `status` of `ok` or `degraded` requests are served. With `--api-keys`, only the key named `admin` gets more:
+    `message` while the model loads or a prompt hangs, `model`, `cache`, `queue_depth` and `running`.
+    """
     daemon = _daemon(request)
     serving = daemon.serving
     content: dict[str, Any] = {"status": daemon.status}
@@ -78,17 +79,14 @@ class PropsParameters(BaseModel):
     check: bool = Field(default=False, description="With `wrong_pages`: what is wrong with the pages of KV memory.")
 
 
-@routes.add(
-    "GET /props",
-    "Properties",
-    "The model, the cache with its settings and counts, all settings and the start-up times. `prefix_breaks`: the "
-    "lines because of which less of prompts was found. `gate`: whether restoring is faster than computing. `running`: "
-    "the progress of each request that waits or runs.",
-    parameters=PropsParameters,
-    errors=[401],
-)
+@routes.add("GET /props", "Properties", parameters=PropsParameters, errors=[401])
 async def props(request: Request) -> Response:
-    """The model and the daemon, for its owner."""
+    """The model and the daemon, for its owner.
+
+    Returns the model, the cache with its settings and counts, all settings and the start-up times. `prefix_breaks`: the
+    lines because of which less of prompts was found. `gate`: whether restoring is faster than computing. `running`: the
+    progress of each request that waits or runs.
+    """
     log_context(request).caller.require_owner()
     check = read_parameters(request, PropsParameters).check
     daemon = _daemon(request)
@@ -142,7 +140,7 @@ def _model_props(serving: Serving) -> dict[str, Any]:
     }
 
 
-@routes.add("GET /metrics", "Metrics", "Prometheus text.", media_types=[TEXT])
+@routes.add("GET /metrics", "Metrics", media_types=[TEXT])
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format; available while loading too."""
     log_context(request).caller.require_admin()

@@ -66,27 +66,18 @@ async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, 
     return Response(content, media_type="application/json")
 
 
-@routes.add(
-    "GET /v1/responses/{response_id}",
-    "A stored response",
-    "The `response`.",
-    parameters=ResponseParameters,
-    errors=[404],
-)
+@routes.add("GET /v1/responses/{response_id}", "A stored response", parameters=ResponseParameters, errors=[404])
 async def get_response(request: Request) -> Response:
-    """Return a response that was stored."""
+    """The `response` that was stored."""
     return await _answer(request, ResponseParameters, lambda store, id_, _: store.get(id_).response)
 
 
-@routes.add(
-    "DELETE /v1/responses/{response_id}",
-    "Delete a stored response",
-    "`id`, and `deleted`.",
-    parameters=StoredParameters,
-    errors=[404],
-)
+@routes.add("DELETE /v1/responses/{response_id}", "Delete a stored response", parameters=StoredParameters, errors=[404])
 async def delete_response(request: Request) -> Response:
-    """Delete a stored response. The responses that continue it cannot be continued any more."""
+    """Delete a stored response. The responses that continue it cannot be continued any more.
+
+    Returns `id`, and `deleted`.
+    """
 
     def delete(store: ResponseStore, id_: str, _: StoredParameters) -> Json:
         store.delete(id_)
@@ -98,12 +89,14 @@ async def delete_response(request: Request) -> Response:
 @routes.add(
     "GET /v1/responses/{response_id}/input_items",
     "The input of a stored response",
-    "A page: `data` with the items, `first_id`, `last_id` and `has_more`.",
     parameters=ItemsParameters,
     errors=[404],
 )
 async def list_input_items(request: Request) -> Response:
-    """List the items that a stored response was made from, with those of the responses that it continues."""
+    """List the items that a stored response was made from, with those of the responses that it continues.
+
+    Returns a page: `data` with the items, `first_id`, `last_id` and `has_more`.
+    """
     return await _answer(request, ItemsParameters, lambda store, id_, wanted: _page(store.items_of(id_), wanted))
 
 

@@ -81,9 +81,12 @@ class EmbeddingsRequest(CacheFields, TextFields):
     )
 
 
-@routes.add("POST /v1/embeddings", "Embeddings", "A list of the vectors, as in OpenAI's API.", body=EmbeddingsRequest)
+@routes.add("POST /v1/embeddings", "Embeddings", EmbeddingsRequest)
 async def embeddings(request: Request) -> Response:
-    """A vector for each input: the model's last hidden states, pooled as its files say."""
+    """A vector for each input: the model's last hidden states, pooled as its files say.
+
+    Returns a list of the vectors, as in OpenAI's API.
+    """
     body, serving, vectors, usage = await read_vectors(request)
     fields: JsonObject = {"object": "list", "model": serving.model_name, "usage": usage}
     daemon: Daemon = request.app.state.daemon

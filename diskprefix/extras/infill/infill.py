@@ -143,13 +143,10 @@ def _as_llama_cpp(done: DoneEvent) -> dict[str, Any]:
     }
 
 
-@routes.add(
-    "POST /infill",
-    "Fill a gap",
-    "`content`, the text for the gap, and figures, as llama.cpp's server has them.",
-    body=InfillRequest,
-    media_types=STREAMED,
-)
+@routes.add("POST /infill", "Fill a gap", InfillRequest, media_types=STREAMED)
 async def infill(request: Request) -> Response:
-    """Text for the gap between two texts, as code editors ask for it. No chat template is applied."""
+    """Text for the gap between two texts, as code editors ask for it. No chat template is applied.
+
+    Returns `content`, the text for the gap, and figures, as llama.cpp's server has them.
+    """
     return await answer(request, Infill())

@@ -21,7 +21,6 @@ from diskprefix.server.model_routes import card
 from diskprefix.server.routes import AppRoute, Routes
 
 routes = Routes("ollama")
-_LINES = "The reply, as lines of JSON unless `stream` is `false`."
 
 
 class ShowRequest(Body):
@@ -30,21 +29,27 @@ class ShowRequest(Body):
     model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")
 
 
-@routes.add("POST /api/chat", "Ollama: chat", _LINES, body=OllamaChatRequest)
+@routes.add("POST /api/chat", "Ollama: chat", OllamaChatRequest)
 async def chat(request: Request) -> Response:
-    """Reply to a conversation. Without messages the model is loaded."""
+    """Reply to a conversation. Without messages the model is loaded.
+
+    Returns lines of JSON unless `stream` is `false`.
+    """
     return await answer(request, Ollama(OllamaChatRequest))
 
 
-@routes.add("POST /api/generate", "Ollama: generate", _LINES, body=OllamaGenerateRequest)
+@routes.add("POST /api/generate", "Ollama: generate", OllamaGenerateRequest)
 async def generate(request: Request) -> Response:
-    """Reply to a text, or continue it. Without a prompt the model is loaded."""
+    """Reply to a text, or continue it. Without a prompt the model is loaded.
+
+    Returns lines of JSON unless `stream` is `false`.
+    """
     return await answer(request, Ollama(OllamaGenerateRequest))
 
 
-@routes.add("POST /api/embed", "Ollama: embeddings", "`embeddings`: a vector for each.", body=EmbeddingsRequest)
+@routes.add("POST /api/embed", "Ollama: embeddings", EmbeddingsRequest)
 async def embed(request: Request) -> Response:
-    """The vectors of `/v1/embeddings`."""
+    """The vectors of `/v1/embeddings`, as `embeddings`."""
     body, serving, vectors, usage = await read_vectors(request)
     took_ns = round(1e9 * (time.perf_counter() - log_context(request).began_at))
     said = {"model": serving.model_name, "total_duration": took_ns, "prompt_eval_count": usage["prompt_tokens"]}
@@ -54,9 +59,9 @@ async def embed(request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-@routes.add("POST /api/show", "Ollama: show a model", "Its capabilities and sizes.", body=ShowRequest)
+@routes.add("POST /api/show", "Ollama: show a model", ShowRequest)
 async def show(request: Request) -> JSONResponse:
-    """The served model."""
+    """The capabilities and sizes of the served model."""
     daemon = request.app.state.daemon
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, ShowRequest, held)
@@ -65,24 +70,24 @@ async def show(request: Request) -> JSONResponse:
     return JSONResponse(shown_model(card(serving), request.app.state.file_facts))
 
 
-@routes.add("GET /api/tags", "Ollama: list models", "`models`: the served model.")
+@routes.add("GET /api/tags", "Ollama: list models")
 async def tags(request: Request) -> JSONResponse:
-    """The served model."""
+    """`models` has the served model."""
     serving = await request.app.state.daemon.ready()
     return JSONResponse({"models": [tag(card(serving), request.app.state.file_facts)]})
 
 
-@routes.add("GET /api/ps", "Ollama: models in memory", "`models`: the served model, once it is loaded.")
+@routes.add("GET /api/ps", "Ollama: models in memory")
 async def loaded(request: Request) -> JSONResponse:
-    """The model in memory, with that of the process."""
+    """`models` has the served model once it is loaded, with the memory of the process."""
     serving, state = request.app.state.daemon.serving, request.app.state
     found = [] if serving is None else [running(card(serving), state.file_facts, resident_bytes() or 0)]
     return JSONResponse({"models": found})
 
 
-@routes.add("GET /api/version", "Ollama: version", "`version`: the release of Ollama with this API.")
+@routes.add("GET /api/version", "Ollama: version")
 async def version(_request: Request) -> JSONResponse:
-    """The release of Ollama that clients look for."""
+    """`version` is the release of Ollama with this API."""
     return JSONResponse(VERSION)
 
 

@@ -65,29 +65,23 @@ class StateParameters(BaseModel):
     since: int = Field(default=0, ge=0, description="The number of the last request in `ended` that the caller has.")
 
 
-@routes.add(
-    "GET /dashboard/state",
-    "State",
-    "The state. Values that are unknown while the model loads are null or empty.",
-    parameters=StateParameters,
-    errors=[401],
-)
+@routes.add("GET /dashboard/state", "State", parameters=StateParameters, errors=[401])
 async def state(request: Request) -> JSONResponse:
-    """The daemon now: its requests, its memory, its store, its problems."""
+    """The daemon now: its requests, its memory, its store, its problems.
+
+    Values that are unknown while the model loads are null or empty.
+    """
     watch = _dashboard(request).watch
     since = read_parameters(request, StateParameters).since
     return JSONResponse(await watch.state() | {"ended": watch.ended(since)})
 
 
-@routes.add(
-    "GET /dashboard/events",
-    "State as it changes",
-    "Events named `state`, two a second at most.",
-    errors=[401],
-    media_types=[EVENTS],
-)
+@routes.add("GET /dashboard/events", "State as it changes", errors=[401], media_types=[EVENTS])
 async def events(request: Request) -> Response:
-    """The daemon's state whenever it has changed. `ended` has the requests since the event before."""
+    """The daemon's state whenever it has changed. `ended` has the requests since the event before.
+
+    Returns events named `state`, two a second at most.
+    """
     dashboard = _dashboard(request)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     if request.method == "HEAD":
@@ -110,25 +104,24 @@ async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
         await asyncio.sleep(UPDATE_S)
 
 
-@routes.add(
-    "GET /dashboard/entries",
-    "Saved prompts",
-    "`total`, `entries`, the latest first, and `trees` of their blocks.",
-    errors=[401],
-)
+@routes.add("GET /dashboard/entries", "Saved prompts", errors=[401])
 async def entries(request: Request) -> JSONResponse:
-    """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds."""
+    """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds.
+
+    Returns `total`, `entries`, the latest first, and `trees` of their blocks.
+    """
     dashboard = _dashboard(request)
     serving = await dashboard.daemon.ready()
     store = serving.engine.cache.store
     return JSONResponse(await dashboard.saved_prompts.entries(store, with_texts=dashboard.watch.is_private))
 
 
-@routes.add(
-    "DELETE /dashboard/entries/{entry_id}", "Delete a saved prompt", "Counts of what was deleted.", errors=[401, 404]
-)
+@routes.add("DELETE /dashboard/entries/{entry_id}", "Delete a saved prompt", errors=[401, 404])
 async def delete_entry(request: Request) -> JSONResponse:
-    """Remove a saved prompt, with the blocks that nothing else needs. Without API keys, only on a loopback address."""
+    """Remove a saved prompt, with the blocks that nothing else needs. Without API keys, only on a loopback address.
+
+    Returns counts of what was deleted.
+    """
     dashboard, entry_id = _dashboard(request), request.path_params["entry_id"]
     if not dashboard.watch.is_private:
         raise HttpError(
