@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from diskprefix import hooks
 from diskprefix.server import answer, model_routes, status, stored_responses
@@ -18,7 +17,7 @@ from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.error_replies import HANDLERS
 from diskprefix.server.guards import Auth, BrowserGuard
 from diskprefix.server.keys import ApiKeys, OwnerToken
-from diskprefix.server.routes import JSON, AppRoute
+from diskprefix.server.routes import AppRoute
 from diskprefix.settings import Settings
 
 
@@ -44,7 +43,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | Own
     app = Starlette(
         routes=[
             *(*answer.routes, *stored_responses.routes, *model_routes.routes, *model_routes.token_routes),
-            *(*status.routes, AppRoute("/openapi.json", _openapi), AppRoute("/docs", _docs)),
+            *(*status.routes, AppRoute("/openapi.json", _document), AppRoute("/docs", _document)),
         ],
         middleware=[
             Middleware(AccessLog, daemon=daemon),
@@ -60,28 +59,18 @@ def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | Own
     return app
 
 
-async def _openapi(request: Request) -> Response:
-    """The OpenAPI document."""
-    return (await _documents(request))[0]
-
-
-async def _docs(request: Request) -> Response:
-    """The same as a page."""
-    return (await _documents(request))[1]
-
-
-async def _documents(request: Request) -> tuple[Response, Response]:
-    """Returns the OpenAPI document and its page, which are made once."""
+async def _document(request: Request) -> Response:
+    """Returns the OpenAPI document, or the same as a page. Both are made once."""
     app: Starlette = request.app
 
-    def make() -> tuple[Response, Response]:
+    def make() -> dict[str, Response]:
         from diskprefix.server.openapi import PAGE_POLICY, document_of, page_of
 
         document = document_of(app.routes, with_keys=isinstance(app.state.who, ApiKeys))
         page = Response(page_of(document), media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
-        return Response(json.dumps(document, separators=(",", ":")), media_type=JSON), page
+        return {"/openapi.json": JSONResponse(document), "/docs": page}
 
     if app.state.documents is None:
         app.state.documents = await app.state.daemon.threads.run("inspecting", make)
-    documents: tuple[Response, Response] = app.state.documents
-    return documents
+    found: Response = app.state.documents[request.url.path]
+    return found

@@ -24,7 +24,7 @@ _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
 
 Every reply says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
-_OF_BODIES, _OF_PARAMETERS = (400, 404, 408, 413, 415, 429), (400,)
+_OF_BODIES = (400, 404, 408, 413, 415, 429)
 _OF_ALL_ROUTES = (403, 500, 503)
 """Another site's page, a failure, and too many connections or no model yet."""
 
@@ -62,15 +62,13 @@ def _operation(route: AppRoute, method: str, about: About) -> dict[str, Any]:
     returns = returns or does
     returns += " With `stream: true` server-sent events." * (about.media_types == STREAMED)
     content = {kind: {"schema": {"type": "object" if kind == JSON else "string"}} for kind in about.media_types}
-    of_body = () if about.body is None else _OF_BODIES
-    of_parameters = () if about.parameters is None else _OF_PARAMETERS
+    errors = {*about.errors, *_OF_ALL_ROUTES, *(_OF_BODIES if about.body else ()), *([400] if about.parameters else ())}
     operation: dict[str, Any] = {
         "tags": [about.tag],
         "summary": about.summary,
         "description": does,
         "operationId": re.sub(r"\W", "_", f"{route.name}{route.path_format}_{method.lower()}"),
-        "responses": {"200": {"description": returns, "content": content}}
-        | _errors((*about.errors, *of_body, *of_parameters, *_OF_ALL_ROUTES)),
+        "responses": {"200": {"description": returns, "content": content}} | _errors(sorted(errors)),
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.param_convertors
@@ -105,7 +103,10 @@ PAGE_POLICY = (
     f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The Content-Security-Policy of the page."""
-_LIMITS = ("minimum", "exclusiveMinimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "default")
+_LIMITS = (
+    *("const", "enum", "minimum", "exclusiveMinimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
+    "default",
+)
 
 
 def page_of(document: dict[str, Any]) -> str:
@@ -160,10 +161,6 @@ def _type(schema: dict[str, Any]) -> str:
             kind = f'<a href="#{_id(name)}">{escape(name)}</a>'
         case {"anyOf": kinds} | {"oneOf": kinds}:
             kind = " or ".join(map(_type, kinds))
-        case {"enum": [*values]}:
-            kind = " or ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
-        case {"const": value}:
-            kind = f"<code>{escape(json.dumps(value))}</code>"
         case {"type": "array", "items": items}:
             kind = f"list of {_type(items)}"
         case _:
