@@ -17,9 +17,9 @@ from diskprefix.api.error_forms import (
     OLLAMA_PATH,
     HttpError,
     error_body,
+    error_headers,
     one_line,
     openai_error,
-    retry_headers,
 )
 from diskprefix.errors import GOT, DiskPrefixError
 from diskprefix.printable import shown
@@ -52,9 +52,7 @@ def note_failure(scope: Scope, error: DiskPrefixError, late: str = "") -> None:
 
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Returns the response that tells an error, with `headers` or else those that follow from the error."""
-    if error.http_status == 408:
-        headers = {"Connection": "close"}
-    return JSONResponse(_written(scope, error), error.http_status, retry_headers(error) or headers)
+    return JSONResponse(_written(scope, error), error.http_status, headers or error_headers(error))
 
 
 def stream_type(scope: Scope) -> str:
@@ -85,12 +83,10 @@ def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:
     return ServerSentEvent(said, "error" if said.get("type") == "error" else None).encode()
 
 
-async def refuse(
-    scope: Scope, receive: Receive, send: Send, error: DiskPrefixError, headers: dict[str, str] | None = None
-) -> None:
+async def refuse(scope: Scope, receive: Receive, send: Send, error: DiskPrefixError) -> None:
     """Answers a request from a middleware, and notes the reason for the log."""
     log_context(Request(scope)).error = logged(error)
-    await error_response(scope, error, headers)(scope, receive, send)
+    await error_response(scope, error)(scope, receive, send)
 
 
 async def _on_diskprefix_error(request: Request, error: Exception) -> Response:

@@ -52,7 +52,7 @@ class Auth:
             log_context(Request(scope)).caller = caller = caller_of(self._who, scope)
             counted = self._in_flight.counted(scope, caller.account)
         except DiskPrefixError as error:
-            await refuse(scope, receive, send, error, {"WWW-Authenticate": "Bearer"})
+            await refuse(scope, receive, send, error)
             return
         with counted as scope["state"]["place"]:
             await self._app(scope, receive, send)
