@@ -139,7 +139,7 @@ def command(place: str) -> click.Command:
 
 
 def add_routes(app: Any) -> None:
-    """Adds the routes of each extra to the FastAPI application. `app.state.daemon` is the daemon."""
+    """Adds the routes of each extra to the Starlette application. `app.state.daemon` is the daemon."""
     for add in _all("add_routes"):
         add(app)
 

@@ -246,7 +246,7 @@ def test_the_front_process_starts_with_few_packages() -> None:
     code = f"import {modules}, diskprefix.extras.catalogue.catalogue, sys; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"uvicorn", "msgspec"} < {*answer.stdout.split()}
-    assert not {"torch", "transformers", "fastapi", "pydantic", "numpy", "zstandard"} & {*answer.stdout.split()}
+    assert not {"torch", "transformers", "pydantic", "numpy", "zstandard"} & {*answer.stdout.split()}
 
 
 def test_the_connector_and_the_stores_commands_need_only_the_packages_that_its_page_installs() -> None:

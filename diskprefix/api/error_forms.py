@@ -71,8 +71,8 @@ class HttpError(DiskPrefixError):
         self.error_type = "invalid_request_error" if status < 500 else "server_error"
 
 
-def retry_headers(error: DiskPrefixError) -> dict[str, str] | None:
-    """Returns the headers that say when to try again, None if an error is not about time."""
-    if not isinstance(error, QueueFull | NotReady):
-        return None
-    return {"Retry-After": str(error.retry_after_s if isinstance(error, QueueFull) else _NOT_READY_RETRY_AFTER_S)}
+def error_headers(error: DiskPrefixError) -> dict[str, str]:
+    """Returns the headers of an error: when to try again, what is missing, or that the rest of the body is not read."""
+    if isinstance(error, QueueFull | NotReady):
+        return {"Retry-After": str(error.retry_after_s if isinstance(error, QueueFull) else _NOT_READY_RETRY_AFTER_S)}
+    return {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}.get(error.http_status, {})

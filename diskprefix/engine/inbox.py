@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from diskprefix.engine.gauges import Activity, Heartbeat
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull
-from diskprefix.kv.page_cache import Later, NoRoom
 from diskprefix.model.load.memory import trim_heap
 from diskprefix.printable import first_line
+
+if TYPE_CHECKING:
+    from diskprefix.kv.page_cache import Later, NoRoom
 
 log = logging.getLogger("diskprefix")
 

@@ -51,7 +51,7 @@ class AccessLog:
                 request_id = record.request_id.encode()
                 message["headers"] = [
                     *message["headers"],
-                    # Another site's page could show the routes of /docs in a frame, and lead clicks to them.
+                    # Another site's page could show one of this daemon in a frame, and lead clicks to it.
                     (b"x-frame-options", b"DENY"),
                     # The names that the clients of OpenAI and Anthropic read.
                     (b"x-request-id", request_id),

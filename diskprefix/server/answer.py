@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -36,10 +35,10 @@ from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import CacheOptions
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import described
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.remembering import RememberingReader, known_parts, reply_memory, stored_turns
+from diskprefix.server.routes import STREAMED, Routes
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, Write, first_signs, json_reply
 from diskprefix.server.threads import Kind
@@ -51,58 +50,51 @@ M = TypeVar("M")
 MAX_LOGPROBS = 2**19
 """The most log probabilities of a reply, over all choices, tokens and alternatives. Each takes 200 to 300 bytes."""
 
-router = APIRouter(tags=["completions"])
+routes = Routes("completions")
 
 
-@router.post(
-    "/v1/chat/completions",
-    summary="Chat",
-    **described(Chat.body, "A `chat.completion`, as in OpenAI's API, with `prefix_cache` and `timings`.", streams=True),
-)
+@routes.add("POST /v1/chat/completions", "Chat", Chat.body, media_types=STREAMED)
 async def chat_completions(request: Request) -> Response:
-    """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed."""
+    """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed.
+
+    Returns a `chat.completion`, as in OpenAI's API, with `prefix_cache` and `timings`.
+    """
     return await answer(request, Chat())
 
 
-@router.post(
-    "/v1/completions",
-    summary="Text completion",
-    **described(
-        Completions.body, "A `text_completion`, as in OpenAI's API, with `prefix_cache` and `timings`.", streams=True
-    ),
-)
+@routes.add("POST /v1/completions", "Text completion", Completions.body, media_types=STREAMED)
 async def completions(request: Request) -> Response:
-    """Continue a text or a list of token ids. No chat template is applied."""
+    """Continue a text or a list of token ids. No chat template is applied.
+
+    Returns a `text_completion`, as in OpenAI's API, with `prefix_cache` and `timings`.
+    """
     return await answer(request, Completions())
 
 
-@router.post(
-    "/v1/responses",
-    summary="Response",
-    **described(Responses.body, "A `response`, as in OpenAI's API, with `prefix_cache` and `timings`.", streams=True),
-)
+@routes.add("POST /v1/responses", "Response", Responses.body, media_types=STREAMED)
 async def responses(request: Request) -> Response:
-    """Reply to a conversation that is given as items, or that continues a stored response."""
+    """Reply to a conversation that is given as items, or that continues a stored response.
+
+    Returns a `response`, as in OpenAI's API, with `prefix_cache` and `timings`.
+    """
     return await answer(request, Responses())
 
 
-@router.post(
-    "/v1/responses/compact",
-    summary="A conversation in short",
-    **described(CompactRequest, "A `response.compaction`: the newest messages of the user, and an item `compaction`."),
-)
+@routes.add("POST /v1/responses/compact", "A conversation in short", CompactRequest)
 async def compact_response(request: Request) -> Response:
-    """Let the model sum up a conversation. What comes back stands for it in later requests."""
+    """Let the model sum up a conversation. What comes back stands for it in later requests.
+
+    Returns a `response.compaction`: the newest messages of the user, and an item `compaction`.
+    """
     return await answer(request, Compaction())
 
 
-@router.post(
-    "/v1/messages",
-    summary="Anthropic messages",
-    **described(Messages.body, "A `message`, as in Anthropic's API, with `prefix_cache` and `timings`.", streams=True),
-)
+@routes.add("POST /v1/messages", "Anthropic messages", Messages.body, media_types=STREAMED)
 async def messages(request: Request) -> Response:
-    """Reply to a conversation, in the form of Anthropic's API."""
+    """Reply to a conversation, in the form of Anthropic's API.
+
+    Returns a `message`, as in Anthropic's API, with `prefix_cache` and `timings`.
+    """
     return await answer(request, Messages())
 
 
@@ -390,23 +382,15 @@ class _CountedInput:
         return Asked(prompt=Responses().conversation(body, ResponseStore(notes())), sampling=SamplingParams())
 
 
-@router.post(
-    "/v1/messages/count_tokens",
-    summary="Anthropic: count tokens",
-    **described(CountTokensRequest, "`input_tokens`: the tokens of the whole prompt."),
-)
+@routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", CountTokensRequest)
 async def count_tokens(request: Request) -> Response:
-    """The length of the prompt that `POST /v1/messages` makes of the same body, in tokens."""
+    """`input_tokens` is the length of the prompt that `POST /v1/messages` makes of the same body."""
     return JSONResponse({"input_tokens": await _length(request, _CountedMessages())})
 
 
-@router.post(
-    "/v1/responses/input_tokens",
-    summary="Count the tokens of a response's input",
-    **described(ResponseRequest, "A `response.input_tokens`: the tokens of the whole prompt."),
-)
+@routes.add("POST /v1/responses/input_tokens", "Count the tokens of a response's input", ResponseRequest)
 async def count_input_tokens(request: Request) -> Response:
-    """The length of the prompt that `POST /v1/responses` makes of the same body, in tokens."""
+    """`input_tokens` is the length of the prompt that `POST /v1/responses` makes of the same body."""
     return JSONResponse({"object": "response.input_tokens", "input_tokens": await _length(request, _CountedInput())})
 
 

@@ -1,4 +1,4 @@
-"""Reads JSON bodies within limits of size and time, and parses them strictly. Errors name the field."""
+"""Reads JSON bodies, within limits of size and time, and parameters. Parses both strictly. Errors name the field."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi.exceptions import HTTPException
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from diskprefix.api.error_forms import HttpError
 from diskprefix.api.fields import REFUSED
 from diskprefix.errors import GOT, InvalidRequest
 from diskprefix.json_values import count_values, whole_characters
@@ -47,7 +47,7 @@ class Bodies:
         is rendered, and for a pause. A thread for large bodies does all work in between, so that a caller's other
         requests do not lengthen the turn.
 
-        Raises `InvalidRequest`, `HTTPException` 415, and the errors of `BodyPace.whole_body`.
+        Raises `InvalidRequest`, `HttpError` 415, and the errors of `BodyPace.whole_body`.
         """
         _check_content_type(request)
         place: CountedRequest = request.state.place
@@ -81,18 +81,18 @@ def _parse(body: bytes, model: type[Model]) -> Model:
 
 
 def _check_content_type(request: Request) -> None:
-    """Raises `HTTPException` 415 unless the content type is JSON, what `curl -d` sends, or absent.
+    """Raises `HttpError` 415 unless the content type is JSON, what `curl -d` sends, or absent.
 
     Web pages could send the latter two without asking; `BrowserGuard` has refused them before.
     """
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise HTTPException(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
+        raise HttpError(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind in ("application/json", "application/x-www-form-urlencoded") or kind.endswith("+json"):
         return
     problem = f"content-type {shown(kind)} is not supported" if kind else "the content-type is empty"
-    raise HTTPException(415, f"{problem}; send application/json")
+    raise HttpError(415, f"{problem}; send application/json")
 
 
 def parse_json(body: bytes, model: type[Model]) -> Model:
@@ -108,9 +108,20 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
     try:
         found = model.model_validate_json(text)
     except ValidationError as error:
-        raise refusal_of(error.errors(include_url=False)[0]) from error
+        raise _refusal_of(error) from error
     _require_finite(text)
     return found
+
+
+def read_parameters(request: Request, model: type[Model]) -> Model:
+    """Returns the parameters of a request: from its headers those whose names begin with `x-`, from its query the
+    others. Raises `InvalidRequest`."""
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    sources = {name: request.headers if name.startswith("x-") else request.query_params for name in names}
+    try:
+        return model.model_validate({name: source[name] for name, source in sources.items() if name in source})
+    except ValidationError as error:
+        raise _refusal_of(error) from error
 
 
 def _require_finite(text: str) -> None:
@@ -135,8 +146,9 @@ def _infinite(value: object, path: tuple[object, ...]) -> Iterator[str]:
             yield from _infinite(part, (*path, key))
 
 
-def refusal_of(first: Any) -> InvalidRequest:
-    """Returns an error of pydantic, which is a dict, in the words of this API."""
+def _refusal_of(error: ValidationError) -> InvalidRequest:
+    """Returns the first error of pydantic in the words of this API."""
+    first: Any = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         reason = str(first.get("ctx", {}).get("error", first["msg"]))
         return InvalidRequest(f"the body is not valid JSON: {reason}", code="invalid_json")

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -18,13 +17,12 @@ from diskprefix.api.error_forms import (
     OLLAMA_PATH,
     HttpError,
     error_body,
+    error_headers,
     one_line,
     openai_error,
-    retry_headers,
 )
 from diskprefix.errors import GOT, DiskPrefixError
 from diskprefix.printable import shown
-from diskprefix.server.body import refusal_of
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 log = logging.getLogger("diskprefix")
@@ -54,9 +52,7 @@ def note_failure(scope: Scope, error: DiskPrefixError, late: str = "") -> None:
 
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Returns the response that tells an error, with `headers` or else those that follow from the error."""
-    if error.http_status == 408:
-        headers = {"Connection": "close"}
-    return JSONResponse(_written(scope, error), error.http_status, retry_headers(error) or headers)
+    return JSONResponse(_written(scope, error), error.http_status, headers or error_headers(error))
 
 
 def stream_type(scope: Scope) -> str:
@@ -87,12 +83,10 @@ def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:
     return ServerSentEvent(said, "error" if said.get("type") == "error" else None).encode()
 
 
-async def refuse(
-    scope: Scope, receive: Receive, send: Send, error: DiskPrefixError, headers: dict[str, str] | None = None
-) -> None:
+async def refuse(scope: Scope, receive: Receive, send: Send, error: DiskPrefixError) -> None:
     """Answers a request from a middleware, and notes the reason for the log."""
     log_context(Request(scope)).error = logged(error)
-    await error_response(scope, error, headers)(scope, receive, send)
+    await error_response(scope, error)(scope, receive, send)
 
 
 async def _on_diskprefix_error(request: Request, error: Exception) -> Response:
@@ -110,7 +104,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404 and detail == "Not Found":
         detail = f"no such route: {method} {path}; /docs lists all routes"
     elif error.status_code == 405:
-        detail = f"{path} does not allow {method}; it allows {headers.get('Allow', 'another method')}"
+        headers["Allow"] = ", ".join(sorted(headers["Allow"].split(", ")))
+        detail = f"{path} does not allow {method}; it allows {headers['Allow']}"
     return error_response(request.scope, HttpError(error.status_code, detail), headers)
 
 
@@ -118,17 +113,9 @@ async def _on_client_disconnect(_request: Request, _error: Exception) -> Respons
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _on_wrong_query(request: Request, error: Exception) -> Response:
-    """A query that a route does not take. Bodies are read by `read_json`."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    return await _on_diskprefix_error(request, refusal_of(first | {"loc": first["loc"][1:]}))
-
-
 HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
     DiskPrefixError: _on_diskprefix_error,
     HTTPException: _on_http_exception,
-    RequestValidationError: _on_wrong_query,
     ClientDisconnect: _on_client_disconnect,
 }
 """By class of the exception."""

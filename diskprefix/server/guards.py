@@ -42,7 +42,7 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Not imported above: the front process, which has the same guards, has no FastAPI.
+        # Not imported above: the front process, which has the same guards, has no engine.
         from starlette.requests import Request
 
         from diskprefix.server.error_replies import refuse
@@ -52,7 +52,7 @@ class Auth:
             log_context(Request(scope)).caller = caller = caller_of(self._who, scope)
             counted = self._in_flight.counted(scope, caller.account)
         except DiskPrefixError as error:
-            await refuse(scope, receive, send, error, {"WWW-Authenticate": "Bearer"})
+            await refuse(scope, receive, send, error)
             return
         with counted as scope["state"]["place"]:
             await self._app(scope, receive, send)

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,12 +17,11 @@ from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import described, replies
+from diskprefix.server.routes import Routes
 from diskprefix.server.serving import Serving
 from diskprefix.units import format_size
 
-router = APIRouter(tags=["daemon"])
-token_router = APIRouter(tags=["tokens"])
+routes, token_routes = Routes("daemon"), Routes("tokens")
 
 _PARAMETERS = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "logprobs", "top_logprobs"),
@@ -92,13 +90,10 @@ async def _serving(request: Request) -> Serving:
     return await daemon.ready()
 
 
-@router.get(
-    "/v1/models",
-    summary="List models",
-    **replies("A list, in the form of OpenAI's API; with the header `anthropic-version` in that of Anthropic's."),
-)
+@routes.add("GET /v1/models", "List models")
 async def list_models(request: Request) -> JSONResponse:
-    """The one model that is served."""
+    """A list of the one model that is served, in the form of OpenAI's API; with the header `anthropic-version` in that
+    of Anthropic's."""
     serving = await _serving(request)
     if _is_anthropic(request):
         ends = {"first_id": serving.model_name, "last_id": serving.model_name, "has_more": False}
@@ -106,13 +101,11 @@ async def list_models(request: Request) -> JSONResponse:
     return JSONResponse({"object": "list", "data": [card(serving)]})
 
 
-@router.get(
-    "/v1/models/{model_name:path}", summary="Retrieve a model", **replies("The model, as `/v1/models` lists it.", 404)
-)
-async def retrieve_model(model_name: str, request: Request) -> JSONResponse:
-    """The served model by its name."""
+@routes.add("GET /v1/models/{model_name:path}", "Retrieve a model", errors=[404])
+async def retrieve_model(request: Request) -> JSONResponse:
+    """The served model by its name, as `/v1/models` lists it."""
     serving = await _serving(request)
-    serving.require_model(model_name)
+    serving.require_model(request.path_params["model_name"])
     return JSONResponse(_anthropic_model(serving) if _is_anthropic(request) else card(serving))
 
 
@@ -148,13 +141,9 @@ async def _answer(request: Request, body: type[B], work: Callable[[PromptRendere
     return Response(content, media_type="application/json")
 
 
-@token_router.post(
-    "/tokenize",
-    summary="Text to tokens",
-    **described(TokenizeRequest, "`tokens`: ids, or with `with_pieces` objects with `id` and `piece`."),
-)
+@token_routes.add("POST /tokenize", "Text to tokens", TokenizeRequest)
 async def tokenize(request: Request) -> Response:
-    """The tokens of a text."""
+    """The `tokens` of a text: ids, or with `with_pieces` objects with `id` and `piece`."""
 
     def work(renderer: PromptRenderer, body: TokenizeRequest) -> dict[str, Any]:
         if (num_bytes := len(body.content.encode("utf-8", "surrogatepass"))) > _MOST_BYTES:
@@ -169,19 +158,15 @@ async def tokenize(request: Request) -> Response:
     return await _answer(request, TokenizeRequest, work)
 
 
-@token_router.post(
-    "/detokenize",
-    summary="Tokens to text",
-    **described(DetokenizeRequest, "`content`: the text, special tokens included."),
-)
+@token_routes.add("POST /detokenize", "Tokens to text", DetokenizeRequest)
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
+    """`content` is the text of the tokens, special tokens included."""
     return await _answer(
         request, DetokenizeRequest, lambda renderer, body: {"content": renderer.detokenize(body.tokens)}
     )
 
 
-@token_router.post("/apply-template", summary="Conversation to prompt", **described(ChatRequest, "`prompt`: the text."))
+@token_routes.add("POST /apply-template", "Conversation to prompt", ChatRequest)
 async def apply_template(request: Request) -> Response:
-    """The prompt of a conversation as a text, without images. Nothing is computed."""
+    """`prompt` is that of a conversation as a text, without images. Nothing is computed."""
     return await _answer(request, ChatRequest, lambda renderer, body: {"prompt": renderer.text_of(body.conversation)})

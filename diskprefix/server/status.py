@@ -5,29 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, Field
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from diskprefix.engine.gauges import Activity
+from diskprefix.server.body import read_parameters
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import replies
 from diskprefix.server.log_context import log_context
+from diskprefix.server.routes import JSON, TEXT, AppRoute, Routes
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 
-router = APIRouter(tags=["daemon"])
+routes = Routes("daemon")
 
 WELCOME = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "chat": "/chat"}
-
-
-async def require_admin(request: Request) -> None:
-    log_context(request).caller.require_admin()
-
-
-async def require_owner(request: Request) -> None:
-    log_context(request).caller.require_owner()
 
 
 def _daemon(request: Request) -> Daemon:
@@ -35,35 +29,35 @@ def _daemon(request: Request) -> Daemon:
     return daemon
 
 
-@router.get("/", summary="Welcome", **replies("The name of the program, and where to look."))
-async def welcome() -> JSONResponse:
-    """200 as soon as the daemon listens: some clients look here first. Browsers get the dashboard instead."""
+@routes.add("GET /", "Welcome")
+async def welcome(_request: Request) -> JSONResponse:
+    """200 as soon as the daemon listens: some clients look here first. Browsers get the dashboard instead.
+
+    Returns the name of the program, and where to look.
+    """
     return JSONResponse(WELCOME, headers={"Vary": "Accept"})
 
 
-@router.get("/dashboard", include_in_schema=False)
-async def to_dashboard() -> RedirectResponse:
+async def _to_dashboard(_request: Request) -> Response:
     """The dashboard is at `/`."""
     return RedirectResponse("./")
 
 
-@router.get("/favicon.ico", include_in_schema=False)
-async def no_icon() -> Response:
+async def _no_icon(_request: Request) -> Response:
     """Browsers ask for it at addresses that show JSON, and there is none."""
     return Response(status_code=204)
 
 
-@router.get(
-    "/health",
-    summary="Health",
-    **replies(
-        "`status`: `ok` and `degraded` (200) serve requests, the others (503) do not. With `--api-keys`, only the key "
-        "named `admin` gets more: `message` while the model loads or a prompt hangs, `model`, `cache`, `queue_depth` "
-        "and `running`."
-    ),
-)
+routes += AppRoute("/dashboard", _to_dashboard), AppRoute("/favicon.ico", _no_icon)
+
+
+@routes.add("GET /health", "Health")
 async def health(request: Request) -> JSONResponse:
-    """200 when requests are served, 503 when not."""
+    """200 when requests are served, 503 when not.
+
+    With a `status` of `ok` or `degraded` requests are served. With `--api-keys`, only the key named `admin` gets more:
+    `message` while the model loads or a prompt hangs, `model`, `cache`, `queue_depth` and `running`.
+    """
     daemon = _daemon(request)
     serving = daemon.serving
     content: dict[str, Any] = {"status": daemon.status}
@@ -79,22 +73,27 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(content, status_code)
 
 
-@router.get(
-    "/props",
-    summary="Properties",
-    dependencies=[Depends(require_owner)],
-    responses={401: {"description": "The caller is not the owner."}},
-)
-async def props(request: Request, check: bool = False) -> dict[str, Any]:
-    """The model, the cache with its settings and counts, all settings and the start-up times. `prefix_breaks`: the
+class PropsParameters(BaseModel):
+    """`GET /props`."""
+
+    check: bool = Field(default=False, description="With `wrong_pages`: what is wrong with the pages of KV memory.")
+
+
+@routes.add("GET /props", "Properties", parameters=PropsParameters, errors=[401])
+async def props(request: Request) -> Response:
+    """The model and the daemon, for its owner.
+
+    Returns the model, the cache with its settings and counts, all settings and the start-up times. `prefix_breaks`: the
     lines because of which less of prompts was found. `gate`: whether restoring is faster than computing. `running`: the
-    progress of each request that waits or runs. With `check`, `wrong_pages` says what is wrong with the pages of KV
-    memory: nothing, if all is well."""
+    progress of each request that waits or runs.
+    """
+    log_context(request).caller.require_owner()
+    check = read_parameters(request, PropsParameters).check
     daemon = _daemon(request)
     serving = await daemon.ready()
     stats = await serving.counts.newest(0.0)
     checked = {"wrong_pages": await daemon.threads.run("inspecting", serving.engine.check_memory)} if check else {}
-    return checked | {
+    content = checked | {
         "version": __version__,
         "model": _model_props(serving),
         "full_cache": {"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
@@ -105,6 +104,7 @@ async def props(request: Request, check: bool = False) -> dict[str, Any]:
         "settings": asdict(daemon.settings),
         "startup_s": serving.startup_s,
     }
+    return Response(to_json(content), media_type=JSON)
 
 
 def _running(activity: Activity, model: str) -> dict[str, Any]:
@@ -140,16 +140,9 @@ def _model_props(serving: Serving) -> dict[str, Any]:
     }
 
 
-@router.get(
-    "/metrics",
-    summary="Metrics",
-    response_class=Response,
-    responses={
-        200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."},
-    },
-    dependencies=[Depends(require_admin)],
-)
+@routes.add("GET /metrics", "Metrics", media_types=[TEXT])
 async def metrics(request: Request) -> Response:
     """Counters and histograms in Prometheus' text format; available while loading too."""
+    log_context(request).caller.require_admin()
     daemon = _daemon(request)
     return Response(await daemon.metrics.render(daemon.serving), media_type=CONTENT_TYPE_LATEST)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal, TypeVar
 
-from fastapi import APIRouter, Header, Query
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,91 +13,97 @@ from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_SALT_CHARS
 from diskprefix.api.responses_items import ResponseStore
 from diskprefix.errors import InvalidRequest
+from diskprefix.server.body import read_parameters
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import replies
 from diskprefix.server.log_context import log_context
+from diskprefix.server.routes import Routes
 from diskprefix.store.note_record import NoteKind
 
-router = APIRouter(prefix="/v1/responses", tags=["responses"])
+routes = Routes("responses")
 
-Salt = Annotated[
-    str | None,
-    Header(
+
+class StoredParameters(BaseModel):
+    """The parameters of all routes."""
+
+    cache_salt: str | None = Field(
+        default=None,
         alias="x-cache-salt",
         min_length=1,
         max_length=MAX_SALT_CHARS,
         description="That of the request which was answered. Not in the query, which proxies log.",
-    ),
-]
+    )
 
 
-async def _answer(request: Request, id_: str, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
+class ResponseParameters(StoredParameters):
+    stream: Literal["false"] | None = Field(default=None, description="Streams are not supported.")
+
+
+class ItemsParameters(StoredParameters):
+    limit: int = Field(default=20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+P = TypeVar("P", bound=StoredParameters)
+
+
+async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, str, P], Json]) -> Response:
     """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes. Of several
     models, the one that replied may not be loaded."""
     daemon: Daemon = request.app.state.daemon
-    caller = log_context(request).caller
+    caller, id_ = log_context(request).caller, request.path_params["response_id"]
+    parameters = read_parameters(request, of)
     serving = await daemon.ready()
+    salt = parameters.cache_salt
     tenant = caller.tenant if salt is None else caller.tenant.with_salt(salt)
     notes = serving.engine.cache.notes(tenant)
 
     def work() -> bytes:
-        return json_text(read(ResponseStore(notes.holder(NoteKind.RESPONSE, id_))))
+        return json_text(read(ResponseStore(notes.holder(NoteKind.RESPONSE, id_)), id_, parameters))
 
     async with daemon.stored_turns.of(caller.account):
         content = await daemon.threads.run_for(request, "rendering", work)
     return Response(content, media_type="application/json")
 
 
-@router.get(
-    "/{response_id}",
-    summary="A stored response",
-    **replies("The `response`.", 400, 404),
+@routes.add("GET /v1/responses/{response_id}", "A stored response", parameters=ResponseParameters, errors=[404])
+async def get_response(request: Request) -> Response:
+    """The `response` that was stored."""
+    return await _answer(request, ResponseParameters, lambda store, id_, _: store.get(id_).response)
+
+
+@routes.add("DELETE /v1/responses/{response_id}", "Delete a stored response", parameters=StoredParameters, errors=[404])
+async def delete_response(request: Request) -> Response:
+    """Delete a stored response. The responses that continue it cannot be continued any more.
+
+    Returns `id`, and `deleted`.
+    """
+
+    def delete(store: ResponseStore, id_: str, _: StoredParameters) -> Json:
+        store.delete(id_)
+        return {"id": id_, "object": "response", "deleted": True}
+
+    return await _answer(request, StoredParameters, delete)
+
+
+@routes.add(
+    "GET /v1/responses/{response_id}/input_items",
+    "The input of a stored response",
+    parameters=ItemsParameters,
+    errors=[404],
 )
-async def get_response(
-    request: Request, response_id: str, cache_salt: Salt = None, stream: Literal["false"] | None = None
-) -> Response:
-    """Return a response that was stored. `stream` is not supported."""
-    del stream
-    return await _answer(request, response_id, cache_salt, lambda store: store.get(response_id).response)
+async def list_input_items(request: Request) -> Response:
+    """List the items that a stored response was made from, with those of the responses that it continues.
+
+    Returns a page: `data` with the items, `first_id`, `last_id` and `has_more`.
+    """
+    return await _answer(request, ItemsParameters, lambda store, id_, wanted: _page(store.items_of(id_), wanted))
 
 
-@router.delete(
-    "/{response_id}",
-    summary="Delete a stored response",
-    **replies("`id`, and `deleted`.", 400, 404),
-)
-async def delete_response(request: Request, response_id: str, cache_salt: Salt = None) -> Response:
-    """Delete a stored response. The responses that continue it cannot be continued any more."""
-
-    def delete(store: ResponseStore) -> Json:
-        store.delete(response_id)
-        return {"id": response_id, "object": "response", "deleted": True}
-
-    return await _answer(request, response_id, cache_salt, delete)
-
-
-@router.get(
-    "/{response_id}/input_items",
-    summary="The input of a stored response",
-    **replies("A page: `data` with the items, `first_id`, `last_id` and `has_more`.", 400, 404),
-)
-async def list_input_items(
-    request: Request,
-    response_id: str,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
-    after: str | None = None,
-    cache_salt: Salt = None,
-) -> Response:
-    """List the items that a stored response was made from, with those of the responses that it continues."""
-    return await _answer(
-        request, response_id, cache_salt, lambda store: _page(store.items_of(response_id), limit, order, after)
-    )
-
-
-def _page(items: list[Json], limit: int, order: Literal["asc", "desc"], after: str | None) -> Json:
+def _page(items: list[Json], wanted: ItemsParameters) -> Json:
     """Returns a page of items."""
-    if order == "desc":
+    limit, after = wanted.limit, wanted.after
+    if wanted.order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:

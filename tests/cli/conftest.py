@@ -75,7 +75,7 @@ def run_fresh(*commands: list[str]) -> tuple[list[str], set[str]]:
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = set(ended.stderr.splitlines()[-1].split())
     return ended.stdout.splitlines(), imported & {
-        *("torch", "transformers", "tokenizers", "uvicorn", "fastapi", "pydantic", "jinja2", "rich"),
+        *("torch", "transformers", "tokenizers", "uvicorn", "starlette", "pydantic", "jinja2", "rich"),
     }
 
 

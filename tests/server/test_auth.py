@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import logging
 import os
@@ -166,7 +167,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, name: str, reason: str) -> N
 
 PROTECTED = (
     *("/props", "/metrics", "/docs", "/openapi.json", "/v1/models", "/v1/models/tiny-chat", "/v1/nothing"),
-    *("/health/", "/HEALTH", "/health/../props", "/docs/oauth2-redirect", "/static-offline-docs/favicon.png"),
+    *("/health/", "/HEALTH", "/health/../props"),
 )
 UNAUTHORIZED = {"type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
 
@@ -237,6 +238,11 @@ def test_a_key_is_asked_for_before_the_body_is_read_and_who_sends_it_at_once_rea
     with open_raw(keyed.port, announced_bytes=1_000_000, Expect="100-continue") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
     assert_unauthorized(client.post(CHAT, content=b"x" * 20_000_000))
+    # As urllib sends it. Its body is not read to the end, and it must not see a reset of the connection.
+    closing = http.client.HTTPConnection("127.0.0.1", keyed.port, timeout=60)
+    closing.request("POST", CHAT, b"x" * 20_000_000, {"Connection": "close"})
+    assert closing.getresponse().status == 401
+    closing.close()
 
 
 def arriving(server: AppServer, key: str) -> socket.socket:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
     from diskprefix.server.serving import Serving
 
 
-def add_routes(app: FastAPI) -> None:
+def add_routes(app: Starlette) -> None:
     """Adds `POST /v1/embeddings`."""
     from diskprefix.extras.embedding import embeddings
     from diskprefix.extras.embedding.model_purpose import read_purpose
@@ -21,4 +21,4 @@ def add_routes(app: FastAPI) -> None:
         app.state.purpose = read_purpose(serving.engine.origin)
 
     daemon.at_load.append(read)
-    app.include_router(embeddings.router)
+    app.routes.extend(embeddings.routes)

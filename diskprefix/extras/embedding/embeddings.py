@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message
 
 from diskprefix.api.fields import REFUSED, CacheFields, TextFields, cache_options
@@ -27,9 +28,9 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.extras.embedding.model_purpose import Purpose
 from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import described
 from diskprefix.server.generation import Generation, together
 from diskprefix.server.log_context import LogContext, log_context
+from diskprefix.server.routes import Routes
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import disconnected
 from diskprefix.tenant_ids import group_of
@@ -40,7 +41,7 @@ _WAIT_S = 60.0
 
 Values: TypeAlias = npt.NDArray[np.float32]
 
-router = APIRouter(tags=["embeddings"])
+routes = Routes("embeddings")
 
 _TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _INPUT = {"anyOf": [{"type": "string"}, _TOKENS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _TOKENS]}}]}
@@ -80,11 +81,12 @@ class EmbeddingsRequest(CacheFields, TextFields):
     )
 
 
-@router.post(
-    "/v1/embeddings", summary="Embeddings", **described(EmbeddingsRequest, "A list of the vectors, as in OpenAI's API.")
-)
+@routes.add("POST /v1/embeddings", "Embeddings", EmbeddingsRequest)
 async def embeddings(request: Request) -> Response:
-    """A vector for each input: the model's last hidden states, pooled as its files say."""
+    """A vector for each input: the model's last hidden states, pooled as its files say.
+
+    Returns a list of the vectors, as in OpenAI's API.
+    """
     body, serving, vectors, usage = await read_vectors(request)
     fields: JsonObject = {"object": "list", "model": serving.model_name, "usage": usage}
     daemon: Daemon = request.app.state.daemon

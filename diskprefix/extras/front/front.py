@@ -1,6 +1,6 @@
 """The front process: it holds the sockets and the keys, and passes each request on to the worker of its model.
 
-It imports neither torch, transformers nor FastAPI. `swaps.py` decides which models are loaded, `workers.py` has their
+It imports neither torch, transformers nor pydantic. `swaps.py` decides which models are loaded, `workers.py` has their
 processes, `passing.py` passes requests on.
 """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 from starlette.responses import JSONResponse
 
-from diskprefix.api.error_forms import error_body, one_line, retry_headers
+from diskprefix.api.error_forms import error_body, error_headers, one_line
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.json_values import whole_characters
 from diskprefix.printable import shown
@@ -42,8 +42,6 @@ def refusal(scope: Scope, error: DiskPrefixError, *, sees_all: bool) -> JSONResp
     """Returns an error in the form of the API that was called, as a caller may see it who `sees_all` or not."""
     request_id = f"req_{uuid.uuid4().hex[:24]}"
     said = error_body(scope, error.told_to(sees_all=sees_all), request_id)
-    headers = {"x-request-id": request_id, "request-id": request_id} | (retry_headers(error) or {})
-    if error.http_status == 401:
-        headers["www-authenticate"] = "Bearer"
+    headers = {"x-request-id": request_id, "request-id": request_id} | error_headers(error)
     log.info("[front] %s %s %d: %s", scope["method"], shown(scope["path"]), error.http_status, one_line(error.message))
     return JSONResponse(said, error.http_status, headers)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 
-def add_routes(app: FastAPI) -> None:
+def add_routes(app: Starlette) -> None:
     """Adds `POST /infill`."""
-    from diskprefix.extras.infill.infill import router
+    from diskprefix.extras.infill.infill import routes
 
-    app.include_router(router)
+    app.routes.extend(routes)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
 
 from diskprefix.api.asked import Asked
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
@@ -21,10 +22,10 @@ from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.output.format import ContentDelta
 from diskprefix.engine.request import DoneEvent
 from diskprefix.server.answer import answer
-from diskprefix.server.described import described
+from diskprefix.server.routes import STREAMED, Routes
 from diskprefix.store.notes import TenantNotes
 
-router = APIRouter(tags=["completions"])
+routes = Routes("completions")
 
 
 class FileBody(Body):
@@ -131,13 +132,10 @@ def _as_llama_cpp(done: DoneEvent) -> dict[str, Any]:
     }
 
 
-@router.post(
-    "/infill",
-    summary="Fill a gap",
-    **described(
-        InfillRequest, "`content`, the text for the gap, and figures, as llama.cpp's server has them.", streams=True
-    ),
-)
+@routes.add("POST /infill", "Fill a gap", InfillRequest, media_types=STREAMED)
 async def infill(request: Request) -> Response:
-    """Text for the gap between two texts, as code editors ask for it. No chat template is applied."""
+    """Text for the gap between two texts, as code editors ask for it. No chat template is applied.
+
+    Returns `content`, the text for the gap, and figures, as llama.cpp's server has them.
+    """
     return await answer(request, Infill())

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 
-def add_routes(app: FastAPI) -> None:
+def add_routes(app: Starlette) -> None:
     """Adds the routes below `/api/`."""
     from diskprefix.extras.ollama import ollama_routes
     from diskprefix.extras.ollama.ollama_models import facts_of
 
     daemon = app.state.daemon
     daemon.at_load.append(lambda serving: setattr(app.state, "file_facts", facts_of(serving.engine.origin)))
-    app.include_router(ollama_routes.router)
+    app.routes.extend(ollama_routes.routes)

@@ -1,4 +1,4 @@
-"""The models as Ollama lists them, made of the cards of `/v1/models`. The front process imports it: no FastAPI here."""
+"""The models as Ollama lists them, made of the cards of `/v1/models`. The front process imports it: so no pydantic."""
 
 from __future__ import annotations
 

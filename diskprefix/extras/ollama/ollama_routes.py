@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import AsyncExitStack
 
-from fastapi import APIRouter, Request, Response
 from pydantic import Field
-from starlette.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.dialect import json_text
 from diskprefix.api.fields import Body
@@ -16,12 +16,11 @@ from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, O
 from diskprefix.extras.ollama.ollama_models import INSTEAD, VERSION, require_served, running, shown_model, tag
 from diskprefix.model.load.memory import resident_bytes
 from diskprefix.server.answer import answer
-from diskprefix.server.described import described, replies
 from diskprefix.server.log_context import log_context
 from diskprefix.server.model_routes import card
+from diskprefix.server.routes import AppRoute, Routes
 
-router = APIRouter(tags=["ollama"])
-_LINES = "The reply, as lines of JSON unless `stream` is `false`."
+routes = Routes("ollama")
 
 
 class ShowRequest(Body):
@@ -30,23 +29,27 @@ class ShowRequest(Body):
     model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")
 
 
-@router.post("/api/chat", summary="Ollama: chat", **described(OllamaChatRequest, _LINES))
+@routes.add("POST /api/chat", "Ollama: chat", OllamaChatRequest)
 async def chat(request: Request) -> Response:
-    """Reply to a conversation. Without messages the model is loaded."""
+    """Reply to a conversation. Without messages the model is loaded.
+
+    Returns lines of JSON unless `stream` is `false`.
+    """
     return await answer(request, Ollama(OllamaChatRequest))
 
 
-@router.post("/api/generate", summary="Ollama: generate", **described(OllamaGenerateRequest, _LINES))
+@routes.add("POST /api/generate", "Ollama: generate", OllamaGenerateRequest)
 async def generate(request: Request) -> Response:
-    """Reply to a text, or continue it. Without a prompt the model is loaded."""
+    """Reply to a text, or continue it. Without a prompt the model is loaded.
+
+    Returns lines of JSON unless `stream` is `false`.
+    """
     return await answer(request, Ollama(OllamaGenerateRequest))
 
 
-@router.post(
-    "/api/embed", summary="Ollama: embeddings", **described(EmbeddingsRequest, "`embeddings`: a vector for each.")
-)
+@routes.add("POST /api/embed", "Ollama: embeddings", EmbeddingsRequest)
 async def embed(request: Request) -> Response:
-    """The vectors of `/v1/embeddings`."""
+    """The vectors of `/v1/embeddings`, as `embeddings`."""
     body, serving, vectors, usage = await read_vectors(request)
     took_ns = round(1e9 * (time.perf_counter() - log_context(request).began_at))
     said = {"model": serving.model_name, "total_duration": took_ns, "prompt_eval_count": usage["prompt_tokens"]}
@@ -56,9 +59,9 @@ async def embed(request: Request) -> Response:
     return Response(content, media_type="application/json")
 
 
-@router.post("/api/show", summary="Ollama: show a model", **described(ShowRequest, "Its capabilities and sizes."))
+@routes.add("POST /api/show", "Ollama: show a model", ShowRequest)
 async def show(request: Request) -> JSONResponse:
-    """The served model."""
+    """The capabilities and sizes of the served model."""
     daemon = request.app.state.daemon
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, ShowRequest, held)
@@ -67,31 +70,32 @@ async def show(request: Request) -> JSONResponse:
     return JSONResponse(shown_model(card(serving), request.app.state.file_facts))
 
 
-@router.get("/api/tags", summary="Ollama: list models", **replies("`models`: the served model."))
+@routes.add("GET /api/tags", "Ollama: list models")
 async def tags(request: Request) -> JSONResponse:
-    """The served model."""
+    """`models` has the served model."""
     serving = await request.app.state.daemon.ready()
     return JSONResponse({"models": [tag(card(serving), request.app.state.file_facts)]})
 
 
-@router.get("/api/ps", summary="Ollama: models in memory", **replies("`models`: the served model, once it is loaded."))
+@routes.add("GET /api/ps", "Ollama: models in memory")
 async def loaded(request: Request) -> JSONResponse:
-    """The model in memory, with that of the process."""
+    """`models` has the served model once it is loaded, with the memory of the process."""
     serving, state = request.app.state.daemon.serving, request.app.state
     found = [] if serving is None else [running(card(serving), state.file_facts, resident_bytes() or 0)]
     return JSONResponse({"models": found})
 
 
-@router.get("/api/version", summary="Ollama: version", **replies("`version`: the release of Ollama with this API."))
-async def version() -> JSONResponse:
-    """The release of Ollama that clients look for."""
+@routes.add("GET /api/version", "Ollama: version")
+async def version(_request: Request) -> JSONResponse:
+    """`version` is the release of Ollama with this API."""
     return JSONResponse(VERSION)
 
 
-async def refused(request: Request) -> None:
+async def refused(request: Request) -> Response:
     require_served(request.url.path)
+    raise AssertionError
 
 
 for _what in INSTEAD:
     _path = f"/api/{_what}" + "/{digest}" * (_what == "blobs")
-    router.add_api_route(_path, refused, methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    routes.append(AppRoute(_path, refused, ["GET", "POST", "DELETE"]))

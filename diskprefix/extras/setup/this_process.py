@@ -20,7 +20,7 @@ from diskprefix.server.keys import OwnerToken
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 _POLL_S = 0.1
 
@@ -77,7 +77,7 @@ def _interrupts_held() -> Iterator[threading.Event]:
             raise LoadInterrupted("interrupted")
 
 
-async def _answered(application: FastAPI, token: OwnerToken, method: str, path: str, body: object) -> Answer:
+async def _answered(application: Starlette, token: OwnerToken, method: str, path: str, body: object) -> Answer:
     """Returns the answer to one request of the owner, sent as an ASGI server sends it."""
     received: asyncio.Queue[Any] = asyncio.Queue()
     sent: asyncio.Queue[Any] = asyncio.Queue()

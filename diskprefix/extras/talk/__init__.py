@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
 
 _FOLDER = "diskprefix.extras.talk"
 COMMANDS = {"run": f"{_FOLDER}.run_command:run", "chat": f"{_FOLDER}.chat_command:chat"}
 
 
-def add_routes(app: FastAPI) -> None:
+def add_routes(app: Starlette) -> None:
     """Adds the page."""
-    from diskprefix.extras.talk.talk_routes import router
+    from diskprefix.extras.web_page import CHAT_PAGE
+    from diskprefix.server.routes import AppRoute
 
-    app.include_router(router)
+    async def page(_request: Request) -> Response:
+        return CHAT_PAGE.response()
+
+    app.routes.append(AppRoute("/chat", page))

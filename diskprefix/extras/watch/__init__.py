@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
 
 COMMANDS = {
     "inspect": "diskprefix.extras.watch.inspect.inspect_command:inspect",
@@ -14,13 +14,11 @@ COMMANDS = {
 }
 
 
-def add_routes(app: FastAPI) -> None:
+def add_routes(app: Starlette) -> None:
     """Adds the dashboard, and its page at `/` for browsers."""
     from diskprefix.extras.watch.dashboard import routes
-    from diskprefix.extras.web_page import DASHBOARD_PAGE
 
     app.state.dashboard = routes.Dashboard(app.state.daemon)
-    app.include_router(routes.router)
-    page = routes.PageRoute("/", lambda: DASHBOARD_PAGE.response(), include_in_schema=False)
+    app.routes.extend(routes.routes)
     # Before the daemon's own route.
-    app.router.routes.insert(0, page)
+    app.routes.insert(0, routes.PageRoute())

@@ -37,7 +37,7 @@ from diskprefix.store.folder import crash_file, make_folder
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.applications import Starlette
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from diskprefix.engine.loop import Engine
@@ -73,15 +73,15 @@ _HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(
 class Entrance:
     """ASGI application that hands everything to the one that `make_app` returns.
 
-    `make_app` runs in a thread, because it imports FastAPI and all routes. Until it returns, `GET /health` is answered
-    with the status alone. Imports neither FastAPI nor what the routes need.
+    `make_app` runs in a thread, because it imports all routes. Until it returns, `GET /health` is answered with the
+    status alone. Imports neither Starlette nor what the routes need.
     """
 
-    def __init__(self, make_app: Callable[[], FastAPI], on_failure: Callable[[], None]) -> None:
+    def __init__(self, make_app: Callable[[], Starlette], on_failure: Callable[[], None]) -> None:
         """`on_failure` is called on the event loop if `make_app` raises. `app` then raises the same."""
         self._make_app = make_app
         self._on_failure = on_failure
-        self._making: asyncio.Task[FastAPI]
+        self._making: asyncio.Task[Starlette]
         self._lifespan = AsyncExitStack()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,7 +94,7 @@ class Entrance:
             app = await self.app()
             await app(scope, receive, send)
 
-    async def app(self) -> FastAPI:
+    async def app(self) -> Starlette:
         """Returns the application once it is made and has started."""
         # Without the shield, a client that hangs up would cancel it.
         return await asyncio.shield(self._making)
@@ -109,7 +109,7 @@ class Entrance:
         await self._lifespan.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _make(self) -> FastAPI:
+    async def _make(self) -> Starlette:
         try:
             app = await asyncio.to_thread(self._make_app)
             await self._lifespan.enter_async_context(app.router.lifespan_context(app))
@@ -151,7 +151,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
     gc.disable()
 
-    def make_app() -> FastAPI:
+    def make_app() -> Starlette:
         # Its libraries and routes are imported here, while the port answers already.
         from diskprefix.server.http_app import create_app
 

@@ -21,10 +21,12 @@ from typing import Any, ParamSpec
 import pytest
 import uvicorn
 
-from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
+from diskprefix.api.error_forms import HttpError
+from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError, NotReady
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel
 from diskprefix.extras.front import front, own_routes, passing
 from diskprefix.extras.front.front import Front
+from diskprefix.extras.front.front_messages import refusal
 from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
@@ -507,6 +509,21 @@ async def test_the_list_of_models_is_read_again_beside_the_requests() -> None:
         told.front.read_again()
         assert len(models.models()) == 2, "that is done in a thread"
         await until(lambda: len(models.models()) == 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "headers"),
+    [
+        (HttpError(408, "slow"), {"connection": "close"}),
+        (HttpError(401, "who?"), {"www-authenticate": "Bearer"}),
+        (NotReady("wait"), {"retry-after": "2"}),
+        (HttpError(404, "where?"), {}),
+    ],
+)
+def test_a_refusal_has_the_headers_of_the_daemons_own(error: DiskPrefixError, headers: dict[str, str]) -> None:
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+    found = refusal(scope, error, sees_all=False).headers
+    assert {name: found[name] for name in ("connection", "www-authenticate", "retry-after") if name in found} == headers
 
 
 def test_a_worker_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> None:

@@ -5,33 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
-from fastapi.exceptions import HTTPException
-from fastapi.routing import APIRoute
+from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Match
 from starlette.types import Scope
 
+from diskprefix.api.error_forms import HttpError
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
 from diskprefix.extras.watch.dashboard.watch import UPDATE_S, Watch
-from diskprefix.extras.web_page import wants_page
+from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
+from diskprefix.server.body import read_parameters
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import EVENTS, replies
-from diskprefix.server.status import require_owner
+from diskprefix.server.log_context import log_context
+from diskprefix.server.routes import EVENTS, AppRoute, Routes
 
 _SILENT_S = 8.0
 """The time without news after which a comment shows that the stream is alive."""
 
-router = APIRouter(
-    prefix="/dashboard",
-    tags=["dashboard"],
-    dependencies=[Depends(require_owner)],
-    responses={401: {"description": "The caller is not the owner."}},
-)
+routes = Routes("dashboard")
 
 
 class Dashboard:
@@ -44,41 +38,55 @@ class Dashboard:
 
 
 def _dashboard(request: Request) -> Dashboard:
+    """Raises an error unless the caller is the owner."""
+    log_context(request).caller.require_owner()
     dashboard: Dashboard = request.app.state.dashboard
     return dashboard
 
 
-class PageRoute(APIRoute):
+class PageRoute(AppRoute):
     """`GET /` for browsers. The daemon itself answers other clients."""
+
+    def __init__(self) -> None:
+        super().__init__("/", _page)
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child = super().matches(scope)
         return (match, child) if match is Match.FULL and wants_page(Headers(scope=scope)) else (Match.NONE, {})
 
 
-@router.get(
-    "/state",
-    summary="State",
-    **replies("The state. Values that are unknown while the model loads are null or empty.", 400),
-)
-async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSONResponse:
-    """The daemon now: its requests, its memory, its store, its problems. `since`: the number of the last request in
-    `ended` that the caller has."""
+async def _page(_request: Request) -> Response:
+    return DASHBOARD_PAGE.response()
+
+
+class StateParameters(BaseModel):
+    """`GET /dashboard/state`."""
+
+    since: int = Field(default=0, ge=0, description="The number of the last request in `ended` that the caller has.")
+
+
+@routes.add("GET /dashboard/state", "State", parameters=StateParameters, errors=[401])
+async def state(request: Request) -> JSONResponse:
+    """The daemon now: its requests, its memory, its store, its problems.
+
+    Values that are unknown while the model loads are null or empty.
+    """
     watch = _dashboard(request).watch
+    since = read_parameters(request, StateParameters).since
     return JSONResponse(await watch.state() | {"ended": watch.ended(since)})
 
 
-@router.get(
-    "/events",
-    summary="State as it changes",
-    response_model=None,
-    responses={200: {"content": EVENTS, "description": "Events named `state`, two a second at most."}},
-)
-async def events(request: Request) -> StreamingResponse:
-    """The daemon's state whenever it has changed. `ended` has the requests since the event before."""
+@routes.add("GET /dashboard/events", "State as it changes", errors=[401], media_types=[EVENTS])
+async def events(request: Request) -> Response:
+    """The daemon's state whenever it has changed. `ended` has the requests since the event before.
+
+    Returns events named `state`, two a second at most.
+    """
     dashboard = _dashboard(request)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_events(dashboard), media_type="text/event-stream", headers=headers)
+    if request.method == "HEAD":
+        return Response(headers=headers, media_type=EVENTS)
+    return StreamingResponse(_events(dashboard), media_type=EVENTS, headers=headers)
 
 
 async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
@@ -96,27 +104,27 @@ async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
         await asyncio.sleep(UPDATE_S)
 
 
-@router.get(
-    "/entries", summary="Saved prompts", **replies("`total`, `entries`, the latest first, and `trees` of their blocks.")
-)
+@routes.add("GET /dashboard/entries", "Saved prompts", errors=[401])
 async def entries(request: Request) -> JSONResponse:
-    """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds."""
+    """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds.
+
+    Returns `total`, `entries`, the latest first, and `trees` of their blocks.
+    """
     dashboard = _dashboard(request)
     serving = await dashboard.daemon.ready()
     store = serving.engine.cache.store
     return JSONResponse(await dashboard.saved_prompts.entries(store, with_texts=dashboard.watch.is_private))
 
 
-@router.delete(
-    "/entries/{entry_id}",
-    summary="Delete a saved prompt",
-    **replies("Counts of what was deleted.", 404),
-)
-async def delete_entry(request: Request, entry_id: str) -> JSONResponse:
-    """Remove a saved prompt, with the blocks that nothing else needs. Without API keys, only on a loopback address."""
-    dashboard = _dashboard(request)
+@routes.add("DELETE /dashboard/entries/{entry_id}", "Delete a saved prompt", errors=[401, 404])
+async def delete_entry(request: Request) -> JSONResponse:
+    """Remove a saved prompt, with the blocks that nothing else needs. Without API keys, only on a loopback address.
+
+    Returns counts of what was deleted.
+    """
+    dashboard, entry_id = _dashboard(request), request.path_params["entry_id"]
     if not dashboard.watch.is_private:
-        raise HTTPException(
+        raise HttpError(
             403, "a daemon without API keys that other machines reach deletes nothing: use `diskprefix purge` there"
         )
     serving = await dashboard.daemon.ready()
