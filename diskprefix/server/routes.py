@@ -21,8 +21,8 @@ STREAMED = (JSON, EVENTS)
 
 @dataclass(frozen=True)
 class About:
-    """What the OpenAPI document says of a route, beside the docstring of its handler. The second paragraph of that, or
-    else the first, tells what a good answer has."""
+    """The description of a route in the OpenAPI document, beside the docstring of its handler. The second paragraph of
+    that, or else the first, tells what a good answer has."""
 
     tag: str
     summary: str

@@ -16,9 +16,9 @@ COMMANDS = {
 
 def add_routes(app: Starlette) -> None:
     """Adds the dashboard, and its page at `/` for browsers."""
-    from diskprefix.extras.watch.dashboard import routes
+    from diskprefix.extras.watch.dashboard import dashboard_routes
 
-    app.state.dashboard = routes.Dashboard(app.state.daemon)
-    app.routes.extend(routes.routes)
+    app.state.dashboard = dashboard_routes.Dashboard(app.state.daemon)
+    app.routes.extend(dashboard_routes.routes)
     # Before the daemon's own route.
-    app.routes.insert(0, routes.PageRoute())
+    app.routes.insert(0, dashboard_routes.PageRoute())

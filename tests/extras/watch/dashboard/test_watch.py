@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.extras.watch.dashboard import routes
+from diskprefix.extras.watch.dashboard import dashboard_routes
 from diskprefix.extras.watch.dashboard.watch import Watch
 from diskprefix.settings import Settings
 
@@ -52,14 +52,14 @@ class States:
 
 def told(monkeypatch: pytest.MonkeyPatch, *states: Any, silent_s: float = 1e9) -> tuple[list[bytes], list[int]]:
     """The events of a stream over these states, and what it asked for the ended requests since."""
-    monkeypatch.setattr(routes, "UPDATE_S", 0.0)
-    monkeypatch.setattr(routes, "_SILENT_S", silent_s)
+    monkeypatch.setattr(dashboard_routes, "UPDATE_S", 0.0)
+    monkeypatch.setattr(dashboard_routes, "_SILENT_S", silent_s)
     running = daemon("ok")
     watched = States(iter(states), running)
     dashboard: Any = SimpleNamespace(watch=watched, daemon=running)
 
     async def read() -> list[bytes]:
-        return [event async for event in routes._events(dashboard)]
+        return [event async for event in dashboard_routes._events(dashboard)]
 
     return run(read()), watched.since
 
