@@ -63,8 +63,9 @@ def _made_unheard(self: Loop, served: Any, inbox: Any) -> None:
     served.pages.pool.on_free = lambda: None
 
 
-def _held_nothing(self: Hold, pool: PagePool, pages: Sequence[Page]) -> None:  # noqa: ARG001 (as the real one)
-    _hold(self, pool, ())
+def _held_for_a_moment(self: Hold, pool: PagePool, pages: Sequence[Page]) -> None:
+    _hold(self, pool, pages)
+    self.release()
 
 
 def _unmarked(self: FolderLock, *, is_refused: bool = False) -> None:  # noqa: ARG001 (as the real one)
@@ -138,7 +139,7 @@ MUTANTS: dict[str, Mutant] = {
         _WRONG_REPLY,
         ((PageTable, "to_take", lambda self, first, end: [n for n in range(first, end) if n >= len(self.pages)]),),
     ),
-    "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Hold, "__init__", _held_nothing),)),
+    "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Hold, "__init__", _held_for_a_moment),)),
     "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
     "the wake where pages are free": Mutant("never ends", ((Loop, "__init__", _made_unheard),)),
     "the end of states that wait for a fork": Mutant(
