@@ -144,7 +144,7 @@ class Fetches:
             one.is_late = one.is_given_up
             found.append(one)
         for one in self._open:
-            if not one.is_given_up and one.has_stalled(now):
+            if not one.hangs and one.has_stalled(now):
                 one.hangs = True
                 self._cache.count("stalled_reads")
         hanging = {one.step for one in self._open if one.hangs}

@@ -167,6 +167,24 @@ def test_a_disk_that_does_not_answer_stops_no_request(
 
 
 @pytest.mark.usefixtures("impatient")
+def test_a_client_that_leaves_a_read_that_hangs_leaves_nobody_behind_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a prefill is not known, so nobody waits for a while only."""
+    gate = Gate(monkeypatch, DiskView, "has")
+    engine.cache.cost_model.prefill_s_per_token = None
+    with running(engine) as inbox:
+        left = Client(inbox, request(STORED[0]))
+        gate.wait_until_reached()
+        left.ticket.cancel()
+        other = Client(inbox, request(STORED[1]))
+        wait_for(lambda: is_done(other))
+        assert engine.cache.health[0] == "degraded"
+        gate.opened.set()
+    assert not is_done(left)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_shared_tier_that_does_not_answer_is_not_asked_and_the_disk_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -560,6 +560,8 @@ class History:
         self._calm()
         daemon = self.random.choice(self.daemons)
         writer = daemon.cache.writer
+        # Until it has noticed the last purge.
+        self.scheduler.sleep(2.0)
         for is_full in (True, False):
             self.disk.free_bytes = 0 if is_full else 1 << 40
             before = writer.dropped, writer.written_bytes
