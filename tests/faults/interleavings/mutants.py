@@ -21,6 +21,7 @@ from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
 from diskprefix.kv.page_table import PageTable
+from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.pages import Hold, Page, PagePool
 from diskprefix.kv.sequence import Owner
 from diskprefix.nouns import SHARED
@@ -133,6 +134,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             (PrefixCache, "owner", lambda self, tenant: _owner(self, tenant)._replace(purged_at=None)),
             (PrefixCache, "is_gone", lambda _self, _owner: False),
+            (PageCache, "drop_gone", lambda _self, _purged_at: None),
         ),
     ),
     "the copy of a page that others use": Mutant(
