@@ -20,8 +20,8 @@ from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
-from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.page_cache import PageCache
+from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Hold, Page, PagePool
 from diskprefix.kv.sequence import Owner
 from diskprefix.nouns import SHARED
