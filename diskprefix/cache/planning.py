@@ -116,8 +116,9 @@ class Planner:
             if node.kind == Kind.BLOCK or self.state not in AT_CHECKPOINTS:
                 yield node.num_tokens
             else:
-                yield node.end - self._restorable
-                self._restorable = node.end
+                # A preempted reply may have copied its states before the end that was saved.
+                yield max(0, node.end - self._restorable)
+                self._restorable = max(self._restorable, node.end)
 
 
 def ttl_at(position: int, marks: Sequence[Mark], ttl_s: float | None) -> float | None:
