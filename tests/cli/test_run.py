@@ -86,7 +86,13 @@ def test_ps_shows_what_is_in_memory_and_how_long_a_prompt_takes(run: Run) -> Non
         found = [(row["model"], row["state"], row["requests"], row["running"]) for row in rows]
         assert found == [("m", "ready", 0, []), ("n", "waiting", 1, [])]
     with small_daemon(props=[(503, {})]) as daemon:
-        assert run("ps", "--url", daemon.url).stdout == "no model is in memory\n"
+        assert run("ps", "--url", daemon.url).stdout.splitlines()[1].split() == [
+            "no",
+            "model",
+            "unloaded",
+            "0",
+            daemon.url,
+        ]
     with small_daemon(health=[(200, [])]) as daemon:
         run("ps", "--url", daemon.url).assert_refused(1, "is no diskprefix daemon")
 

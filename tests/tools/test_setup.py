@@ -19,6 +19,7 @@ case "$*" in
     *"import diskprefix"*) [[ -e works ]] ;;
     *"-m pip install"*)
         echo installed >>calls
+        echo "$*" >arguments
         echo "Collecting what is needed"
         if [[ -e no-network ]]; then echo "NewConnectionError: refused" >&2; exit 1; fi
         if [[ -e broken ]]; then echo "ERROR: no such version" >&2; exit 1; fi
@@ -73,6 +74,11 @@ def test_to_run_the_demo_a_users_own_installation_is_left_alone_and_the_tests_co
     assert (calls(project), (project / ".venv/setup-stamp").exists()) == ([], False)
     assert setup(project).returncode == 0
     assert calls(project) == ["installed"]
+
+
+def test_a_new_installation_to_run_has_the_client_of_the_demo(project: Path) -> None:
+    assert setup(project, "--to-run").returncode == 0
+    assert "--editable . httpx" in (project / "arguments").read_text()
 
 
 def test_what_pip_prints_is_shown_only_when_it_fails(project: Path) -> None:

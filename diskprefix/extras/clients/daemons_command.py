@@ -47,9 +47,6 @@ def ps(context: click.Context, url: str, api_key: str | None, as_json: bool) -> 
     if as_json:
         print_json({"models": rows})
         return
-    if not rows:
-        click.echo("no model is in memory")
-        return
     titles = ("model", "memory", "context", "loaded", "requests", "daemon")
     print_table(titles, map(_cells, rows), right=("memory", "context", "requests"), wrapped=())
     for running in (running for row in rows for running in row["running"]):
@@ -77,8 +74,8 @@ def _rows(urls: list[str], api_key: str | None) -> list[dict[str, Any]]:
 
 
 def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
-    """Returns the models that a daemon has in memory, or loads. Raises `NotReady` if none answers, `SettingsError` if
-    the key is refused."""
+    """Returns the models that a daemon has in memory, or loads, or a row without a model. Raises `NotReady` if none
+    answers, `SettingsError` if the key is refused."""
     call = running_daemon(url, api_key)
     health = state_of(call, url)
     if health["status"] == "loading":
@@ -88,7 +85,7 @@ def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
         raise SettingsError(f"--api-key: {answer.message}")
     if answer.status != 200:
         # It has unloaded its only model.
-        return []
+        return [_row(url, {"phase": "unloaded"})]
     if "models" not in answer.body:
         return [_row(url, {"phase": "ready"}, answer.body)]
     rows = []
@@ -96,7 +93,7 @@ def _in_memory(url: str, api_key: str | None) -> list[dict[str, Any]]:
         # The others do not answer before they are loaded.
         own = call("GET", f"/props?model={quote(place['model'], safe='')}", None) if place["phase"] == "ready" else None
         rows.append(_row(url, place, own.body if own is not None and own.status == 200 else None))
-    return rows
+    return rows or [_row(url, {"phase": "unloaded"})]
 
 
 def _row(url: str, place: dict[str, Any], props: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -116,7 +113,7 @@ def _row(url: str, place: dict[str, Any], props: dict[str, Any] | None = None) -
 
 def _cells(row: dict[str, Any]) -> tuple[Any, ...]:
     return (
-        plain(row["model"]),
+        plain(row["model"] or "no model"),
         format_size(row["memory_bytes"]) if row["memory_bytes"] else "",
         f"{row['context']:,}" if row["context"] else "",
         ago(row["loaded_at"]) if row["loaded_at"] else row["state"],
@@ -171,7 +168,7 @@ def stop(context: click.Context, model: str | None, url: str, api_key: str | Non
 
 def _unload(urls: list[str], model: str, api_key: str | None) -> dict[str, str]:
     """Unloads a model where it is in memory. Raises `SettingsError` if it is nowhere, or cannot be unloaded."""
-    names = {row["model"]: row["url"] for row in _rows(urls, api_key)}
+    names = {row["model"]: row["url"] for row in _rows(urls, api_key) if row["model"] is not None}
     name = next((name for name in (model, full_name(model)) if name in names), None)
     if name is None:
         there = ", ".join(map(shown, names)) or "none"

@@ -415,7 +415,7 @@ def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, addre
 
 
 def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings) -> str:
-    """Returns for example `cache auto:30 in /var/cache/diskprefix/kv (12 entries, 210.0 MiB of 4.0 GiB)`."""
+    """Returns for example `cache auto:30 in /var/cache/diskprefix/kv (12 saved prompts, 210.0 MiB of 4.0 GiB)`."""
     if serving.scope.kind == "off":
         return "cache off"
     if stats["state"] == "unsupported":
@@ -423,7 +423,7 @@ def _describe_cache(serving: Serving, stats: dict[str, Any], settings: Settings)
     if stats["state"] == "degraded":
         return f"cache degraded ({stats['error']})"
     fill = f"{format_size(stats['used_bytes'])} of {format_size(stats['budget_bytes'])}"
-    return f"cache {serving.scope} in {settings.kv_cache_dir} ({stats['entries']} entries, {fill})"
+    return f"cache {serving.scope} in {settings.kv_cache_dir} ({counted(stats['entries'], 'saved prompt')}, {fill})"
 
 
 def process_age_s() -> float:

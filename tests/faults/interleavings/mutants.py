@@ -37,6 +37,7 @@ from diskprefix.tokens import root_hash
 from tests.faults.interleavings.threads import scheduler
 
 _owner: Any = PrefixCache.owner
+_drop_gone: Any = PageCache.drop_gone
 _make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
 _hold: Any = Hold.__init__
@@ -134,7 +135,7 @@ MUTANTS: dict[str, Mutant] = {
         (
             (PrefixCache, "owner", lambda self, tenant: _owner(self, tenant)._replace(purged_at=None)),
             (PrefixCache, "is_gone", lambda _self, _owner: False),
-            (PageCache, "drop_gone", lambda _self, _purged_at: None),
+            (PageCache, "drop_gone", lambda self, _purged_at: _drop_gone(self, None)),
         ),
     ),
     "the copy of a page that others use": Mutant(
