@@ -724,7 +724,8 @@ class History:
         self.counts["done"] += 1
         if one.is_unaffordable:
             self.counts["unaffordable"] += 1
-            if one.last.cache.saved == "queued":
+            # What is stored already costs nothing.
+            if one.last.cache.saved == "queued" and one.last.usage.cached_tokens < len(one.token_ids):
                 raise Wrong(f"{one.id} is saved with no budget for writes")
         cached = one.last.usage.cached_tokens
         self.counts[f"from {one.last.cache.source}"] += bool(cached)
