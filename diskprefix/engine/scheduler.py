@@ -10,14 +10,12 @@ ends is filled with prompts that end too, but not with a part of one: that would
 Sequences that do not pack take turns: the one that computed longest ago comes first, and all prompts count as one.
 
 The pace: a step that computes prompts takes longer than one that only decodes, and each reply in it waits that long for
-its token. Two times are measured: that of a step that only decodes, and what each row of a prompt adds. Now and then a
-step has no prompts though some wait. Otherwise a machine that other programs slow down for a while would look like one
-with slow rows, and prompts would wait for nothing.
+its token. Two times are measured: what such a step takes whatever it computes, and what each row of a prompt adds. On a
+machine that other programs slow down the first one grows, and few rows at a time would only make prompts wait.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -32,10 +30,10 @@ TARGET_S = 0.05
 LEAST_ROWS = 16
 """The least rows of prompts, so that a prompt gets on whatever is measured."""
 NO_LIMIT = 1 << 62
-_KEPT = 6
-"""The steps of each kind that are remembered. The shortest counts, because disturbances only add time."""
 _STEPS_BETWEEN = 6
-"""The steps with prompts and replies between two that only decode."""
+"""The steps with prompts and replies between two that have half of the rows."""
+_FADING, _ORIGIN = 0.85, 0.001
+"""The weight of each step relative to the next one, and that of a step without rows that takes no time."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -234,46 +232,49 @@ class Scheduler(Generic[S]):
 
 
 class Pace:
-    """Measures the steps of one engine, and limits the rows of prompts beside replies. For the engine's thread."""
+    """Measures the steps of one engine, and limits the rows of prompts beside replies. For the engine's thread.
+
+    A line is fitted to the recent steps with prompts: what a step takes whatever it computes, and what each row adds.
+    Now and then a step has half of the rows, so that the two can be told apart.
+    """
 
     def __init__(self, target_s: float = TARGET_S) -> None:
         """Makes a pace. `target_s` is the most seconds of a step with replies and prompts."""
         self._target_s = target_s
-        self._decoding_s: deque[tuple[int, float]] = deque(maxlen=_KEPT)
-        """The numbers of replies and the times of steps without prompts."""
-        self._row_s: deque[float] = deque(maxlen=_KEPT)
-        """The times that a row of a prompt added."""
+        self._sums = [0.0] * 5
+        """Of the recent steps: their number, rows, seconds, squares of rows, and products of rows and seconds."""
         self._num_mixed = 0
-        """The steps with prompts and replies since the last one that only decoded."""
+        """The steps with prompts and replies since the last one with half of the rows."""
+        self._most = MAX_ROWS
+        """The most rows of the next step: not more than twice those of the last one, should the line be wrong."""
 
     def most_rows(self) -> int | None:
         """Returns the most rows of prompts in the next step if it has replies, None for any number."""
-        if not self._row_s:
+        number, rows, seconds, squares, products = self._sums
+        if not number:
             return None
-        if self._num_mixed >= _STEPS_BETWEEN:
-            return 0
-        decoding_s = min((seconds for _, seconds in self._decoding_s), default=0.0)
-        row_s = min(self._row_s)
-        # At least half of the time. Otherwise prompts would wait for ever where decoding alone takes long.
-        for_prompts_s = max(self._target_s - decoding_s, decoding_s)
-        return None if row_s <= 0 else max(LEAST_ROWS, int(for_prompts_s / row_s))
+        # If all steps had the same rows, the line begins at the origin.
+        number += _ORIGIN
+        spread = number * squares - rows * rows
+        row_s = min(max((number * products - rows * seconds) / spread, 0.0), seconds / rows)
+        fixed_s = (seconds - row_s * rows) / number
+        # At least half of the time: where a step takes long whatever it computes, prompts would wait for ever, and
+        # replies would gain little.
+        for_prompts_s = max(self._target_s - fixed_s, fixed_s)
+        most = min(self._most, int(for_prompts_s / row_s) if row_s > for_prompts_s / self._most else self._most)
+        return max(LEAST_ROWS, most) // (1 if self._num_mixed < _STEPS_BETWEEN else 2)
 
     def record_step(self, num_decoding: int, num_prompt_rows: int, seconds: float) -> None:
         """Records the seconds of a step of sequences that pack."""
-        if not num_prompt_rows:
-            self._decoding_s.append((num_decoding, seconds))
-            self._num_mixed = 0
-        elif num_prompt_rows >= LEAST_ROWS or not self._row_s:
-            # With fewer rows, noise exceeds the time that they add.
-            self._row_s.append(max(0.0, seconds - self._seconds_of(num_decoding)) / num_prompt_rows)
-        if num_prompt_rows and num_decoding:
+        rows = num_prompt_rows
+        if not rows:
+            return
+        step = (1, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [_FADING * old + new for old, new in zip(self._sums, step, strict=True)]
+        if not num_decoding:
+            self._most = MAX_ROWS
+        elif self._num_mixed < _STEPS_BETWEEN:
             self._num_mixed += 1
-
-    def _seconds_of(self, num_decoding: int) -> float:
-        """Returns the least time of a step that decodes as many replies.
-
-        If replies take turns, only steps with more may be known. Of their time the share of the replies counts: too
-        little rather than too much, which would make rows of prompts seem to cost nothing.
-        """
-        shares = (seconds * min(1.0, num_decoding / number) for number, seconds in self._decoding_s)
-        return min(shares, default=0.0)
+            self._most = 2 * max(LEAST_ROWS, rows)
+        else:
+            self._num_mixed = 0

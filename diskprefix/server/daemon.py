@@ -80,11 +80,14 @@ class Daemon:
         self._engine: Engine
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
-        self.threads = Threads()
+        self.threads = Threads(self._is_computing)
         self.in_flight = InFlight(settings)
         self.stored_turns = Turns(2)
         """For requests that read stored responses, which may be a hundred times as large as the body."""
-        self.bodies = Bodies(self.threads, lambda: self.inbox.num_running > 0)
+        self.bodies = Bodies(self.threads, self._is_computing)
+
+    def _is_computing(self) -> bool:
+        return self.inbox.num_running > 0
 
     @property
     def status(self) -> Status:

@@ -166,6 +166,7 @@ class Turns:
     def __init__(self, most: int) -> None:
         self._most = most
         self._working: set[Hashable] = set()
+        self._resting: set[Hashable] = set()
         self._waiting: list[tuple[Hashable, asyncio.Future[None]]] = []
         self._num_given = 0
         self._last: dict[Hashable, int] = {}
@@ -194,13 +195,21 @@ class Turns:
                 self.give_back(caller)
             raise
 
-    def give_back(self, caller: Hashable) -> None:
+    def give_back(self, caller: Hashable, rest_s: float = 0.0) -> None:
+        """Ends a turn. The caller gets no other one for `rest_s`."""
         self._working.remove(caller)
+        if rest_s:
+            self._resting.add(caller)
+            asyncio.get_running_loop().call_later(rest_s, self._end_rest, caller)
+        self._give()
+
+    def _end_rest(self, caller: Hashable) -> None:
+        self._resting.remove(caller)
         self._give()
 
     def _give(self) -> None:
         while len(self._working) < self._most:
-            able = [item for item in self._waiting if item[0] not in self._working]
+            able = [item for item in self._waiting if item[0] not in self._working | self._resting]
             if not able:
                 break
             item = min(able, key=lambda item: self._last.get(item[0], 0))

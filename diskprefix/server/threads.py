@@ -40,6 +40,9 @@ _BEHIND: tuple[Kind, ...] = ("large", "images", "counting")
 """These threads let the engine go first: its own wait for each other many times in a step, and where another has the
 processor of one of them, all wait for that."""
 _NICE = 10
+_REST_BESIDE = 7
+"""How long a caller's next work of these kinds waits while the engine computes, as a multiple of the last one's time:
+threads of one process cannot run Python at once, whatever their priorities."""
 _DEADLINE_S: dict[Kind, float] = {"rendering": 60.0, "counting": 60.0, "images": 600.0, "large": 600.0}
 """A chat template is code, which may never end. Nothing else takes these threads as long."""
 
@@ -55,13 +58,17 @@ def _let_others_first() -> None:
 class Threads:
     """Pools of threads, for the event loop. Threads start with the first work that needs them."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, is_computing: Callable[[], bool] = lambda: False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`is_computing` tells whether the engine has requests."""
         self._of = {
             kind: ThreadPoolExecutor(number, kind, initializer=_let_others_first if kind in _BEHIND else None)
             for kind, number in _NUM_THREADS.items()
         }
         self._turns = {kind: Turns(number) for kind, number in _NUM_THREADS.items()}
         self._begun: set[Future[Any]] = set()
+        self._is_computing = is_computing
         self._clock = clock
         self._due: dict[int, tuple[float, float]] = {}
         """By thread, when its work began and when it should have ended."""
@@ -91,18 +98,21 @@ class Threads:
         if getattr(request.state, "is_large", False):
             return await self.run("large", work, *values)
         loop, turns, caller = asyncio.get_running_loop(), self._turns[kind], log_context(request).turn
+        began = 0.0
 
         def give_back(_: Future[T]) -> None:
+            rests = kind in _BEHIND and self._is_computing()
+            rest_s = _REST_BESIDE * (self._clock() - began) if rests else 0.0
             # The event loop may have ended with the process.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(turns.give_back, caller)
+                loop.call_soon_threadsafe(turns.give_back, caller, rest_s)
 
         with ExitStack() as held:
             await turns.take(caller)
             held.callback(turns.give_back, caller)
             if await request.is_disconnected():
                 raise ClientDisconnect
-            running = self._submit(kind, work, *values)
+            began, running = self._clock(), self._submit(kind, work, *values)
             held.pop_all()
         running.add_done_callback(give_back)
         return await asyncio.wrap_future(running)

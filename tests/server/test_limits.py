@@ -190,6 +190,49 @@ def test_who_leaves_while_waiting_or_as_a_turn_is_given_leaves_it_to_others() ->
     asyncio.run(scenario())
 
 
+def test_a_caller_who_rests_has_no_turn_and_takes_none_of_others() -> None:
+    async def scenario() -> None:
+        turns = Turns(1)
+        await turns.take("a")
+        resting, other = (asyncio.ensure_future(turns.take(caller)) for caller in "ab")
+        await settle()
+        turns.give_back("a", 0.01)
+        await other
+        turns.give_back("b")
+        assert not resting.done()
+        await asyncio.wait_for(resting, WAIT_S)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_computing", "rests"), [("counting", True, True), ("counting", False, False), ("writing", True, False)]
+)
+def test_after_long_work_that_is_not_urgent_a_caller_rests_while_the_engine_computes(
+    kind: Kind, is_computing: bool, rests: bool
+) -> None:
+    now_s = 0.0
+
+    def work() -> None:
+        nonlocal now_s
+        now_s += 1000.0
+
+    async def scenario() -> None:
+        threads = Threads(lambda: is_computing, lambda: now_s)
+        try:
+            await threads.run_for(request_of(caller=ALICE), kind, work)
+            await settle()
+            again = asyncio.ensure_future(threads.run_for(request_of(caller=ALICE), kind, work))
+            done, _ = await asyncio.wait([again], timeout=0.2 if rests else WAIT_S)
+            assert bool(done) != rests
+            assert await threads.run_for(request_of(caller=BOB), kind, lambda: 1) == 1
+            again.cancel()
+        finally:
+            threads.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.fixture
 def threads() -> Iterator[Threads]:
     threads = Threads()
