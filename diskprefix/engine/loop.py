@@ -247,7 +247,7 @@ class Loop:
 
     def _next_step(self) -> list[Chunk[Reply]]:
         self._served.speculation.plan(self._scheduler.next_replies())
-        return self._scheduler.schedule(self._served.pace.most_rows())
+        return self._scheduler.schedule(self._served.pace.most_rows(self._scheduler.crowd))
 
     def _compute(self, step: list[Chunk[Reply]]) -> bool:
         """Computes a step. Returns False if there is no memory for it until a fetch is over."""
