@@ -92,7 +92,6 @@ def package_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str | None:
-    """The longest of `LAYERS` that `name` is or lies in."""
     return max((layer for layer in LAYERS if f"{name}.".startswith(f"{layer}.")), key=len, default=None)
 
 
@@ -114,7 +113,6 @@ SOURCES = {name_of(module): module.read_text(encoding="utf-8") for module in MOD
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Returns what a module must not import but does. `module` is its name below `diskprefix`: `store.codec.planes`."""
     package, layer, found = package_of(module), layer_of(module) or "", list[str]()
     below = BELOW.get(layer, BELOW[package])
     for name in imported_names(source):
@@ -136,13 +134,11 @@ def violations(module: str, source: str) -> list[str]:
 
 
 def is_beside(module: str, imported: str) -> bool:
-    """Tells whether an extra may import from this one."""
     own, other = module.split(".")[1], imported.split(".")[1]
     return own == other or other in BESIDE.get(own, ())
 
 
 def is_upward(module: str, imported: str) -> bool:
-    """Tells whether a module imports from a part of its package that is above its own."""
     own, other = layer_of(module), layer_of(imported)
     if own is None or other is None:
         return False
@@ -150,7 +146,6 @@ def is_upward(module: str, imported: str) -> bool:
 
 
 def imports_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """For each module, the modules that it imports. `sources`: by the module's name below `diskprefix`."""
     imports: dict[str, set[str]] = {}
     for module, source in sources.items():
         names = (name.removeprefix("diskprefix.") for name in imported_names(source))
