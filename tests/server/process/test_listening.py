@@ -155,8 +155,6 @@ class Making:
 
 
 def run(test: Callable[[Making], Awaitable[None]], failure: Exception | None = None) -> list[str]:
-    """Returns what was seen."""
-
     async def within() -> list[str]:
         async with Making(failure) as making:
             await test(making)
