@@ -51,7 +51,6 @@ class States:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *states: Any, silent_s: float = 1e9) -> tuple[list[bytes], list[int]]:
-    """The events of a stream over these states, and what it asked for the ended requests since."""
     monkeypatch.setattr(dashboard_routes, "UPDATE_S", 0.0)
     monkeypatch.setattr(dashboard_routes, "_SILENT_S", silent_s)
     running = daemon("ok")
