@@ -214,34 +214,37 @@ def test_a_circle_is_found() -> None:
     assert circles(imports_of(three | {"c.d": "import diskprefix.c"})) == {("a", "b", "c", "c.d")}
 
 
-WITHOUT_TORCH_AT_START = (
-    "diskprefix",
-    "diskprefix.app",
-    "diskprefix.cli",
-    "diskprefix.extras.catalogue.catalogue",
-    "diskprefix.extras.warm.warm_command",
-    "diskprefix.extras.watch.inspect.inspect_command",
-    "diskprefix.extras.simulate.simulate_command",
-    "diskprefix.extras.simulate.recording",
-    "diskprefix.cache.planning",
-    "diskprefix.cache.tiers.loading",
-    "diskprefix.cache.cost_model",
+OF_COMMANDS = (
+    "app",
+    "cli",
+    "extras.catalogue.catalogue",
+    "extras.warm.warm_command",
+    "extras.watch.inspect.inspect_command",
+    "extras.simulate.simulate_command",
+    "extras.simulate.recording",
+    "cache.planning",
+    "cache.tiers.loading",
+    "cache.cost_model",
 )
+OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.catalogue.catalogue"
 
 
-def test_the_command_line_and_what_simulates_start_without_torch() -> None:
-    modules = ", ".join(WITHOUT_TORCH_AT_START)
-    code = f"import {modules}, sys; print(*sorted({{'torch', 'transformers', 'uvicorn'}} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("modules", "slow"),
+    [
+        (OF_COMMANDS, {"torch", "transformers", "uvicorn"}),
+        (OF_THE_FRONT, {"torch", "transformers", "pydantic", "numpy", "zstandard"}),
+        (("server.http_app",), {"torch", "transformers"}),
+    ],
+    ids=["commands and what simulates", "the front", "the routes, before the thread that loads"],
+)
+def test_what_starts_first_imports_nothing_slow(modules: tuple[str, ...], slow: set[str]) -> None:
+    names = [f"diskprefix.{module}" for module in modules]
+    code = f"import {', '.join(names)}, sys; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.split() == []
-
-
-def test_the_front_process_starts_with_few_packages() -> None:
-    modules = "diskprefix.app, diskprefix.cli.serve_command, diskprefix.extras.front.front_server"
-    code = f"import {modules}, diskprefix.extras.catalogue.catalogue, sys; print(*sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {"uvicorn", "msgspec"} < {*answer.stdout.split()}
-    assert not {"torch", "transformers", "pydantic", "numpy", "zstandard"} & {*answer.stdout.split()}
+    imported = set(answer.stdout.split())
+    assert set(names) <= imported
+    assert not slow & imported
 
 
 def test_the_connector_and_the_stores_commands_need_only_the_packages_that_its_page_installs() -> None:

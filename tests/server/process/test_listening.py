@@ -222,12 +222,6 @@ def test_what_listens_first_imports_neither_starlette_nor_torch() -> None:
     assert answer.stdout.split() == []
 
 
-def test_the_routes_are_imported_without_torch_which_the_thread_that_loads_imports() -> None:
-    code = "import diskprefix.server.http_app, sys; print(*{'torch', 'transformers'} & {*sys.modules})"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.split() == []
-
-
 @pytest.mark.parametrize(
     ("files", "most", "backlog"), [(96, 16, 16), (1024, 520, 440), (resource.RLIM_INFINITY, 520, 2048)]
 )
