@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -147,13 +148,33 @@ def test_a_loading_daemon_answers_health_and_ends_with_0_when_told_to(
         assert daemon.lines[-1].endswith("stopped")
 
 
+class Notifications:
+    """A socket that listens as systemd does."""
+
+    def __init__(self, address: str) -> None:
+        self.messages: list[str] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(address)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while message := self._socket.recv(65536):
+            self.messages.append(message.decode())
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(30)
+        self._socket.close()
+
+
 @pytest.fixture
-def notifications(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+def notifications(tmp_path: Path) -> Iterator[tuple[str, Notifications]]:
+    """The value of NOTIFY_SOCKET, an abstract name, and what arrives there."""
     name = f"diskprefix-test-{tmp_path.name}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as heard:
-        heard.bind(f"\0{name}")
-        heard.settimeout(0)
-        yield f"@{name}", heard
+    listener = Notifications(f"\0{name}")
+    yield f"@{name}", listener
+    listener.close()
 
 
 @pytest.mark.parametrize(
@@ -174,7 +195,7 @@ def test_a_daemon_that_cannot_serve_ends_with_one_line_and_is_never_ready(
     chat_model: Path,
     cache: Path,
     tmp_path: Path,
-    notifications: tuple[str, socket.socket],
+    notifications: tuple[str, Notifications],
     wrong: str,
     code: int,
     words: str,
@@ -201,16 +222,13 @@ def test_a_daemon_that_cannot_serve_ends_with_one_line_and_is_never_ready(
     assert "Traceback" not in refused.log
     assert [line for line in refused.lines if line.startswith("error: ")] == refused.lines[-1:], refused.log
     assert words.replace("PORT", port).replace("FOLDER", str(tmp_path)) in refused.lines[-1]
-    messages: list[bytes] = []
-    with suppress(BlockingIOError):
-        while True:
-            messages.append(heard.recv(65536))
     if wrong == "damaged":
-        assert messages[-1] == b"STOPPING=1\nSTATUS=stopping"
+        last = "STOPPING=1\nSTATUS=stopping"
+        wait_until(lambda: heard.messages[-1:] == [last], "the end")
     if wrong == "port":
         assert not cache.exists(), "it is refused before anything is touched"
         assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).status_code == 200, "the first keeps serving"
-    assert not any(b"READY" in message for message in messages)
+    assert not any("READY" in message for message in heard.messages)
 
 
 @pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
