@@ -254,7 +254,6 @@ def body(api: str, **fields: Any) -> Any:
 
 
 def tools(api: str, **fields: Any) -> list[dict[str, Any]]:
-    """Two tools, the first of which has these fields."""
     described: list[dict[str, Any]] = [{"name": name} for name in NAMES]
     described[0] |= fields
     if api == "chat":

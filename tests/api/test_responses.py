@@ -65,7 +65,6 @@ def messages(*items: Any) -> list[Message]:
 
 
 def said(*items: Any) -> list[tuple[str, str]]:
-    """Role and text of each message."""
     found = messages(*items)
     return [(one.role, "|".join(part.text for part in one.content if isinstance(part, TextPart))) for one in found]
 

@@ -18,7 +18,6 @@ from tests.cli.conftest import Run
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The addresses with which a browser is started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("DISPLAY", ":0")
     found: list[str] = []

@@ -299,7 +299,6 @@ def test_what_several_models_take_together_is_compared_with_the_limit(
 
 @pytest.fixture
 def folder(tmp_path: Path, sizes: Any) -> Path:  # noqa: ARG001
-    """A model's folder with a tokenizer, and a file for its weights."""
     write_tokenizer(tmp_path)
     (tmp_path / "model.safetensors").touch()
     return tmp_path
@@ -307,8 +306,6 @@ def folder(tmp_path: Path, sizes: Any) -> Path:  # noqa: ARG001
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says how much memory the weights take, and how much is free."""
-
     def set_to(needed: int, free: int) -> None:
         def needs(folder: Path, _files: object, dtype: str) -> ModelNeeds:
             num_bytes = needed * (2 if dtype == "float32" else 1)

@@ -86,8 +86,6 @@ class Prepared:
 
 
 class Sent:
-    """The messages that a response sends, with the times of the made-up clock."""
-
     def __init__(self, script: Prepared) -> None:
         self._script = script
         self.messages: list[dict[str, Any]] = []
@@ -276,8 +274,6 @@ TEXT = "0123456789" * 100
 
 
 def taken(events: list[Event | None], num_puts: int | None = None) -> list[Event | None]:
-    """Returns the events of a buffer that all of `events` were put into before."""
-
     async def run() -> list[Event | None]:
         buffer = EventBuffer(asyncio.get_running_loop())
         fitted = [buffer.put(event) for event in events]
@@ -356,7 +352,6 @@ def test_what_was_taken_makes_room() -> None:
 
 @contextmanager
 def small_buffers(model: Path, script: Script) -> Iterator[tuple[AppServer, ScriptedEngine]]:
-    """A server whose connections hold little of what the client has not read."""
     engine = ScriptedEngine(script)
     with scripted_app(model, engine) as server:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
