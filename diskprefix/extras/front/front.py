@@ -265,8 +265,8 @@ class Front:
                 self._keep_later(_LEAST_PAUSE_S, place.model)
             return
         if self._listing.only and not self._has_served and code > 0 and code != DeviceLost.exit_code:
-            # Another start would meet it, too.
-            self.exit_code = code
+            # Another start would meet it, too. From now on no request starts one.
+            self.exit_code, self._is_stopping = code, True
             self._end()
             return
         served_s = 0.0 if worker.ready_at is None else self._loop.time() - worker.ready_at

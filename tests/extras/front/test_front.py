@@ -216,8 +216,12 @@ async def test_an_only_model_that_cannot_be_loaded_ends_the_front_at_the_start_a
             workers.make_ready(workers.all[1])
             workers.end(workers.all[1], -9)
             await until(lambda: len(workers.all) == 2)
-        workers.end(workers.all[len(workers.all)], 2)
+        workers.end(last := workers.all[len(workers.all)], 2)
         assert (told.ended, told.front.exit_code) == ((0, 0) if has_served else (1, 2))
+        if not has_served:
+            status, said = await told.ask("any")
+            assert (status, said["error"]["message"]) == (503, "the daemon is stopping")
+            assert [*workers.all.values()] == [last]
 
 
 @in_a_loop

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import resource
 import socket
 import subprocess
@@ -24,7 +23,7 @@ from starlette.routing import Route
 
 from diskprefix.errors import SettingsError
 from diskprefix.server.process import listener as listening
-from diskprefix.server.process.listener import LAUNCHED_FD, listen, open_listeners
+from diskprefix.server.process.listener import listen, open_listeners
 from diskprefix.server.process.process import Entrance, uvicorn_config
 from diskprefix.server.process.systemd import notify
 from diskprefix.settings import Settings
@@ -49,22 +48,6 @@ def test_of_two_passed_addresses_the_one_that_others_reach_decides(monkeypatch: 
     assert listeners == passed
     for one in passed:
         one.close()
-
-
-def test_a_launch_passes_the_socket_on_which_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as passed:
-        monkeypatch.setenv(LAUNCHED_FD, str(os.dup(passed.fileno())))
-        settings, [listener] = open_listeners(Settings())
-        with listener:
-            assert (settings.host, settings.port) == listener.getsockname() == passed.getsockname()
-        assert LAUNCHED_FD not in os.environ
-        open_listeners(Settings(port=0))[1][0].close()
-    read, write = os.pipe()
-    monkeypatch.setenv(LAUNCHED_FD, str(read))
-    with pytest.raises(SettingsError, match=f"descriptor {read} is no socket"):
-        open_listeners(Settings())
-    for one in (read, write):
-        os.close(one)
 
 
 def test_an_address_that_this_machine_lacks_is_left_out_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
