@@ -24,7 +24,7 @@ from diskprefix.extras.clients import daemon_choice, launch_command, launched_da
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
 from diskprefix.model.load import proposals
-from diskprefix.server.process.token_file import kept, token_for
+from diskprefix.server.process.token_file import published_token, token_for
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
 from tests.cli.conftest import Ended, Run
@@ -563,7 +563,7 @@ def test_only_a_daemon_of_this_user_is_taken_for_one_and_others_are_sent_nothing
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         for token in ("abc", ""):
-            with kept(token, [listener]):
+            with published_token(token, [listener]):
                 assert launched_daemon.is_ours(address)
                 assert token_for(address) == token
         assert token_for(address) is None

@@ -162,12 +162,12 @@ def test_a_daemon_that_cannot_unload_or_is_not_this_users_is_not_ended(run: Run)
 
 LISTENS = """\
 import signal, socket, sys, time
-from diskprefix.server.process.token_file import kept
+from diskprefix.server.process.token_file import published_token
 def end(*_):
     raise SystemExit
 signal.signal(signal.SIGTERM, end)
 try:
-    with socket.create_server(("127.0.0.1", 0)) as listener, kept("abc", [listener]):
+    with socket.create_server(("127.0.0.1", 0)) as listener, published_token("abc", [listener]):
         print(listener.getsockname()[1], flush=True)
         time.sleep(60)
 finally:

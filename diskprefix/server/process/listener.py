@@ -30,8 +30,8 @@ _FIRST_PASSED = 3
 def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
     """Returns the sockets that systemd listens on for this process, or else new ones on `--host` and `--port`.
 
-    The settings come back with the address of the passed sockets: of several, one that other machines reach, because
-    who may do what depends on it. Raises `SettingsError`.
+    The settings come back with the address of the passed sockets. Of several addresses it is one that other machines
+    can reach, because access depends on that. Raises `SettingsError`.
     """
     passed = passed_sockets()
     if not passed:

@@ -31,7 +31,7 @@ from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.listener import BACKLOG, open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
-from diskprefix.server.process.token_file import dashboard_line, kept
+from diskprefix.server.process.token_file import dashboard_line, published_token
 from diskprefix.settings import Settings
 from diskprefix.store.folder import crash_file, make_folder
 from diskprefix.units import counted, format_size
@@ -59,7 +59,8 @@ _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
 _OTHER_FILES, _LEAST_CONNECTIONS = 64, 16
-"""Open files that are no connections: a model, a store, libraries. And connections that are accepted in any case."""
+"""The number of open files that are not connections (model, store, libraries), and of connections that are always
+accepted."""
 
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""
@@ -120,9 +121,9 @@ class Entrance:
 
 
 def _tell_crashes(settings: Settings) -> None:
-    """Has the process write where its threads were when it crashes, or when the watchdog's SIGABRT ends it. The next
-    start logs that, and checks the store's file, because LMDB may have died of it."""
-    # Of an unusable folder, the start says what is wrong.
+    """Has the process write the stacks of its threads when it crashes, or when the watchdog's SIGABRT ends it. The next
+    start logs them, and checks the store's file, which may have caused the crash."""
+    # If the folder is unusable, opening the store raises the error.
     with suppress(OSError, CacheError):
         make_folder(settings.kv_cache_dir)
         faulthandler.enable(crash_file(settings.kv_cache_dir))
@@ -137,7 +138,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
-    # They have just been read. Once the server runs, the signals read them again, and check the pages.
+    # Ignored until the server runs: the keys are fresh, and there are no pages to check yet.
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     token: OwnerToken | None
@@ -148,7 +149,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     else:
         listeners, address, token = [front.listener], front.address, front.token
     _tell_crashes(settings)
-    # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
+    # Modules and the model stay. Searching them for garbage takes a fifth of the time until the daemon is ready.
     gc.disable()
 
     def make_app() -> Starlette:
@@ -180,7 +181,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     server = _Server(uvicorn_config(entrance, settings), entrance, keys, front)
     with server.while_listening as listening:
         if front is None:
-            listening.enter_context(kept(token.text if token else "", listeners))
+            listening.enter_context(published_token(token.text if token else "", listeners))
         server.run(sockets=listeners)
     _end(server.daemon)
 
@@ -217,7 +218,7 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     from diskprefix.server.limits import InFlight
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
 
-    # A body that does not end tells a failure after the status. What has failed has been logged then.
+    # A failure after the status leaves the body without an end. Such a failure has been logged already.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
     in_flight, files = InFlight(settings).most, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     files = sys.maxsize if files == resource.RLIM_INFINITY else files
@@ -246,7 +247,7 @@ class SignalledServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.while_listening = ExitStack()
-        """What ends with the listening. Requests may go on after it, while another program takes the port."""
+        """Closed when the server stops listening. Requests may go on after that, while another program has the port."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.while_listening.close()
@@ -268,7 +269,7 @@ class SignalledServer(uvicorn.Server):
         self.should_exit = True
 
     def force_end(self) -> None:
-        """Ends the process at once: a second interrupt is for those who do not want to wait."""
+        """Ends the process at once, after a second interrupt."""
         os._exit(_FORCED_EXIT_CODE)
 
 
@@ -311,7 +312,7 @@ class _Server(SignalledServer):
 
     async def _give_signs_of_life(self) -> None:
         with suppress(Exception):
-            # What it raises ends the server, which tells it.
+            # The error ends the server, which reports it.
             await self._entrance.app()
         if (daemon := self._made) is not None:
             await give_signs_of_life(daemon)
