@@ -219,7 +219,7 @@ def test_what_cannot_be_compiled_is_named_by_its_path(
 def test_what_a_grammar_does_not_hold_is_logged_once(
     compiler: ConstraintCompiler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.api.parsed_request._told", defaultdict(set))
+    monkeypatch.setattr("diskprefix.api.parsed_request._logged", defaultdict(set))
     with caplog.at_level(logging.INFO, "diskprefix"):
         for _ in range(2):
             found(compiler, tools=[TOOLS[0], tool("odd", LOOSE)], tool_choice=REQUIRED)
