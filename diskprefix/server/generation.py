@@ -118,6 +118,12 @@ def _size(event: Event | None) -> int:
     return num_bytes + sys.getsizeof(event.text)
 
 
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left. The body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Generation:
     """A request in the engine, and its events. `next` raises `ClientDisconnect` if the client left, and the engine's
     error if the request failed. Call `close` at the end, at least once: it cancels a request that still runs."""
@@ -175,8 +181,7 @@ class Generation:
             self._cancel()
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self._cancel()
         self._events.put(None)
 

@@ -18,7 +18,7 @@ from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.error_replies import early_failure, early_sign, note_failure, opening, stream_type
-from diskprefix.server.generation import Generation, Generations
+from diskprefix.server.generation import Generation, Generations, disconnected
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 KEEPALIVE_S = 8.0
@@ -184,9 +184,3 @@ class KeepAliveResponse(Response):
                 await send(message)
 
         await response(scope, receive, send_rest)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left. The body was read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
