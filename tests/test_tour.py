@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import diskprefix
-from diskprefix.api.asked import Asked
 from diskprefix.api.openai_chat import Chat
+from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.app import load_engine
 from diskprefix.cache import choosing
 from diskprefix.cache.matching import Matcher, Restored
@@ -81,7 +81,7 @@ def wrapped(text: str) -> list[str]:
 # What is shown of a call: its result, then its arguments.
 
 
-def conversation(asked: Asked, *_: Any) -> list[str]:
+def conversation(asked: ParsedRequest, *_: Any) -> list[str]:
     assert isinstance(asked.prompt, Conversation)
     said = [(message.role, cast("TextPart", message.content[0]).text) for message in asked.prompt.messages]
     return [

@@ -233,7 +233,7 @@ def test_a_long_run_of_messages_is_joined_at_once(monkeypatch: pytest.MonkeyPatc
     """Joined one after the other, each copies all those before it: nine seconds for 30 MiB."""
     joins = []
     monkeypatch.setattr(
-        "diskprefix.api.anthropic_content.joined",
+        "diskprefix.chat.messages.joined",
         lambda run: joins.append(len(run)) or joined(run),  # type: ignore[func-returns-value]
     )
     found = conversation(USER, *[assistant(THOUGHT)] * 50, USER)

@@ -233,7 +233,7 @@ def test_pages_that_a_running_daemon_counts_wrong_are_a_problem(
     chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with real_app(chat_model, tmp_path) as server:
-        monkeypatch.setattr(daemon_call, "token_of_peer", lambda _: server.app.state.who.text)
+        monkeypatch.setattr(daemon_call, "token_of_peer", lambda _: server.app.state.access.text)
         before = pages_finding(Settings(port=server.port))
         # Nobody has it, and nobody gives it back.
         server.engine.pages.pool.take([0])

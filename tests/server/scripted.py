@@ -287,8 +287,8 @@ class AppServer:
 
     def client(self) -> httpx.Client:
         """A client of the owner, if there are no keys."""
-        who = self.app.state.who
-        headers = {"Authorization": f"Bearer {who.text}"} if isinstance(who, OwnerToken) else {}
+        access = self.app.state.access
+        headers = {"Authorization": f"Bearer {access.text}"} if isinstance(access, OwnerToken) else {}
         return httpx.Client(base_url=self.url, timeout=30, headers=headers)
 
     def start(self) -> None:

@@ -22,8 +22,8 @@ from diskprefix import hooks
 from diskprefix.api.anthropic import Messages
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai_chat import Chat, ChatWriter
+from diskprefix.api.response_store import ResponseStore
 from diskprefix.api.responses import Responses
-from diskprefix.api.responses_items import ResponseStore
 from diskprefix.api.responses_writer import ResponseWriter
 from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.gauges import Activity

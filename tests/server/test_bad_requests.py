@@ -16,7 +16,7 @@ from unittest.mock import ANY
 import httpx
 import pytest
 
-from diskprefix.api import asked
+from diskprefix.api import parsed_request
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.server import limits, model_routes
 from tests.server.chat_model import VOCAB_SIZE
@@ -299,7 +299,7 @@ def test_the_log_does_not_repeat_wrong_values(client: httpx.Client, caplog: pyte
 def test_the_log_names_few_of_the_tools_that_are_left_out(
     client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked, "_told", defaultdict(set))
+    monkeypatch.setattr(parsed_request, "_logged", defaultdict(set))
     for start in (0, 500):
         tools = [{"type": f"made_up_{index}"} for index in range(start, start + 500)]
         with caplog.at_level(logging.INFO, "diskprefix"):

@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,18 +205,15 @@ def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     [style] = re.findall("<style>(.*?)</style>", page, re.DOTALL)
     assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
     assert not re.search("<(?:script|link|img)|src=|url[(]", page)
-    ids, links = re.findall('id="([^"]+)"', page), re.findall('href="([^"]+)"', page)
-    assert {*links} - {"openapi.json"} <= {f"#{id_}" for id_ in ids}
-    assert len(ids) == len({*ids})
+    assert re.findall('href="([^"]+)"', page) == ["openapi.json"]
 
 
 def test_the_docs_have_every_route_and_every_field(client: httpx.Client) -> None:
     document, page = client.get("/openapi.json").json(), client.get("/docs").text
     for path, methods in document["paths"].items():
-        assert all(f"<code>{method.upper()} {path}</code>" in page for method in methods)
-    for schema in document["components"]["schemas"].values():
-        assert all(f"<dt><code>{field}</code>" in page for field in schema.get("properties", ()))
-    assert 'list of <a href="#MessageBody">MessageBody</a>, minItems 1' in page
+        assert all(f"<h2>{method.upper()} {path}</h2>" in page for method in methods)
+    [fields] = re.findall("<pre>(.*)</pre>", page, re.DOTALL)
+    assert json.loads(unescape(fields)) == document
 
 
 def test_a_parameter_is_described_and_a_wrong_one_is_refused_by_its_name(client: httpx.Client) -> None:

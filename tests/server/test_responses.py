@@ -17,8 +17,9 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from diskprefix.api import responses_items as stored_module
-from diskprefix.api.responses_items import MAX_CONVERSATION_BYTES, ReferenceItem, ResponseStore
+from diskprefix.api import response_store as stored_module
+from diskprefix.api.response_store import MAX_CONVERSATION_BYTES, ResponseStore
+from diskprefix.api.responses_items import ReferenceItem
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.store.note_record import NoteKind

@@ -36,7 +36,7 @@ from diskprefix.server import generation, streaming
 from diskprefix.server.generation import EventBuffer, Generation
 from diskprefix.server.keys import Caller
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.streaming import EventStream, HeldResponse, first_signs, json_reply
+from diskprefix.server.streaming import EventStream, KeepAliveResponse, json_reply, respond_or_keep_alive
 from tests.engine.driving import Cancelled
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
@@ -128,7 +128,7 @@ def streamed(script: Prepared) -> Sent:
 def whole(script: Prepared) -> Sent:
     async def respond(scope: Scope, _receive: Receive, send: Send) -> None:
         preparing = asyncio.create_task(json_reply(cast("Generation", script), reader(), writer(), write))
-        response = await first_signs(preparing, is_stream=False)
+        response = await respond_or_keep_alive(preparing, is_stream=False)
         await response(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as changed:
@@ -224,7 +224,7 @@ def test_a_client_that_leaves_as_its_response_is_ready_has_its_generation_closed
             await both.wait()
             return {"type": "http.disconnect"}
 
-        held = HeldResponse(asyncio.create_task(prepare()), is_stream=True)
+        held = KeepAliveResponse(asyncio.create_task(prepare()), is_stream=True)
         asyncio.get_running_loop().call_later(0.01, both.set)
         await held(scope, receive, send)
 
