@@ -803,7 +803,7 @@ def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_r
             raise RuntimeError("a bug of the draft model")
         raise ZeroDivisionError("a bug")
 
-    with patch.multiple(CachedRequest, close=failing, publish_reply=failing, leave=failing):
+    with patch.multiple(CachedRequest, close=failing, publish_reply=failing, save_partial=failing):
         (failed,) = run_together(draft, [request(tokens(100, 31), max_tokens=REPLY)])
     assert isinstance(failed.events[-1], ErrorEvent)
     assert no_memory_is_busy(draft)
