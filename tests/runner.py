@@ -240,7 +240,7 @@ class Runner:
                         start=restored.num_tokens, block_size=block_size, after_step=after_step, stops=stops,
                     )  # fmt: skip
                 except Gone:
-                    cached.leave(sequence, prompt.token_ids[: sequence.num_tokens])
+                    cached.save_partial(sequence, prompt.token_ids[: sequence.num_tokens])
         return cached.close()
 
     def _stops(self, cached: CachedRequest) -> tuple[int, ...]:

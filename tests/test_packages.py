@@ -235,8 +235,9 @@ OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.
         (OF_COMMANDS, {"torch", "transformers", "uvicorn"}),
         (OF_THE_FRONT, {"torch", "transformers", "pydantic", "numpy", "zstandard"}),
         (("server.http_app",), {"torch", "transformers"}),
+        (("cli.serve_command", "server.process.process"), {"torch", "transformers", "pydantic", "starlette"}),
     ],
-    ids=["commands and what simulates", "the front", "the routes, before the thread that loads"],
+    ids=["commands and what simulates", "the front", "the routes, before the thread that loads", "what listens"],
 )
 def test_what_starts_first_imports_nothing_slow(modules: tuple[str, ...], slow: set[str]) -> None:
     names = [f"diskprefix.{module}" for module in modules]

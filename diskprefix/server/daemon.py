@@ -176,7 +176,7 @@ class Daemon:
         if serving is not None:
             notify(STATUS="stopping: writing what is not on disk yet")
         if serving is not None and self.hibernates:
-            await self.threads.run("stopping", serving.engine.hibernate)
+            await self.threads.run("stopping", serving.engine.save_idle)
         if serving is not None and not await self.threads.run("stopping", serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")
         self.threads.close()

@@ -80,7 +80,7 @@ def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> l
     found: list[list[Any]] = [[] for _ in sequences]
     rows = [DraftRow(sequence, 7, sequence.num_tokens) for sequence in sequences]
     for _ in range(count):
-        assert all(row.state.has_room(row.position + 1) for row in rows)
+        assert all(row.state.make_room(row.position + 1) for row in rows)
         guessed, hidden = draft(model, rows)
         for each, (token, probability), its in zip(found, guessed, hidden, strict=True):
             each += [token, probability, its.tolist()]

@@ -43,7 +43,7 @@ def sequence_of(model: PreTrainedModel, layout: Layout) -> KVSequence:
     """With memory in which another sequence was that is not finite."""
     pool = PagePool(layout, model.device, block_size=256)
     other = KVSequence(pool)
-    assert other.has_room(max(LENGTHS))
+    assert other.make_room(max(LENGTHS))
     for page in other.pages():
         if page is not None:
             # All bits set are no number in any dtype.
