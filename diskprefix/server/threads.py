@@ -101,7 +101,7 @@ class Threads:
         began = 0.0
 
         def give_back(_: Future[T]) -> None:
-            rests = kind in _BEHIND and self._is_computing()
+            rests = kind in _LOW_PRIORITY and self._is_computing()
             rest_s = _REST_BESIDE * (self._clock() - began) if rests else 0.0
             # The event loop may have ended with the process.
             with suppress(RuntimeError):
