@@ -204,10 +204,12 @@ class Snapshot:
                 num_before = _common_at(before, before.prev(), beginning, part)
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
-        """Yields `name` and its ancestors, up to the first block or one without a whole record. Does not verify
-        records; the walk always ends."""
+        """Yields `name` and its ancestors, up to the first block or one without a whole record. Yields nothing for a
+        ghost. Does not verify records; the walk always ends."""
         position = 1 << 32
         while (value := self.record("nodes", name)) is not None and node_position(value) < position:
+            if node_kind(value) == Kind.GHOST:
+                break
             yield name
             position, name = node_position(value), bytes(value[:HASH_BYTES])
 

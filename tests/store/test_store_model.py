@@ -531,11 +531,12 @@ class StoreMachine(RuleBasedStateMachine):
         hits=st.integers(0, 3),
         late_s=st.sampled_from([0.0, 0.5, 100.0]),
         ttl_s=st.sampled_from([None, 250.0, 3600.0]),
+        is_gone=st.booleans(),
     )
-    def touch(self, process: str, prompt: Prompt, hits: int, late_s: float, ttl_s: float | None) -> None:
+    def touch(self, process: str, prompt: Prompt, hits: int, late_s: float, ttl_s: float | None, is_gone: bool) -> None:
         nodes = publication_of(self.store, prompt).nodes
-        # The deepest that is stored; or, as after an eviction by the other process, one that is not.
-        name = nodes[max(0, self.model.stored_prefix(nodes) - 1)].name
+        # The deepest that is stored; or, as after an eviction by the other process, one that is not: perhaps a ghost.
+        name = nodes[min(max(0, self.model.stored_prefix(nodes) - 1 + is_gone), len(nodes) - 1)].name
         use = Use(self.clock.now - late_s, hits, recorded_ttl(ttl_s))
         self.do(process, touch, name, use)
         self.model.touch(name, self.clock.now - late_s, hits, ttl_s)
