@@ -1,4 +1,4 @@
-"""The store: nodes of the prefix tree, their payloads, entries and ghosts in one LMDB environment.
+"""The store: nodes of the prefix tree, their payloads, entries and prompts that were seen in one LMDB environment.
 
 A reader takes a `Snapshot`, which is one LMDB read transaction. There is one writer at a time, in this process or
 another, and a publication is one write transaction. The budget is the size of the memory map, so LMDB itself refuses to

@@ -67,7 +67,7 @@ def restored(runner: Runner, token_ids: TokenIds) -> int:
 def nodes(runner: Runner) -> list[tuple[int, int]]:
     """The positions at which the stored nodes begin and end."""
     with runner.cache.store.snapshot() as snapshot:
-        found = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
+        found = [node for name in snapshot.keys("usage") if (node := snapshot.node(name)) is not None]
     return sorted((node.position, node.end) for node in found)
 
 

@@ -31,7 +31,6 @@ from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, populate
 from diskprefix.store.folder import DATA
-from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
@@ -50,6 +49,7 @@ from tests.store.building import (
     prompt,
     publication,
     read_payload,
+    recent_prompts,
 )
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table

@@ -40,7 +40,7 @@ def engine(tmp_path: Path) -> Iterator[Make]:
 def stored_at(engine: Engine, position: int, rank: int = 0) -> tuple[bytes, bytes]:
     root = engine.identities[rank].root("")
     with engine.shared.store.snapshot() as snapshot:
-        records = ((name, snapshot.node(name)) for name in list(snapshot.keys("nodes")))
+        records = ((name, snapshot.node(name)) for name in list(snapshot.keys("usage")))
         return next((n, r.parent) for n, r in records if r is not None and (r.root, r.position) == (root, position))
 
 

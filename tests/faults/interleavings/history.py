@@ -364,7 +364,9 @@ class History:
         # What is left of requests that lost their memory is kept for longer.
         # So is what slides out of windows.
         is_kept = self._has_preempted or any(group.window is not None for group in self._layout.groups)
-        is_late = self.disk.num_failed or self.disk.slow_s or self._has_others or self._has_bucket
+        # The writer does not search while what it was given waits for room on the disk.
+        was_full = self.counts["meet_a_full_disk"] > 0
+        is_late = self.disk.num_failed or self.disk.slow_s or self._has_others or self._has_bucket or was_full
         if not has_searched or is_kept or is_late:
             return set()
         return {

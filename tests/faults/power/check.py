@@ -19,7 +19,6 @@ import msgspec
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.folder import DATA, LOCK, FileMark
-from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.notes import Notes
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
@@ -28,7 +27,7 @@ from diskprefix.store.store_identity import Epoch
 from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.power import deeds, prompts
 from tests.faults.power.images import Image
-from tests.store.building import Clock, names_of_every_run, read_payload
+from tests.store.building import Clock, names_of_every_run, read_payload, recent_prompts
 
 Promise: TypeAlias = Literal["kept", "exact"]
 """"kept": all that was acknowledged is there. "exact": nothing is wrong, but it may be missing."""
