@@ -228,7 +228,7 @@ WITHOUT_TORCH_AT_START = (
     "diskprefix.extras.watch.inspect.inspect_command",
     "diskprefix.extras.simulate.simulate_command",
     "diskprefix.extras.simulate.recording",
-    "diskprefix.cache.planning",
+    "diskprefix.cache.saving",
     "diskprefix.cache.tiers.loading",
     "diskprefix.cache.cost_model",
 )

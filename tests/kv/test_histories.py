@@ -25,12 +25,24 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv import page_cache as page_cache_module
 from diskprefix.kv.page_cache import PageCache, PrefixMatch
 from diskprefix.kv.page_table import PageTable
-from diskprefix.kv.pages import Hold, Page, PagePool
+from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import TokenIds
 from tests.examples import examples
-from tests.kv.hashed_state import BLOCK, WINDOW, compute, hashes, ids_of, layout_of, page_cache, restore, tokens, wrong
+from tests.kv.hashed_state import (
+    BLOCK,
+    WINDOW,
+    compute,
+    hashes,
+    holding,
+    ids_of,
+    layout_of,
+    page_cache,
+    restore,
+    tokens,
+    wrong,
+)
 
 IDS = st.lists(st.integers(0, 2), max_size=9)
 PICK = st.integers(0, 99)
@@ -54,7 +66,7 @@ class Histories(RuleBasedStateMachine):
         self.running: list[KVSequence] = []
         self.ids: dict[KVSequence, TokenIds] = {}
         self.seeds: dict[KVSequence, object] = {}
-        self.holds: list[tuple[Hold, list[bytes]]] = []
+        self.holds: list[tuple[Captured, list[bytes]]] = []
         self.purged_at = b""
         self.num_begun = 0
         self.lasts_until: dict[tuple[object, bytes], float] = {}
@@ -196,7 +208,7 @@ class Histories(RuleBasedStateMachine):
         sequence = self.picked(number)
         blocks = range(sequence.num_tokens // BLOCK)
         pages = [page for block in blocks for page in sequence.block(block) if page is not None]
-        self.holds.append((Hold(self.cache.pool, pages), [bytes(page.payload()) for page in pages]))
+        self.holds.append((holding(self.cache.pool, pages), [bytes(page.payload()) for page in pages]))
 
     @precondition(lambda self: self.holds)
     @rule(number=PICK)
