@@ -298,21 +298,27 @@ class KVSequence:
         are now, and `logits`, shape [vocab]. Returns None if there are no pages for the copies."""
         first = len(self.tables)
         groups = sorted({cut.group for cut in cuts if cut.group < first + len(self.states)})
-        copies = self.pool.take([group for group in groups if group >= first])
-        if copies is None:
-            return None
+        block = self.block(position // self.pool.block_size)
+        pages = {group: page for group in groups if group < first and (page := block[group]) is not None}
+        at_end = memoryview(b"") if logits is None else self.logits_bytes(logits)
+        with self.pool.lock:
+            copies = self.pool.take([group for group in groups if group >= first])
+            if copies is None:
+                return None
+            try:
+                pages |= {copied.group: copied for copied in copies}
+                assert len(pages) == len(groups), "tokens that left the window are not read"
+                captured = Captured(self.pool, pages, cuts, at_end)
+            finally:
+                self.pool.release(copies)
         try:
-            for page in copies:
-                page.tensor.copy_(self.states[page.group - first].tensor)
-                page.is_secret = self.is_purged
-            block = self.block(position // self.pool.block_size)
-            tokens = {group: page for group in groups if group < first and (page := block[group]) is not None}
-            pages = tokens | {page.group: page for page in copies}
-            assert len(pages) == len(groups), "tokens that left the window are not read"
-            at_end = memoryview(b"") if logits is None else self.logits_bytes(logits)
-            return Captured(self.pool, pages, cuts, at_end)
-        finally:
-            self.pool.release(copies)
+            for copied in copies:
+                copied.tensor.copy_(self.states[copied.group - first].tensor)
+                copied.is_secret |= self.is_purged
+        except BaseException:
+            captured.release()
+            raise
+        return captured
 
     def content(self, start: int = 0, end: int | None = None) -> bytes:
         """Returns a copy of the state of the tokens from `start` to `end`, and of the states: what sequences are

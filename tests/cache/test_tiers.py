@@ -182,17 +182,21 @@ def test_what_a_view_shows_stays_in_memory_until_it_is_closed(store: Store, monk
         assert may_write.wait(30)
         return publish(pub)
 
-    def reuse() -> None:
-        done.append(1)
-        for content in memory:
-            content[:] = bytes(len(content))
+    class Reused:
+        def release(self) -> None:
+            done.append(1)
+            for content in memory:
+                content[:] = bytes(len(content))
+
+        def frees(self) -> bool:
+            return True
 
     monkeypatch.setattr(store, "publish", publish_later)
     writer, pub = Writer(store, buffer_bytes=1 << 30), publication(store, PROMPT)
     contents = zip(pub.nodes, memory, strict=True)
     nodes = [replace(node, payload=split_payload(memoryview(content), node.pieces)) for node, content in contents]
-    pub = replace(pub, nodes=tuple(nodes), on_done=reuse)
-    writer.add(Save(pub.epoch), pub, is_last=True)
+    pub = replace(pub, nodes=tuple(nodes))
+    writer.add(Save(pub.epoch), pub, [Reused()], is_last=True)
     tier = BufferTier(writer)
     with tier.view() as later:
         with tier.view() as view:
