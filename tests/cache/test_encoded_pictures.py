@@ -192,7 +192,7 @@ def test_the_write_budget_and_the_buffer_limit_it(opened: Opened) -> None:
     budget.budget_bytes, runner.cache.writer._buffer_bytes = 0, 10
     save(runner, picture(20))
     assert not finds(runner, picture(20))
-    assert runner.cache.counters["refused"] == 1
+    assert runner.cache.writer.dropped == 1
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable, StoreFull])

@@ -19,7 +19,7 @@ from diskprefix.store.ghosts import newest_first
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index, verify_payloads
 from diskprefix.tokens import TokenIds, block_hash
 
@@ -142,7 +142,7 @@ def publication(
             parent = add(start, start + BLOCK, Kind.BLOCK)
     last_node = add(rest, end, end_kind) if end_kind != Kind.BLOCK or rest < end else parent
     return Publication(
-        chain=Chain(store.epoch),
+        epoch=store.epoch,
         root=root,
         root_record=RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0),
         nodes=tuple(nodes),

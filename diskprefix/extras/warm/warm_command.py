@@ -207,7 +207,8 @@ def _answer(call: Call, path: str, body: Json, say: Say) -> Answer:
 def _settled(target: Target) -> Json | None:
     """Waits until all state that is pending now is written, and returns the counts of the cache, as `state` does.
 
-    Without this, the daemon drops what does not fit into its write buffer. Does not wait for state of other clients.
+    Without this, the daemon drops what waits in memory that the next prompt needs. Does not wait for what other
+    clients saved.
     """
     first = state = target.state()
     deadline = time.monotonic() + _PATIENCE_S

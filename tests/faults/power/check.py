@@ -22,7 +22,7 @@ from diskprefix.store.folder import DATA, LOCK, FileMark
 from diskprefix.store.notes import Notes
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_identity import Epoch
 from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.power import deeds, prompts
@@ -258,7 +258,7 @@ _publications: dict[tuple[int, int], Publication] = {}
 def _publication(secret: int, store: Store, number: int) -> Publication:
     if (secret, number) not in _publications:
         _publications[secret, number] = prompts.publication(store, number)
-    return replace(_publications[secret, number], chain=Chain(store.epoch))
+    return replace(_publications[secret, number], epoch=store.epoch)
 
 
 def warm_up(recorded: Recorded) -> None:
