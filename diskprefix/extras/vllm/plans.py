@@ -17,9 +17,9 @@ NO_PAGE = 0
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block of the store and its pages. `names` and `parents` are given by rank. `token_ids` are int32,
-    little-endian. `pages` has the numbers of the engine's blocks by group, in order. `NO_PAGE` stands for pages that do
-    not exist or are not wanted."""
+    """A block of the store and its pages. `names` and `parents` have an item for each rank. `token_ids` are int32,
+    little-endian. `pages` has the engine's blocks by group, with `NO_PAGE` for those that do not exist or are not
+    needed."""
 
     names: tuple[bytes, ...]
     parents: tuple[bytes, ...]
@@ -44,7 +44,7 @@ class Load:
 @dataclass(frozen=True)
 class Save:
     """Blocks that are complete at the end of this step. `ttls` are their times to live after the last use, in seconds;
-    None leaves that to the store."""
+    None is the store's default."""
 
     request_id: str
     tenant: str
@@ -54,8 +54,8 @@ class Save:
 
 @dataclass(frozen=True)
 class EndOfRequest:
-    """The end of a request. `names`, by rank, is its last saved block, which ends at token `num_tokens`. 0 tokens: none
-    of its blocks is new."""
+    """The end of a request. `names` is its last saved block by rank, which ends at token `num_tokens`; 0 if no block is
+    new."""
 
     request_id: str
     tenant: str
@@ -77,7 +77,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """The identity of one rank: everything except the tenant that changes its numbers, and the form of its pages
+    """The identity of one rank, without the tenant: everything that changes its numbers, and the form of its pages
     (`layout`, see `store.pieces.LayoutText`). Ranks have different identities, so each has its own root."""
 
     model: str

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from diskprefix.extras.vllm.request_options import RequestOptions
-from diskprefix.nouns import Selection, Tenant
+from diskprefix.nouns import CacheOptions, Mark, Selection, Tenant
 from diskprefix.tokens import TokenIds
 
 
 class EngineRequest(Protocol):
-    """The fields of the engine's request that are used. `num_tokens` counts the known tokens of prompt and reply,
-    `num_preemptions` how often the request lost its pages."""
+    """The fields of vLLM's request that the connector reads. `num_tokens` counts the known tokens of prompt and reply;
+    `num_preemptions` counts how often the request lost its pages."""
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -32,16 +31,17 @@ class EngineRequest(Protocol):
 class Tracked:
     """A request that the cache serves.
 
-    `names` are the names of its full blocks, for each rank. All ranks have stored the first `num_stored` of them, or
-    will have. `num_matched` of them can be loaded. `selection` says how much is kept.
+    `names` has, for each rank, the root and the names of the full blocks. The first `num_stored` blocks are stored by
+    all ranks, or are being saved. The first `num_matched` blocks can be loaded. `selection` says how much is kept.
 
-    `num_preemptions` is the engine's value at the last lookup. `loading` are the tokens being loaded. `num_restored`
-    tokens were loaded. `num_saved` blocks are new. `has_saves`: workers received blocks to save, which may fail.
-    `is_broken`: a block is missing, so later ones cannot be saved.
+    `num_preemptions` is the engine's value at the last lookup. `loading` is the range of tokens being loaded, and
+    `num_restored` the number of tokens loaded. `num_saved` counts new blocks. `has_saves`: workers received blocks to
+    save, which may fail. `is_broken`: a block is missing, so the blocks after it cannot be saved.
     """
 
     request: EngineRequest
-    options: RequestOptions
+    options: CacheOptions
+    marks: tuple[Mark, ...]
     tenant: Tenant
     prompt: TokenIds
     names: list[list[bytes]]
@@ -58,7 +58,7 @@ class Tracked:
     is_broken: bool = False
 
     def num_loadable(self, block_size: int) -> int:
-        """Returns the number of blocks to load. At least one token is left to compute."""
+        """Returns the number of blocks to load, which leaves at least one token to compute."""
         return min(self.num_matched, (len(self.prompt) - 1) // block_size)
 
     def set_stored(self, num_blocks: int) -> None:
