@@ -15,7 +15,6 @@ import numpy as np
 from diskprefix.extras.vllm import _vllm_tiering as compat
 from diskprefix.extras.vllm.chunk_store import GROUP, NUM_IDS, ChunkKey, ChunkStore, chunk_layout
 from diskprefix.extras.vllm.connector_settings import own_names, tier_settings
-from diskprefix.extras.vllm.other_numbers import what_differs
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import open_shared
@@ -51,7 +50,7 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         with own_names():
             self._shared = open_shared(tier_settings(config))
         self._chunks = ChunkStore(self._shared, identity)
-        if (differs := what_differs(self._shared.store, identity)) is not None:
+        if (differs := identity.differences(self._shared.store)) is not None:
             log.warning("[disk-cache] stored prefixes of %s are not used: they differ in %s", identity.model, differs)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kv-saver", initializer=unbind)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from diskprefix.cache.tiers.nodes import Node
-from diskprefix.identity import identity_text
+from diskprefix.identity import differing, identity_fields, identity_text
+from diskprefix.printable import shown
 from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.store.store import Store
 from diskprefix.tokens import root_hash
 
 NO_PAGE = 0
@@ -101,3 +104,26 @@ class RankIdentity:
 
     def root(self, tenant: str) -> bytes:
         return root_hash(self.record(tenant).identity)
+
+    def differences(self, store: Store) -> str | None:
+        """Returns the fields in which the closest stored root of this model differs from this identity. Returns None if
+        the store has a root of this identity, or no root of the model. Raises `CacheError`."""
+        own = identity_fields(self.record("").identity)
+        closest: list[str] | None = None
+        with store.snapshot() as snapshot:
+            for _, record in snapshot.roots():
+                with suppress(ValueError):
+                    stored = identity_fields(record.identity) if record.model == self.model else None
+                    if stored is None:
+                        continue
+                    if not (names := differing(own, stored)):
+                        return None
+                    if closest is None or len(names) < len(closest):
+                        closest = [
+                            f"{name} ({_short(stored.get(name))}, here {_short(own.get(name))})" for name in names
+                        ]
+        return None if closest is None else ", ".join(closest)
+
+
+def _short(value: str | None) -> str:
+    return shown(value or "none", 40)

@@ -6,7 +6,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,19 +19,74 @@ from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
-from diskprefix.extras.vllm.other_numbers import what_differs
 from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
-from diskprefix.extras.vllm.tracked import EngineRequest, Tracked
-from diskprefix.nouns import MAX_VALUE, SHARED, CacheReport, Prompt, Selection
+from diskprefix.nouns import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Chain, Publication
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import TokenIds, as_token_ids
 
 log = logging.getLogger("diskprefix")
+
+
+class EngineRequest(Protocol):
+    """The fields of vLLM's request that the connector reads. `num_tokens` counts the known tokens of prompt and reply;
+    `num_preemptions` counts how often the request lost its pages."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    cache_salt: str | None
+    kv_transfer_params: dict[str, Any] | None
+    num_computed_tokens: int
+    num_preemptions: int
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+@dataclass
+class Tracked:
+    """A request that the cache serves.
+
+    `names` has, for each rank, the root and the names of the full blocks. The first `num_stored` blocks are stored by
+    all ranks, or are being saved. The first `num_matched` blocks can be loaded. `selection` says how much is kept.
+
+    `num_preemptions` is the engine's value at the last lookup. `loading` is the range of tokens being loaded, and
+    `num_restored` the number of tokens loaded. `num_saved` counts new blocks. `has_saves`: workers received blocks to
+    save, which may fail. `is_broken`: a block is missing, so the blocks after it cannot be saved.
+    """
+
+    request: EngineRequest
+    options: CacheOptions
+    marks: tuple[Mark, ...]
+    tenant: Tenant
+    prompt: TokenIds
+    names: list[list[bytes]]
+    token_ids: bytes
+    when: float
+    num_matched: int = 0
+    num_stored: int = 0
+    num_restored: int = 0
+    num_saved: int = 0
+    has_saves: bool = False
+    num_preemptions: int = -1
+    loading: range = range(0)
+    selection: Selection | None = None
+    is_broken: bool = False
+
+    def num_loadable(self, block_size: int) -> int:
+        """Returns the number of blocks to load, which leaves at least one token to compute."""
+        return min(self.num_matched, (len(self.prompt) - 1) // block_size)
+
+    def set_stored(self, num_blocks: int) -> None:
+        """Corrects the number of stored blocks."""
+        self.num_saved = max(0, self.num_saved - max(0, self.num_stored - num_blocks))
+        self.num_stored = num_blocks
 
 
 class SchedulerSide:
@@ -60,7 +116,7 @@ class SchedulerSide:
             None if self._recorder is None else self._recorder.know,
         )
         self._counts: Counter[str] = Counter()
-        self._differs = what_differs(shared.store, ranks[0])
+        self._differs = ranks[0].differences(shared.store)
         if self._differs is not None:
             log.warning(
                 "[disk-cache] stored prefixes of %s are not used: they differ in %s", ranks[0].model, self._differs
