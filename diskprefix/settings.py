@@ -258,6 +258,11 @@ class Settings:
         unset="half of what the weights leave free",
         bounds=(1024**2, MAX_BUDGET),
     )
+    front: bool = _server(
+        False,
+        "Serve the model in a process of its own, which is started again if it dies, behind one that holds the port. "
+        "It needs about 50 MiB of memory. Several models, --standby and --idle-unload do the same.",
+    )
     standby: bool = _server(
         False,
         "Keep a process ready that has imported everything, for the next model that is loaded, or if one's process "

@@ -59,7 +59,6 @@ def asked(system: Sequence[str], *texts: str, tools: list[JsonObject] | None = N
 
 
 def shuffled(value: Any, order: random.Random) -> Any:
-    """`value` with the keys of all objects in another order."""
     if isinstance(value, dict):
         return {key: shuffled(value[key], order) for key in order.sample(list(value), len(value))}
     return [shuffled(item, order) for item in value] if isinstance(value, list) else value

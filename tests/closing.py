@@ -48,14 +48,12 @@ def _work() -> None:
 
 
 def slowness() -> float:
-    """Returns how many times slower than the reference this machine is, 1 at least."""
     began = time.perf_counter()
     _work()
     return max(1.0, (time.perf_counter() - began) / _REFERENCE_S)
 
 
 def is_busy() -> bool:
-    """Returns whether other programs use this machine."""
     return os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
 
 

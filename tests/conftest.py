@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,21 @@ def kernels_as_they_were() -> Iterator[None]:
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a chat model with random weights: 512 tokens, 2 048 positions, a ChatML template with tools."""
     return write_chat_model(tmp_path_factory.mktemp("models") / "tiny-chat")
+
+
+@pytest.fixture(scope="session")
+def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the chat model, with a template that writes calls and thoughts."""
+    from tests.server.agent_model import TEMPLATE
+
+    return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    from tests.server.scripted import ScriptedEngine
+
+    return ScriptedEngine()
 
 
 @pytest.fixture(scope="session")

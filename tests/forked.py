@@ -70,7 +70,6 @@ def _write_errors_to(descriptor: int) -> None:
 
 
 def run(work: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> int:
-    """Returns the exit code of `work(*arguments)` in a fork; the number of a signal that ended it is negative."""
     process = start(work, *arguments)
     process.join(timeout_s)
     if process.exitcode is None:

@@ -8,7 +8,6 @@ from diskprefix.settings import SETTINGS, Settings
 
 
 def made_settings(**values: Any) -> Settings:
-    """Returns settings; values that are no settings are set as constants."""
     constants = {name: value for name, value in values.items() if name not in SETTINGS}
     settings = Settings(**{name: value for name, value in values.items() if name in SETTINGS})
     return settings.with_constants(**constants) if constants else settings

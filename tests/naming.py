@@ -17,8 +17,6 @@ class Name(Protocol):
 
 
 def name_nodes(patch: pytest.MonkeyPatch, name: Name) -> None:
-    """Has all nodes named by `name`."""
-
     def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
         names, size = [root], 4 * block_size
         for start in range(0, len(token_ids) - size + 1, size):

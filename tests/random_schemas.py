@@ -25,7 +25,6 @@ _PATTERNS = (
 
 
 def random_schema(seed: int) -> Schema:
-    """Returns the schema of an object, at most three levels deep."""
     rng = random.Random(seed)
     schema = _object(rng, _DEPTH)
     if rng.random() < 0.3:

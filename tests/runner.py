@@ -49,7 +49,6 @@ SIZES: dict[str, Any] = {
 def tiny_llama(
     dtype: torch.dtype = torch.bfloat16, device: str = "cpu", *, seed: int = 0, **changes: int
 ) -> PreTrainedModel:
-    """Two layers, grouped-query attention, head size 16."""
     torch.manual_seed(seed)
     sizes = SIZES | {"max_position_embeddings": 4096} | changes
     return LlamaForCausalLM(LlamaConfig(**sizes)).to(device, dtype).eval()
@@ -85,7 +84,6 @@ class Answer:
 
 
 def same(a: Answer, b: Answer) -> bool:
-    """Whether two answers are equal bit for bit."""
     return torch.equal(a.logits, b.logits) and a.greedy == b.greedy
 
 
@@ -242,7 +240,7 @@ class Runner:
                         start=restored.num_tokens, block_size=block_size, after_step=after_step, stops=stops,
                     )  # fmt: skip
                 except Gone:
-                    cached.leave(sequence, prompt.token_ids[: sequence.num_tokens])
+                    cached.save_partial(sequence, prompt.token_ids[: sequence.num_tokens])
         return cached.close()
 
     def _stops(self, cached: CachedRequest) -> tuple[int, ...]:

@@ -92,7 +92,6 @@ def package_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str | None:
-    """The longest of `LAYERS` that `name` is or lies in."""
     return max((layer for layer in LAYERS if f"{name}.".startswith(f"{layer}.")), key=len, default=None)
 
 
@@ -114,7 +113,6 @@ SOURCES = {name_of(module): module.read_text(encoding="utf-8") for module in MOD
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Returns what a module must not import but does. `module` is its name below `diskprefix`: `store.codec.planes`."""
     package, layer, found = package_of(module), layer_of(module) or "", list[str]()
     below = BELOW.get(layer, BELOW[package])
     for name in imported_names(source):
@@ -136,13 +134,11 @@ def violations(module: str, source: str) -> list[str]:
 
 
 def is_beside(module: str, imported: str) -> bool:
-    """Tells whether an extra may import from this one."""
     own, other = module.split(".")[1], imported.split(".")[1]
     return own == other or other in BESIDE.get(own, ())
 
 
 def is_upward(module: str, imported: str) -> bool:
-    """Tells whether a module imports from a part of its package that is above its own."""
     own, other = layer_of(module), layer_of(imported)
     if own is None or other is None:
         return False
@@ -150,7 +146,6 @@ def is_upward(module: str, imported: str) -> bool:
 
 
 def imports_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
-    """For each module, the modules that it imports. `sources`: by the module's name below `diskprefix`."""
     imports: dict[str, set[str]] = {}
     for module, source in sources.items():
         names = (name.removeprefix("diskprefix.") for name in imported_names(source))
@@ -219,34 +214,38 @@ def test_a_circle_is_found() -> None:
     assert circles(imports_of(three | {"c.d": "import diskprefix.c"})) == {("a", "b", "c", "c.d")}
 
 
-WITHOUT_TORCH_AT_START = (
-    "diskprefix",
-    "diskprefix.app",
-    "diskprefix.cli",
-    "diskprefix.extras.catalogue.catalogue",
-    "diskprefix.extras.warm.warm_command",
-    "diskprefix.extras.watch.inspect.inspect_command",
-    "diskprefix.extras.simulate.simulate_command",
-    "diskprefix.extras.simulate.recording",
-    "diskprefix.cache.planning",
-    "diskprefix.cache.tiers.loading",
-    "diskprefix.cache.cost_model",
+OF_COMMANDS = (
+    "app",
+    "cli",
+    "extras.catalogue.catalogue",
+    "extras.warm.warm_command",
+    "extras.watch.inspect.inspect_command",
+    "extras.simulate.simulate_command",
+    "extras.simulate.recording",
+    "cache.planning",
+    "cache.tiers.loading",
+    "cache.cost_model",
 )
+OF_THE_FRONT = "app", "cli.serve_command", "extras.front.front_server", "extras.catalogue.catalogue"
 
 
-def test_the_command_line_and_what_simulates_start_without_torch() -> None:
-    modules = ", ".join(WITHOUT_TORCH_AT_START)
-    code = f"import {modules}, sys; print(*sorted({{'torch', 'transformers', 'uvicorn'}} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("modules", "slow"),
+    [
+        (OF_COMMANDS, {"torch", "transformers", "uvicorn"}),
+        (OF_THE_FRONT, {"torch", "transformers", "pydantic", "numpy", "zstandard"}),
+        (("server.http_app",), {"torch", "transformers"}),
+        (("cli.serve_command", "server.process.process"), {"torch", "transformers", "pydantic", "starlette"}),
+    ],
+    ids=["commands and what simulates", "the front", "the routes, before the thread that loads", "what listens"],
+)
+def test_what_starts_first_imports_nothing_slow(modules: tuple[str, ...], slow: set[str]) -> None:
+    names = [f"diskprefix.{module}" for module in modules]
+    code = f"import {', '.join(names)}, sys; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.split() == []
-
-
-def test_the_front_process_starts_with_few_packages() -> None:
-    modules = "diskprefix.app, diskprefix.cli.serve_command, diskprefix.extras.front.front_server"
-    code = f"import {modules}, diskprefix.extras.catalogue.catalogue, sys; print(*sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert {"uvicorn", "msgspec"} < {*answer.stdout.split()}
-    assert not {"torch", "transformers", "pydantic", "numpy", "zstandard"} & {*answer.stdout.split()}
+    imported = set(answer.stdout.split())
+    assert set(names) <= imported
+    assert not slow & imported
 
 
 def test_the_connector_and_the_stores_commands_need_only_the_packages_that_its_page_installs() -> None:

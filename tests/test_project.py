@@ -187,7 +187,6 @@ COMMAND_THREADS = {"verify", "kv-loader", "kv-saver", "remote-prefetch"}
 
 @cache
 def sources() -> dict[str, str]:
-    """Returns the text of each file but the pages, by its path from the project's root."""
     return {
         str(file.relative_to(ROOT)): file.read_text(encoding="utf-8", errors="replace")
         for file in text_files()
@@ -222,7 +221,6 @@ def wrong_names(page: Path) -> Iterator[str]:
 
 
 def threads() -> set[str]:
-    """Returns the names of the daemon's threads, without their numbers."""
     found = {
         name
         for path, text in sources().items()
@@ -284,7 +282,6 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yields the docstrings of a module, its classes and functions, with their lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
@@ -293,7 +290,6 @@ def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def faults(text: str) -> list[str]:
-    """Returns the words of a docstring that it must not have."""
     first = text.split()[0]
     return [first] * (first in QUESTIONS) + [found[0] for found in RIDDLES.finditer(text)]
 

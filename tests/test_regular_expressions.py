@@ -79,8 +79,6 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Used:
-    """A pattern, and the methods by which its module uses it."""
-
     where: str
     pattern: Any
     methods: tuple[str, ...]
@@ -96,7 +94,6 @@ class Used:
 
 
 def calls(tree: ast.AST) -> Iterator[ast.Call]:
-    """The calls of functions of `re` and `regex`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             module = node.func.value
@@ -220,7 +217,6 @@ FORMATS: dict[str, tuple[OutputFormat, Family]] = {family.name: (FamilyFormat(fa
 
 
 def written_call(family: Family) -> str:
-    """A call as a family writes it."""
     argument = re.sub("KEY", "text", re.sub("VALUE", "x", re.sub("IS_TEXT", "true", family.argument)))
     arguments = re.sub("TYPE", "string", argument) or '{"text": "x"}'
     name = '"f"' if re.search(r'name": NAME|\{NAME', family.call) else "f"
@@ -270,8 +266,6 @@ def test_many_tags_in_a_long_text_are_read_in_one_pass(name: str) -> None:
 
 
 class PythonCall:
-    """Reads a call in Python with many texts."""
-
     def run(self, text: str) -> None:
         assert python_calls(f"f(text=[{text}])", OfferedTools(TOOLS))
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import diskprefix
-from diskprefix.api.asked import Asked
 from diskprefix.api.openai_chat import Chat
+from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.app import load_engine
 from diskprefix.cache import choosing
 from diskprefix.cache.matching import Matcher, Restored
@@ -59,7 +59,6 @@ Values = dict[str, list[str]]
 
 
 def listed(numbers: Any) -> str:
-    """The first and the last of many numbers."""
     values = [int(number) for number in numbers]
     if len(values) <= 10:
         return " ".join(map(str, values))
@@ -67,7 +66,6 @@ def listed(numbers: Any) -> str:
 
 
 def short(name: bytes) -> str:
-    """The first 8 of a name's 32 digits."""
     return name.hex()[:8]
 
 
@@ -83,7 +81,7 @@ def wrapped(text: str) -> list[str]:
 # What is shown of a call: its result, then its arguments.
 
 
-def conversation(asked: Asked, *_: Any) -> list[str]:
+def conversation(asked: ParsedRequest, *_: Any) -> list[str]:
     assert isinstance(asked.prompt, Conversation)
     said = [(message.role, cast("TextPart", message.content[0]).text) for message in asked.prompt.messages]
     return [
@@ -192,8 +190,6 @@ TAPS = (
 
 @contextmanager
 def tapped(values: Values) -> Iterator[None]:
-    """Writes down the calls of a request."""
-
     def wrapped(tap: Tap) -> Callable[..., Any]:
         function = getattr(tap.owner, tap.function)
 
@@ -215,7 +211,6 @@ def tapped(values: Values) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
-    """The values of the second turn of a conversation, after a restart."""
     folder = tmp_path_factory.mktemp("tour")
     key = folder / "key"
     key.touch(mode=0o600)
@@ -247,7 +242,6 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
 
 
 def shown_on(page: str) -> Values:
-    """The values on the page, by file."""
     return {file: block.splitlines() for file, block in STOP.findall(page)}
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 
 def traced_peak(work: Callable[[], object]) -> int:
-    """Returns the most bytes that `work` held at once."""
     tracemalloc.start()
     try:
         work()

@@ -11,7 +11,6 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, neutral_messages
 from diskprefix.api.anthropic_writer import MessageWriter
-from diskprefix.api.asked import Asked, TextFormat, ToolChoice, note_left_out
 from diskprefix.api.dialect import Head
 from diskprefix.api.fields import (
     MAX_MESSAGES,
@@ -30,6 +29,7 @@ from diskprefix.api.fields import (
     require_fields,
     sampling_params,
 )
+from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, note_left_out
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
@@ -185,7 +185,7 @@ class CountTokensRequest(RequestBody, Markable):
             reasoning_effort=None if self.output_config is None else self.output_config.effort,
             thinking=None if self.thinking is None else self.thinking.switch,
             special_tokens_in_text=self.special_tokens_in_text or False,
-            ending="continue" if self.messages[-1].is_begun_reply else "reply",
+            ending="continue" if self.messages[-1].is_prefill else "reply",
         )
 
     @property
@@ -223,19 +223,19 @@ class MessagesRequest(CountTokensRequest):
             None if own is None else TextFormat("json_schema", json.dumps(own.schema_), path)
         )
 
-    def require_reply_or_nothing_of_it(self) -> None:
-        """Raises `InvalidRequest` for what asks for a reply beside a `max_tokens` of 0, as Anthropic's API does."""
+    def check_max_tokens_zero(self) -> None:
+        """Raises `InvalidRequest`, as Anthropic's API does, if `max_tokens` is 0 and another field asks for a reply."""
         if self.max_tokens:
             return
         text_format = self.text_format
-        asked = {
+        asks_for_reply = {
             "stream": bool(self.stream),
             "thinking": self.thinking is not None and self.thinking.type == "enabled",
             "tool_choice": self.choice.mode == "required",
             "" if text_format is None else text_format.path: text_format is not None,
         }
-        for path in (path for path, is_asked in asked.items() if is_asked):
-            raise InvalidRequest.at(path, "asks for a reply, and max_tokens of 0 for none")
+        for path in (path for path, asks in asks_for_reply.items() if asks):
+            raise InvalidRequest.at(path, "cannot be combined with max_tokens: 0, which produces no reply")
 
 
 class Messages:
@@ -243,12 +243,12 @@ class Messages:
     id_prefix = "msg_"
     call_id_prefix = "toolu_"
 
-    def read(self, body: MessagesRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+    def read(self, body: MessagesRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
         conversation, choice = body.conversation, body.choice
         choice.check(conversation.tools or ())
-        body.require_reply_or_nothing_of_it()
+        body.check_max_tokens_zero()
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_tokens, stop=body.stop_sequences or ())
-        return Asked(
+        return ParsedRequest(
             prompt=conversation,
             sampling=sampling,
             tool_choice=choice,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
@@ -19,7 +18,7 @@ from diskprefix.chat.messages import (
     OtherPart,
     TextPart,
     ToolCall,
-    joined,
+    join_neighbours,
 )
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
@@ -275,7 +274,7 @@ class AnthropicMessageBody(Body):
         )
 
     @property
-    def is_begun_reply(self) -> bool:
+    def is_prefill(self) -> bool:
         """Returns whether the message is an assistant's text alone, which the reply continues."""
         if self.role != "assistant" or isinstance(self.content, str):
             return self.role == "assistant" and bool(self.content)
@@ -296,7 +295,8 @@ def neutral_messages(
     found = [*_system(system)]
     for index, message in enumerate(messages):
         found.extend(message.neutral(f"messages.{index}"))
-    found = list(_joined(found))
+    # As Anthropic's API does. Tool results stay apart.
+    found = join_neighbours((message, message.role in _JOINED) for message in found)
     if end_mark is not None:
         found[-1] = replace(found[-1], mark=end_mark)
     return found
@@ -309,12 +309,3 @@ def _system(system: str | Sequence[TextBlock] | None) -> Iterator[Message]:
     elif system:
         parts = tuple(part for index, block in enumerate(system) for part in block.parts(f"system.{index}"))
         yield Message(role="system", content=parts, path="system")
-
-
-def _joined(messages: Sequence[Message]) -> Iterator[Message]:
-    """Joins messages of one role that follow each other, as Anthropic's API does. Tool results stay apart."""
-    for role, run in groupby(messages, lambda message: message.role):
-        if role in _JOINED:
-            yield joined(list(run))
-        else:
-            yield from run

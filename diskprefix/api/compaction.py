@@ -1,4 +1,4 @@
-"""`POST /v1/responses/compact`: a conversation in short, which the model writes and a later request begins with."""
+"""`POST /v1/responses/compact`: the model writes a summary of a conversation, with which a later request begins."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.api.responses_items import MessageItem, item_id, stored_form
 from diskprefix.api.responses_writer import ResponseWriter
 
-_MAX_KEPT_CHARS = 20_000
-"""The most characters of messages of the user that stay beside the summary."""
+_MAX_CHARS = 20_000
+"""The most characters of the user's messages beside the summary."""
 
 
 class CompactRequest(ResponseRequest):
@@ -35,31 +35,31 @@ class Compaction(Responses):
         self.compacts = True
 
     def writer(self, body: ResponseRequest, head: Head) -> ResponseWriter:
-        return CompactionWriter(head, _kept(body, head.id))
+        return CompactionWriter(head, _newest_user_messages(body, head.id))
 
 
 class CompactionWriter(ResponseWriter):
-    """Writes the summary behind `kept`, what stays of the conversation."""
+    """Writes the summary behind the user's newest messages."""
 
-    def __init__(self, head: Head, kept: list[Json]) -> None:
+    def __init__(self, head: Head, newest: list[Json]) -> None:
         super().__init__(head, {}, reasoning_is_summary=False, keep=None, compacts=True)
-        self._kept = kept
+        self._newest = newest
 
     def whole(self, reply: WholeReply) -> Json:
         response = super().whole(reply)
         same = {name: response[name] for name in ("id", "created_at", "usage", "prefix_cache", "timings")}
-        return {"object": "response.compaction", **same, "output": [*self._kept, *response["output"]]}
+        return {"object": "response.compaction", **same, "output": [*self._newest, *response["output"]]}
 
 
-def _kept(body: ResponseRequest, response_id: str) -> list[Json]:
+def _newest_user_messages(body: ResponseRequest, response_id: str) -> list[Json]:
     """Returns the newest messages of the user, word for word."""
-    kept: list[Json] = []
-    room = _MAX_KEPT_CHARS
+    newest: list[Json] = []
+    room = _MAX_CHARS
     for index, item in reversed(list(enumerate(body.items))):
         if isinstance(item, MessageItem) and item.role == "user":
             form = stored_form(item)
             room -= len(json.dumps(form["content"]))
             if room < 0:
                 break
-            kept.append({"id": item_id(response_id, "message", index, is_input=True), **form})
-    return kept[::-1]
+            newest.append({"id": item_id(response_id, "message", index, is_input=True), **form})
+    return newest[::-1]

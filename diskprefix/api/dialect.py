@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import msgspec
 
-from diskprefix.api.asked import Asked
 from diskprefix.api.fields import RequestBody
+from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.api.reply import ReplyEvent, WholeReply
 from diskprefix.chat.messages import JsonObject
 from diskprefix.errors import DiskPrefixError
@@ -110,7 +110,7 @@ class BodyReader(Protocol[B]):
     def body(self) -> type[B]:
         """The model of the request's body."""
 
-    def read(self, body: B, vocab_size: int, notes: Callable[[], TenantNotes], /) -> Asked:
+    def read(self, body: B, vocab_size: int, notes: Callable[[], TenantNotes], /) -> ParsedRequest:
         """Returns a body in neutral words. `notes` opens the tenant's notes in the store.
 
         It may take long, and wait for the disk. Raises `InvalidRequest`, with the path of the field.

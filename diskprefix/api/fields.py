@@ -1,4 +1,4 @@
-"""The fields that several APIs share, strictly typed: sampling, the cache, marks; and what they ask of the engine.
+"""The fields that several APIs share, strictly typed: sampling, the cache, marks; and the engine's options from them.
 
 Unknown top-level fields are ignored, as other servers do. Inside `prefix_cache` nothing is ignored. Members of a union
 have tags that begin with `~`, which are left out of the `param` of an error.
@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from diskprefix.api.asked import TextFormat
+from diskprefix.api.parsed_request import TextFormat
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.engine.request import SamplingParams
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REFUSED = "refused"
-"""The type of errors whose message says all, and must not be completed with the value at fault."""
+"""The type of errors whose message must not be completed with the value at fault."""
 
 
 def _as_json(schema: Any) -> None:
@@ -106,7 +106,7 @@ def _if_asked(value: object) -> object:
 
 
 NotServed: TypeAlias = Annotated[None, BeforeValidator(_if_asked)]
-"""A field that is not supported, and may be sent with a value that asks for nothing."""
+"""An unsupported field. A value that asks for nothing is accepted."""
 
 
 def empty_as(nothing: object) -> BeforeValidator:
@@ -229,12 +229,12 @@ class Unmarkable(Body):
     cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(default=None, description="Not allowed here.")
 
 
-AskedDetail: TypeAlias = Literal["auto", "low", "high", "original"]
+ImageDetail: TypeAlias = Literal["auto", "low", "high", "original"]
 
 
-def detail_of(asked: AskedDetail | None) -> Detail:
-    """Returns how closely to look at an image. The original is what `high` is here."""
-    return "high" if asked == "original" else asked or "auto"
+def detail_of(detail: ImageDetail | None) -> Detail:
+    """Returns the detail with which an image is read. `original` is read as `high`."""
+    return "high" if detail == "original" else detail or "auto"
 
 
 MAX_COUNT = 2**31 - 1
@@ -418,8 +418,8 @@ class RequestBody(CacheFields, SamplingFields, TextFields):
     )
 
     @property
-    def reads_more(self) -> bool:
-        """Returns whether the prompt is made of stored items, too."""
+    def needs_stored_items(self) -> bool:
+        """Returns whether stored items are part of the prompt."""
         return False
 
     def require_stream(self, options: Body | None) -> None:
@@ -428,10 +428,7 @@ class RequestBody(CacheFields, SamplingFields, TextFields):
             raise InvalidRequest.at("stream_options", "needs stream: true")
 
     def text_format_beside(self, own: TextFormat | None) -> TextFormat | None:
-        """Returns what the text must be. `own` is what the API's own field says.
-
-        Raises `InvalidRequest` if both say something.
-        """
+        """Returns the format of the text. `own` is that of the API's own field. Raises `InvalidRequest` for two."""
         if own is not None and self.structured_outputs is not None:
             raise InvalidRequest.at("structured_outputs", f"is not allowed beside {own.path}")
         return own if self.structured_outputs is None else self.structured_outputs.text_format
@@ -446,7 +443,7 @@ _RETENTION_S = {"in_memory": 3600.0, "in-memory": 3600.0, "24h": 86400.0}
 
 
 def with_sampling(body: R, defaults: Mapping[str, float]) -> R:
-    """Returns a request with the defaults of the server where it says nothing of its sampling."""
+    """Returns a request with the server's defaults for the sampling fields that are absent."""
     missing = {name: value for name, value in defaults.items() if getattr(body, name) is None}
     return body.model_copy(update=missing) if missing else body
 
@@ -460,17 +457,16 @@ def sampling_params(
     logprobs: int | None = None,
     n: int | None = None,
 ) -> SamplingParams:
-    """Raises `InvalidRequest` for unknown token ids. Each API has other names for what `fields` does not hold.
-    `max_tokens` may be `NO_LIMIT`."""
-    said = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
-    if said.get("temperature", 1) < _GREEDY_BELOW or said.get("top_p") == 0:
-        said |= {"temperature": 0.0, "top_p": 1.0}
-    if "top_k" in said:
-        said["top_k"] = max(said["top_k"], 0)
-    if "logit_bias" in said:
-        said["logit_bias"] = _logit_bias(said["logit_bias"], vocab_size)
+    """Returns the sampling parameters; `max_tokens` may be `NO_LIMIT`. Raises `InvalidRequest` for unknown tokens."""
+    values = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
+    if values.get("temperature", 1) < _GREEDY_BELOW or values.get("top_p") == 0:
+        values |= {"temperature": 0.0, "top_p": 1.0}
+    if "top_k" in values:
+        values["top_k"] = max(values["top_k"], 0)
+    if "logit_bias" in values:
+        values["logit_bias"] = _logit_bias(values["logit_bias"], vocab_size)
     return SamplingParams(
-        **said,
+        **values,
         max_tokens=None if max_tokens == NO_LIMIT else max_tokens,
         stop=tuple(stop),
         # The alternatives cannot be more than the vocabulary.
@@ -490,21 +486,21 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant) -> CacheOptions:
-    """Returns what `body` asks of the disk cache. `scope` is the daemon's own, as default.
+    """Returns the cache options of a request. `scope` is the daemon's, for a request without one.
 
     Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two salts that differ.
     """
-    asked = body.prefix_cache or PrefixCacheOptions()
-    scope = asked.scope or scope
-    ttl_s = _RETENTION_S.get(body.prompt_cache_retention or "") if asked.ttl is None else asked.ttl
+    options = body.prefix_cache or PrefixCacheOptions()
+    scope = options.scope or scope
+    ttl_s = _RETENTION_S.get(body.prompt_cache_retention or "") if options.ttl is None else options.ttl
     return CacheOptions(
-        scope=scope if asked.window is None else scope.with_window(asked.window),
+        scope=scope if options.window is None else scope.with_window(options.window),
         tenant=tenant_of(body, caller),
         group=b"" if body.prompt_cache_key is None else group_of(body.prompt_cache_key),
-        save=asked.save,
+        save=options.save,
         ttl_s=ttl_s,
-        replay=asked.replay,
-        is_asked=any(value is not None for value in (asked.scope, asked.window, ttl_s)),
+        replay=options.replay,
+        is_asked=any(value is not None for value in (options.scope, options.window, ttl_s)),
     )
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from diskprefix.chat.normalisers import menders, shape_of
+from diskprefix.chat.normalisers import helpful_normalisers, shape_of
 from diskprefix.engine.request import DoneEvent
 from diskprefix.nouns import CacheReport
 
 
 def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
-    """Returns the objects that are ours: what the cache did, and where the time went, in milliseconds."""
+    """Returns both objects: what the cache did, and where the time went, in milliseconds."""
     own = asdict(done.timings) | {"others_ms": done.timings.others_ms}
     timings: dict[str, Any] = {
         name: value if isinstance(value, str) else round(value, 2) for name, value in own.items()
@@ -33,10 +33,8 @@ def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
 
 
 def written_tokens(done: DoneEvent) -> int:
-    """Returns the number of prompt tokens that a request newly keeps.
-
-    What was `dropped` is not counted: perhaps nothing of it can be restored.
-    """
+    """Returns the number of prompt tokens that a request newly keeps. It is 0 for a `dropped` prompt, of which perhaps
+    nothing can be restored."""
     if done.cache.saved != "queued":
         return 0
     return max(0, done.cache.selection.kept - done.usage.cached_tokens)
@@ -73,5 +71,5 @@ def broken_by(report: CacheReport) -> dict[str, Any]:
         "at": report.broken.at,
         "line": shape_of(report.broken_line),
         "tokens": report.broken.num_tokens,
-        "normalisers": menders(report.broken_line, report.rewriting),
+        "normalisers": helpful_normalisers(report.broken_line, report.rewriting),
     }

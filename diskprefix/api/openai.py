@@ -1,4 +1,4 @@
-"""`POST /v1/completions` continues a text or token ids as they are. The body and the writer that chat shares."""
+"""`POST /v1/completions`, which continues a text or token ids, and the parts of body and writer that chat shares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from diskprefix.api.asked import Asked
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import openai_error
 from diskprefix.api.fields import (
@@ -25,6 +24,7 @@ from diskprefix.api.fields import (
     sampling_params,
 )
 from diskprefix.api.figures import figures_reply
+from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.api.reply import DeltaEvent, EndEvent, ReplyEvent, WholeChoice, WholeReply
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.output.format import ContentDelta
@@ -91,7 +91,7 @@ class EventWriter:
 
 
 class OpenAIWriter(EventWriter, ABC):
-    """Writes a reply in OpenAI's form. `whole_choice` and the others return what is in `choices` besides the index.
+    """Writes a reply in OpenAI's form. The abstract methods return the members of `choices`, without the index.
 
     The finish chunk of the last choice waits for the `DoneEvent`, because the last chunk of a stream has `prefix_cache`
     and `timings`. With `include_usage`, one more chunk without choices follows and has them.
@@ -179,7 +179,7 @@ def usage_reply(done: DoneEvent, reasoning_tokens: int) -> Json:
 
 
 def _progress(event: ProgressEvent) -> Json:
-    """In the form of llama.cpp's server, and where the restored tokens came from."""
+    """Returns the progress in the form of llama.cpp's server, with the source of restored tokens."""
     return {
         "total": event.total,
         "cache": event.cached,
@@ -192,7 +192,7 @@ def _progress(event: ProgressEvent) -> Json:
 MAX_PROMPTS = 256
 """The most prompts of a request."""
 _MOST_TOKENS = 16
-"""The most tokens of a choice where the client says nothing, as at OpenAI."""
+"""The default limit of a choice's tokens, as in OpenAI's API."""
 
 TokenList: TypeAlias = Annotated[list[int], Field(min_length=1)]
 OnePrompt: TypeAlias = Annotated[str | TokenList, OneOf("a string or a list of token ids")]
@@ -250,14 +250,14 @@ class Completions:
     id_prefix = "cmpl-"
     call_id_prefix = ""
 
-    def read(self, body: CompletionRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+    def read(self, body: CompletionRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest.at("best_of", "must be equal to n")
         max_tokens = _MOST_TOKENS if body.max_tokens is None else body.max_tokens
         if body.special_tokens_in_text is False and not body.suffix:
             raise InvalidRequest.at("special_tokens_in_text", "needs a suffix; a prompt without one spells tokens")
         first, *more = [self._prompt(prompt, body) for prompt in body.prompts]
-        return Asked(
+        return ParsedRequest(
             prompt=first,
             more_prompts=tuple(more),
             sampling=body.sampling(vocab_size, max_tokens, body.logprobs),
@@ -317,7 +317,7 @@ def _logprobs(tokens: Sequence[TokenLogprob], offsets: _Offsets) -> Json:
     return {
         "tokens": [_named(token) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        # The token that was sampled may be none of the likeliest.
+        # The sampled token need not be among the likeliest.
         "top_logprobs": [{_named(one): one.logprob for one in (*token.top, token)} for token in tokens],
         "text_offset": [offsets.before(token) for token in tokens],
     }

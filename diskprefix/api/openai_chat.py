@@ -7,7 +7,6 @@ from typing import Annotated, Literal, cast
 
 from pydantic import ConfigDict, Field
 
-from diskprefix.api.asked import Asked, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.dialect import Head, Json
 from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Effort, Limit, NotServed, ReasoningLimits
 from diskprefix.api.openai import OpenAIBody, OpenAIWriter
@@ -18,6 +17,7 @@ from diskprefix.api.openai_messages import (
     ToolChoiceField,
     conversation_of,
 )
+from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice, logprob_reply
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta
@@ -118,13 +118,13 @@ class Chat:
     id_prefix = "chatcmpl-"
     call_id_prefix = "call_"
 
-    def read(self, body: ChatRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+    def read(self, body: ChatRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidRequest.at("top_logprobs", "needs logprobs: true")
         max_tokens = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(vocab_size, max_tokens, logprobs)
-        return Asked(
+        return ParsedRequest(
             prompt=body.conversation,
             sampling=sampling,
             tool_choice=body.choice,
@@ -188,7 +188,7 @@ def _delta(delta: ReplyDelta) -> Json:
 
 
 def _reasoning(text: str) -> Json:
-    """Under both names: that of DeepSeek, llama.cpp and SGLang, and that of OpenRouter and vLLM."""
+    """Returns the text under two names: that of DeepSeek, llama.cpp and SGLang, and that of OpenRouter and vLLM."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -7,13 +7,12 @@ from typing import Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from diskprefix.api.asked import OF_ONE_OF, TextFormat, ToolChoice
 from diskprefix.api.fields import (
     AS_SENT,
     MAX_PARTS,
-    AskedDetail,
     Body,
     CacheControl,
+    ImageDetail,
     Markable,
     NamedTool,
     OneOf,
@@ -23,6 +22,7 @@ from diskprefix.api.fields import (
     require_content,
     require_fields,
 )
+from diskprefix.api.parsed_request import OF_ONE_OF, TextFormat, ToolChoice
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -52,7 +52,7 @@ class ImageUrl(Unmarkable):
     """An image that is sent inside the request."""
 
     url: str = Field(description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. No other URL is fetched.")
-    detail: AskedDetail | None = Field(
+    detail: ImageDetail | None = Field(
         default=None, description="`low`: at most 512 pixels wide and high; `auto`: 2048; `high`: as large as it is."
     )
 

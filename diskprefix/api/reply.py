@@ -51,7 +51,7 @@ class DeltaEvent:
 
 @dataclass(frozen=True)
 class EndEvent:
-    """The end of a choice. `stop` is the stop string that ended it, `reasoning_tokens` how many tokens it thought."""
+    """The end of a choice. `stop` is the stop string that ended it, `reasoning_tokens` the length of its thought."""
 
     choice: int
     reason: EndReason
@@ -72,7 +72,7 @@ class WholeCall:
 
     @property
     def parsed(self) -> dict[str, Any]:
-        """The arguments. What is no JSON object is handed over as Anthropic's documentation says to return it."""
+        """The arguments. Text that is no JSON object is wrapped as Anthropic's documentation says."""
         try:
             arguments = json.loads(whole_characters(self.arguments or "{}"))
         except (ValueError, RecursionError):
@@ -115,14 +115,14 @@ class ReplyReader:
         self._many_calls = many_calls
         self._parsers: dict[int, OutputParser] = {}
         self.shortened: set[int] = set()
-        """The choices of which not all calls are passed on."""
+        """The choices of which some calls are left out."""
         self._called: set[int] = set()
         """The choices that called a tool."""
         self._thoughts: defaultdict[int, ThoughtWatch] = defaultdict(ThoughtWatch)
         self._reasoning_tokens: defaultdict[int, int] = defaultdict(int)
 
     def read(self, event: Event) -> list[ReplyEvent]:
-        """Returns what an event of the engine means."""
+        """Returns the events of the reply that follow from an event of the engine."""
         if isinstance(event, TextEvent):
             return self._text(event)
         if isinstance(event, FinishEvent):
@@ -203,7 +203,7 @@ def whole_choice(end: EndEvent, events: Sequence[DeltaEvent]) -> WholeChoice:
 def logprob_reply(token: TokenLogprob) -> dict[str, Any]:
     """Returns a token with its alternatives, as OpenAI's APIs show them."""
 
-    def one(token: TokenLogprob) -> dict[str, Any]:
+    def entry(token: TokenLogprob) -> dict[str, Any]:
         return {"token": token.text, "logprob": token.logprob, "bytes": list(token.data)}
 
-    return {**one(token), "top_logprobs": [one(alternative) for alternative in token.top]}
+    return {**entry(token), "top_logprobs": [entry(alternative) for alternative in token.top]}

@@ -13,7 +13,6 @@ from typing import Annotated, Literal, TypeAlias, cast
 import msgspec
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
-from diskprefix.api.asked import OF_ONE_OF, Asked, TextFormat, ToolChoice, note_left_out, openai_choice
 from diskprefix.api.dialect import Head, Json, json_text
 from diskprefix.api.fields import (
     AS_SENT,
@@ -32,15 +31,14 @@ from diskprefix.api.fields import (
     require_fields,
     sampling_params,
 )
+from diskprefix.api.parsed_request import OF_ONE_OF, ParsedRequest, TextFormat, ToolChoice, note_left_out, openai_choice
+from diskprefix.api.response_store import MAX_STORED_BYTES, ItemAt, ResponseStore
 from diskprefix.api.responses_items import (
-    MAX_STORED_BYTES,
     TEXT_ARGUMENT,
     Input,
     Item,
     MessageItem,
     ReferenceItem,
-    ResponseStore,
-    Said,
     SpokenItem,
     TriggerItem,
     full_name,
@@ -78,7 +76,7 @@ class TextTool(NamedTool):
 
 
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
-"""What a function in a response must have, though a request need not say it."""
+"""The fields that a function must have in a response, though a request may leave them out."""
 
 
 class HostedTool(Body):
@@ -88,7 +86,7 @@ class HostedTool(Body):
 
 
 class Namespace(Body):
-    """Functions that belong together: Codex sends those of an MCP server so. The model knows each by both names."""
+    """A group of functions, such as those of an MCP server in Codex. The model knows each by both names."""
 
     type: Literal["namespace"]
     name: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -147,7 +145,7 @@ class OfferedFunctions:
 
 
 def _function(tool: JsonObject) -> JsonObject:
-    """`strict` is left out: it says nothing to a model."""
+    """Returns a tool for the template, without `strict`, which says nothing to a model."""
     if tool["type"] == "custom":
         form = tool.get("format") or {}
         described = {"description": f"Text of this {form.get('syntax')} grammar: {form.get('definition')}"}
@@ -155,8 +153,8 @@ def _function(tool: JsonObject) -> JsonObject:
         tool = tool | {
             "parameters": {"type": "object", "properties": {TEXT_ARGUMENT: text}, "required": [TEXT_ARGUMENT]}
         }
-    kept = ("name", "description", "parameters")
-    return {name: value for name, value in tool.items() if name in kept and value is not None}
+    fields = ("name", "description", "parameters")
+    return {name: value for name, value in tool.items() if name in fields and value is not None}
 
 
 class ChosenFunction(Body):
@@ -321,7 +319,7 @@ class ResponseRequest(RequestBody, Unmarkable):
         return self.top_logprobs or 0 if _LOGPROBS in (self.include or ()) else None
 
     @property
-    def reads_more(self) -> bool:
+    def needs_stored_items(self) -> bool:
         """See `RequestBody`."""
         return self.previous_response_id is not None or any(isinstance(item, ReferenceItem) for item in self.items)
 
@@ -332,7 +330,7 @@ class ResponseRequest(RequestBody, Unmarkable):
 
     @property
     def echo(self) -> dict[str, msgspec.Raw]:
-        """Fields that the response repeats, as JSON text. Objects may take a hundred times the memory."""
+        """The fields that the response repeats, as JSON text: as objects they may take a hundred times the memory."""
         text: Json = {} if self.text is None else self.text.model_dump(by_alias=True, exclude_none=True)
         if self.text is not None and self.text.format is not None:
             text["format"] = self.text.format.echo
@@ -369,14 +367,14 @@ class ResponseRequest(RequestBody, Unmarkable):
 log = logging.getLogger("diskprefix")
 
 MAX_SUMMARY_TOKENS = 4096
-"""The most tokens of a conversation in short: clients set no limit, and a weak model writes on."""
+"""The most tokens of a summary: clients set no limit, and a weak model does not stop."""
 _REQUEST = (
     "Stop here, and sum up this conversation for whoever goes on with it and will not see it. Write down what the user "
     "wants, and all rules and preferences that the user stated; what was done and found out, with the names of files, "
     "commands and values that matter; what was decided, and why; and what remains to be done, beginning with the next "
     "step. Write the summary alone, without any call of a tool."
 )
-_IN_SHORT = Message(role="user", content=(TextPart(_REQUEST, "input"),), path="input")
+_ASK_FOR_SUMMARY = Message(role="user", content=(TextPart(_REQUEST, "input"),), path="input")
 
 
 class Responses:
@@ -394,9 +392,9 @@ class Responses:
         self._early: ResponseWriter | None = None
         """The writer of the events that were sent while the model was loading."""
         self.compacts = False
-        """True if the reply is to be the conversation in short."""
+        """True if the reply is a summary of the conversation."""
 
-    def read(self, body: ResponseRequest, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
+    def read(self, body: ResponseRequest, vocab_size: int, notes: Callable[[], TenantNotes]) -> ParsedRequest:
         body.require_stream(body.stream_options)
         self._echo = _echo_of(body)
         prompt = self.conversation(body, ResponseStore(notes()))
@@ -404,13 +402,13 @@ class Responses:
         if self.compacts:
             # The tools stay in the prompt, whose beginning is that of the conversation so far.
             most = min(sampling.max_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
-            return Asked(
+            return ParsedRequest(
                 prompt=prompt,
                 sampling=replace(sampling, max_tokens=most),
                 tool_choice=ToolChoice("none"),
                 limit_path="max_output_tokens",
             )
-        return Asked(
+        return ParsedRequest(
             prompt=prompt,
             sampling=sampling,
             tool_choice=body.choice,
@@ -427,7 +425,7 @@ class Responses:
         self._store = store
         messages = [*_instructions(body), *messages_of(self._items(body, store))]
         return Conversation(
-            messages=[*messages, _IN_SHORT] if self.compacts else messages,
+            messages=[*messages, _ASK_FOR_SUMMARY] if self.compacts else messages,
             tools=body.offered.functions or None,
             tool_marks=body.offered.marks,
             tool_paths=body.offered.paths,
@@ -471,12 +469,12 @@ class Responses:
             num_events=num_events,
         )
 
-    def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:
+    def _items(self, body: ResponseRequest, store: ResponseStore) -> list[ItemAt]:
         """Returns the items of the conversation. Raises `InvalidRequest` for what is not stored."""
         earlier = [] if body.previous_response_id is None else store.history(body.previous_response_id)
-        said: list[Said] = []
+        own: list[ItemAt] = []
         if isinstance(body.input, str):
-            said.append((MessageItem(role="user", content=body.input), "input"))
+            own.append((MessageItem(role="user", content=body.input), "input"))
         for index, item in enumerate(items := body.items):
             path = f"input.{index}"
             if isinstance(item, TriggerItem):
@@ -484,14 +482,14 @@ class Responses:
                     raise InvalidRequest.at(path, "must be the last item")
                 self.compacts = True
             elif isinstance(item, ReferenceItem):
-                said.append(store.referred(item, path))
+                own.append(store.referred(item, path))
             elif isinstance(item, SpokenItem):
-                said.append((item, path))
-        if not earlier and not said:
+                own.append((item, path))
+        if not earlier and not own:
             raise InvalidRequest.at("input", "must not be empty")
         if body.is_stored and not self.compacts:
-            self._input = _storable([item for item, _ in said])
-        return [*earlier, *said]
+            self._input = _storable([item for item, _ in own])
+        return [*earlier, *own]
 
 
 def _is_not_called(_response: Json) -> None:

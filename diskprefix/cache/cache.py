@@ -90,6 +90,14 @@ class PrefixCache(CacheResources):
         """Returns whose state in memory that of a tenant is now; for any thread."""
         return Owner(root_hash(self.root_record(tenant).identity), self._secret, self.namespaces.purged_at)
 
+    def owner_of(self, options: CacheOptions, private: bytes) -> Owner:
+        """Returns whose state in memory that of a request is. `private` is a random key of the request, in case that it
+        shares nothing; if its scope is off, it does not begin with what its tenant shares either."""
+        owner = self.owner(options.tenant)
+        if options.scope.kind == "off":
+            return owner._replace(root=private, private=private)
+        return owner if options.save else owner._replace(private=private)
+
     def is_gone(self, owner: Hashable) -> bool:
         """Returns whether the state in memory of an `owner` can no longer be found."""
         return isinstance(owner, Owner) and owner.purged_at != self.namespaces.purged_at
@@ -143,15 +151,15 @@ class PrefixCache(CacheResources):
         """
         return CachedRequest(RequestContext(self, self.namespaces.get(options.tenant), prompt, options, goes_on))
 
-    def hibernate(self, sequence: KVSequence, token_ids: TokenIds, options: CacheOptions) -> None:
-        """Queues the state of a sequence that has ended, as far as it is not stored, and its scope leaves to the policy
-        how much is kept. The sequence holds the `token_ids`."""
+    def save_idle(self, sequence: KVSequence, token_ids: TokenIds, options: CacheOptions, owner: Owner) -> None:
+        """Queues the state of a sequence of `owner` that has ended, as far as it is not stored, and its scope leaves to
+        the policy how much is kept. The sequence holds the `token_ids`."""
         is_long = len(token_ids) >= max(1, self.settings.kv_cache_min_tokens)
         if is_long and options.save and options.scope.most is None:
-            request, owner = self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options), sequence.owner
+            request = self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options)
             # The request is new, its state is not.
-            if not (isinstance(owner, Owner) and owner.purged_at != request.epoch.purged_at):
-                request.hibernate(sequence)
+            if owner.purged_at == request.epoch.purged_at:
+                request.save_idle(sequence)
 
     @property
     def health(self) -> tuple[str, str | None]:

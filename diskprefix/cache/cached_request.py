@@ -43,7 +43,8 @@ class CachedRequest:
         self.reply = self.prompt.token_ids[:0]
         """The tokens of the reply that were run through the model. Set by `publish_reply`."""
         self.restored = Restored()
-        """The result of the fetch. Set by `take`."""
+        """The result of the first fetch. Set by `take`."""
+        self._is_chosen = False
         self._load_s = 0.0
         """Seconds that the fetch took to load state."""
         self._saved: Saved = "none"
@@ -70,7 +71,7 @@ class CachedRequest:
 
     def restore(self, sequence: KVSequence, have: int = 0) -> Restored:
         """Runs all steps of a fetch, and `choose`, for a sequence that has the first `have` tokens."""
-        fetch = self.begin_fetch(sequence, have)
+        fetch = self.begin_fetch(sequence, self.prompt.token_ids, have)
         fetch.run_step("prefetch")
         fetch.run()
         self.take(fetch)
@@ -79,51 +80,48 @@ class CachedRequest:
 
     def fetch(self, sequence: KVSequence, have: int = 0, logits: torch.Tensor | None = None) -> None:
         """Runs the steps of a fetch, except for the shared tier's. See `Fetch`."""
-        fetch = self.begin_fetch(sequence, have, logits)
+        fetch = self.begin_fetch(sequence, self.prompt.token_ids, have, logits)
         fetch.run()
         self.take(fetch)
 
     def begin_fetch(
         self,
         sequence: KVSequence,
+        token_ids: TokenIds,
         have: int = 0,
         logits: torch.Tensor | None = None,
         on_logits: Callable[[torch.Tensor], None] = lambda _: None,
         on_block: Callable[[int], None] = lambda _: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Fetch:
-        """Returns a fetch of the prompt, for `take`. Does not wait."""
-        return Fetch(self._context, self.nodes, sequence, have, logits, on_logits, on_block, is_wanted)
+        """Returns a fetch for `take`, of the prompt, or for a reply that lost its memory, of the prompt and the tokens
+        of the reply: of these the last one is left to compute. Does not wait."""
+        context = self._context
+        if len(token_ids) > len(self.prompt.token_ids):
+            options = replace(self.options, leaves_last=True)
+            context = replace(context, prompt=Prompt(token_ids), options=options)
+        nodes = self.nodes if token_ids is self.nodes.token_ids else context.nodes_of(token_ids)
+        return Fetch(context, nodes, sequence, have, logits, on_logits, on_block, is_wanted)
 
-    def begin_recall(
-        self, sequence: KVSequence, have: int, on_block: Callable[[int], None], is_wanted: Callable[[], bool]
-    ) -> Fetch:
-        """Returns a fetch of what is stored of a sequence that lost its memory, which has its first `have` tokens again
-        and room for all of them. The last one is left to compute."""
-        options = replace(self.options, leaves_last=True)
-        context = replace(self._context, prompt=Prompt(sequence.token_ids), options=options)
-        nodes = context.nodes_of(sequence.token_ids)
-        return Fetch(context, nodes, sequence, have, on_block=on_block, is_wanted=is_wanted)
-
-    def take(self, fetch: Fetch, *, gave_up: bool = False) -> None:
-        """Takes over the result of a fetch, no step of which runs any more; that of a recall is in the sequence alone.
-        With `gave_up`, the sequence has what it had before: any step but `load` may still run. For the engine's
-        thread."""
+    def take(self, fetch: Fetch, *, gave_up: bool = False) -> Restored:
+        """Takes over the result of a fetch, no step of which runs any more, and returns it. What replies restore after
+        `choose` shows in their sequences alone. With `gave_up`, the sequence has what it had before: any step but
+        `load` may still run. For the engine's thread."""
         restored = fetch.held if gave_up else fetch.restored
         fetch.sequence.truncate(restored.num_tokens)
-        is_recall = fetch.context is not self._context
-        if is_recall and not gave_up:
-            fetch.close()
-        if not is_recall:
+        if not self._is_chosen:
             self.restored, self._load_s = restored, fetch.load_s
             self._miss_reason = "error" if gave_up else fetch.miss_reason
-        if not is_recall and not gave_up:
+        if not gave_up and self._is_chosen:
+            fetch.close()
+        elif not gave_up:
             self._saver.pins.callback(fetch.close)
+        return restored
 
     def choose(self, sequence: KVSequence | None) -> None:
         """Chooses what to save, and counts the result of `fetch`. For the engine thread, before the first step. The
         sequence is None for a model that computes in memory of its own."""
-        restored = self.restored
+        restored, self._is_chosen = self.restored, True
         if restored.last_node is not None:
             ttl_s = self._context.ttl_at(restored.stored_tokens)
             self.cache.writer.touch(restored.last_node, time.time(), ttl_s)
@@ -189,7 +187,7 @@ class CachedRequest:
             if self._saver.publish_reply(sequence, self._context.nodes_of(token_ids)):
                 self._saved = "queued"
 
-    def leave(self, sequence: KVSequence, token_ids: TokenIds) -> None:
+    def save_partial(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues what was computed so far for a request that is cancelled, or waits for memory. It continues there when
         it comes again. `token_ids` are those in the sequence. What the policy would not keep is kept for at least ten
         minutes."""
@@ -203,7 +201,7 @@ class CachedRequest:
             if self._saver.has_published:
                 self._saved = "queued"
 
-    def hibernate(self, sequence: KVSequence) -> None:
+    def save_idle(self, sequence: KVSequence) -> None:
         """Queues what a sequence holds of the prompt and the store lacks, and ends the request, which counts as none.
         The prompt has one token more than the sequence. For a thread that has the sequence for itself."""
         if self._bypass is None:

@@ -17,7 +17,6 @@ from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import MissReason
 from diskprefix.store.note_record import NoteKind
-from diskprefix.tokens import TokenIds
 
 Step: TypeAlias = Literal["prefetch", "seen", "match", "load"]
 
@@ -61,7 +60,7 @@ class Fetch:
         self.load_s = 0.0
         """Seconds that `load` took, without the wait for `prefetch`."""
         self.needs_load = False
-        self.context, self._nodes, self._logits, self._is_wanted = context, nodes, logits, is_wanted
+        self._context, self._nodes, self._logits, self._is_wanted = context, nodes, logits, is_wanted
         self._prefetched = Prefetched()
         self._pins = ExitStack()
         cache, notes = context.cache, context.notes()
@@ -83,12 +82,8 @@ class Fetch:
         )
 
     @property
-    def token_ids(self) -> TokenIds:
-        return self._nodes.token_ids
-
-    @property
     def must_read_seen(self) -> bool:
-        return not self.context.namespace.is_read
+        return not self._context.namespace.is_read
 
     def run(self) -> None:
         """Runs all steps but `prefetch`, on this thread."""
@@ -109,15 +104,15 @@ class Fetch:
         self._pins.close()
 
     def _prefetch(self) -> None:
-        if self.context.bypass is None and self.context.cache.remote is not None:
-            with self.context.guarded("nothing is fetched from the shared tier"):
-                self._prefetched = self.context.prefetch(self._nodes, lambda: not self._is_wanted(), self.have)
+        if self._context.bypass is None and self._context.cache.remote is not None:
+            with self._context.guarded("nothing is fetched from the shared tier"):
+                self._prefetched = self._context.prefetch(self._nodes, lambda: not self._is_wanted(), self.have)
                 self._restoration.prefetched = self._prefetched.names
 
     def _read_seen(self) -> None:
-        if self.context.bypass is None:
-            with self.context.guarded("what was seen before is not known"):
-                self.context.cache.namespaces.read(self.context.namespace, self._is_wanted)
+        if self._context.bypass is None:
+            with self._context.guarded("what was seen before is not known"):
+                self._context.cache.namespaces.read(self._context.namespace, self._is_wanted)
 
     def _match(self) -> None:
         self.needs_load = self._restore(loads=False)
@@ -128,8 +123,8 @@ class Fetch:
     def _restore(self, *, loads: bool) -> bool:
         """Returns whether something is left to load."""
         restoration, restored, is_cut = self._restoration, None, False
-        if self.context.bypass is None:
-            with self.context.guarded("nothing is restored"):
+        if self._context.bypass is None:
+            with self._context.guarded("nothing is restored"):
                 restored = restoration.run(self.sequence, self.have, self._logits, loads=loads)
                 is_cut = restored is None
             if restored is not None:

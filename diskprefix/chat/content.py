@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diskprefix.chat.draft import PromptDraft
-from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, joined
+from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, join_neighbours
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import Change, Picture
 from diskprefix.printable import shown
@@ -66,22 +66,20 @@ def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, d
     in_results = any(message.pictures for message in messages if message.role == "tool")
     if processor is None or not in_results or template.writes_in_result(processor.mark):
         return draft
-    runs: list[list[Message]] = []
-    """Each run becomes one message."""
+    placed: list[tuple[Message, bool]] = []
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
-        listed = list(group)
-        if are_results:
-            runs += [[replace(one, content=one.texts)] for one in listed]
-            moved = [
-                replace(one, role="user", content=one.pictures, tool_call_id=None) for one in listed if one.pictures
-            ]
-            runs += [moved] if moved else []
-        else:
-            # Many templates want user and assistant to alternate.
-            if runs and runs[-1][0].role == listed[0].role == "user":
-                runs[-1].append(listed.pop(0))
-            runs += [[one] for one in listed]
-    return replace(draft, conversation=replace(draft.conversation, messages=[joined(run) for run in runs]))
+        if not are_results:
+            placed += [(message, False) for message in group]
+            continue
+        results = list(group)
+        placed += [(replace(result, content=result.texts), False) for result in results]
+        # Joined with the user's next message, because many templates want user and assistant to alternate.
+        placed += [
+            (replace(result, role="user", content=result.pictures, tool_call_id=None), True)
+            for result in results
+            if result.pictures
+        ]
+    return replace(draft, conversation=replace(draft.conversation, messages=join_neighbours(placed)))
 
 
 def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:

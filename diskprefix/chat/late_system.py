@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from diskprefix.chat.draft import PromptDraft
-from diskprefix.chat.messages import Conversation, Message, joined
+from diskprefix.chat.messages import Conversation, Message, join_neighbours, joined
 from diskprefix.chat.template import ChatTemplate
 
 
@@ -31,16 +31,9 @@ def has_late_system(messages: Sequence[Message]) -> bool:
 def late_system_as_user(conversation: Conversation) -> Conversation:
     """Returns the conversation with each late system message given to the user, in its place. It is joined with
     adjacent messages of the user, because many templates want user and assistant to alternate."""
-    runs: list[list[Message]] = []
-    """Each run becomes one message."""
-    can_join, is_leading = False, True
-    for message in conversation.messages:
-        is_leading = is_leading and message.is_system
-        is_late = message.is_system and not is_leading
-        said = replace(message, role="user") if is_late else message
-        if runs and said.role == runs[-1][0].role == "user" and (is_late or can_join):
-            runs[-1].append(said)
-        else:
-            runs.append([said])
-        can_join = is_late
-    return replace(conversation, messages=[joined(run) for run in runs])
+    leading = conversation.num_leading
+    messages = (
+        (replace(message, role="user"), True) if message.is_system and index >= leading else (message, False)
+        for index, message in enumerate(conversation.messages)
+    )
+    return replace(conversation, messages=join_neighbours(messages))

@@ -3,7 +3,7 @@ an object in the client's body, for errors that are found later."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -101,6 +101,19 @@ def joined(messages: Sequence[Message]) -> Message:
         reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
         mark=marks[-1] if marks else None,
     )
+
+
+def join_neighbours(messages: Iterable[tuple[Message, bool]]) -> list[Message]:
+    """Returns the messages. Neighbours of one role are joined if at least one of them comes with True."""
+    runs: list[list[Message]] = []
+    joins_next = False
+    for message, joins in messages:
+        if runs and runs[-1][0].role == message.role and (joins or joins_next):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+        joins_next = joins
+    return [joined(run) for run in runs]
 
 
 @dataclass(frozen=True)

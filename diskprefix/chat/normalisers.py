@@ -73,7 +73,7 @@ class Normalisers:
         return conversation, Rewriting(changes=tuple(changes), would_change=tuple(would_change))
 
 
-def menders(line: str, rewriting: Rewriting) -> list[str]:
+def helpful_normalisers(line: str, rewriting: Rewriting) -> list[str]:
     """Returns the names of the normalisers that would change a line of this prompt if they were on."""
     return [name for name in rewriting.would_change if _BY_NAME[name].is_in(line)]
 

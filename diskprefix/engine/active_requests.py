@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from itertools import chain
 
 import torch
 
@@ -17,7 +17,7 @@ from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Inbox, Ticket, error_event
-from diskprefix.engine.request import Event, GenerateRequest
+from diskprefix.engine.request import Event
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
@@ -29,7 +29,6 @@ from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
 from diskprefix.nouns import CacheReport
-from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
@@ -42,11 +41,13 @@ _WRITE_S = 0.25
 
 
 class ActiveRequests:
-    """The requests of one engine's thread. `preempted` replies lost their memory to others."""
+    """The requests of one engine's thread. `waiting` replies were accepted and have no memory: those behind the first
+    one of a request, and those that lost it to others. Whoever waits begins in the same way: with what memory and disk
+    have of its tokens."""
 
     def __init__(self, served: ServedModel, inbox: Inbox, scheduler: Scheduler[Reply]) -> None:
         self.requests: list[RunningRequest] = []
-        self.preempted: list[Reply] = []
+        self.waiting: list[Reply] = []
         self._served, self._inbox, self._scheduler = served, inbox, scheduler
         self._cache, self._pages = served.cache, served.pages
         self._num_arrived = 0
@@ -55,8 +56,8 @@ class ActiveRequests:
     @property
     def has_place(self) -> bool:
         """True if one more sequence may run."""
-        num_running = sum(not reply.is_finished for running in self.requests for reply in running.replies)
-        return num_running < self._served.max_sequences
+        replies = [reply for running in self.requests for reply in running.replies]
+        return sum(reply.has_begun and not reply.is_finished for reply in replies) < self._served.max_sequences
 
     def activities(self) -> list[Activity]:
         """Returns what the requests are doing. For any thread."""
@@ -64,99 +65,91 @@ class ActiveRequests:
 
     # A request gets its memory.
 
-    def readmit(self) -> Iterator[Reply]:
-        """Yields the preempted replies that there is memory for, the oldest first, each with what memory has of it."""
-        while self.preempted:
-            reply = min(self.preempted, key=lambda reply: reply.arrived)
-            replies = [one for running in self.requests for one in running.replies]
-            if reply.index and sum(one.state is not None for one in replies) >= self._served.max_sequences:
+    def admit(self, tickets: list[Ticket]) -> Iterator[Reply]:
+        """Yields the replies that get memory, each with what memory has of its tokens: accepted ones first, the oldest
+        first, then those of waiting requests, whose callers take turns. Nobody passes one that waits for memory."""
+        again: list[Ticket | Reply] = [*sorted(self.waiting, key=lambda reply: reply.arrived)]
+        for one in chain(again, self._turns(tickets)):
+            if isinstance(one, Reply) and (one not in self.waiting or not self._may_begin(one)):
+                continue
+            try:
+                memory = self._memory_for(one)
+            except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
+                self._refuse(one, error) if isinstance(one, Ticket) else self._fail(one.running, error)
+                continue
+            if isinstance(memory, NoRoom):
                 return
-            with self.failing(reply.running):
-                sequence = self._begun(reply, reply.running.request, reply.restorable_ids, leaves_last=True)
-                if isinstance(sequence, NoRoom) and self._drop_youngest_source():
-                    continue
-                if not isinstance(sequence, KVSequence):
-                    return
-                self.preempted.remove(reply)
-                if reply.index:
-                    sequence.owner = None
-                reply.state = sequence
-                yield reply
+            if memory is None or isinstance(memory, Later):
+                continue
+            if isinstance(one, Reply):
+                self.waiting.remove(one)
+            elif (running := self._accept(one, memory)) is not None:
+                one = running.replies[0]
+            else:
+                continue
+            one.state, one.has_begun = memory, True
+            yield one
 
-    def admit(self, waiting: list[Ticket]) -> Iterator[RunningRequest]:
-        """Yields the waiting requests that there is memory for, each with its memory. Callers take turns, and nobody
-        passes a request that waits for memory.
+    def _may_begin(self, reply: Reply) -> bool:
+        """Returns whether a reply may begin: one behind the first when the prompt is computed, in a place of its own.
+        One that lost its memory has its place."""
+        return reply.has_begun or (reply.running.is_published and self.has_place)
+
+    def _turns(self, tickets: list[Ticket]) -> Iterator[Ticket]:
+        """Yields the waiting requests for which there is a place: callers take turns.
 
         A caller of whom nothing runs needs no place: the replies of another may take minutes to end, and a row more in
         a step costs the others little.
         """
-        callers = [running.request.caller for running in self.requests]
-        numbered = list(enumerate(waiting))
+        numbered = list(enumerate(tickets))
         while numbered:
+            callers = [running.request.caller for running in self.requests]
             item = min(numbered, key=lambda item: (callers.count(item[1].request.caller), item[0]))
             numbered.remove(item)
-            ticket = item[1]
-            if isinstance(ticket.later, Later) and self._pages.is_later(ticket.later):
-                continue
-            is_first = ticket.request.caller not in callers
+            is_first = item[1].request.caller not in callers
             has_place = is_first and len(set(callers)) < _CALLERS_PER_SEQUENCE * self._served.max_sequences
             if not has_place and not self.has_place:
                 return
-            try:
-                memory = self._memory_for(ticket)
-            except Exception as error:  # noqa: BLE001 (the client gets it, and the thread must outlive any request)
-                self._refuse(ticket, error)
-                continue
-            if isinstance(memory, NoRoom):
-                return
-            if isinstance(memory, Later) or memory == "later":
-                continue
-            callers.append(ticket.request.caller)
-            if (running := self._accept(ticket, memory)) is not None:
-                yield running
+            yield item[1]
 
-    def _memory_for(self, ticket: Ticket) -> State | Later | NoRoom | Literal["later"]:
-        """Returns the memory of a request; a `NoRoom` if others must end first, "later" or a `Later` if only this one
-        must wait.
+    def _memory_for(self, one: Ticket | Reply) -> State | Later | NoRoom | None:
+        """Returns memory with what is there of the tokens; a `NoRoom` if others must end first, a `Later` or None if
+        only this one must wait. `later` keeps the wait: nothing is matched again before something has changed.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
         memory.
         """
-        request = ticket.request
-        self._served.check_length(request)
+        if isinstance(one, Ticket):
+            self._served.check_length(one.request)
         if self._cache.layout.unsupported:
-            replies = [reply for running in self.requests for reply in running.replies]
-            if any(isinstance(reply.state, TransformersState) for reply in replies):
-                return "later"
-            return TransformersState(self._served.model)
-        return self._begun(ticket, request, lambda: request.prompt.token_ids, leaves_last=request.cache.leaves_last)
-
-    def _begun(
-        self, of: Ticket | Reply, request: GenerateRequest, token_ids: Callable[[], TokenIds], *, leaves_last: bool
-    ) -> KVSequence | Later | NoRoom:
-        """Returns memory with what is there of these tokens. For the other results see `_memory_for`: `of.later` keeps
-        them, and the tokens are not matched again before something has changed."""
-        if of.later is None or not self._pages.is_later(of.later):
-            sequence = self._begin(request, token_ids(), leaves_last=leaves_last)
-            if isinstance(sequence, KVSequence):
-                of.later = None
-                return sequence
-            of.later = sequence or self._pages.no_room()
-        if isinstance(of.later, NoRoom):
+            is_taken = any(reply.state is not None for running in self.requests for reply in running.replies)
+            return None if is_taken else TransformersState(self._served.model)
+        if one.later is None or not self._pages.is_later(one.later):
+            found = self._start_sequence(one)
+            if isinstance(found, KVSequence):
+                one.later = None
+                return found
+            one.later = found or self._pages.no_room()
+        if isinstance(one.later, NoRoom):
             self._cache.writer.resume_writing()
-        return of.later
+        return one.later
 
-    def _begin(self, request: GenerateRequest, token_ids: TokenIds, *, leaves_last: bool) -> KVSequence | Later | None:
-        options = request.cache
-        is_off = options.scope.kind == "off"
-        owner = None if is_off else self._cache.owner(options.tenant)
+    def _start_sequence(self, one: Ticket | Reply) -> KVSequence | Later | None:
+        ticket = one if isinstance(one, Ticket) else one.running.ticket
+        options, token_ids = ticket.request.cache, ticket.request.prompt.token_ids
+        leaves_last = options.leaves_last
+        if isinstance(one, Reply) and one.token_ids:
+            # The logits behind its last token are needed.
+            token_ids, leaves_last = one.restorable_ids(), True
+        owner = None
+        if ticket.request.reading is None or ticket.request.reading.pooling != "mean":
+            # A mean is over all tokens, which are computed in one go.
+            owner = self._cache.owner_of(options, ticket.private)
         expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
         begin = partial(self._pages.begin, owner, token_ids, leaves_last=leaves_last, expires_at=expires_at)
         sequence = begin()
-        while sequence is None and not self._pages.running and self._has_pages_from_the_writer():
+        while sequence is None and not self._pages.running and self._free_written_pages():
             sequence = begin()
-        if isinstance(sequence, KVSequence) and not options.save:
-            sequence.owner = None
         return sequence
 
     def _accept(self, ticket: Ticket, memory: State) -> RunningRequest | None:
@@ -167,10 +160,10 @@ class ActiveRequests:
                 self._pages.end(memory, keep=False)
             self._refuse(ticket, error)
             return None
-        self._num_arrived += len(running.all_replies)
+        self._num_arrived += len(running.replies)
         self._inbox.begin_request(ticket)
         self.requests.append(running)
-        running.replies[0].state = memory
+        self.waiting += running.replies[1:]
         return running
 
     def _make_running(self, ticket: Ticket) -> RunningRequest:
@@ -187,8 +180,7 @@ class ActiveRequests:
         )
         first = None if request.constraint is None else served.constraints.begin_reply(request.constraint)
         constraints = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
-        replies = [self._make_reply(running, index, constraint) for index, constraint in enumerate(constraints)]
-        running.replies, running.unforked = replies[:1], replies[1:]
+        running.replies = [self._make_reply(running, index, one) for index, one in enumerate(constraints)]
         return running
 
     def _make_reply(self, running: RunningRequest, index: int, constraint: ConstrainedReply | None) -> Reply:
@@ -215,12 +207,12 @@ class ActiveRequests:
         """Returns the chunks of a step that have room. Where there is none, the youngest sequence gives its pages back,
         even if it is alone. One that is being fetched cannot yet: until then the chunk waits. Guesses for which states
         cannot be kept are left out."""
-        having = [chunk for chunk in step if self._has_room(chunk.sequence, chunk.end)]
+        having = [chunk for chunk in step if self._make_room(chunk.sequence, chunk.end)]
         return [_with_spares(chunk) for chunk in having if chunk.sequence.state is not None]
 
-    def _has_room(self, reply: Reply, end: int) -> bool:
-        while isinstance(reply.state, KVSequence) and not reply.state.has_room(end):
-            if self._has_pages_from_the_writer() or self._drop_youngest_source():
+    def _make_room(self, reply: Reply, end: int) -> bool:
+        while isinstance(reply.state, KVSequence) and not reply.state.make_room(end):
+            if self._free_written_pages():
                 continue
             replies = [one for running in self.requests for one in running.replies]
             younger = [one for one in replies if isinstance(one.state, KVSequence) and one.arrived > reply.arrived]
@@ -238,24 +230,11 @@ class ActiveRequests:
                 return False
         return reply.state is not None
 
-    def _has_pages_from_the_writer(self) -> bool:
+    def _free_written_pages(self) -> bool:
         """Has what waits in pages written, or if that takes long, dropped. Returns False if nothing waits there."""
         writer = self._cache.writer
         is_worth_it = any(hold.frees() for hold in list(self._pages.pool.holds))
         return is_worth_it and (writer.write_pages(_WRITE_S) or writer.drop_pages())
-
-    def _drop_youngest_source(self) -> bool:
-        sources = [running for running in self.requests if isinstance(running.source, KVSequence)]
-        if sources:
-            self.drop_source(max(sources, key=lambda running: running.replies[0].arrived))
-        return bool(sources)
-
-    def drop_source(self, running: RunningRequest) -> None:
-        """Gives back the state at a prompt's end. The replies that were to begin from it begin with the prompt."""
-        if isinstance(running.source, KVSequence):
-            self._pages.end(running.source, keep=False)
-        self.preempted.extend(running.unforked)
-        running.replies, running.unforked, running.source = running.all_replies, [], None
 
     def preempt(self, reply: Reply, why: str = "waits: others need its memory", *, is_sound: bool = True) -> None:
         """Takes the pages of a reply. When there is room, it begins with those that are still in memory or on the disk.
@@ -268,10 +247,10 @@ class ActiveRequests:
         # Logits that were held are computed again.
         reply.drop_held()
         if is_sound and reply.index == 0 and reply.num_computed:
-            running.cached.leave(sequence, reply.computed_ids())
+            running.cached.save_partial(sequence, reply.computed_ids())
         self._end_sequence(reply, keep=is_sound, is_sound=is_sound)
         reply.num_computed = 0
-        self.preempted.append(reply)
+        self.waiting.append(reply)
 
     def abandon_memory(self, reply: Reply) -> None:
         """Leaves the pages of a reply to a thread that may still write to them. It begins again with others."""
@@ -280,7 +259,7 @@ class ActiveRequests:
         log.info("[engine] %s is computed: the disk does not answer", running.request.id)
         self._pages.abandon(sequence)
         reply.state = None
-        self.preempted.append(reply)
+        self.waiting.append(reply)
         with self.failing(running):
             if running.error is not None:
                 raise running.error
@@ -299,15 +278,12 @@ class ActiveRequests:
         sequence, reply.state = reply.state, None
         if not isinstance(sequence, KVSequence):
             return
-        layout, prompt_tokens = self._cache.layout, reply.prompt_tokens
-        sequence.token_ids = reply.computed_ids()
-        sequence.num_ready = sequence.num_exact = len(sequence.token_ids)
-        sequence.expires_at = time.monotonic() + self._cache.lasts_s(reply.running.request.cache.ttl_s)
-        if layout.exact_at != "token":
-            sequence.num_exact = min(prompt_tokens, len(sequence.token_ids))
         if not is_sound:
             self._pages.forget(sequence)
-        self._pages.end(sequence, keep=keep, options=reply.running.request.cache)
+        options = reply.running.request.cache
+        expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
+        saved = options if reply.index == 0 else None
+        self._pages.end(sequence, keep=keep, token_ids=reply.computed_ids(), expires_at=expires_at, options=saved)
 
     def end_request(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
         """Ends a request, whatever goes wrong in it. `last` returns its last event."""
@@ -315,6 +291,7 @@ class ActiveRequests:
         if running.pictures is not None:
             running.pictures.is_over = True
         self.requests.remove(running)
+        self._pages.forget_private(running.ticket.private)
         try:
             report = running.cached.close()
             self._served.record(running, report)
@@ -331,7 +308,7 @@ class ActiveRequests:
         log.info("[engine] %s cancelled", running.request.id)
         first = running.replies[0]
         if isinstance(first.state, KVSequence) and first.num_computed and not running.is_published:
-            running.cached.leave(first.state, first.computed_ids())
+            running.cached.save_partial(first.state, first.computed_ids())
         self._release_all(running, keep=True)
         self.end_request(running, lambda _: None)
 
@@ -349,7 +326,7 @@ class ActiveRequests:
         raise_if_lost(error)
         if running.is_fetching:
             running.error = error
-            self.preempted = [reply for reply in self.preempted if reply.running is not running]
+            self.waiting = [reply for reply in self.waiting if reply.running is not running]
             for reply in running.replies:
                 self._scheduler.remove(reply)
             return
@@ -357,10 +334,7 @@ class ActiveRequests:
         self.end_request(running, lambda _: error_event(error, running.request))
 
     def _release_all(self, running: RunningRequest, *, keep: bool) -> None:
-        if isinstance(running.source, KVSequence):
-            self._pages.end(running.source, keep=False)
-        running.source = None
-        self.preempted = [reply for reply in self.preempted if reply.running is not running]
+        self.waiting = [reply for reply in self.waiting if reply.running is not running]
         for reply in running.replies:
             self.release(reply, keep=keep and reply.index == 0)
 
@@ -375,7 +349,7 @@ class ActiveRequests:
 def _with_spares(chunk: Chunk[Reply]) -> Chunk[Reply]:
     """Returns a chunk without its guesses if states cannot be kept for them. Its reply is then guessed no more."""
     reply, num_drafted = chunk.sequence, chunk.num_drafted
-    if num_drafted and isinstance(reply.state, KVSequence) and not reply.state.has_spares():
+    if num_drafted and isinstance(reply.state, KVSequence) and not reply.state.take_spares():
         reply.guesser = Guesser()
         return replace(chunk, end=chunk.end - num_drafted, num_drafted=0)
     return chunk

@@ -157,9 +157,9 @@ class DraftModel:
             sequence.state.take_back(num_valid)
         sequence.drafted = []
 
-    def has_room(self, sequence: DraftSequence, num_tokens: int) -> bool:
+    def make_room(self, sequence: DraftSequence, num_tokens: int) -> bool:
         """Makes room for `num_tokens` tokens. Returns False if there is none."""
-        return num_tokens <= self.max_positions and sequence.state.has_room(num_tokens)
+        return num_tokens <= self.max_positions and sequence.state.make_room(num_tokens)
 
     def compute(self, step: Sequence[tuple[DraftSequence, torch.Tensor]]) -> torch.Tensor:
         """Computes more tokens, int64 [1, n], of some sequences. Returns the next-token logits, [sequences, vocab],
@@ -239,7 +239,7 @@ class DraftModel:
             return 0
         start, prompt_tokens = sequence.state.num_tokens, len(one.prompt.token_ids)
         end = min(start + _AHEAD_ROWS, prompt_tokens if start < prompt_tokens else len(one.token_ids))
-        if end > start and self.has_room(sequence, end):
+        if end > start and self.make_room(sequence, end):
             started = time.perf_counter()
             logits = self.compute([(sequence, torch.from_numpy(one.token_ids[start:end]).long()[None])])
             synchronize(logits.device)
@@ -280,10 +280,8 @@ class DraftModel:
         except Exception as error:  # noqa: BLE001 (a draft model that fails fails no request)
             _log_lost(name, error)
             keep = False
-        state.token_ids = token_ids
-        state.num_ready = state.num_exact = len(token_ids)
-        state.expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
-        self.pages.end(state, keep=keep, options=options)
+        expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
+        self.pages.end(state, keep=keep, token_ids=token_ids, expires_at=expires_at, options=options)
 
     def _drop(self, sequence: DraftSequence) -> None:
         """Ends a sequence that failed, or is not wanted any more."""
@@ -293,8 +291,7 @@ class DraftModel:
         self._end(sequence, sequence.prompt.token_ids, keep=False, is_finished=False, name="a conversation")
 
     def _count_ready(self, sequence: DraftSequence) -> None:
-        sequence.state.num_ready = sequence.state.num_tokens
-        self.pages.name_blocks(sequence.state)
+        self.pages.set_ready(sequence.state, sequence.state.num_tokens)
 
     def _save(self, sequence: DraftSequence, token_ids: TokenIds, *, keep: bool, is_finished: bool) -> None:
         """Ends the request to the cache, which may save what was computed."""
@@ -304,7 +301,7 @@ class DraftModel:
             if keep and sequence.cached.is_published and is_finished:
                 sequence.cached.publish_reply(sequence.state, token_ids)
             elif keep and not sequence.cached.is_published:
-                sequence.cached.leave(sequence.state, token_ids)
+                sequence.cached.save_partial(sequence.state, token_ids)
         finally:
             sequence.cached.close()
 
@@ -322,22 +319,20 @@ class DraftModel:
         owner = None if options.scope.kind == "off" else self.cache.owner(options.tenant)
         expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
         try:
-            state = self.pages.begin(owner, prompt.token_ids, expires_at=expires_at)
+            state = self.pages.begin(owner, prompt.token_ids, expires_at=expires_at, is_shared=options.save)
         except ContextTooLong:
             return None
         if not isinstance(state, KVSequence):
             return None
-        if not options.save:
-            state.owner = None
         sequence = DraftSequence(prompt, options, state)
         if not is_first:
-            state.truncate(state.num_ready)
             return sequence
-        have, state.num_ready = state.num_ready, 0
+        have = state.num_tokens
+        self.pages.set_ready(state, 0)
         try:
             sequence.cached = cached
             one = sequence.fetch = RunningFetch(lambda: sequence not in self._left, partial(self._end_fetch, sequence))
-            one.fetch = cached.begin_fetch(state, have, is_wanted=one.is_wanted)
+            one.fetch = cached.begin_fetch(state, prompt.token_ids, have, is_wanted=one.is_wanted)
             one.steps = iter([("draft", one.fetch.run)])
             self.begin_read(one)
         except BaseException:

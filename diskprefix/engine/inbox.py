@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from diskprefix.engine.gauges import Activity, Heartbeat
@@ -35,6 +37,8 @@ class Ticket:
     emit: Callable[[Event], None]
     arrived_at: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
+    private: bytes = field(default_factory=partial(os.urandom, 16))
+    """The key of its state in memory, if it shares nothing (`kv.sequence.Owner`)."""
     later: Later | NoRoom | None = None
     """What it waits for: memory, or another request that computes the same beginning. Set by the engine."""
 

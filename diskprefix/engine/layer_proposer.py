@@ -29,7 +29,7 @@ class LayerProposer(ChainProposer):
     def _ready(self, replies: Sequence[Reply], num_decoding: int, most: int) -> list[Reply]:
         del num_decoding, most
         return [
-            reply for reply in replies if isinstance(reply.state, KVSequence) and reply.state.has_room(reply.num_known)
+            reply for reply in replies if isinstance(reply.state, KVSequence) and reply.state.make_room(reply.num_known)
         ]
 
     def _computed(self, drafts: Sequence[Draft]) -> list[tuple[int, float]]:

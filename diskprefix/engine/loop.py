@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from diskprefix.cache.matching import Restored
 from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, RunningFetch
 from diskprefix.engine.forward import StateLost, forward
@@ -16,7 +17,7 @@ from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, NO_LIMIT, Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.tokens import floor_to_grid
+from diskprefix.tokens import TokenIds, floor_to_grid
 
 _LEAST_WAIT_S = 1.0
 """The least time in which the disk is to say what is stored. Else a request waits as long as computing would take."""
@@ -107,29 +108,32 @@ class Loop:
             if not reply.running.is_over:
                 with active.failing(reply.running):
                     self._apply(reply, reply.resume())
-        for running in [one for one in active.requests if one.unforked and one.logits is not None]:
-            self._fork(running)
-        for reply in active.readmit():
+        for reply in active.admit(waiting):
             with active.failing(reply.running):
                 self._start(reply)
-        if not active.preempted:
-            for running in active.admit(waiting):
-                with active.failing(running):
-                    self._start(running.replies[0])
 
     def _start(self, reply: Reply) -> None:
-        """Fetches the stored state of a new request's prompt, or of a reply that was preempted, or begins to compute
+        """Fetches the stored state of a reply that has got memory, or if there is nothing to fetch, begins to compute
         it."""
         running, sequence = reply.running, reply.state
-        if not isinstance(sequence, KVSequence) or running.request.cache.scope.kind == "off":
-            self._begin(reply)
+        if not isinstance(sequence, KVSequence):
+            self._begin(reply, Restored())
             return
-        self._fetches.begin(self._fetch_of(reply, sequence))
+        token_ids, have = reply.restorable_ids(), sequence.num_tokens
+        logits = self._served.pages.running[sequence].logits
+        is_whole = have + (logits is None) >= len(token_ids)
+        # Of a prompt, the fetch says what is stored, and so what is to be saved.
+        if running.request.cache.scope.kind == "off" or (running.is_chosen and is_whole):
+            self._begin(reply, Restored(num_tokens=have, logits=logits))
+            return
+        self._fetches.begin(self._fetch_of(reply, sequence, token_ids, logits))
         reply.is_fetching = True
-        if sequence.logits is not None:
-            reply.sample_early(sequence.logits)
+        if logits is not None:
+            reply.sample_early(logits)
 
-    def _fetch_of(self, reply: Reply, sequence: KVSequence) -> RunningFetch:
+    def _fetch_of(
+        self, reply: Reply, sequence: KVSequence, token_ids: TokenIds, logits: torch.Tensor | None
+    ) -> RunningFetch:
         running, cache, pages = reply.running, self._served.cache, self._served.pages
         one = RunningFetch(partial(_is_needed, running), partial(self._end_fetch, reply))
 
@@ -142,14 +146,12 @@ class Loop:
             self._early_logits.append((reply, logits))
             self._inbox.wake()
 
+        have = sequence.num_tokens
         # The fetch may take them back.
-        have, sequence.num_ready = sequence.num_ready, 0
-        if running.is_chosen:
-            one.fetch = running.cached.begin_recall(sequence, have, on_block, one.is_wanted)
-        else:
-            one.fetch = running.cached.begin_fetch(sequence, have, sequence.logits, on_logits, on_block, one.is_wanted)
+        pages.set_ready(sequence, 0)
+        one.fetch = running.cached.begin_fetch(sequence, token_ids, have, logits, on_logits, on_block, one.is_wanted)
         if (token_s := cache.cost_model.prefill_s_per_token) is not None:
-            one.patience_s = max(_LEAST_WAIT_S, token_s * (len(one.fetch.token_ids) - have))
+            one.patience_s = max(_LEAST_WAIT_S, token_s * (len(token_ids) - have))
         is_shared = cache.remote is not None and not running.is_chosen
         one.steps = one.run_steps(prefetches=is_shared and not self._fetches.prefetch_hangs)
         return one
@@ -170,32 +172,29 @@ class Loop:
             return
         if one.is_given_up and one.step == "prefetch" and one.is_needed():
             # The disk may have it.
-            fetch.sequence.num_ready = fetch.have
             self._start(reply)
             return
         with self._active.failing(running):
-            running.cached.take(fetch, gave_up=one.is_given_up)
-            self._begin(reply)
+            self._begin(reply, running.cached.take(fetch, gave_up=one.is_given_up))
 
-    def _begin(self, reply: Reply) -> None:
+    def _begin(self, reply: Reply, restored: Restored) -> None:
         """Begins to compute what was not restored."""
         running, state = reply.running, reply.state
         with self._active.failing(running):
             if running.error is not None:
                 raise running.error
-            restored, is_first = running.cached.restored, not running.is_chosen
-            if is_first:
+            if not running.is_chosen:
                 running.is_chosen = True
                 running.cached.choose(state if isinstance(state, KVSequence) else None)
-                reply.num_computed, reply.stops = restored.num_tokens, running.cached.selection.checkpoints
+                reply.stops = running.cached.selection.checkpoints
                 running.report_progress(restored.num_tokens)
-            elif isinstance(state, KVSequence):
-                reply.num_computed = state.num_tokens
+            reply.num_computed = restored.num_tokens
             reply.count_ready()
+            is_at_end = restored.num_tokens == reply.prompt_tokens and not reply.token_ids
             if running.ticket.cancelled:
                 if not running.is_fetching:
                     self._active.cancel(running)
-            elif is_first and restored.logits is not None and restored.num_tokens == reply.prompt_tokens:
+            elif is_at_end and restored.logits is not None:
                 self._apply(reply, reply.end_prompt(restored.logits))
             else:
                 self._served.speculation.begin(reply)
@@ -228,34 +227,19 @@ class Loop:
                         if reply.state is not None and not reply.is_fetching and reply.num_computed < reply.num_known:
                             self._schedule(reply)
 
-    def _fork(self, running: RunningRequest) -> None:
-        """Begins the other replies of a request, as many as there is memory for, with the prompt's state."""
-        if running.source is None:
-            # There was no memory for it.
-            self._active.drop_source(running)
-        while running.unforked and running.source is not None and self._active.has_place:
-            with self._active.failing(running):
-                state = running.source if len(running.unforked) == 1 else running.forked(running.source)
-                if state is None:
-                    return
-                running.source = running.source if len(running.unforked) > 1 else None
-                reply = running.unforked.pop(0)
-                reply.state = state
-                self._apply(reply, reply.begin())
-
     # One step.
 
     def _next_step(self) -> list[Chunk[Reply]]:
         self._served.speculation.plan(self._scheduler.next_replies())
-        return self._scheduler.schedule(self._served.pace.most_rows())
+        return self._scheduler.schedule(self._served.pace.most_rows(self._scheduler.crowd))
 
     def _compute(self, step: list[Chunk[Reply]]) -> bool:
         """Computes a step. Returns False if there is no memory for it until a fetch is over."""
-        num_preempted = len(self._active.preempted)
+        num_preempted = len(self._active.waiting)
         step = self._active.with_memory(step)
         if not step:
             # The others of this step: those that lost their memory would get it back first.
-            others = self._next_step() if len(self._active.preempted) > num_preempted else []
+            others = self._next_step() if len(self._active.waiting) > num_preempted else []
             return bool(others) and self._compute(others)
         num_rows = sum(chunk.num_rows for chunk in step)
         self._inbox.heartbeat.beat(num_rows)
@@ -288,7 +272,7 @@ class Loop:
             self._scheduler.remove(reply)
         else:
             self._active.release(reply, keep=reply.index == 0)
-            if all(one.is_finished for one in running.all_replies) and not running.is_over:
+            if all(one.is_finished for one in running.replies) and not running.is_over:
                 self._active.end_request(running, running.done_event)
 
 

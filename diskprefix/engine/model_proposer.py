@@ -69,7 +69,7 @@ class ModelProposer(ChainProposer):
                 behind.append(reply)
         self._catch_up(behind)
         ready += [reply for reply in behind if self._is_ready(reply)]
-        return [reply for reply in ready if self._has_room(reply, reply.num_known + most - 1)]
+        return [reply for reply in ready if self._make_room(reply, reply.num_known + most - 1)]
 
     def _sequence(self, reply: Reply) -> DraftSequence | None:
         return self._tried([reply], partial(self.model.ready_sequence, reply))
@@ -97,7 +97,7 @@ class ModelProposer(ChainProposer):
             if start < reply.prompt_tokens:
                 # The saved prompt ends there.
                 end = min(end, reply.prompt_tokens)
-            if end > start and self._has_room(reply, end):
+            if end > start and self._make_room(reply, end):
                 step.append((reply, reply.ids(start, end)))
                 room -= end - start
         started = self._clock()
@@ -109,12 +109,12 @@ class ModelProposer(ChainProposer):
         for reply, ids in step:
             self.model.record_prefill(self.model.sequences[reply], seconds * ids.shape[1] / num_rows)
 
-    def _has_room(self, reply: Reply, num_tokens: int) -> bool:
-        has_room = self.model.has_room(self.model.sequences[reply], num_tokens)
-        if not has_room:
+    def _make_room(self, reply: Reply, num_tokens: int) -> bool:
+        is_made = self.model.make_room(self.model.sequences[reply], num_tokens)
+        if not is_made:
             self.model.release(reply, keep=True)
             self._give_up(reply)
-        return has_room
+        return is_made
 
     def _compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> list[tuple[int, float]]:
         return likeliest(self.model.compute([(self.model.sequences[reply], ids) for reply, ids in step]))
@@ -135,7 +135,7 @@ class ModelProposer(ChainProposer):
     def _end(self, draft: Draft) -> None:
         if (sequence := self.model.sequences.get(draft.reply)) is not None:
             sequence.num_known, sequence.drafted = draft.reply.num_known, list(draft.tokens)
-            sequence.state.num_ready = min(sequence.state.num_tokens, sequence.num_known)
+            self.model.pages.set_ready(sequence.state, min(sequence.state.num_tokens, sequence.num_known))
         super()._end(draft)
 
     def _give_up(self, reply: Reply) -> None:

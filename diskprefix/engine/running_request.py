@@ -37,7 +37,6 @@ from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.page_cache import Later, NoRoom, PageCache
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import State
 from diskprefix.nouns import CacheReport
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -94,7 +93,9 @@ class Reply(Sequence):
     held: HeldLogits | None = None
     """The logits to sample from, while the reply is `waiting`."""
     later: Later | NoRoom | None = None
-    """What it waits for if it has lost its memory; see `Ticket`."""
+    """What it waits for while it has no memory; see `Ticket`."""
+    has_begun: bool = False
+    """It had memory before."""
     is_fetching: bool = False
     """A fetch writes to its memory."""
     is_finished: bool = False
@@ -124,9 +125,9 @@ class Reply(Sequence):
         return tokens[: self.num_computed]
 
     def restorable_ids(self) -> TokenIds:
-        """Returns the tokens that may be restored when it goes on: of a model on the grid, those of its prompt."""
+        """Returns the tokens that may be restored when it begins: of a model on the grid, those of its prompt."""
         layout, token_ids = self.running.cached.cache.layout, self.running.request.prompt.token_ids
-        if layout.exact_at != "token":
+        if layout.exact_at != "token" or not self.token_ids:
             return token_ids
         return np.concatenate([token_ids, as_token_ids(self.token_ids)])
 
@@ -155,12 +156,12 @@ class Reply(Sequence):
         running, state = self.running, self.state
         if not chunk.num_drafted:
             self.count_ready()
-        if chunk.start < self.prompt_tokens:
+        if chunk.start < self.prompt_tokens and self.index == 0:
             running.prefill_s += seconds
             running.report_progress(chunk.end)
             if running.pictures is not None and running.request.sampling.n == 1:
                 running.pictures.release(chunk.end)
-            if self.index == 0 and isinstance(state, KVSequence) and not running.is_published:
+            if isinstance(state, KVSequence) and not running.is_published:
                 running.cached.after_step(state)
         if chunk.end < self.num_known:
             return "computing"
@@ -172,22 +173,13 @@ class Reply(Sequence):
         """Samples the first token from the logits at the prompt's end, shape [vocab]. The token of the first reply is
         sent before the prompt is published."""
         running, state = self.running, self.state
-        assert state is not None
         # A view would keep the logits of all sequences of the step.
         logits = logits.clone()
         if isinstance(state, KVSequence):
             running.pages.keep_logits(state, logits)
-        if running.unforked:
-            # Now, because the next step changes states in place.
-            running.source, running.logits = running.forked(state), logits
+            if not all(reply.has_begun for reply in running.replies):
+                running.pages.keep_prompt(state)
         return self._extend(Computed(logits[None], drawn))
-
-    def begin(self) -> ReplyState:
-        """Samples the first token of a reply whose memory holds the prompt's state already."""
-        assert self.running.logits is not None
-        self.running.replies.append(self)
-        self.num_computed = self.prompt_tokens
-        return self._extend(Computed(self.running.logits[None]))
 
     def resume(self) -> ReplyState:
         """Samples from the logits that were held, if the mask of the constraint is ready."""
@@ -263,16 +255,9 @@ class Reply(Sequence):
         self.count_ready()
 
     def count_ready(self) -> None:
-        """Has others find what is computed and right. Of a model on the grid, that is the prompt."""
-        state = self.state
-        if not isinstance(state, KVSequence):
-            return
-        state.num_ready = self.num_computed - len(state.undrafted)
-        if state.owner is not None and self.num_computed // state.pool.block_size > state.num_named:
-            if self.num_computed > self.prompt_tokens and state.layout.exact_at == "token":
-                state.token_ids = self.computed_ids()
-                state.num_exact = len(state.token_ids)
-            self.running.pages.name_blocks(state)
+        """Has others find what is computed and right."""
+        if isinstance(state := self.state, KVSequence):
+            self.running.pages.set_ready(state, self.num_computed - len(state.undrafted), self.computed_ids)
 
     def _next(self, logits: torch.Tensor, drawn: Drawn | None) -> tuple[int | None, FinishReason | None]:
         """Samples and sends a token. Returns it, and why the reply ends with it, None if it does not. The token is None
@@ -314,11 +299,12 @@ class Reply(Sequence):
         self.running.ticket.emit(ReadEvent(values))
 
     def _publish_prompt(self, logits: torch.Tensor) -> None:
-        """Has the prompt saved, once."""
+        """Has the prompt saved, once. From now on the other replies may begin."""
         running = self.running
-        if self.index == 0 and not running.is_published and isinstance(self.state, KVSequence):
+        if self.index == 0 and not running.is_published:
             running.is_published = True
-            running.cached.publish(self.state, logits, running.prefill_s)
+            if isinstance(self.state, KVSequence):
+                running.cached.publish(self.state, logits, running.prefill_s)
 
     def _finish(self, reason: FinishReason) -> ReplyState:
         if self.index == 0 and isinstance(self.state, KVSequence):
@@ -344,16 +330,11 @@ class RunningRequest:
     """Its pictures."""
     started: float = field(default_factory=time.perf_counter)
     replies: list[Reply] = field(default_factory=list)
-    """The replies that have begun."""
-    unforked: list[Reply] = field(default_factory=list)
-    """The replies that have not begun. Each begins with the prompt's state."""
-    source: State | None = None
-    """The state at the prompt's end, while replies are to begin from it."""
-    logits: torch.Tensor | None = None
-    """The next-token logits at the prompt's end, shape [vocab]."""
+    """All replies. Those behind the first one begin when the prompt is computed."""
     is_chosen: bool = False
     """It is known what of the prompt was restored, and what is to be saved."""
     is_published: bool = False
+    """The first reply has computed the prompt to its end."""
     is_over: bool = False
     error: Exception | None = None
     """The error of a fetch, or during one. It ends the request when no fetch writes to its memory."""
@@ -390,17 +371,9 @@ class RunningRequest:
         reading = self.request.reading
         return None if reading is None else reading.pooling
 
-    def forked(self, state: State) -> State | None:
-        """Returns a copy of a state; None if there is no memory for it."""
-        return state.fork() if isinstance(state, TransformersState) else self.pages.fork(state)
-
     @property
     def is_fetching(self) -> bool:
         return any(reply.is_fetching for reply in list(self.replies))
-
-    @property
-    def all_replies(self) -> list[Reply]:
-        return [*self.replies, *self.unforked]
 
     def activity(self) -> Activity:
         """Returns what the request is doing. For any thread."""

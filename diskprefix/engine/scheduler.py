@@ -30,8 +30,8 @@ TARGET_S = 0.05
 LEAST_ROWS = 16
 """The least rows of prompts, so that a prompt gets on whatever is measured."""
 NO_LIMIT = 1 << 62
-_STEPS_BETWEEN = 6
-"""The steps with prompts and replies between two that have half of the rows."""
+_STEPS_BETWEEN, _LONG_S = 6, 1.0
+"""The steps with prompts and replies between two that have twice the rows; half of them where steps take as long."""
 _FADING, _ORIGIN = 0.85, 0.001
 """The weight of each step relative to the next one, and that of a step without rows that takes no time."""
 
@@ -135,6 +135,14 @@ class Scheduler(Generic[S]):
         if sequence in self.sequences:
             self.sequences.remove(sequence)
 
+    @property
+    def crowd(self) -> float:
+        """How many callers have prompts to compute for each caller with replies; at least 1."""
+        replying, waiting = (
+            {s.tenant for s in self.sequences if s.is_decoding == is_reply} for is_reply in (True, False)
+        )
+        return max(1.0, len(waiting) / max(1, len(replying)))
+
     def next_replies(self) -> list[S]:
         """Returns the sequences that decode in the next step, if it packs: all, or those whose turn it is."""
         packed = [sequence for sequence in self.sequences if sequence.packs]
@@ -235,7 +243,7 @@ class Pace:
     """Measures the steps of one engine, and limits the rows of prompts beside replies. For the engine's thread.
 
     A line is fitted to the recent steps with prompts: what a step takes whatever it computes, and what each row adds.
-    Now and then a step has half of the rows, so that the two can be told apart.
+    Now and then a step has twice the rows, so that the two can be told apart.
     """
 
     def __init__(self, target_s: float = TARGET_S) -> None:
@@ -244,12 +252,16 @@ class Pace:
         self._sums = [0.0] * 5
         """Of the recent steps: their number, rows, seconds, squares of rows, and products of rows and seconds."""
         self._num_mixed = 0
-        """The steps with prompts and replies since the last one with half of the rows."""
+        """The steps with prompts and replies since the last one with twice the rows."""
         self._most = MAX_ROWS
         """The most rows of the next step: not more than twice those of the last one, should the line be wrong."""
 
-    def most_rows(self) -> int | None:
-        """Returns the most rows of prompts in the next step if it has replies, None for any number."""
+    def most_rows(self, crowd: float = 1.0) -> int | None:
+        """Returns the most rows of prompts in the next step if it has replies, None for any number.
+
+        `crowd` is how many callers have prompts for each caller with replies, and at least 1. Each caller has an equal
+        share of the time where a step takes longer than the target.
+        """
         number, rows, seconds, squares, products = self._sums
         if not number:
             return None
@@ -258,11 +270,13 @@ class Pace:
         spread = number * squares - rows * rows
         row_s = min(max((number * products - rows * seconds) / spread, 0.0), seconds / rows)
         fixed_s = (seconds - row_s * rows) / number
-        # At least half of the time: where a step takes long whatever it computes, prompts would wait for ever, and
-        # replies would gain little.
-        for_prompts_s = max(self._target_s - fixed_s, fixed_s)
+        # Where a step takes long whatever it computes, prompts would wait for ever, and replies would gain little.
+        for_prompts_s = max(self._target_s - fixed_s, crowd * fixed_s)
         most = min(self._most, int(for_prompts_s / row_s) if row_s > for_prompts_s / self._most else self._most)
-        return max(LEAST_ROWS, most) // (1 if self._num_mixed < _STEPS_BETWEEN else 2)
+        most = max(LEAST_ROWS, most)
+        if self._num_mixed < _STEPS_BETWEEN:
+            return most
+        return 2 * most if seconds < _LONG_S * number else most // 2
 
     def record_step(self, num_decoding: int, num_prompt_rows: int, seconds: float) -> None:
         """Records the seconds of a step of sequences that pack."""

@@ -32,8 +32,9 @@ from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
 from diskprefix.hooks import Recorder
+from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Layout, is_out_of_memory
-from diskprefix.kv.page_cache import KeptBlock, PageCache
+from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.vision_encoder import VisionEncoder
@@ -56,8 +57,8 @@ would slow it down too: a large page then holds few tokens of a head, and a rest
 _TURN_TOKENS = 2048
 """Memory is taken for the longest saved prompt (of 1 000, of any model) and a turn after it."""
 _FLUSH_TIMEOUT_S = 30.0
-_HIBERNATION_S = 20.0
-_LAST_HIBERNATION_S = 5.0
+_SAVE_IDLE_S = 20.0
+_LAST_SAVE_S = 5.0
 
 
 class ServedModel:
@@ -167,31 +168,31 @@ class ServedModel:
 
     def expires_in_s(self) -> float | None:
         """Returns the seconds until `drop_gone` has something to forget, None if nothing expires."""
-        expires_at = min(pages.expires_at for _, pages in self._caches())
+        expires_at = min(pages.kept.expires_at for _, pages in self._caches())
         return None if expires_at == math.inf else max(0.0, expires_at - time.monotonic())
 
-    def hibernate(self, most_s: float = _HIBERNATION_S) -> None:
+    def save_idle(self, most_s: float = _SAVE_IDLE_S) -> None:
         """Queues the state that only memory has of sequences that ended, the latest first, for `most_s` seconds at
         most. What has expired or was purged is left out. The engine's thread must have ended. Does not wait for a disk
         that does not answer."""
         if self.cache.tiered.stalled is None:
-            hibernating = threading.Thread(target=self._hibernate_all, args=(most_s,), name="hibernate", daemon=True)
-            hibernating.start()
-            hibernating.join(most_s + _LAST_HIBERNATION_S)
+            saving = threading.Thread(target=self._save_all_idle, args=(most_s,), name="save-idle", daemon=True)
+            saving.start()
+            saving.join(most_s + _LAST_SAVE_S)
 
-    def _hibernate_all(self, most_s: float) -> None:
+    def _save_all_idle(self, most_s: float) -> None:
         deadline = time.monotonic() + most_s
         for cache, _ in self._caches():
             cache.namespaces.forget_deleted()
         self.drop_gone()
-        ended = [(cache, pages, node) for cache, pages in self._caches() for node in pages.ended()]
+        ended = [(cache, pages, block) for cache, pages in self._caches() for block in pages.kept.ended()]
         with torch.inference_mode():
-            for number, (cache, pages, node) in enumerate(ended):
+            for number, (cache, pages, block) in enumerate(ended):
                 if time.monotonic() > deadline:
                     log.warning("[disk-cache] %d conversations in memory were not saved in time", len(ended) - number)
                     return
                 try:
-                    _hibernate(cache, pages, node)
+                    _save_idle(cache, pages, block)
                 except Exception:
                     # It is computed again. The others must be saved, and the cache closed.
                     log.exception("[disk-cache] a conversation that only memory had was not saved")
@@ -376,13 +377,13 @@ class ServedModel:
             ) from error
 
 
-def _hibernate(cache: PrefixCache, pages: PageCache, node: KeptBlock) -> None:
+def _save_idle(cache: PrefixCache, pages: PageCache, block: KeptBlock) -> None:
     """Queues the state of a sequence that has ended."""
-    token_ids, sequence = pages.token_ids_of(node), pages.resume(node)
+    token_ids, sequence = pages.kept.token_ids_of(block), pages.resume(block)
     if token_ids is not None and sequence is not None:
         try:
-            assert node.options is not None, "it is the end of a sequence"
-            cache.hibernate(sequence, token_ids[: sequence.num_tokens], node.options)
+            assert block.options is not None, "it is the end of a sequence"
+            cache.save_idle(sequence, token_ids[: sequence.num_tokens], block.options, block.owner)
         finally:
             pages.end(sequence, keep=False)
 

@@ -161,7 +161,7 @@ class PagePool:
                 # Nothing is reclaimed in vain.
                 return None
             for group in groups:
-                page = self._found(group, most_bytes, len(groups) - len(taken))
+                page = self._take_page(group, most_bytes, len(groups) - len(taken))
                 if page is None:
                     self.release(taken)
                     return None
@@ -228,10 +228,10 @@ class PagePool:
                 found.append(f"{self.used_bytes} bytes are used, of which {used_bytes} have known users")
             return found
 
-    def _found(self, group: int, most_bytes: int, num_missing: int) -> Page | None:
+    def _take_page(self, group: int, most_bytes: int, num_missing: int) -> Page | None:
         while not self._free[group]:
             size = self.page_bytes[group]
-            if self.taken_bytes + size <= most_bytes and (page := self._without_memory(group)) is not None:
+            if self.taken_bytes + size <= most_bytes and (page := self._make_blank(group)) is not None:
                 self.taken_bytes += size
                 return page
             others = next((of for of in self._free if of), None)
@@ -241,7 +241,7 @@ class PagePool:
                 return None
         return self._free[group].pop()
 
-    def _without_memory(self, group: int) -> Page | None:
+    def _make_blank(self, group: int) -> Page | None:
         """Returns a page that takes no memory yet, or None if the device refuses a slab."""
         if self._blank[group]:
             return self._blank[group].pop()

@@ -25,11 +25,19 @@ from diskprefix.tokens import TokenIds, block_hashes
 
 class Owner(NamedTuple):
     """Whose prompts may share state: the root of the tenant's names with the store's secret, and the time of the
-    store's last purge. State of before a purge is not found behind it."""
+    store's last purge. State of before a purge is not found behind it. A request that shares nothing has an owner of
+    its own, with a key as `private`: its replies begin with the state of each other, and with what its tenant shares.
+    """
 
     root: bytes
     secret: int
     purged_at: bytes | None
+    private: bytes = b""
+
+    @property
+    def sources(self) -> tuple[Owner, ...]:
+        """The owners of the state that its prompts may begin with."""
+        return (self, self._replace(private=b"")) if self.private else (self,)
 
     def block_names(self, token_ids: TokenIds, block_size: int) -> list[bytes]:
         """Returns the names of all full blocks."""
@@ -70,23 +78,7 @@ class KVSequence:
         self.undrafted: list[int] = []
         """The tokens behind those: `complete` computes what is missing."""
         self.complete: Callable[[Sequence[KVSequence]], None] | None = None
-        self.owner: Owner | None = None
-        """Whose prompts find its blocks by their names (`kv.page_cache`); those of nobody without."""
-        self.token_ids: TokenIds = np.empty(0, np.int32)
-        self.names: list[bytes] = []
-        """Those of its first full blocks."""
-        self.num_exact = 0
-        """The first so many of its tokens have, or will have, the state that a prefill computes."""
-        self.num_ready = 0
-        """The tokens that others may begin with. A fetch, which may take back what was there, has it at 0."""
-        self.num_named = 0
-        """The blocks that have their names."""
-        self.expires_at = float("inf")
-        """The time on the clock of `time.monotonic` at which what it computed expires."""
-        self.logits: torch.Tensor | None = None
-        """The next-token logits behind all of its tokens, shape [vocab], if it began with them."""
-        self.is_purged = False
-        """What it holds must not stay when it ends."""
+        self._is_secret = False
         states = pool.take([len(self.tables) + number for number in range(len(self.layout.states))])
         if states is None:
             raise pool.too_long(1)
@@ -125,10 +117,10 @@ class KVSequence:
 
     def begin_step(self, num_rows: int, spans: tuple[tuple[int, int], ...] = (), num_guesses: int = 0) -> Run:
         """Prepares the memory for a step of `num_rows` tokens, of which the last `num_guesses` may be taken back: from
-        states only if `has_spares` is true. Raises `ContextTooLong` if there is no memory."""
-        keeps_states = num_guesses > 0 and bool(self._state_layers) and self.has_spares()
+        states only if `take_spares` returns True. Raises `ContextTooLong` if there is no memory."""
+        keeps_states = num_guesses > 0 and bool(self._state_layers) and self.take_spares()
         run = Run(self.num_tokens, num_rows, spans, [] if keeps_states else None)
-        if not self.has_room(run.end):
+        if not self.make_room(run.end):
             raise self.pool.too_long(run.end)
         if keeps_states:
             self._swap_states()
@@ -140,7 +132,7 @@ class KVSequence:
         self._num_tokens = run.end
         assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
 
-    def has_room(self, end: int) -> bool:
+    def make_room(self, end: int) -> bool:
         """Makes room for tokens up to `end`, in layers with a window from those on that the next token looks at. Pages
         before these are given back. Returns False, and changes nothing else, if there are not as many pages."""
         start, size = self.num_tokens, self.pool.block_size
@@ -148,18 +140,18 @@ class KVSequence:
             # Guesses may be taken back.
             self._drop_before(table, table.group.first_needed(max(0, start - MOST_TAKEN_BACK)) // size)
         end = -(-end // size)
-        return self._takes([(n, max(start // size, table.first), end) for n, table in enumerate(self.tables)])
+        return self._take_ranges([(n, max(start // size, table.first), end) for n, table in enumerate(self.tables)])
 
-    def has_capacity(self, num_tokens: int) -> bool:
+    def take_pages(self, num_tokens: int) -> bool:
         """Takes the pages for a prompt of so many tokens, but for those of windows. Returns False if there are not as
         many, and takes none."""
         first, end = (-(-count // self.pool.block_size) for count in (self.num_tokens, num_tokens))
         whole = [number for number, table in enumerate(self.tables) if table.group.window is None]
-        return self._takes([(number, first, end) for number in whole])
+        return self._take_ranges([(number, first, end) for number in whole])
 
     def reserve(self, num_tokens: int) -> None:
-        """Does what `has_capacity` does. Raises `ContextTooLong` if there are not as many pages."""
-        if not self.has_capacity(num_tokens):
+        """Does what `take_pages` does. Raises `ContextTooLong` if there are not as many pages."""
+        if not self.take_pages(num_tokens):
             raise self.pool.too_long(num_tokens)
 
     def begin_with(self, prefix: Prefix) -> bool:
@@ -173,7 +165,7 @@ class KVSequence:
             state.tensor.copy_(source.tensor)
         self.truncate(prefix.num_tokens)
         # The last page is copied: it is written to.
-        return self.has_room(prefix.num_tokens + 1)
+        return self.make_room(prefix.num_tokens + 1)
 
     def prefix(self) -> Prefix:
         """Returns the state of all its tokens."""
@@ -225,7 +217,7 @@ class KVSequence:
         self._needs_spares = False
         self.truncate(num_tokens)
 
-    def has_spares(self) -> bool:
+    def take_spares(self) -> bool:
         """Takes pages that keep the states before a step with guesses. Returns False if there are none."""
         with self.pool.lock:
             if self._state_layers and not self._spares:
@@ -239,7 +231,7 @@ class KVSequence:
 
     @property
     def idle_spares(self) -> list[Page]:
-        """The pages that `drop_spares` gives back: none between `has_spares` and the end of the step with guesses."""
+        """The pages that `drop_spares` gives back: none between `take_spares` and the end of the step with guesses."""
         return [] if self._needs_spares else self._spares
 
     def drop_spares(self) -> bool:
@@ -247,7 +239,7 @@ class KVSequence:
         with self.pool.lock:
             idle = self.idle_spares
             for page in idle:
-                page.is_secret |= self.is_purged
+                page.is_secret |= self._is_secret
             self.pool.release(idle)
             if idle:
                 self._spares = []
@@ -257,7 +249,7 @@ class KVSequence:
         """Prepares a group for a restore of the tokens up to `end`, behind those of the sequence: of layers with a
         window of those from `start` on. Raises `MemoryError` if there is none for them."""
         table, size = self.tables[group], self.pool.block_size
-        if not self._takes([(group, max(self.num_tokens, start) // size, -(-end // size))]):
+        if not self._take_ranges([(group, max(self.num_tokens, start) // size, -(-end // size))]):
             raise MemoryError("there is no KV memory for it")
         if start > self.num_tokens:
             # The window has passed all that is there.
@@ -328,13 +320,22 @@ class KVSequence:
         read(np.frombuffer(found, np.uint8), logits.detach().to(self.layout.logits_dtype))
         return memoryview(found)
 
+    def make_secret(self) -> None:
+        """Has nothing of what it holds, now or later, stay in memory when its last user has ended: it was purged."""
+        self._is_secret = True
+        for page in self.pages():
+            if page is not None:
+                page.is_secret = True
+
     def close(self) -> None:
         """Gives all pages back. Nothing may use the sequence any more."""
+        if self._is_secret:
+            self.make_secret()
         self.pool.release(self.pages())
         # Its layers and its cache refer to it, and a garbage collection may be long in coming.
         vars(self).clear()
 
-    def _takes(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
+    def _take_ranges(self, ranges: Sequence[tuple[int, int, int]]) -> bool:
         """Takes pages of these groups, from a first one to an end: those that are not there, or that others use too and
         that a step must not write to. Returns False, and takes none, if there are not as many."""
         size, start = self.pool.block_size, self.num_tokens
@@ -356,7 +357,7 @@ class KVSequence:
         gone = range(table.first, min(first, len(table.pages)))
         with self.pool.lock:
             for page in (page for number in gone if (page := table.pages[number]) is not None):
-                page.is_secret |= self.is_purged
+                page.is_secret |= self._is_secret
             self.pool.release([table.pages[number] for number in gone])
             for number in gone:
                 table.set(number, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +49,3 @@ class TransformersState:
         self._carried = self._model._update_model_kwargs_for_generation(output, self._carried)
         logits: torch.Tensor = output.logits[0, -1]
         return logits
-
-    def fork(self) -> TransformersState:
-        """Returns a copy. It is deep, because recurrent state is updated in place."""
-        forked = copy.copy(self)
-        forked._carried = copy.deepcopy(self._carried)
-        return forked

@@ -1,7 +1,6 @@
-"""The routes that generate, and the way of a request: `arrive`, `prepare`, `submit`, `send`.
+"""The routes that generate, and the steps of a request: `arrive`, `prepare`, `submit`, `send`.
 
-Each step takes what the one before has returned. The steps are the same for every API, whose `Dialect` makes the
-difference.
+Each step takes the result of the step before. The steps are the same for every API. A `Dialect` has the differences.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.anthropic import CountTokensRequest, Messages
-from diskprefix.api.asked import Asked, constraint_of, thought_budget_of
 from diskprefix.api.compaction import Compaction, CompactRequest
 from diskprefix.api.dialect import BodyReader, Dialect, EarlyDialect, Head, LoadingDialect, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
+from diskprefix.api.parsed_request import ParsedRequest, constraint_of, thought_budget_of
+from diskprefix.api.response_store import ResponseStore
 from diskprefix.api.responses import ResponseRequest, Responses
-from diskprefix.api.responses_items import ResponseStore
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, PlainText
@@ -40,7 +39,7 @@ from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.remembering import RememberingReader, known_parts, reply_memory, stored_turns
 from diskprefix.server.routes import STREAMED, Routes
 from diskprefix.server.serving import Serving
-from diskprefix.server.streaming import EventStream, Write, first_signs, json_reply
+from diskprefix.server.streaming import EventStream, Write, json_reply, respond_or_keep_alive
 from diskprefix.server.threads import Kind
 from diskprefix.store.notes import TenantNotes
 
@@ -80,9 +79,9 @@ async def responses(request: Request) -> Response:
     return await answer(request, Responses())
 
 
-@routes.add("POST /v1/responses/compact", "A conversation in short", CompactRequest)
+@routes.add("POST /v1/responses/compact", "Summary of a conversation", CompactRequest)
 async def compact_response(request: Request) -> Response:
-    """Let the model sum up a conversation. What comes back stands for it in later requests.
+    """Let the model sum up a conversation. Later requests send the result in place of the conversation.
 
     Returns a `response.compaction`: the newest messages of the user, and an item `compaction`.
     """
@@ -100,7 +99,7 @@ async def messages(request: Request) -> Response:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A request that was read, and what every step needs to serve it. It is made once."""
+    """A request whose body was read, with all that the later steps need."""
 
     request: Request
     daemon: Daemon
@@ -120,7 +119,7 @@ class Rendered:
     """A request in neutral words, with its prompts as token ids."""
 
     arrival: Arrival
-    asked: Asked
+    parsed: ParsedRequest
     prompts: Sequence[Replayed]
 
     @property
@@ -134,13 +133,13 @@ class Rendered:
     @property
     def rooms(self) -> list[int]:
         """The numbers of tokens that the model's positions leave for the replies."""
-        positions = min(self.max_positions, self.asked.num_ctx or self.max_positions)
+        positions = min(self.max_positions, self.parsed.num_ctx or self.max_positions)
         return [positions - len(one.prompt.token_ids) for one in self.prompts]
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """A request that the engine has, and the two that make its reply of the engine's events."""
+    """A request that the engine has, and the reader and writer that turn its events into the reply."""
 
     generation: Generation | Generations
     reader: RememberingReader
@@ -166,7 +165,7 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
         early = partial(daemon.threads.run, "writing", dialect.early, body, _reply_id(dialect, context))
     # A body may have megabytes of pictures, and the reply may take minutes.
     del body
-    return await first_signs(preparing, is_stream=is_stream, early=early)
+    return await respond_or_keep_alive(preparing, is_stream=is_stream, early=early)
 
 
 def _reply_id(dialect: Dialect[Any], context: LogContext) -> str:
@@ -175,7 +174,7 @@ def _reply_id(dialect: Dialect[Any], context: LogContext) -> str:
 
 
 async def _response(request: Request, dialect: Dialect[B], body: B, held: AsyncExitStack) -> Response:
-    """Takes a request through all steps. `held` is closed when the engine has the request."""
+    """Takes a request through all steps. Closes `held` once the engine has the request."""
     async with held:
         arrival = await arrive(request, dialect, body, held)
         if isinstance(dialect, LoadingDialect):
@@ -209,36 +208,37 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, held: AsyncE
 
 
 async def prepare(arrival: Arrival, make: Callable[[Rendered], M], kind: Kind = "rendering") -> tuple[Rendered, M]:
-    """Reads the body, renders its prompts, and returns them with what `make` makes of them.
+    """Reads the body, renders its prompts, and returns them with the result of `make`.
 
-    A prompt of text takes one turn of its caller for work of this `kind`. Pictures and constraints have threads of
-    their own, and each of several prompts takes a turn. Raises `InvalidRequest`, and `ClientDisconnect`.
+    For one prompt of text, all of this takes one turn of the caller for work of this `kind`. Each of several prompts
+    takes a turn, and pictures and constraints have threads of their own. Raises `InvalidRequest`, and
+    `ClientDisconnect`.
     """
     run = partial(arrival.daemon.threads.run_for, arrival.request)
-    if arrival.body.reads_more:
+    if arrival.body.needs_stored_items:
         await arrival.held.enter_async_context(arrival.daemon.stored_turns.of(arrival.context.caller.account))
 
-    def begin() -> tuple[Asked, Rendered | None, M | None]:
-        asked = ask(arrival)
-        if asked.more_prompts or _has_pictures(asked.prompt):
-            return asked, None, None
-        rendered = Rendered(arrival, asked, [render(arrival, asked.prompt)])
-        return asked, rendered, None if asked.is_constrained else make(rendered)
+    def begin() -> tuple[ParsedRequest, Rendered | None, M | None]:
+        parsed = parse(arrival)
+        if parsed.more_prompts or _has_pictures(parsed.prompt):
+            return parsed, None, None
+        rendered = Rendered(arrival, parsed, [render(arrival, parsed.prompt)])
+        return parsed, rendered, None if parsed.is_constrained else make(rendered)
 
-    asked, rendered, made = await run(kind, begin)
+    parsed, rendered, made = await run(kind, begin)
     if rendered is None:
-        kind = "images" if _has_pictures(asked.prompt) else kind
-        prompts = [await run(kind, render, arrival, wanted) for wanted in (asked.prompt, *asked.more_prompts)]
-        rendered = Rendered(arrival, asked, prompts)
+        kind = "images" if _has_pictures(parsed.prompt) else kind
+        prompts = [await run(kind, render, arrival, wanted) for wanted in (parsed.prompt, *parsed.more_prompts)]
+        rendered = Rendered(arrival, parsed, prompts)
     if made is None:
-        # A constraint is compiled when its caller's turn comes. The bodies of others do not wait for that.
+        # The turn is given back first: other callers do not wait for a constraint to compile.
         await arrival.held.aclose()
-        made = await run("compiling" if asked.is_constrained else kind, make, rendered)
+        made = await run("compiling" if parsed.is_constrained else kind, make, rendered)
     return rendered, made
 
 
-def ask(arrival: Arrival) -> Asked:
-    """Lets the dialect read the body. May take long. Raises `InvalidRequest`."""
+def parse(arrival: Arrival) -> ParsedRequest:
+    """Returns the body in neutral words. May take long. Raises `InvalidRequest`."""
     notes = partial(arrival.serving.engine.cache.notes, arrival.cache.tenant)
     return arrival.dialect.read(arrival.body, arrival.serving.renderer.vocab_size, notes)
 
@@ -257,11 +257,11 @@ def _has_pictures(wanted: Conversation | str | list[int] | FillIn) -> bool:
 
 
 async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequest]) -> Submitted:
-    """Gives the request to the engine: that of the first prompt, and those of others when the one before has ended.
+    """Submits the first prompt to the engine. Each further prompt is submitted when the one before it has ended.
 
     Raises `QueueFull` if the waiting pictures are too large, and `NotReady`.
     """
-    arrival, prompts, sampling = rendered.arrival, rendered.prompts, rendered.asked.sampling
+    arrival, prompts, sampling = rendered.arrival, rendered.prompts, rendered.parsed.sampling
     daemon, context, serving = arrival.daemon, arrival.context, arrival.serving
     reader, generate = made
     least = min(rendered.rooms)
@@ -304,7 +304,7 @@ async def submit(rendered: Rendered, made: tuple[RememberingReader, GenerateRequ
 
 
 async def send(submitted: Submitted) -> Response:
-    """Returns the response that sends the reply: at once a stream, or the whole reply when it is there."""
+    """Returns the response that sends the reply: a stream at once, or the whole reply once it is complete."""
     of_reply = submitted.generation, submitted.reader, submitted.writer, submitted.write
     return EventStream(*of_reply) if submitted.is_stream else await json_reply(*of_reply)
 
@@ -315,29 +315,29 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
 
     Raises `InvalidRequest` for a constraint that cannot be compiled, which may take seconds.
     """
-    arrival, asked, replayed = rendered.arrival, rendered.asked, rendered.prompts[0]
-    num_choices = asked.sampling.n * len(rendered.prompts)
-    serving, choice = arrival.serving, asked.tool_choice
-    is_chat = isinstance(asked.prompt, Conversation)
+    arrival, parsed, replayed = rendered.arrival, rendered.parsed, rendered.prompts[0]
+    num_choices = parsed.sampling.n * len(rendered.prompts)
+    serving, choice = arrival.serving, parsed.tool_choice
+    is_chat = isinstance(parsed.prompt, Conversation)
     output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
-    tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []
+    tools = choice.allowed(parsed.prompt.tools or ()) if isinstance(parsed.prompt, Conversation) else []
     prompt_end = serving.renderer.end_of(replayed.prompt)
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
-    ends = serving.renderer.fill_in_ends(asked.prompt) if isinstance(asked.prompt, FillIn) else ()
-    if asked.num_ctx is not None and asked.num_ctx <= (num_tokens := len(replayed.prompt.token_ids)):
-        problem = f"is {asked.num_ctx}, and the prompt has {num_tokens} tokens, none of which is left out"
+    ends = serving.renderer.fill_in_ends(parsed.prompt) if isinstance(parsed.prompt, FillIn) else ()
+    if parsed.num_ctx is not None and parsed.num_ctx <= (num_tokens := len(replayed.prompt.token_ids)):
+        problem = f"is {parsed.num_ctx}, and the prompt has {num_tokens} tokens, none of which is left out"
         raise InvalidRequest.at("options.num_ctx", f"{problem}; this model takes {rendered.max_positions} here")
-    sampling = _sampling(asked, max(rendered.rooms), num_choices)
+    sampling = _sampling(parsed, max(rendered.rooms), num_choices)
     generate = GenerateRequest(
         id=_reply_id(rendered.dialect, arrival.context),
         prompt=replayed.prompt,
         # Special tokens are no text, so those that end the reply are stop strings.
         sampling=replace(sampling, stop=(*sampling.stop, *ends)),
         cache=arrival.cache,
-        constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
-        thought_budget=thought_budget_of(asked.thinking_budget, output_format, prompt_end, encode),
+        constraint=constraint_of(parsed, output_format, prompt_end, serving.engine.constraints.check),
+        thought_budget=thought_budget_of(parsed.thinking_budget, output_format, prompt_end, encode),
         shown_special_tokens=output_format.special_tokens.union(ends),
-        reports_progress=asked.return_progress,
+        reports_progress=parsed.return_progress,
     )
     memory = reply_memory(serving, arrival.cache, replayed)
     # Made here, in a thread: many names of tools take long.
@@ -345,13 +345,13 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     return RememberingReader(parsers.pop, rendered.dialect.call_id_prefix, memory, many_calls=choice.many), generate
 
 
-def _sampling(asked: Asked, num_room: int, num_choices: int) -> SamplingParams:
-    """Returns how the reply is sampled. Log probabilities are held until the end of a reply, so they limit its tokens.
+def _sampling(parsed: ParsedRequest, num_room: int, num_choices: int) -> SamplingParams:
+    """Returns the sampling parameters. Log probabilities are held until a reply ends, so they limit its tokens.
 
     Raises `InvalidRequest` if the client's own limit allows for too many log probabilities.
     """
-    sampling = asked.sampling
-    if asked.num_ctx is not None and num_room > 0:
+    sampling = parsed.sampling
+    if parsed.num_ctx is not None and num_room > 0:
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens or num_room, num_room))
     if sampling.logprobs is None:
         return sampling
@@ -361,7 +361,7 @@ def _sampling(asked: Asked, num_room: int, num_choices: int) -> SamplingParams:
     if min(sampling.max_tokens, num_room) > most:
         of_choices = f" of {num_choices} choices" if num_choices > 1 else ""
         raise InvalidRequest.at(
-            asked.limit_path,
+            parsed.limit_path,
             f"a reply may have {MAX_LOGPROBS} log probabilities; with {sampling.logprobs} alternatives for every token"
             f"{of_choices}, that is {most} tokens",
         )
@@ -371,15 +371,15 @@ def _sampling(asked: Asked, num_room: int, num_choices: int) -> SamplingParams:
 class _CountedMessages:
     body = CountTokensRequest
 
-    def read(self, body: CountTokensRequest, _vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
-        return Asked(prompt=body.conversation, sampling=SamplingParams())
+    def read(self, body: CountTokensRequest, _vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
+        return ParsedRequest(prompt=body.conversation, sampling=SamplingParams())
 
 
 class _CountedInput:
     body = ResponseRequest
 
-    def read(self, body: ResponseRequest, _vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
-        return Asked(prompt=Responses().conversation(body, ResponseStore(notes())), sampling=SamplingParams())
+    def read(self, body: ResponseRequest, _vocab_size: int, notes: Callable[[], TenantNotes]) -> ParsedRequest:
+        return ParsedRequest(prompt=Responses().conversation(body, ResponseStore(notes())), sampling=SamplingParams())
 
 
 @routes.add("POST /v1/messages/count_tokens", "Anthropic: count tokens", CountTokensRequest)
@@ -395,7 +395,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 async def _length(request: Request, dialect: BodyReader[B]) -> int:
-    """Returns the length of a prompt. Earlier replies are part of it, so the cache is asked as for a reply."""
+    """Returns the length of a prompt, in which earlier replies are replaced by their tokens as for a reply."""
     daemon: Daemon = request.app.state.daemon
     async with AsyncExitStack() as held:
         body = await daemon.bodies.read_json(request, dialect.body, held)

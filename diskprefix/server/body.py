@@ -43,9 +43,9 @@ class Bodies:
         self._turns, self._pace = Turns(1), BodyPace(is_computing)
 
     async def read_json(self, request: Request, model: type[Model], held: AsyncExitStack) -> Model:
-        """Returns the body as `model`. The caller of a large one keeps its turn until `held` is closed, when the prompt
-        is rendered, and for a pause. A thread for large bodies does all work in between, so that a caller's other
-        requests do not lengthen the turn.
+        """Returns the body as `model`. The caller of a large body has the turn until `held` is closed, after the prompt
+        is rendered, and for a pause. Meanwhile a thread of its own does all work for the large body, so that the
+        caller's other requests do not lengthen the turn.
 
         Raises `InvalidRequest`, `HttpError` 415, and the errors of `BodyPace.whole_body`.
         """

@@ -1,6 +1,6 @@
 """The engine behind the routes, from `loading` through `ok` to `stopping` or `failed`.
 
-The model is loaded in a thread, so that `/health` answers from the beginning. There torch is imported, for seconds.
+The model is loaded in a thread, where importing torch takes seconds, so that `/health` answers from the beginning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Progress: TypeAlias = Callable[[str], None]
 EngineLoader: TypeAlias = "Callable[[Settings, Progress], Engine]"
 
 _LONG_STEP_S = 10.0
-"""Seconds after which people are told how long a step has taken."""
+"""Seconds after which the status line says how long a step has taken."""
 
 
 class Daemon:
@@ -48,7 +48,7 @@ class Daemon:
     def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
         self.sampling = default_sampling(settings)
-        """How a request is sampled that does not say it."""
+        """The sampling of a request that does not set its own."""
         self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
         self.recent = RecentRequests()
@@ -61,12 +61,12 @@ class Daemon:
         self.takes_any_name = False
         """True if a front process has found the model of each request by its name."""
         self.hibernates = False
-        """True if what only memory has is saved in the end, because the model is unloaded."""
+        """True if state that only memory has is saved at the end, because the model is unloaded."""
         self.on_ready: Callable[[Serving], None] = lambda _serving: None
         self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
         """Called when the load fails, and when the accelerator is lost."""
         self.at_load: list[Callable[[Serving], None]] = []
-        """Called with what is served, in the thread that loads."""
+        """Called with the `Serving`, in the thread that loads."""
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
         self._stopping = False
@@ -134,7 +134,7 @@ class Daemon:
             raise NotReady("the daemon is stopping")
         if self.failure is not None:
             what = "the model could not be loaded" if self.serving is None else "the daemon cannot go on and ends"
-            # What nobody foresaw may say anything.
+            # The message of an unforeseen error may hold anything.
             is_unforeseen = type(self.failure) is DiskPrefixError
             logged = f"{what}: its log has the reason"
             raise NotReady(logged if is_unforeseen else f"{what}: {self.failure.message}", for_all=logged)
@@ -176,7 +176,7 @@ class Daemon:
         if serving is not None:
             notify(STATUS="stopping: writing what is not on disk yet")
         if serving is not None and self.hibernates:
-            await self.threads.run("stopping", serving.engine.hibernate)
+            await self.threads.run("stopping", serving.engine.save_idle)
         if serving is not None and not await self.threads.run("stopping", serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")
         self.threads.close()

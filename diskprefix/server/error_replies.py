@@ -36,13 +36,13 @@ def _written(scope: Scope, error: DiskPrefixError) -> Json:
 
 
 def logged(error: DiskPrefixError) -> str:
-    """Returns what the log says of an error: without the value at fault, which may be part of a prompt."""
+    """Returns the message of an error without the value at fault, which may be part of a prompt."""
     return one_line(error.message.partition(GOT)[0])
 
 
 def note_failure(scope: Scope, error: DiskPrefixError, late: str = "") -> None:
-    """Notes an error for the log and the metrics, with its status: also that of a reply that had begun with 200.
-    `late` says of such a reply what happened; the log then has a line of its own with the request's id and key."""
+    """Notes an error and its status for the log and the metrics. If the reply had begun with 200, `late` says what
+    happened to it, and the log has a line of its own with the id and the key of the request."""
     context = log_context(Request(scope))
     context.error, context.status = logged(error), error.http_status
     if late:
@@ -51,7 +51,7 @@ def note_failure(scope: Scope, error: DiskPrefixError, late: str = "") -> None:
 
 
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Returns the response that tells an error, with `headers` or else those that follow from the error."""
+    """Returns the response for an error, with `headers` or else those that follow from the error."""
     return JSONResponse(_written(scope, error), error.http_status, headers or error_headers(error))
 
 
@@ -74,7 +74,7 @@ def early_sign(scope: Scope) -> bytes:
 
 
 def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:
-    """Returns the event with which a stream ends that could not begin, in the form of the API that was called."""
+    """Returns the event that ends a stream which could not begin, in the form of the API that was called."""
     said = _written(scope, error)
     if scope["path"].startswith(OLLAMA_PATH):
         return JsonLine(said).encode()

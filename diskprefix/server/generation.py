@@ -47,8 +47,8 @@ _BYTES_PER_EVENT, _BYTES_PER_TOKEN, _BYTES_PER_LOGPROB = 160, 36, 400
 class EventBuffer:
     """The events of one request that wait to be sent, in order, within `MAX_WAITING_BYTES`.
 
-    `get` joins the texts of one choice that wait one behind the other, so that a client which falls behind gets fewer,
-    longer chunks. `put` may be called from any thread, `get` on the event loop.
+    `get` joins adjacent texts of one choice, so that a slow client gets fewer, longer chunks. `put` may be called from
+    any thread, `get` on the event loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -118,9 +118,15 @@ def _size(event: Event | None) -> int:
     return num_bytes + sys.getsizeof(event.text)
 
 
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left. The body was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Generation:
     """A request in the engine, and its events. `next` raises `ClientDisconnect` if the client left, and the engine's
-    error if the request failed. Call `close()` in the end, once or more: it cancels what still runs."""
+    error if the request failed. Call `close` at the end, at least once: it cancels a request that still runs."""
 
     def __init__(
         self,
@@ -130,7 +136,7 @@ class Generation:
         on_done: Callable[[DoneEvent], None],
         on_cancelled: Callable[[Activity], None],
     ) -> None:
-        """Submits the request. Raises `QueueFull` or `NotReady`. `on_cancelled` takes how far a cancelled one came."""
+        """Submits the request. Raises `QueueFull` or `NotReady`. `on_cancelled` takes how far it came."""
         self._loop = asyncio.get_running_loop()
         self._events = EventBuffer(self._loop)
         self._id = request.id
@@ -159,7 +165,7 @@ class Generation:
         return event
 
     def close(self) -> None:
-        """Cancels what still runs and stops listening."""
+        """Cancels the request if it still runs, and ignores its events."""
         self._closed = True
         self._cancel()
         self._watch.cancel()
@@ -175,8 +181,7 @@ class Generation:
             self._cancel()
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await disconnected(receive)
         self._cancel()
         self._events.put(None)
 
@@ -189,9 +194,9 @@ class Generation:
 
 
 class Generations:
-    """The requests in the engine for several prompts of one body, one after the other; otherwise as a `Generation`.
+    """Like `Generation`, for a body with several prompts. Their requests run one after the other.
 
-    The choices are counted on from prompt to prompt, of which each has `num_choices`. One `DoneEvent` is for all.
+    Each prompt has `num_choices` choices, which are numbered through. One `DoneEvent` stands for all requests.
     """
 
     def __init__(self, begin: Sequence[Callable[[], Generation]], num_choices: int) -> None:
@@ -223,7 +228,7 @@ class Generations:
 
 
 def together(done: Sequence[DoneEvent]) -> DoneEvent:
-    """Returns the sums of the tokens of several requests, with what the cache did for the one that it saved most."""
+    """Returns one event for several requests: the sums of their tokens, and the report of the most restored one."""
     total, completed, cached = (
         sum(getattr(one.usage, f"{kind}_tokens") for one in done) for kind in ("prompt", "completion", "cached")
     )

@@ -1,5 +1,5 @@
-"""The two guards before the body of a request is read: `BrowserGuard` refuses other sites' pages, `Auth` finds out who
-sent a request, and whether the caller may have one more.
+"""The two guards before the body of a request is read: `BrowserGuard` refuses other sites' pages, and `Auth` identifies
+the caller and limits how many requests the caller has.
 
 A browser on this machine can reach the loopback address for any web page. In cross-site request forgery, a page sends
 what looks like a form; browsers mark it with `Origin` and `Sec-Fetch-Site`. In DNS rebinding, the page's own host name
@@ -26,16 +26,17 @@ OPEN_PATHS = frozenset({"/", "/chat", "/dashboard", "/favicon.ico", "/health"})
 """The paths that need no key: load balancers, service managers, probing clients and pages have none."""
 
 _LINKED_PATHS = OPEN_PATHS | {"/docs"}
-"""The paths to which other sites' pages may have links. They show nothing before they have asked for it."""
+"""The paths that pages of other sites may link to. They hold no data: their scripts fetch it afterwards."""
 
 
 class Auth:
-    """ASGI middleware: records who sent a request, or answers 401. With a token instead of keys, everybody is served,
-    and routes for the owner look who it is. Callers with too many requests get a 429, and all a 503."""
+    """ASGI middleware: records the caller of a request, or answers 401. With a token instead of keys, all callers are
+    served, and routes for the owner check the caller. A caller with too many requests gets a 429. If there are too many
+    of all callers, the answer is 503."""
 
-    def __init__(self, app: ASGIApp, who: ApiKeys | OwnerToken, in_flight: InFlight) -> None:
+    def __init__(self, app: ASGIApp, access: ApiKeys | OwnerToken, in_flight: InFlight) -> None:
         self._app = app
-        self._who = who
+        self._access = access
         self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,7 +50,7 @@ class Auth:
         from diskprefix.server.log_context import log_context
 
         try:
-            log_context(Request(scope)).caller = caller = caller_of(self._who, scope)
+            log_context(Request(scope)).caller = caller = caller_of(self._access, scope)
             counted = self._in_flight.counted(scope, caller.account)
         except DiskPrefixError as error:
             await refuse(scope, receive, send, error)
@@ -58,19 +59,19 @@ class Auth:
             await self._app(scope, receive, send)
 
 
-def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
+def caller_of(access: ApiKeys | OwnerToken, scope: Scope) -> Caller:
     """Returns the caller of a request. Raises `HttpError` 401 if it needs a key and has none in force, or if its token
     is another one."""
     headers = Headers(scope=scope)
     # Anthropic's clients send the key alone, in a header of its own.
     key = headers.get("x-api-key")
     authorization = headers.get("authorization") or (key and f"Bearer {key}")
-    caller = who.caller(authorization)
+    caller = access.caller(authorization)
     if caller is not None:
         return caller
     if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
         return NOBODY
-    if isinstance(who, OwnerToken):
+    if isinstance(access, OwnerToken):
         raise HttpError(401, f"the token is not this daemon's: {TOKEN_PLACE}")
     missing = "an API key is needed: send the header Authorization: Bearer KEY"
     raise HttpError(401, "the API key is not one of this daemon's" if authorization else missing)
@@ -114,9 +115,9 @@ class BrowserGuard:
         await refuse(scope, receive, send, HttpError(403, refusal))
 
     def refusal(self, scope: Scope, headers: Headers) -> str | None:
-        """Returns why a request is refused; None if it is not. Only HTTP/1.0 may leave `Host` out; browsers send it.
+        """Returns why a request is refused, None if it is not. Only HTTP/1.0 may omit `Host`, which browsers send.
 
-        What another site only reads is refused too: its page could hold connections, and have a model loaded.
+        Requests of other sites that only read are refused too: they could hold connections, and load a model.
         """
         host = headers.get("host")
         if host is not None and not self._any_host and not self._is_ours(_name_in(host)):

@@ -21,16 +21,16 @@ from diskprefix.server.routes import AppRoute
 from diskprefix.settings import Settings
 
 
-def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | OwnerToken | None = None) -> Starlette:
+def create_app(settings: Settings, load_engine: EngineLoader, access: ApiKeys | OwnerToken | None = None) -> Starlette:
     """Returns the application for `settings`. It loads the model in the background once an ASGI server has started it.
 
-    `load_engine` makes the engine, on a thread of its own. `who` are the keys of `settings`, if the caller has read
-    them already, or the owner's token. The `Daemon` is `app.state.daemon`, and `app.state.who` who may use it. Raises
-    `SettingsError` for a file of keys that is wrong.
+    `load_engine` makes the engine, on a thread of its own. `access` has the keys of `settings`, if the caller has read
+    them already, or the owner's token. `app.state.daemon` is the `Daemon`, and `app.state.access` decides who may use
+    it. Raises `SettingsError` for a file of keys that is wrong.
     """
     daemon = Daemon(settings, load_engine)
-    if who is None:
-        who = OwnerToken.of_user() if settings.api_keys is None else ApiKeys(settings.api_keys)
+    if access is None:
+        access = OwnerToken.of_user() if settings.api_keys is None else ApiKeys(settings.api_keys)
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -48,13 +48,13 @@ def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | Own
         middleware=[
             Middleware(AccessLog, daemon=daemon),
             Middleware(BrowserGuard, host=settings.host, has_keys=settings.api_keys is not None),
-            Middleware(Auth, who=who, in_flight=daemon.in_flight),
+            Middleware(Auth, access=access, in_flight=daemon.in_flight),
         ],
         exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.daemon, app.state.who, app.state.documents = daemon, who, None
+    app.state.daemon, app.state.access, app.state.documents = daemon, access, None
     hooks.add_routes(app)
     return app
 
@@ -66,7 +66,7 @@ async def _document(request: Request) -> Response:
     def make() -> dict[str, Response]:
         from diskprefix.server.openapi import PAGE_POLICY, document_of, page_of
 
-        document = document_of(app.routes, with_keys=isinstance(app.state.who, ApiKeys))
+        document = document_of(app.routes, with_keys=isinstance(app.state.access, ApiKeys))
         page = Response(page_of(document), media_type="text/html", headers={"Content-Security-Policy": PAGE_POLICY})
         return {"/openapi.json": JSONResponse(document), "/docs": page}
 

@@ -33,8 +33,8 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request. `name` is that of its API key, for the log. `sees_all`: everybody's figures are shown to
-    it. `is_owner`: also everybody's texts, and it may delete and control."""
+    """The sender of a request. `name` is that of its API key, for the log. A caller who `sees_all` is shown the figures
+    of all callers. An owner is also shown their texts, and may delete and control."""
 
     name: str | None = None
     tenant: Tenant = SHARED
@@ -43,8 +43,8 @@ class Caller:
 
     @property
     def account(self) -> Tenant:
-        """The caller to limits and turns: an API key. Without API keys all callers are one, because a client can choose
-        any number of bearers."""
+        """The caller as limits and turns count it: one for each API key. Without API keys there is one for all, because
+        a client can choose any number of bearers."""
         return SHARED if self.name is None else self.tenant
 
     def require_admin(self) -> None:
@@ -68,7 +68,7 @@ NOBODY = Caller()
 
 TOKEN_PLACE = "`diskprefix dashboard` opens the page with it, and programs send the header Authorization: Bearer TOKEN"
 _TOKEN_MARK = "diskprefix-owner-"
-"""What tokens begin with. The token of another user's daemon is refused, and not taken for the key of a tenant."""
+"""The beginning of every token, by which the token of another user's daemon is not taken for the key of a tenant."""
 
 
 @dataclass(frozen=True)

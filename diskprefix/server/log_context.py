@@ -37,12 +37,12 @@ class LogContext:
     """True for a request that asks for a reply."""
     done: DoneEvent | None = None
     cancelled_at: Activity | None = None
-    """How far a request for a reply had come when it was cancelled."""
+    """The progress of a request for a reply when it was cancelled."""
 
     @property
     def turn(self) -> Tenant | str:
-        """Whose turn it is when requests wait for one: the API key's. Without API keys each request has its own,
-        because nothing tells callers apart that could not choose another bearer."""
+        """The key for fair turns: all requests with one API key count as one caller. Without API keys each request is
+        on its own, because a client can choose any number of bearers."""
         return self.request_id if self.caller.name is None else self.caller.tenant
 
     @property

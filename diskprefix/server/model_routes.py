@@ -48,7 +48,7 @@ def _is_anthropic(request: Request) -> bool:
 
 
 def card(serving: Serving) -> dict[str, Any]:
-    """Returns the served model. Several fields say the same: clients of other servers know it by other names."""
+    """Returns the served model. Several fields have one value, under the names of different servers."""
     positions, processor = serving.engine.max_positions, serving.engine.processor
     template = str(serving.engine.tokenizer.chat_template or "")
     offered = {

@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from html import escape
 from http import HTTPStatus
 from typing import Any
@@ -92,82 +92,31 @@ def _errors(statuses: Iterable[int]) -> dict[str, Any]:
     return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}
 
 
-_STYLE = """
-:root { color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }
-body { max-width: 50rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
-h2 { border-top: 1px solid; margin-top: 1.5rem; }
-dd { margin: 0 0 .5rem 1.5rem; }
-"""
+_STYLE = "body { max-width: 50rem; margin: auto } pre { white-space: pre-wrap; overflow-wrap: anywhere }"
 _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 PAGE_POLICY = (
     f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The Content-Security-Policy of the page."""
-_LIMITS = (
-    *("const", "enum", "minimum", "exclusiveMinimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
-    "default",
-)
 
 
 def page_of(document: dict[str, Any]) -> str:
-    """Returns the document as a page of HTML, which loads nothing."""
-    links, sections = list[str](), list[str]()
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            name, answers = f"{method.upper()} {path}", operation["responses"]
-            links.append(
-                f'<li><a href="#{_id(name)}"><code>{escape(name)}</code></a> {escape(operation["summary"])}</li>'
-            )
-            fields = {one["name"]: one["schema"] for one in operation.get("parameters", ())}
-            if "requestBody" in operation:
-                fields["body"] = operation["requestBody"]["content"][JSON]["schema"]
-            errors = ", ".join(sorted(answers.keys() - {"200"}))
-            parts = operation["description"], answers["200"]["description"], f"Errors: {errors}"
-            text = "\n\n".join(dict.fromkeys(parts))
-            sections.append(_section(name, text, fields))
-    for name, model in document["components"]["schemas"].items():
-        example = f"\n\nExample: `{json.dumps(model['example'], ensure_ascii=False)}`" if "example" in model else ""
-        text, fields = model.get("description", "") + example, model.get("properties", {})
-        sections.append(_section(name, text, fields, model.get("required", ())))
+    """Returns the document as a page of HTML, which loads nothing: the routes in words, and all of it as JSON."""
+    routes = [
+        (f"{method.upper()} {path}", operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    rows = [
+        f"<h2>{escape(route)}</h2><p>{escape(operation['description'])}"
+        f"<p>{escape(operation['responses']['200']['description'])}"
+        for route, operation in routes
+    ]
     title = f"{document['info']['title']} {document['info']['version']}"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}: routes</title>\n'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n'
-        f"<p>{_text(document['info']['description'])}\n"
-        f'<p>For programs: <a href="openapi.json">openapi.json</a><ul>{"".join(links)}</ul>\n{"".join(sections)}'
-        "</body></html>\n"
+        f"<p>{escape(document['info']['description'])}\n{''.join(rows)}\n"
+        f'<h2>Fields</h2><p>As in <a href="openapi.json">openapi.json</a>:\n'
+        f"<pre>{escape(json.dumps(document, indent=1, ensure_ascii=False), quote=False)}</pre></body></html>\n"
     )
-
-
-def _section(name: str, text: str, fields: Mapping[str, Any], required: Collection[str] = ()) -> str:
-    items = [
-        f"<dt><code>{escape(field)}</code> {_type(schema)}{', required' * (field in required)}</dt>"
-        f"<dd>{_text(schema.get('description', ''))}</dd>"
-        for field, schema in fields.items()
-    ]
-    return f'<h2 id="{_id(name)}">{escape(name)}</h2><p>{_text(text)}<dl>{"".join(items)}</dl>\n'
-
-
-def _id(name: str) -> str:
-    return escape(name.replace(" ", ":"))
-
-
-def _type(schema: dict[str, Any]) -> str:
-    """Returns in HTML what a value may be."""
-    limits = [f"{name} {json.dumps(schema[name])}" for name in _LIMITS if schema.get(name) is not None]
-    match schema:
-        case {"$ref": reference}:
-            name = reference.rpartition("/")[2]
-            kind = f'<a href="#{_id(name)}">{escape(name)}</a>'
-        case {"anyOf": kinds} | {"oneOf": kinds}:
-            kind = " or ".join(map(_type, kinds))
-        case {"type": "array", "items": items}:
-            kind = f"list of {_type(items)}"
-        case _:
-            kind = schema.get("type", "any")
-    return ", ".join([kind, *map(escape, limits)])
-
-
-def _text(text: str) -> str:
-    """Returns a description, whose marks are those of Markdown."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text)).replace("\n\n", "<p>")

@@ -1,7 +1,7 @@
 """Records for operators: the last requests that ended, and the lines that broke the prefixes of prompts.
 
-A request costs one small record when it ends. Of its text nothing is kept but a line that broke a prefix, for those who
-may see texts.
+A request costs one small record when it ends. Of its text, only a line that broke a prefix is kept, for callers who may
+see texts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class EndedRequest:
     """A request that ended. `number` counts them, from 1. `ended_at` is in seconds since 1970, `elapsed_s` runs from
     the first byte of the request to the last one of the answer.
 
-    Of one that was answered, `prefix_cache` and `timings` are those of its response. Otherwise they are None, and
-    `error` says why, if it was not the client that left. The tokens of a cancelled one are those that it had. `outcome`
-    is that of a `DoneEvent`.
+    If the request was answered, `prefix_cache` and `timings` are those of the response. Otherwise they are None, and
+    `error` has the reason, unless the client left. A cancelled request has the numbers of tokens at that time.
+    `outcome` is that of a `DoneEvent`.
     """
 
     number: int
@@ -86,8 +86,8 @@ class RecentRequests:
 
     def since(self, number: int) -> list[EndedRequest]:
         """Returns the requests after the one with this number, oldest first."""
-        found = [ended for kept in (self._replies, self._failures) for ended in kept if ended.number > number]
-        return sorted(found, key=lambda ended: ended.number)
+        newer = [ended for ended in (*self._replies, *self._failures) if ended.number > number]
+        return sorted(newer, key=lambda ended: ended.number)
 
 
 log = logging.getLogger("diskprefix")
@@ -97,7 +97,7 @@ _TEXT_CHARS = 200
 
 
 class PrefixBreaks:
-    """Counts the lines that break prefixes, by their shape. Those that were not seen for longest are forgotten."""
+    """Counts the lines that break prefixes, by their shape. The lines not seen for longest are forgotten."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -123,8 +123,8 @@ class PrefixBreaks:
             self._lines.popitem(last=False)
 
     def as_list(self, *, with_texts: bool = False) -> list[dict[str, Any]]:
-        """Returns a JSON object for each line, the one that was seen last first. With texts, `text` is the line as it
-        was first."""
+        """Returns a JSON object for each line, most recently seen first. With texts, `text` is the line as it was seen
+        first."""
         names = ("line", "normalisers", "requests", "tokens", *(("text",) if with_texts else ()))
         return [{name: seen[name] for name in names} for seen in reversed(self._lines.values())]
 

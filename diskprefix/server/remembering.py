@@ -60,7 +60,7 @@ def known_parts(serving: Serving, cache: CacheOptions) -> OwnedParts | None:
 
 
 def reply_memory(serving: Serving, cache: CacheOptions, replayed: Replayed) -> ReplyMemory | None:
-    """Returns what remembers the replies to a request, None if they are not to be remembered."""
+    """Returns the memory for the replies to a request, None if they are not remembered."""
     turns = stored_turns(serving, cache) if cache.save else None
     if turns is None or replayed.origin is None:
         return None

@@ -1,4 +1,4 @@
-"""Routes, with what the OpenAPI document says of them."""
+"""Routes, with their descriptions for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STREAMED = (JSON, EVENTS)
 @dataclass(frozen=True)
 class About:
     """The description of a route in the OpenAPI document, beside the docstring of its handler. The second paragraph of
-    that, or else the first, tells what a good answer has."""
+    the docstring, or else the first, describes a successful answer."""
 
     tag: str
     summary: str

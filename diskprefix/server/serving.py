@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 _COUNTS_S, _PATIENCE_S = 2.0, 0.5
-"""The time for which counts are kept, and the time to wait for new ones."""
+"""The age up to which counts are new, and the time to wait for newer ones."""
 
 
 class CacheCounts:
-    """The counts of the cache. They are read from the disk in a thread; while it is slow, the last ones are shown."""
+    """The counts of the cache, which a thread reads from the disk. While the disk is slow, old counts are shown."""
 
     def __init__(self, threads: Threads, read: Callable[[], dict[str, Any]]) -> None:
-        """Reads them once. All else is for the event loop."""
+        """Reads the counts once. The other methods are for the event loop."""
         self._threads, self._read = threads, read
         self.last = read()
         self._read_at = time.monotonic()

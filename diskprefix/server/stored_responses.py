@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_SALT_CHARS
-from diskprefix.api.responses_items import ResponseStore
+from diskprefix.api.response_store import ResponseStore
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import read_parameters
 from diskprefix.server.daemon import Daemon
@@ -48,8 +48,7 @@ P = TypeVar("P", bound=StoredParameters)
 
 
 async def _answer(request: Request, of: type[P], read: Callable[[ResponseStore, str, P], Json]) -> Response:
-    """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes. Of several
-    models, the one that replied may not be loaded."""
+    """Runs `read` in a thread, for one request of a caller at a time: a note of kilobytes may hold megabytes."""
     daemon: Daemon = request.app.state.daemon
     caller, id_ = log_context(request).caller, request.path_params["response_id"]
     parameters = read_parameters(request, of)

@@ -1,5 +1,5 @@
-"""Sends a reply: as server-sent events, as lines of JSON, or as one JSON object. All show early and often that the
-daemon is alive."""
+"""Sends a reply: as server-sent events, as lines of JSON, or as one JSON object. Each begins early and sends signs of
+life while nothing else is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.error_replies import early_failure, early_sign, note_failure, opening, stream_type
-from diskprefix.server.generation import Generation, Generations
+from diskprefix.server.generation import Generation, Generations, disconnected
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 KEEPALIVE_S = 8.0
@@ -26,8 +26,7 @@ KEEPALIVE_S = 8.0
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Write: TypeAlias = Callable[[Callable[[], bytes]], Awaitable[bytes]]
-"""Runs a function in a thread. All that was said may be written once more at the end, megabytes with log
-probabilities."""
+"""Runs a function in a thread: the end of a reply may repeat all of it, which is megabytes with log probabilities."""
 
 
 class EventStream(Response):
@@ -66,7 +65,7 @@ class EventStream(Response):
     async def _stream(self) -> None:
         event = None
         while not isinstance(event, DoneEvent):
-            # There may be events that are not sent, such as a text that is held back.
+            # Some events send nothing, such as a text that is held back.
             left_s = self._sent_at + KEEPALIVE_S - self._clock()
             event = await self._generation.next(left_s) if left_s > 0 else None
             if event is None:
@@ -108,27 +107,26 @@ async def json_reply(
     return Response(content, media_type="application/json")
 
 
-async def first_signs(
+async def respond_or_keep_alive(
     preparing: asyncio.Task[Response],
     *,
     is_stream: bool,
     early: Callable[[], Awaitable[ReplyWriter | None]] | None = None,
 ) -> Response:
-    """Returns the prepared response, or, if that takes long, one that shows signs of life until it is ready: the events
-    of the writer that `early` returns, or comments."""
+    """Returns the prepared response. If that takes long, returns one that sends signs of life until it is ready: the
+    events of the writer that `early` returns, or comments."""
     done, _ = await asyncio.wait({preparing}, timeout=KEEPALIVE_S)
     if done:
         return preparing.result()
-    return HeldResponse(preparing, is_stream=is_stream, writer=await early() if early is not None else None)
+    return KeepAliveResponse(preparing, is_stream=is_stream, writer=await early() if early is not None else None)
 
 
-class HeldResponse(Response):
-    """Begins before the response is there, with signs of life: clients that wait for headers, or for any byte, do not
-    give up. JSON may begin with blanks.
+class KeepAliveResponse(Response):
+    """Sends headers and signs of life before the response is ready, so that clients do not give up. JSON may begin with
+    blanks.
 
-    The status is 200. If the request fails after that, the error is an event of the stream. Without a stream the
-    connection is closed before the end of the body, which clients take for a failure of the connection: no error can
-    pass for a reply.
+    The status is 200. If the request fails later, a stream ends with an event of the error. Without a stream the
+    connection is closed before the end of the body: clients report a broken connection, and take no error for a reply.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class HeldResponse(Response):
                 await send({"type": "http.response.body", "body": sign, "more_body": True})
                 waited = {self._preparing, leaving}
                 await asyncio.wait(waited, timeout=KEEPALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                # A response that is ready knows by itself that the client has left, and closes what it has.
+                # A response that is ready notices by itself that the client has left.
                 if leaving.done() and not self._preparing.done():
                     raise ClientDisconnect
             await self._go_on(scope, receive, send)
@@ -161,7 +159,7 @@ class HeldResponse(Response):
         finally:
             leaving.cancel()
             self._preparing.cancel()
-            # The log line of the request has how far it came.
+            # The log line of the request says how far the request came.
             await asyncio.wait({self._preparing})
 
     async def _go_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -186,9 +184,3 @@ class HeldResponse(Response):
                 await send(message)
 
         await response(scope, receive, send_rest)
-
-
-async def disconnected(receive: Receive) -> None:
-    """Returns when the client has left. The body was read before."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -34,21 +34,21 @@ _NUM_THREADS: dict[Kind, int] = {
     "inspecting": 3,
     "stopping": 2,
 }
-"""The first image of each size takes up to a second. A thread that compiles waits for a process. Three kinds of work
-inspect the daemon, each one at a time: all of them may wait for a disk."""
-_BEHIND: tuple[Kind, ...] = ("large", "images", "counting")
-"""These threads let the engine go first: its own wait for each other many times in a step, and where another has the
-processor of one of them, all wait for that."""
+"""The first image of each size takes up to a second. A thread that compiles only waits for a process. Three callers
+inspect the daemon, each once at a time, and all three may wait for a disk."""
+_LOW_PRIORITY: tuple[Kind, ...] = ("large", "images", "counting")
+"""Threads with a lower priority than the engine's. The engine's threads wait for each other many times in a step, so
+one that loses its processor delays all of them."""
 _NICE = 10
 _REST_BESIDE = 7
 """How long a caller's next work of these kinds waits while the engine computes, as a multiple of the last one's time:
 threads of one process cannot run Python at once, whatever their priorities."""
 _DEADLINE_S: dict[Kind, float] = {"rendering": 60.0, "counting": 60.0, "images": 600.0, "large": 600.0}
-"""A chat template is code, which may never end. Nothing else takes these threads as long."""
+"""The time after which work counts as hanging. A chat template is code, which may never end."""
 
 
-def _let_others_first() -> None:
-    """Lowers the priority of this thread, which only Linux can."""
+def _lower_priority() -> None:
+    """Lowers the priority of this thread, on Linux."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         with suppress(OSError):
@@ -63,7 +63,7 @@ class Threads:
     ) -> None:
         """`is_computing` tells whether the engine has requests."""
         self._of = {
-            kind: ThreadPoolExecutor(number, kind, initializer=_let_others_first if kind in _BEHIND else None)
+            kind: ThreadPoolExecutor(number, kind, initializer=_lower_priority if kind in _LOW_PRIORITY else None)
             for kind, number in _NUM_THREADS.items()
         }
         self._turns = {kind: Turns(number) for kind, number in _NUM_THREADS.items()}
@@ -75,7 +75,7 @@ class Threads:
 
     @property
     def are_busy(self) -> bool:
-        """Returns whether some work has not ended. It cannot be ended from outside."""
+        """Returns whether some work, which cannot be stopped, has not ended."""
         return any(not work.done() for work in tuple(self._begun))
 
     @property
@@ -85,14 +85,14 @@ class Threads:
         return max((now - began for began, due in tuple(self._due.values()) if now > due), default=0.0)
 
     async def run(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
-        """Runs `work` in a thread and returns its result. If the caller is cancelled, it does not begin any more."""
+        """Runs `work` in a thread and returns its result. Work that has not begun is dropped on cancellation."""
         return await asyncio.wrap_future(self._submit(kind, work, *values))
 
     async def run_for(self, request: Request, kind: Kind, work: Callable[..., T], *values: Any) -> T:
         """Runs `work` in a thread when it is the turn of the request's caller, and returns its result.
 
-        For each kind of work an API key has one turn at a time, which lasts as long as the work, also if the client
-        leaves. While a request has the turn of large bodies, its work is done by their thread. Raises
+        An API key has one turn at a time for each kind of work. A turn lasts until the work ends, even if the client
+        leaves. The work of a request with a large body runs in the thread `large`, without a turn. Raises
         `ClientDisconnect` if the client has left when its turn comes.
         """
         if getattr(request.state, "is_large", False):
@@ -101,7 +101,7 @@ class Threads:
         began = 0.0
 
         def give_back(_: Future[T]) -> None:
-            rests = kind in _BEHIND and self._is_computing()
+            rests = kind in _LOW_PRIORITY and self._is_computing()
             rest_s = _REST_BESIDE * (self._clock() - began) if rests else 0.0
             # The event loop may have ended with the process.
             with suppress(RuntimeError):
@@ -118,7 +118,7 @@ class Threads:
         return await asyncio.wrap_future(running)
 
     def close(self) -> None:
-        """Lets nothing begin any more."""
+        """Drops the work that has not begun, and takes no more."""
         for executor in self._of.values():
             executor.shutdown(wait=False, cancel_futures=True)
 

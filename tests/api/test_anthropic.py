@@ -77,10 +77,6 @@ def said(message: Message) -> list[str]:
     return [part.text for part in message.content if isinstance(part, TextPart)]
 
 
-def spoken(found: Conversation) -> list[tuple[str, list[str]]]:
-    return [(message.role, said(message)) for message in found.messages]
-
-
 @pytest.mark.parametrize(
     ("messages", "system", "found"),
     [
@@ -237,7 +233,7 @@ def test_a_long_run_of_messages_is_joined_at_once(monkeypatch: pytest.MonkeyPatc
     """Joined one after the other, each copies all those before it: nine seconds for 30 MiB."""
     joins = []
     monkeypatch.setattr(
-        "diskprefix.api.anthropic_content.joined",
+        "diskprefix.chat.messages.joined",
         lambda run: joins.append(len(run)) or joined(run),  # type: ignore[func-returns-value]
     )
     found = conversation(USER, *[assistant(THOUGHT)] * 50, USER)
@@ -288,7 +284,6 @@ def whole(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) -> di
 
 
 def assembled(events: Sequence[Any]) -> dict[str, Any]:
-    """What a client makes of a stream."""
     message: dict[str, Any] = {}
     for event in events:
         if event["type"] == "message_start":
@@ -315,7 +310,6 @@ def recorded_in(path: Path) -> list[dict[str, Any]]:
 
 
 def neutral(events: Iterable[dict[str, Any]]) -> list[ReplyEvent]:
-    """Returns a stream of the real service in neutral words."""
     deltas: list[ReplyDelta] = []
     stop_reason = None
     for event in events:

@@ -10,8 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.agent_model import TEMPLATE, call, saying, thought
-from tests.server.chat_model import write_chat_model
+from tests.server.agent_model import call, saying, thought
 from tests.server.scripted import ScriptedEngine, say_hello, scripted_app
 from tools.real_agents.replies import Reply
 
@@ -22,22 +21,18 @@ Served = tuple[httpx.Client, ScriptedEngine]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    model = write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
-    engine = ScriptedEngine()
+def served(agent_model: Path, engine: ScriptedEngine) -> Iterator[Served]:
     engine.model_name, engine.max_positions = "coder", 131_072
-    with scripted_app(model, engine) as server, server.client() as client:
+    with scripted_app(agent_model, engine) as server, server.client() as client:
         yield client, engine
 
 
 def recorded(path: Path) -> tuple[str, dict[str, Any]]:
-    """The route and the body of a request."""
     found = json.loads(path.read_text(encoding="utf-8"))
     return found["path"], found["body"]
 
 
 def sent(served: Served, path: str, body: dict[str, Any]) -> tuple[httpx.Response, str]:
-    """The response to a body, and the prompt that was made of it."""
     client, engine = served
     engine.requests.clear()
     response = client.post(path, json=body)

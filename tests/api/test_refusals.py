@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from diskprefix.api.anthropic import Messages
 from diskprefix.api.dialect import BodyReader
-from diskprefix.api.fields import cache_options
+from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, cache_options
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.responses import Responses
@@ -172,6 +172,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("functions", "is not supported", {}, [{"name": "f"}]),
         ("function_call", "is not supported", "f", {"name": "f"}),
         ("chat_template_kwargs", "", "x"),
+        ("special_tokens_in_text", "", "true", 1),
         ("prefix_cache", "", "full"),
         ("prefix_cache.scope", "", "sometimes", "auto:0", ["auto"], True, 1.5, 0, None),
         ("prefix_cache.window", "", "8", 0, 10**4000, None),
@@ -224,6 +225,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("output_config.format.schema", "is required", GONE),
         ("output_config.effort", "'low'", "most"),
         ("structured_outputs", "not allowed beside output_config.format.schema", {"choice": ["a"]}),
+        ("special_tokens_in_text", "", "true", 1),
         ("mcp_servers", "is not supported", [{"url": "https://x"}]),
         ("container", "is not supported", "c"),
         ("thread", "send all messages", {"type": "create"}),
@@ -247,6 +249,7 @@ AT: dict[str, list[tuple[Any, ...]]] = {
         ("input.4.summary", "", "x"),
         ("instructions", "", ["x"]),
         ("previous_response_id", "", ""),
+        ("special_tokens_in_text", "", "true", 1),
         ("store", "", "yes"),
         ("max_output_tokens", "", 0),
         ("tools", "", {}),
@@ -326,12 +329,18 @@ BODIES: list[tuple[str, dict[str, Any], str, str]] = [
     ("responses", {"input": [{"type": "item_reference"}]}, "input.0.id", ""),
     ("responses", {"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "no tool is offered"),
     ("responses", {"tools": [NAMED]}, "tools.0.name", ""),
+    ("chat", {"messages": [USER] * (MAX_MESSAGES + 1)}, "messages", "must have at most "),
+    ("chat", {"messages": [USER | {"content": PARTS[:1] * (MAX_PARTS + 1)}]}, "messages.0.content", "have at most "),
+    ("chat", {"tools": [NAMED] * (MAX_TOOLS + 1)}, "tools", "must have at most "),
+    ("messages", {"messages": [USER] * (MAX_MESSAGES + 1)}, "messages", "must have at most "),
+    ("messages", {"system": PARTS[:1] * (MAX_PARTS + 1)}, "system", "must have at most "),
+    ("responses", {"input": [USER] * (MAX_MESSAGES + 1)}, "input", "must have at most "),
+    ("responses", {"tools": [{"type": "function", "name": "f"}] * (MAX_TOOLS + 1)}, "tools", "must have at most "),
 ]
 """Fields that are changed together, the path that the error names, and words of the message."""
 
 
 def with_value(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of a body with `value` at a path."""
     changed: dict[str, Any] = json.loads(json.dumps(body))
     place: Any = changed
     steps: list[Any] = [int(step) if step.isdigit() and "logit" not in path else step for step in path.split(".")]
@@ -346,8 +355,6 @@ def with_value(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 class NoNotes:
-    """Nothing is stored."""
-
     def get(self, _kind: NoteKind, _id: str) -> None:
         return None
 
@@ -400,7 +407,6 @@ _JSON = st.recursive(
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Each container within a value, with each of its keys."""
     keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
 

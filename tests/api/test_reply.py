@@ -68,19 +68,6 @@ def collected(events: Iterable[ReplyEvent]) -> list[WholeChoice]:
     return whole_reply([*events]).choices
 
 
-def test_the_parts_of_a_reply_are_told_apart() -> None:
-    [choice] = collected(read(["T", "A", "B", "C"]))
-    assert (choice.reasoning, choice.content, choice.reason) == ("hm", "so", "tool_calls")
-    assert [(call.name, call.arguments) for call in choice.calls] == [("read", '{"a": 1}'), ("write", "{}")]
-
-
-def test_each_call_has_an_id_of_its_own_with_the_dialects_prefix() -> None:
-    begun = [delta for event in read(["A", "C"]) if isinstance(event, DeltaEvent) for delta in event.deltas]
-    ids = [delta.id for delta in begun if isinstance(delta, CallBegin)]
-    assert len(set(ids)) == 2
-    assert all(found.startswith("call_") and len(found) == 29 for found in ids)
-
-
 @pytest.mark.parametrize(
     ("texts", "reason", "said"),
     [
@@ -100,12 +87,6 @@ def test_tokens_of_reasoning_are_counted_with_those_that_were_held_back_in_it() 
     """Three tokens before the first other part: two of the thought, and one whose text was held back."""
     [choice] = collected(read(["T", "half", "T", "A", "T", "so"]))
     assert choice.reasoning_tokens == 4
-
-
-def test_without_parallel_calls_only_the_first_one_is_told() -> None:
-    [choice] = collected(read(["A", "B", "C"], many_calls=False))
-    assert [(call.name, call.arguments) for call in choice.calls] == [("read", '{"a": 1}')]
-    assert choice.reason == "tool_calls"
 
 
 def test_what_the_parser_held_back_comes_before_the_end() -> None:

@@ -16,7 +16,7 @@ from openai.types.responses import Response as SDKResponse
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from diskprefix.api import asked
+from diskprefix.api import parsed_request
 from diskprefix.api.anthropic import CountTokensRequest
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.reply import (
@@ -65,7 +65,6 @@ def messages(*items: Any) -> list[Message]:
 
 
 def said(*items: Any) -> list[tuple[str, str]]:
-    """Role and text of each message."""
     found = messages(*items)
     return [(one.role, "|".join(part.text for part in one.content if isinstance(part, TextPart))) for one in found]
 
@@ -199,7 +198,7 @@ def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> 
 
 
 def test_tools_that_others_would_run_are_left_out_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
-    asked._told.clear()
+    parsed_request._logged.clear()
     of_openai = [READ, *[{"type": "web_search"}] * 2, {"type": "namespace", "name": "n", "tools": [{"type": "code"}]}]
     of_anthropic = [{"name": "read", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
     other = CountTokensRequest.model_validate({"messages": [USER], "tools": of_anthropic})

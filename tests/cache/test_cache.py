@@ -520,10 +520,10 @@ def test_state_that_only_memory_has_is_left_behind_at_the_end_unless_it_is_of_be
 ) -> None:
     cache = runner.cache
     runner.run(PROMPT[: 4 * BLOCK], "off")
-    runner.sequence.owner = cache.owner(SHARED)
+    owner = cache.owner(SHARED)
     if is_purged:
         cache.purge(PurgeFilter())
-    cache.hibernate(runner.sequence, PROMPT[: 4 * BLOCK], AUTO)
+    cache.save_idle(runner.sequence, PROMPT[: 4 * BLOCK], AUTO, owner)
     runner.flush()
     assert (cache.store.counts()["blocks"] > 0) == (not is_purged)
 

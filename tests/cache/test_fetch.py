@@ -185,18 +185,17 @@ def test_what_a_restore_did_not_load_is_not_saved_when_the_store_lost_it(opened:
 
 @pytest.mark.parametrize("name", ["token", "grid", "qwen3_next"])
 @pytest.mark.parametrize("have", [0, 2 * BLOCK])
-def test_what_a_sequence_had_that_lost_its_memory_is_recalled(name: str, have: int, opened: Opened) -> None:
+def test_what_a_sequence_had_that_lost_its_memory_is_restored(name: str, have: int, opened: Opened) -> None:
     """It may wait to be written: the pages are others' by then."""
     runner, told = opened(name), list[int]()
     expected = compute(runner, PROMPT)
     cached = fetch(runner, 0, None, FULL)
     compute(runner, PROMPT[: 4 * BLOCK])
-    cached.leave(runner.sequence, PROMPT[: 4 * BLOCK])
+    cached.save_partial(runner.sequence, PROMPT[: 4 * BLOCK])
     compute(runner, PROMPT[:have] if have else PROMPT[::-1].copy())
-    runner.sequence.token_ids = PROMPT
-    recall = cached.begin_recall(runner.sequence, have, told.append, lambda: True)
-    recall.run()
-    cached.take(recall)
+    again = cached.begin_fetch(runner.sequence, PROMPT, have, on_block=told.append)
+    again.run()
+    assert cached.take(again).num_tokens == 4 * BLOCK
     assert (runner.sequence.num_tokens, sorted(told)) == (4 * BLOCK, list(range(have // BLOCK, 4)))
     assert torch.equal(compute(runner, PROMPT, start=4 * BLOCK), expected)
     cached.close()
@@ -231,7 +230,7 @@ def test_a_block_is_told_when_all_that_is_needed_of_it_is_there(
 
     monkeypatch.setattr(KVSequence, "fill", slowly)
     cached = runner.cache.begin(Prompt(prompt), READ_ONLY)
-    cached.begin_fetch(runner.new_sequence(len(prompt)), on_block=on_block).run()
+    cached.begin_fetch(runner.new_sequence(len(prompt)), prompt, on_block=on_block).run()
     cached.close()
     # Two threads read: only the slow one is surely behind those after it.
     assert told[-1] == slow

@@ -364,7 +364,7 @@ def test_where_a_model_is_exact_at_every_token_nothing_of_it_is_computed_again(o
         cached.restore(runner.sequence)
         forward(runner.model, runner.sequence, torch.from_numpy(PROMPT[: 2 * BLOCK + 5]).long().unsqueeze(0))[-1]
     cached.after_step(runner.sequence)
-    cached.leave(runner.sequence, PROMPT[: 2 * BLOCK + 5])
+    cached.save_partial(runner.sequence, PROMPT[: 2 * BLOCK + 5])
     assert cached.close().saved == "queued"
     runner.reopen()
     assert runner.cache.stats()["blocks"] == 3

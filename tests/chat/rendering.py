@@ -25,7 +25,6 @@ def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS, **options: An
 
 
 def rendered(renderer: PromptRenderer, conversation: Conversation) -> Prompt:
-    """Returns the prompt of a conversation, all of it as the template writes it."""
     return renderer.replay(conversation, None).prompt
 
 
@@ -45,7 +44,6 @@ def some_text(chosen: random.Random, added: list[str]) -> str:
 
 
 def assert_whole(tokenizer: Any, text: str, encoder: Encoder | None = None) -> None:
-    """The library's own call is the reference."""
     whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     found = (encoder or encoder_of(tokenizer)).encode(text, param="prompt")
     assert found.token_ids.tolist() == whole["input_ids"], text

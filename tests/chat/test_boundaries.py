@@ -30,8 +30,6 @@ VALUES = st.recursive(
 
 @dataclass
 class Encoded:
-    """The result of a tokenizer with one token per character outside special tokens."""
-
     token_ids: list[int]
     offsets: list[tuple[int, int]]
 
@@ -43,26 +41,11 @@ def encode(text: str, markers: tuple[str, ...] = MARKERS) -> Encoded:
     return Encoded([SPECIAL_IDS.get(m[0], 100 + ord(m[0][0])) for m in found], [m.span() for m in found])
 
 
-def chatml(messages: list[dict[str, str]]) -> str:
-    turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    return turns + "<|im_start|>assistant\n"
-
-
 RULES = TextRules(TokenTexts(MARKERS), (), lambda _: MARKERS)
 
 
 def standing_in(value: Any, rules: TextRules = RULES) -> tuple[Any, StandIns | None]:
     return with_stand_ins(value, rules, lambda value, change: changed_texts(value, partial(change, "client")))
-
-
-def bounded(messages: list[dict[str, str]], render: Any = chatml) -> tuple[tuple[int, ...], Encoded]:
-    """The boundaries, in the way the module docstring describes, and the tokens."""
-    changed, stand_ins = standing_in(messages)
-    written = render(changed)
-    text, for_tokens = (written, written) if stand_ins is None else stand_ins.read(written)
-    encoded = encode(for_tokens)
-    ids = set(SPECIAL_IDS.values())
-    return template_boundaries(encoded.token_ids, encoded.offsets, ids, text, written), encoded
 
 
 def strings_in(value: Any) -> list[str]:
@@ -91,7 +74,6 @@ def test_no_text_of_a_token_is_left_and_every_text_comes_back(value: Any) -> Non
 
 
 def spelling(**texts: Any) -> TextRules:
-    """TextRules for tokens that are never or only doubtfully spelled."""
     never, doubtful = (texts.get(name, ()) for name in ("never", "doubtful"))
     return TextRules(TokenTexts([*never, *doubtful]), doubtful, lambda _: never, joins=not never)
 
@@ -161,34 +143,6 @@ def test_a_token_that_the_tokenizer_added_is_a_boundary() -> None:
     assert template_boundaries([2, 100, 2], [(0, 0), (0, 1), (1, 4)], {2}, "a<s>", "a<_>") == (1,)
 
 
-@given(st.lists(TEXTS, min_size=1, max_size=4))
-def test_boundaries_are_those_of_the_same_conversation_without_markers(contents: list[str]) -> None:
-    def to_messages(texts: list[str]) -> list[dict[str, str]]:
-        # Blanks, because a text may end or begin with what the tokenizer would join with the template's own marker.
-        return [{"role": "user", "content": f" {text} "} for text in texts]
-
-    boundaries, encoded = bounded(to_messages(contents))
-    plain, without = bounded(to_messages([re.sub(r"\S", "y", text) for text in contents]))
-    assert [encoded.offsets[p - 1] for p in boundaries] == [without.offsets[p - 1] for p in plain]
-    assert list(boundaries) == sorted(set(boundaries))
-
-
-def system_end_of(messages: list[dict[str, str]], render: Any = chatml, probe: str = "?") -> tuple[int, str]:
-    """The boundary, and the text in front of it. The first message is the system's."""
-    rendered, (boundaries, encoded) = render(messages), bounded(messages, render)
-    probed = render([messages[0], {"role": "user", "content": probe}])
-    end = system_end(boundaries, encoded.offsets, rendered, probed)
-    return end, rendered[: encoded.offsets[end - 1][1]] if end else ""
-
-
-def test_a_system_message_inside_the_user_turn_ends_at_the_start_of_that_turn() -> None:
-    def merging(messages: list[dict[str, str]]) -> str:
-        return "<s><|im_start|>user\n" + "\n\n".join(m["content"] for m in messages) + "<|im_end|>\n"
-
-    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-    assert system_end_of(messages, merging) == (2, "<s><|im_start|>")
-
-
 def test_without_a_boundary_in_the_common_text_it_is_zero() -> None:
     assert system_end((), [], "system: be kind", "system: be") == 0
     assert system_end((2,), [(0, 1), (1, 4)], "a<s>", "a<s?") == 0
@@ -197,19 +151,6 @@ def test_without_a_boundary_in_the_common_text_it_is_zero() -> None:
 def test_a_token_added_behind_the_text_does_not_end_the_system_message() -> None:
     offsets = [(0, 3), (3, 4), (4, 7), (7, 8), (0, 0)]
     assert system_end((1, 3, 5), offsets, "<s>a<s>b", "<s>a") == 1
-
-
-@given(TEXTS, TEXTS, TEXTS, st.sampled_from(["?", "!", "?!"]))
-def test_the_system_end_is_a_boundary_that_any_other_first_message_shares(
-    system: str, first: str, second: str, probe: str
-) -> None:
-    def conversation(content: str) -> list[dict[str, str]]:
-        return [{"role": "system", "content": system}, {"role": "user", "content": content}]
-
-    end, text = system_end_of(conversation(first), probe=probe)
-    assert end in bounded(conversation(first))[0]
-    assert chatml(conversation(second)).startswith(text)
-    assert system_end_of(conversation(second), probe=probe) == (end, text)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +162,6 @@ def test_the_last_safe_cut_is_at_or_below_the_limit(boundaries: tuple[int, ...],
 
 
 def write(messages: Any, add_generation_prompt: bool) -> str:
-    """A chat template with these markers."""
     text = "<s>"
     for message in messages:
         called = "".join(f"<c>{call['function']['name']}" for call in message.get("tool_calls", []))

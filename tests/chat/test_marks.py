@@ -41,7 +41,6 @@ def marked(messages: list[dict[str, Any]], index: int, control: Any = MARK) -> l
 
 
 def texts_before(tokenizer: Any, prompt: Prompt) -> list[str]:
-    """The text of the prompt before each of its marks."""
     return [str(tokenizer.decode(prompt.token_ids[: mark.position].tolist())) for mark in prompt.marks]
 
 
@@ -56,20 +55,6 @@ def test_a_marked_message_is_kept_with_the_end_of_its_turn(tokenizer: Any) -> No
         prompt = render(tokenizer, marked(TURNS, index))
         assert prompt.token_ids.tolist() == plain.token_ids.tolist()
         assert texts_before(tokenizer, prompt)[0].endswith(f"{message['content']}<|im_end|>\n")
-
-
-@pytest.mark.parametrize(
-    ("control", "ttl_s"),
-    [(MARK, None), (MARK | {"ttl": None}, None), (MARK | {"ttl": "5m"}, 300.0), (HOUR, 3600.0)],
-)
-def test_a_mark_says_for_how_long(tokenizer: Any, control: Any, ttl_s: float | None) -> None:
-    (mark,) = render(tokenizer, marked(TURNS, 1, control)).marks
-    assert mark.ttl_s == ttl_s
-
-
-def test_null_is_no_mark(tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": [part("one") | {"cache_control": None}], "cache_control": None}]
-    assert render(tokenizer, messages, tools=[tool("f", cache_control=None)]).marks == ()
 
 
 def test_a_marked_part_is_kept_without_the_parts_behind_it(tokenizer: Any) -> None:
@@ -161,13 +146,6 @@ def test_a_mark_on_a_tool_that_the_template_does_not_write_is_dropped(
         prompt = render(tokenizer, marked([system, USER], 1, HOUR), tools=[tool("first", cache_control=MARK)])
     assert [mark.ttl_s for mark in prompt.marks] == [3600.0]
     assert "the chat template writes no tools" in caplog.text
-
-
-def test_marks_on_tools_count_where_none_may_be_called(tokenizer: Any) -> None:
-    tools = [tool("f", cache_control=MARK)]
-    assert (
-        render(tokenizer, TURNS, tools=tools, tool_choice="none").marks == render(tokenizer, TURNS, tools=tools).marks
-    )
 
 
 def test_a_tool_that_the_first_user_message_carries_is_found_there(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from diskprefix.api.anthropic import CountTokensRequest
 from diskprefix.cache.policy.breaks import find_break
 from diskprefix.chat.messages import CacheMark, Conversation, TextPart
-from diskprefix.chat.normalisers import NORMALISERS, Normalisers, menders, shape_of
+from diskprefix.chat.normalisers import NORMALISERS, Normalisers, helpful_normalisers, shape_of
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.geometry import TOKEN
@@ -352,7 +352,7 @@ def test_report_names_the_line_that_broke_the_prefix(
     assert prompt.source is not None
     broken = prompt.source.line_at(found.at)
     assert shape_of(broken).startswith(line)
-    assert name in menders(broken, prompt.rewriting)
+    assert name in helpful_normalisers(broken, prompt.rewriting)
     assert found.num_tokens >= 256
 
 
@@ -382,7 +382,9 @@ def test_another_question_to_claude_code_is_found_up_to_its_commits_without_its_
         return second.source.line_at(at)
 
     assert found("report").startswith("x-anthropic-billing-header: cc_version=2.1.197.1b1;")
-    assert menders(found("report"), normalised(first_request("question"), "report")[1]) == ["billing-header"]
+    assert helpful_normalisers(found("report"), normalised(first_request("question"), "report")[1]) == [
+        "billing-header"
+    ]
     assert found("billing-header=on").startswith("a7ed74e A sum"), "the newest commit of the repository"
     assert found("on") == found("billing-header=on"), "no other normaliser has anything to do"
     assert found("report", "again").startswith("2b4da9c A sum"), "the header depends on the question"

@@ -133,7 +133,6 @@ MIXED = talk(
 
 
 def whole(processor: Processor, prompt: Prompt) -> str:
-    """Returns the text that the processor would make of the prompt's."""
     assert prompt.source is not None
     text, begin = [], 0
     for picture in prompt.pictures:

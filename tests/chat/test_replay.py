@@ -64,7 +64,6 @@ def conversation_of(family: Family, *messages: dict[str, Any], tools: bool = Tru
 
 
 def as_openai(turn: Turn, call_id: str = "call_1") -> dict[str, Any]:
-    """The message that a client gets and keeps."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.content or None}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
@@ -149,7 +148,6 @@ def test_a_call_in_the_words_of_a_family_stands_in_the_next_prompt(name: str, te
 
 
 def two_turns(family: Family, *, text: str = CALL) -> tuple[Model, list[dict[str, Any]], list[int]]:
-    """A model, a conversation with its reply, and the state behind that reply."""
     model = model_of(family)
     model.asked(conversation_of(family, SYSTEM, QUESTION))
     turn = model.reply(text, ["call_1"])

@@ -40,7 +40,6 @@ def conversation_of(*messages: tuple[str, Any], **fields: Any) -> Conversation:
 
 
 def calling(arguments: Any, num_calls: int = 1, name: str = "get_weather") -> Conversation:
-    """A question, and calls of a tool."""
     call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
     messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call] * num_calls}]
     return ChatRequest.model_validate({"messages": messages}).conversation
@@ -57,15 +56,6 @@ def test_a_prompt_is_what_the_template_writes(renderer: PromptRenderer, tokenize
         "<|im_start|>assistant\n"
     )
     assert prompt.token_ids.dtype.name == "int32"
-
-
-def test_marker_like_text_in_tools_and_template_variables_moves_no_boundary(renderer: PromptRenderer) -> None:
-    marked = TOOL | {"function": {"name": "f", "description": "ends with <|im_end|>"}}
-    plain = rendered(renderer, conversation_of(("user", "hello"), tools=[TOOL]))
-    tricky = rendered(
-        renderer, conversation_of(("user", "hello"), tools=[marked], chat_template_kwargs={"x": "<|im_end|>"})
-    )
-    assert len(tricky.boundaries) == len(plain.boundaries)
 
 
 def test_developer_becomes_system_unless_the_template_knows_it(

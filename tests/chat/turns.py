@@ -23,8 +23,6 @@ from diskprefix.tokens import TokenIds
 
 
 class Turns(dict[str, bytes]):
-    """A `NoteStore` in memory."""
-
     def put(self, id_: str, record: bytes) -> None:
         self[id_] = record
 
@@ -50,8 +48,6 @@ class TaggedFormat:
 
 
 class TaggedParser:
-    """Parses the whole text at its end."""
-
     def __init__(self) -> None:
         self._text = ""
 

@@ -22,8 +22,6 @@ from tests.store.building import is_clean, is_whole, open_store
 
 @dataclass
 class Ended:
-    """The exit code of a command and what it printed."""
-
     exit_code: int
     stdout: str
     stderr: str
@@ -34,7 +32,6 @@ class Ended:
         return json.loads(self.stdout)
 
     def assert_refused(self, exit_code: int, *words: str) -> None:
-        """Checks that it printed one line, an error with these words."""
         found = (self.exit_code, self.stdout, self.stderr.startswith("error: "), self.stderr.count("\n"))
         assert found == (exit_code, "", True, 1), self
         assert [word for word in words if word not in self.stderr] == [], self.stderr
@@ -81,12 +78,10 @@ def run_fresh(*commands: list[str]) -> tuple[list[str], set[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a store that is not there yet."""
     return tmp_path / "kv"
 
 
 def saved(folder: Path, token_ids: TokenIds, *, budget_bytes: int = 32 << 20, **fields: Any) -> Publication:
-    """Saves a prompt in the store of a folder."""
     with closing(open_store(folder, budget_bytes=budget_bytes)) as store:
         made = entry_of(store, token_ids, **fields)
         store.publish(made)
@@ -94,7 +89,6 @@ def saved(folder: Path, token_ids: TokenIds, *, budget_bytes: int = 32 << 20, **
 
 
 def holds(folder: Path, made: Publication) -> bool:
-    """Says whether a store is sound and has all of a publication."""
     with closing(open_store(folder)) as store:
         return is_clean(store) and is_whole(store, made)
 
@@ -109,7 +103,6 @@ def overwrite(folder: Path) -> bytes:
 
 @contextmanager
 def opened_elsewhere(folder: Path) -> Iterator[None]:
-    """Another process has the store open meanwhile."""
     code = (
         "import sys; from pathlib import Path; from diskprefix.store.store import Store; "
         "s = Store(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"

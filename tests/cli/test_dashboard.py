@@ -11,14 +11,13 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from diskprefix.server.process.token_file import kept
+from diskprefix.server.process.token_file import published_token
 from diskprefix.settings import cache_home
 from tests.cli.conftest import Run
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The addresses with which a browser is started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("DISPLAY", ":0")
     found: list[str] = []
@@ -46,7 +45,7 @@ def test_the_browser_is_started_with_a_file_that_only_the_user_can_read(
         ("abc", ("--api-key", 'a&#+<"b'), f"{url}/#token=a%26%23%2B%3C%22b"),
         ("", (), f"{url}/"),
     ):
-        with kept(token, [listener]):
+        with published_token(token, [listener]):
             ended = run("dashboard", "--url", f"{url}/v1", *more)
             assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "", "")
             page = Path(unquote(urlsplit(opened.pop()).path))
@@ -59,7 +58,7 @@ def test_the_browser_is_started_with_a_file_that_only_the_user_can_read(
 
 def test_the_chat_page_is_opened_with_the_token_too(run: Run, opened: list[str], listener: socket.socket) -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with kept("abc", [listener]):
+    with published_token("abc", [listener]):
         assert run("chat", "--browser", "--url", url).exit_code == 0
         page = Path(unquote(urlsplit(opened.pop()).path)).read_text(encoding="utf-8")
         assert f'content="0; url={url}/chat#token=abc"' in page
@@ -70,7 +69,7 @@ def test_without_a_browser_the_link_is_printed(
     run: Run, opened: list[str], listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with kept("abc", [listener]):
+    with published_token("abc", [listener]):
         for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
             monkeypatch.delenv(name, raising=False)
         assert run("dashboard", "--url", url).stdout == f"{url}/#token=abc\n"
@@ -83,7 +82,7 @@ def test_without_a_browser_the_link_is_printed(
 def test_what_cannot_be_opened_is_one_line(run: Run, opened: list[str], listener: socket.socket) -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     run("dashboard", "--url", "ftp://x").assert_refused(2, "--url: 'ftp://x' is not a URL")
-    with kept("abc", [listener]):
+    with published_token("abc", [listener]):
         (cache_home() / "daemons/dashboard.html").mkdir()
         run("dashboard", "--url", url).assert_refused(
             2, "cannot write ", "`diskprefix dashboard --print` needs no file"

@@ -233,7 +233,7 @@ def test_pages_that_a_running_daemon_counts_wrong_are_a_problem(
     chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with real_app(chat_model, tmp_path) as server:
-        monkeypatch.setattr(daemon_call, "token_of_peer", lambda _: server.app.state.who.text)
+        monkeypatch.setattr(daemon_call, "token_of_peer", lambda _: server.app.state.access.text)
         [before] = pages_findings(Settings(port=server.port))
         # Nobody has it, and nobody gives it back.
         server.engine.pages.pool.take([0])
@@ -297,7 +297,6 @@ def test_what_several_models_take_together_is_compared_with_the_limit(
 
 @pytest.fixture
 def folder(tmp_path: Path, sizes: Any) -> Path:  # noqa: ARG001
-    """A model's folder with a tokenizer, and a file for its weights."""
     write_tokenizer(tmp_path)
     (tmp_path / "model.safetensors").touch()
     return tmp_path
@@ -305,8 +304,6 @@ def folder(tmp_path: Path, sizes: Any) -> Path:  # noqa: ARG001
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Says how much memory the weights take, and how much is free."""
-
     def set_to(needed: int, free: int) -> None:
         def needs(folder: Path, _files: object, dtype: str) -> ModelNeeds:
             num_bytes = needed * (2 if dtype == "float32" else 1)

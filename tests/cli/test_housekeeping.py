@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cache.tiers.tier import Upload
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED, Tenant
@@ -23,10 +22,10 @@ from diskprefix.tokens import root_hash
 from diskprefix.user_key import user_key
 from tests.cli.conftest import Run, holds, opened_elsewhere, saved
 from tests.cli.terminal import Terminal
-from tests.extras.remote.made import machine
+from tests.extras.remote.made import machine, share_of_each
 from tests.faults.damage import damaged
 from tests.server.daemon_process import DaemonProcess, ask, running_daemon, text_of
-from tests.store.building import BLOCK, ROOT, Clock, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, open_store, prompt, publication
 from tests.waiting import wait_for
 
 ALICE = str(SHARED.with_salt("alice"))
@@ -175,18 +174,12 @@ def test_at_a_terminal_it_asks(
 
 @pytest.fixture
 def bucket_flags(tmp_path: Path) -> list[str]:
-    """A bucket with a prompt of everybody's and one of alice's."""
     key_file, bucket, secret = tmp_path / "key", (tmp_path / "bucket").as_uri(), b"a key that these machines share"
     token_ids = prompt(1, 3 * BLOCK)
     key_file.write_bytes(secret)
     key_file.chmod(0o600)
     with machine(tmp_path / "kv", bucket, key=NamespaceKey.of(secret)) as one:
-        for number, tenant in enumerate(("", ALICE)):
-            root = ROOT[:-1] + bytes([number])
-            one.save(token_ids, root=root)
-            record = RootRecord(model="tiny", block_size=BLOCK, layout=one.layout, created_at=0.0, tenant=tenant)
-            one.remote.upload(Upload(one.nodes(token_ids, root), len(token_ids), record, one.tiers))
-        assert one.remote.flush(20)
+        share_of_each(one, token_ids, "", ALICE)
     return ["--remote-tier", bucket, "--namespace-key-file", str(key_file)]
 
 
@@ -262,7 +255,6 @@ def test_a_bucket_that_cannot_be_opened_is_told_before_anything_is_purged(
 
 
 def damage(folder: Path, pub: Publication) -> None:
-    """One bit in a payload, and a count."""
     with damaged(folder) as records:
         records.flip("payloads", piece_key(pub.nodes[1].name, 0), 100)
         records.change_usage(pub.nodes[0].name, children=5)
@@ -335,7 +327,6 @@ def test_a_folder_that_cannot_be_written_is_verified_and_named_as_such(run: Run,
 
 @pytest.fixture
 def kept(folder: Path) -> Publication:
-    """One prompt in a closed store that held six."""
     with closing(open_store(folder)) as store:
         pubs = [publication(store, prompt(seed, 3 * BLOCK), payload_bytes=200_000) for seed in range(6)]
         for pub in pubs:

@@ -45,7 +45,6 @@ def listed(inspect: Inspect, folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two prompts that share three blocks, the first of them used twice."""
     with closing(open_store(tmp_path / "kv")) as store:
         first, second = prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK)
         second[3 * BLOCK :] += 1
@@ -190,13 +189,11 @@ OTHER = "org/other:Q8_0"
 
 @pytest.fixture
 def made(tmp_path: Path) -> SavedChats:
-    """A store of conversations, which a test fills and closes."""
     return SavedChats(tmp_path / "kv", tmp_path / "tokenizer")
 
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with two conversations of one agent, and one of Alice's."""
     place = tmp_path_factory.mktemp("chats")
     made = SavedChats(place / "kv", place / "tokenizer")
     made.save(chat(TIDE))

@@ -24,7 +24,7 @@ from diskprefix.extras.clients import daemon_choice, launch_command, launched_da
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
 from diskprefix.model.load import proposals
-from diskprefix.server.process.token_file import kept, token_for
+from diskprefix.server.process.token_file import published_token, token_for
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
 from tests.cli.conftest import Ended, Run
@@ -48,7 +48,7 @@ for key in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "QWEN_HOME", "CLINE_DIR"):
 exec(os.environ.get("AGENT_DOES", ""))
 """
 SERVE = """\
-import json, os, socket, sys
+import json, os, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 with open(os.environ["RECORDS"] + "/served", "a") as file:
@@ -69,10 +69,7 @@ class Daemon(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-server = HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Daemon, bind_and_activate=False)
-server.socket.close()
-server.socket = socket.socket(fileno=int(os.environ["_DISKPREFIX_LISTEN_FD"]))
-server.serve_forever()
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Daemon).serve_forever()
 """
 
 
@@ -360,7 +357,7 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
     assert ended.exit_code == 0, ended.stderr
     assert lines(ended)[0].startswith("starting a daemon; it keeps at most 16.0 GiB in /srv/kv (")
     [served] = place.served()
-    assert served == f"--host 127.0.0.1 --port {port} --policy agent --model m"
+    assert served == f"--front --host 127.0.0.1 --port {port} --policy agent --model m"
     assert place.recorded("claude")[1]["ANTHROPIC_MODEL"] == "m"
     assert not place.is_daemon_alive()
 
@@ -456,31 +453,8 @@ def test_an_interrupt_between_the_start_and_the_agent_ends_the_daemon(
 def left_daemon(place: Place, *flags: str) -> subprocess.Popen[bytes]:
     """A daemon whose launch was killed."""
     shared = launched_daemon.LaunchedDaemon(folder=place.launches)
-    keeper = launched_daemon.DaemonKeeper(shared)
     with shared.mutex():
-        process = shared.start(0, [*flags, "--model", "m"], keeper)
-    keeper.end(is_left=True)
-    return process
-
-
-KILLS = """\
-import select, signal, time, urllib.request
-file = Path(os.environ["CLAUDE_CONFIG_DIR"]).parents[1] / "daemon.json"
-url, seen = os.environ["ANTHROPIC_BASE_URL"] + "/health", set()
-for _ in range({times}):
-    read = lambda: json.loads((file.read_text() or "{{}}").splitlines()[0])
-    while (told := read()).get("pid", None) in (None, *seen): time.sleep(0.01)
-    seen.add(told["pid"])
-    # A process that is being killed may still accept a connection, and closes it.
-    with open(os.pidfd_open(told["pid"])) as ended:
-        os.kill(told["pid"], signal.SIGKILL)
-        select.select([ended], [], [])
-    # It waits at the port until the next daemon answers.
-    try:
-        print(urllib.request.urlopen(url, timeout=60).status, file=open(folder / "answers", "a"))
-    except OSError:
-        print("nobody", file=open(folder / "answers", "a"))
-"""
+        return shared.start(0, [*flags, "--model", "m"])
 
 
 def usual(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
@@ -509,7 +483,7 @@ def test_a_small_daemon_in_the_way_is_left_alone_and_another_one_is_started_if_i
 def test_what_uses_the_usual_port_is_asked_nothing() -> None:
     """It may accept connections and say nothing, which would hold up the launch."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        launched_daemon._listener(busy.getsockname()[1]).close()
+        launched_daemon._free_port(busy.getsockname()[1])
         busy.setblocking(False)
         with pytest.raises(BlockingIOError):
             busy.accept()
@@ -557,38 +531,31 @@ def test_cleaning_shows_what_it_would_remove_and_asks(
     assert place.files() == kept
 
 
-@pytest.mark.parametrize("is_left", [False, True])
-def test_a_daemon_that_dies_under_its_agent_is_started_again_and_no_connection_fails(
-    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch, is_left: bool
+@pytest.mark.parametrize(
+    ("does", "end"),
+    [
+        (
+            "log.write('ERROR [front] the worker of m was killed by SIGKILL\\n' * 2)",
+            "died 2 times and was started again each time",
+        ),
+        (
+            "log.write('error: no memory\\nstopped\\n'); log.flush()\n"
+            "pid = json.loads((path / 'daemon.json').read_text().splitlines()[0])['pid']\n"
+            "ended = open(os.pidfd_open(pid)); os.kill(pid, 9); select.select([ended], [], [])",
+            "the daemon ended: no memory",
+        ),
+    ],
+)
+def test_what_died_under_the_agent_is_said_when_the_agent_has_ended(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch, does: str, end: str
 ) -> None:
-    left = left_daemon(place) if is_left else None
-    # A launch that found the daemon does not hold its port yet: the first connection fails then.
-    monkeypatch.setenv("AGENT_DOES", KILLS.format(times=2))
+    path = "import select\npath = Path(os.environ['CLAUDE_CONFIG_DIR']).parents[1]\n"
+    monkeypatch.setenv("AGENT_DOES", f"{path}log = open(path / 'daemon.log', 'a')\n{does}")
     ended = run("launch", "claude", "--model", "m")
     assert ended.exit_code == 0, ended.stderr
-    answers = (place.records / "answers").read_text(encoding="utf-8").split()
-    assert answers[is_left:] == ["200", "200"][is_left:]
-    assert len(set(place.served())) == 1, "with the same model"
-    log = place.launches / "daemon.log"
-    assert log.read_text(encoding="utf-8").count("has died and is started again") == 2
-    [line] = [line for line in lines(ended) if "died" in line]
-    assert line.endswith(f"died 2 times; it was started again each time (its log: {log})")
-    assert lines(ended)[-1] == line, "the screen is the agent's until it ends"
+    line = lines(ended)[-1]
+    assert line.endswith(f"{end} (its log: {place.launches / 'daemon.log'})")
     assert not place.is_daemon_alive()
-    if left is not None:
-        left.wait()
-
-
-def test_a_daemon_that_dies_again_and_again_is_given_up_and_named_with_its_log(
-    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AGENT_DOES", KILLS.format(times=4))
-    ended = run("launch", "claude", "--model", "m")
-    assert ended.exit_code == 0, ended.stderr
-    assert (place.records / "answers").read_text(encoding="utf-8").split() == ["200", "200", "200", "nobody"]
-    [line] = [line for line in lines(ended) if "is not started again" in line]
-    assert line.startswith("the daemon at http://127.0.0.1:")
-    assert line.endswith(f"(its log: {place.launches / 'daemon.log'})")
 
 
 def test_only_a_daemon_of_this_user_is_taken_for_one_and_others_are_sent_nothing(url: str) -> None:
@@ -596,7 +563,7 @@ def test_only_a_daemon_of_this_user_is_taken_for_one_and_others_are_sent_nothing
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         for token in ("abc", ""):
-            with kept(token, [listener]):
+            with published_token(token, [listener]):
                 assert launched_daemon.is_ours(address)
                 assert token_for(address) == token
         assert token_for(address) is None
@@ -630,7 +597,7 @@ def test_a_start_that_is_cut_off_leaves_no_daemon_or_one_that_is_found(
     with monkeypatch.context() as patched, shared.mutex():
         patched.setattr(os, "pwrite", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            shared.start(0, [], launched_daemon.DaemonKeeper(shared))
+            shared.start(0, [])
     assert not place.is_daemon_alive()
     process = left_daemon(place)
     file = place.launches / "daemon.json"

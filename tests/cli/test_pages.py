@@ -88,7 +88,6 @@ def test_each_reason_not_to_run_a_command_is_needed() -> None:
 
 @pytest.fixture(scope="module")
 def place(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the files that the pages speak of, and a copy of a store that a daemon made."""
     place = tmp_path_factory.mktemp("pages")
     body = {"messages": [{"role": "user", "content": "What do the birds do when the tide goes out? " * 8}]}
     asked = body | {"max_tokens": 2, "temperature": 0, "prefix_cache": {"scope": "full", "salt": "pages"}}

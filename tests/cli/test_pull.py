@@ -64,7 +64,6 @@ def listed(run: Run) -> list[str]:
 
 
 def leftovers(tmp_path: Path) -> list[Path]:
-    """Files in the hub's cache that hold bytes of a model."""
     return [path for path in (tmp_path / "hub").rglob("*") if path.is_file() and path.parent.name == "blobs"]
 
 
@@ -177,7 +176,6 @@ def full(_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changing(_hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is gone after the listing."""
     commit, found = hub_module.repository_files(REPO)
     monkeypatch.setattr(hub_module, "repository_files", lambda _repo: (commit, found | {"tiny-Q6_K.gguf": 5}))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -70,6 +72,43 @@ def test_a_model_is_run_stays_is_unloaded_and_ends(chat_model: Path, monkeypatch
     assert typed("ps").returncode == 1
 
 
+AGENT = """\
+#!{python} -S
+import os, re, signal, urllib.request
+from pathlib import Path
+
+log = Path(os.environ["XDG_CONFIG_HOME"], "diskprefix/launch/daemon.log").read_text()
+os.kill(int(re.findall("process (.*) is for", log)[-1]), signal.SIGKILL)
+urllib.request.urlopen(os.environ["OPENAI_HOST"] + "/v1/models", timeout=60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_places")
+def test_a_launched_model_that_dies_is_started_again_and_one_that_cannot_be_loaded_is_an_error(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (agent := tmp_path / "bin/goose").parent.mkdir()
+    agent.write_text(AGENT.format(python=sys.executable))
+    agent.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{agent.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("DISKPREFIX_PORT", "0")
+
+    def launched(model: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "diskprefix", "launch", "goose", "--model", str(model)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    ended = launched(chat_model)
+    assert ended.returncode == 0, ended.stderr
+    assert "died 1 time and was started again" in ended.stderr.splitlines()[-1]
+    shutil.copytree(chat_model, damaged := tmp_path / "damaged")
+    next(damaged.glob("*.safetensors")).write_bytes(b"no weights")
+    ended = launched(damaged)
+    assert ended.returncode == 1
+    assert "error: the daemon ended: " in ended.stderr
+    assert "is damaged or cut short" in ended.stderr
+
+
 def test_ps_shows_what_is_in_memory_and_how_long_a_prompt_takes(run: Run) -> None:
     loaded = PROPS | {"model": PROPS["model"] | {"loaded_at": time.time() - 300}}
     with small_daemon(props=[(200, loaded)]) as daemon:
@@ -123,12 +162,12 @@ def test_a_daemon_that_cannot_unload_or_is_not_this_users_is_not_ended(run: Run)
 
 LISTENS = """\
 import signal, socket, sys, time
-from diskprefix.server.process.token_file import kept
+from diskprefix.server.process.token_file import published_token
 def end(*_):
     raise SystemExit
 signal.signal(signal.SIGTERM, end)
 try:
-    with socket.create_server(("127.0.0.1", 0)) as listener, kept("abc", [listener]):
+    with socket.create_server(("127.0.0.1", 0)) as listener, published_token("abc", [listener]):
         print(listener.getsockname()[1], flush=True)
         time.sleep(60)
 finally:

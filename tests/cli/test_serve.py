@@ -86,6 +86,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "chat_template": "/template.jinja",
         "weights": "native",
         "kernels": "torch",
+        "front": "on",
         "standby": "on",
         "memory_limit": "6GiB",
         "idle_unload": "30m",

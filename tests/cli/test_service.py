@@ -148,7 +148,6 @@ def test_launchd_is_given_an_agent_that_serves_with_the_options(
 
 
 def _stand_in(home: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str | None) -> None:
-    """Makes a program the only one that is found."""
     (home / "bin").mkdir()
     if script is not None:
         (home / "bin" / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")

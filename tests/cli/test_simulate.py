@@ -29,7 +29,6 @@ from tests.extras.simulate.workloads import CATALOG, interleaved
 MIB, GIB = 2**20, 2**30
 SHORT = "--scope", "auto:8", "--regime", "sliceable", "--budget", "unlimited"
 """Options of a run that is over at once."""
-WORDS = "Name three rivers and tell me where each of them begins and where it ends. "
 MOONCAKE = {"timestamp": 0, "input_length": 1000, "output_length": 3, "hash_ids": [0, 1]}
 
 
@@ -48,8 +47,6 @@ Made: TypeAlias = Callable[[str, int], Path]
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Writes a workload by its name and number of requests, in Mooncake's form."""
-
     @cache
     def write(name: str, num_requests: int) -> Path:
         lines, numbers = [], dict[bytes, int]()

@@ -33,7 +33,6 @@ STORE_TOOLS = set(TOOLS) - WITHOUT_STORE - {"simulate", "warm"}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store, a model and a trace."""
     place = tmp_path_factory.mktemp("place")
     saved(place / "kv", prompt(1, 2 * BLOCK))
     tiny.write_folder(place / "models/made", dtype=torch.bfloat16)

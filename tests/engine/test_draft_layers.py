@@ -15,10 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diskprefix.engine import layer_proposer
+from diskprefix.engine.drafting import Draft
 from diskprefix.engine.loop import Engine
+from diskprefix.engine.running_request import Reply
 from diskprefix.engine.speculation import Speculation
 from diskprefix.engine.step_times import StepTimes
 from diskprefix.errors import ModelError
+from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact.drafts import DraftRow, draft
 from diskprefix.tokens import as_token_ids
 from tests.engine.driving import BLOCK, Client, load, request, run_together, said, tokens, write_model
@@ -73,12 +76,17 @@ def helped(clients: Iterable[Client], share: float = 0.8) -> AbstractContextMana
         for at in range(1, len(one) - 1):
             coming.setdefault((at, one[at - 1], one[at]), set()).add(one[at + 1])
 
+    replies, make_row = dict[KVSequence, Reply](), layer_proposer._row
+
+    def noted(one: Draft) -> DraftRow:
+        row = make_row(one)
+        replies[row.state] = one.reply
+        return row
+
     def helping(model: Any, rows: Sequence[DraftRow]) -> Any:
         found, hidden = draft(model, rows)
         for number, row in enumerate(rows):
-            before = (
-                row.hidden is None and row.position < len(row.state.token_ids) and row.state.token_ids[row.position - 1]
-            )
+            before = row.hidden is None and int(replies[row.state].ids(row.position - 1, row.position))
             of_next = [
                 token
                 for (at, left, last), following in coming.items()
@@ -89,7 +97,7 @@ def helped(clients: Iterable[Client], share: float = 0.8) -> AbstractContextMana
                 found[number] = (of_next[0] if chance.random() < share else (of_next[0] + 1) % 250, 0.9)
         return found, hidden
 
-    return patch.object(layer_proposer, "draft", helping)
+    return patch.multiple(layer_proposer, draft=helping, _row=noted)
 
 
 @pytest.fixture

@@ -162,9 +162,8 @@ PLACES: list[tuple[type, str]] = [
     (ServedModel, "record"),
     (TextStream, "event"),
     *((Sampler, name) for name in ("__init__", "sample", "logprobs")),
-    (PageCache, "fork"),
-    (KVSequence, "prefix"),
-    (PageCache, "name_blocks"),
+    (PageCache, "set_ready"),
+    (PageCache, "keep_logits"),
 ]
 
 
@@ -208,7 +207,7 @@ def test_a_client_that_cannot_be_told_anything_harms_nobody(engine: Engine) -> N
 
 
 def test_leaving_that_fails_harms_nobody(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_for(monkeypatch, CachedRequest, "leave", lambda *_: True)
+    fail_for(monkeypatch, CachedRequest, "save_partial", lambda *_: True)
     with running(engine) as inbox:
         with inbox._changed:
             gone, client = (Client(inbox, request(tokens(length))) for length in (1500, 100))

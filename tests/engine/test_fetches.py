@@ -253,7 +253,7 @@ def test_a_stop_does_not_wait_for_a_disk_that_does_not_answer(
         client = Client(inbox, request(STORED[0]))
         gate.wait_until_reached()
         inbox.stop(0)
-        engine.hibernate()
+        engine.save_idle()
         assert engine.close()
     gate.opened.set()
     assert not is_done(client)
@@ -265,8 +265,8 @@ def test_a_disk_that_hangs_first_when_memory_is_saved_does_not_hold_the_stop(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, DiskView, "has")
-    monkeypatch.setattr(served_model, "_LAST_HIBERNATION_S", 0.1)
-    engine.hibernate(0.1)
+    monkeypatch.setattr(served_model, "_LAST_SAVE_S", 0.1)
+    engine.save_idle(0.1)
     assert gate.num_arrived
     gate.opened.set()
 

@@ -359,7 +359,7 @@ def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[lis
 
     with patch.object(Saver, "_new_node", noted):
         clients = run_together(engine, requests)
-    for node in engine.pages.ended():
+    for node in engine.pages.kept.ended():
         sequence = engine.pages.resume(node)
         assert sequence is not None
         kept.append((node.token_ids.tobytes(), bytes(sequence.read_states())))
@@ -504,7 +504,7 @@ def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unl
     turn = request(next_turn(plain, first), **own)
     engine = drafting(folders, tmp_path / "kv")
     computed_by(engine, plain, first)
-    engine.hibernate()
+    engine.save_idle()
     engine.close()
     again = drafting(folders, tmp_path / "kv")
     as_without(plain, again, turn, helped)
@@ -591,7 +591,7 @@ def test_a_request_does_not_wait_for_what_is_fetched_ahead(draft: Engine) -> Non
             return not model._lacking and model._ahead is None
 
         wait_for(is_computed)
-    assert max(node.end for node in model.pages.ended()) > 100
+    assert max(node.end for node in model.pages.kept.ended()) > 100
     assert no_memory_is_busy(draft)
 
 
@@ -636,7 +636,7 @@ def test_of_a_reply_during_which_all_is_purged_nothing_is_kept(
     assert purged
     assert engine.cache.writer.flush(10.0)
     assert engine.cache.stats()["prompts"] == engine.cache.stats()["blocks"] == 0
-    assert not list(model.pages.ended())
+    assert not list(model.pages.kept.ended())
     engine.close()
 
 
@@ -670,7 +670,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
 ) -> None:
     run_together(draft, [request(tokens(200, 11), max_tokens=REPLY)])
     pages = drafter(draft).pages
-    node = max(pages.ended(), key=lambda node: node.end)
+    node = max(pages.kept.ended(), key=lambda node: node.end)
     kept = pages.resume(node)
     assert kept is not None
     assert kept.num_tokens > 200
@@ -700,7 +700,7 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     with helped(engine, [expected], share=0.0):
         (found,) = run_together(engine, [one])
     assert found.done.timings.drafted_tokens > 20
-    (node,) = pages.ended()
+    (node,) = pages.kept.ended()
     kept = pages.resume(node)
     assert kept is not None
     assert kept.complete_from > 0, "it has moved on"
@@ -803,7 +803,7 @@ def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_r
             raise RuntimeError("a bug of the draft model")
         raise ZeroDivisionError("a bug")
 
-    with patch.multiple(CachedRequest, close=failing, publish_reply=failing, leave=failing):
+    with patch.multiple(CachedRequest, close=failing, publish_reply=failing, save_partial=failing):
         (failed,) = run_together(draft, [request(tokens(100, 31), max_tokens=REPLY)])
     assert isinstance(failed.events[-1], ErrorEvent)
     assert no_memory_is_busy(draft)

@@ -315,7 +315,7 @@ class Life:
     def restart(self) -> None:
         self.finish()
         if self.chance.random() < 0.5:
-            self.driven.engine.hibernate()
+            self.driven.engine.save_idle()
         # A model is loaded without a fault.
         self.fault_rate = 0.0
         assert self.driven.engine.close()
@@ -343,13 +343,13 @@ class Life:
         assert pages.check() == []
         running = loop._active.requests
         owned = [reply.state for one in running for reply in one.replies if reply.state is not None]
-        assert {*owned, *(one.source for one in running if one.source is not None)} == pages.running
+        assert set(owned) == pages.running.keys()
         # Each of the two callers may have one reply whatever the other has, and what lost its memory gets it back.
         assert engine.figures.preemptions or len(owned) <= MAX_SEQUENCES + 1
 
     def check_replies(self) -> None:
         loop, cache = self.driven.loop, self.driven.engine.cache
-        assert [*loop._active.requests, *loop._active.preempted, *loop._scheduler.sequences] == []
+        assert [*loop._active.requests, *loop._active.waiting, *loop._scheduler.sequences] == []
         assert self.driven.inbox.num_running == 0
         assert not self.driven.engine.pages.running
         cache.settle()
@@ -405,7 +405,7 @@ def test_a_reply_that_waits_with_guesses_leaves_the_state_of_its_tokens(how: str
             active.cancel(reply.running)
         else:
             active.preempt(reply)
-        node = next(node for node in engine.pages.ended() if node.end == num_tokens)
+        node = next(node for node in engine.pages.kept.ended() if node.end == num_tokens)
         kept, again = engine.pages.resume(node), KVSequence(engine.pages.pool)
         assert kept is not None
         runner.run(engine.model, [runner.Rows(again, torch.from_numpy(ids_of(engine.pages, node)).long()[None])])

@@ -200,7 +200,7 @@ def test_the_next_turn_goes_on_from_memory(engine: Engine, monkeypatch: pytest.M
     assert second.done.usage.cached_tokens == 300 + len(first.tokens) - 1
     assert second.done.cache.source == "memory"
     assert asked.have == [0, second.done.usage.cached_tokens], "the shared tier is told what memory has"
-    assert len(engine.pages.ended()) == 2
+    assert len(engine.pages.kept.ended()) == 2
 
 
 def test_another_conversation_with_the_same_beginning_shares_it(engine: Engine) -> None:
@@ -237,7 +237,7 @@ def test_an_engine_without_work_forgets_what_was_to_be_kept_for_a_time_only(engi
     with running(engine) as inbox:
         inbox.submit(replace(one, cache=replace(one.cache, ttl_s=0.5)), lambda _: None)
         wait_until_idle(inbox)
-        wait_for(lambda: not engine.pages.ended())
+        wait_for(lambda: not engine.pages.kept.ended())
 
 
 @pytest.mark.parametrize(("ttl_s", "saved"), [(None, [78]), (60, [])])
@@ -245,12 +245,12 @@ def test_what_has_expired_is_not_saved(
     ttl_s: float | None, saved: list[int], engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(PrefixCache, "hibernate", lambda _cache, _arena, token_ids, _: asked.append(len(token_ids)))
+    monkeypatch.setattr(PrefixCache, "save_idle", lambda _cache, _state, token_ids, *_: asked.append(len(token_ids)))
     one = request(tokens(67, 1))
     run_request(engine, replace(one, cache=replace(one.cache, ttl_s=ttl_s)))
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    engine.hibernate()
+    engine.save_idle()
     assert asked == saved
 
 
@@ -298,6 +298,16 @@ def test_identical_requests_compute_the_prompt_once_and_a_repeat_computes_nothin
     (again,) = run_together(engine, [request(tokens(900))])
     assert again.tokens == clients[0].tokens
     assert set(rows) == {1}
+
+
+@pytest.mark.parametrize("options", [{}, {"save": False}, {"scope": "off"}], ids=["shared", "read", "off"])
+def test_the_prompt_of_several_choices_is_computed_once_and_stays_if_it_is_shared(
+    options: dict[str, Any], engine: Engine, rows: list[int]
+) -> None:
+    (client,) = run_together(engine, [request(tokens(900), n=3, **options)])
+    assert sum(rows) <= 900 + 3 * 12
+    assert client.tokens_of(1) == client.tokens_of(2) == client.tokens
+    assert (engine.pages.stats()["kept_tokens"] > 0) == (not options)
 
 
 def test_a_request_that_is_sent_again_goes_on_where_the_first_was_cancelled(engine: Engine, rows: list[int]) -> None:

@@ -13,7 +13,6 @@ WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 
 def violations(page: Page) -> list[str]:
-    """What axe finds that keeps people from using the page."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     found = axe.Axe().run(page).response["violations"]
     return [f"{one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}" for one in found]

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
-from diskprefix.kv.page_cache import KeptBlock, PageCache
+from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import LayerRows
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.tokens import TokenIds
@@ -55,7 +56,7 @@ def page_cache(layout: Layout, *, blocks: int = 1000, **options: Any) -> PageCac
 
 def ids_of(cache: PageCache, node: KeptBlock) -> TokenIds:
     """The tokens up to the end of what is kept."""
-    found = cache.token_ids_of(node)
+    found = cache.kept.token_ids_of(node)
     assert found is not None
     return found
 
@@ -93,9 +94,9 @@ def compute(
     """Does what the engine does in a step up to `end`, or to that of all tokens, and with so many wrong guesses behind
     it. Returns False without memory."""
     end = len(token_ids) if end is None else end
-    if not sequence.has_room(end):
+    if not sequence.make_room(end):
         return False
-    if not (sequence.has_room(end + num_wrong) and sequence.has_spares()):
+    if not (sequence.make_room(end + num_wrong) and sequence.take_spares()):
         num_wrong = 0
     run = sequence.begin_step(end + num_wrong - sequence.num_tokens, num_guesses=num_wrong)
     hashed = hashes(seed, tokens(token_ids[:end], *[99] * num_wrong), run.start, run.end)
@@ -112,7 +113,15 @@ def compute(
         run.replays.append(put_states)
     if num_wrong:
         sequence.take_back(end)
-    sequence.num_ready = end
+    return True
+
+
+def compute_for_all(cache: PageCache, sequence: KVSequence, token_ids: TokenIds, *args: Any, **options: Any) -> bool:
+    """Does what `compute` does, and has others find it."""
+    if not compute(sequence, token_ids, *args, **options):
+        return False
+    end = sequence.num_tokens
+    cache.set_ready(sequence, end, lambda: token_ids[:end])
     return True
 
 
@@ -135,7 +144,9 @@ def wrong(sequence: KVSequence, token_ids: TokenIds, *, seed: object = 0) -> lis
 def restore(cache: PageCache, sequence: KVSequence, token_ids: TokenIds, end: int, *, seed: object = 0) -> None:
     """Does what a fetch does that restores whole blocks up to `end`. Raises `MemoryError`."""
     start, hashed = sequence.num_tokens // BLOCK * BLOCK, hashes(seed, token_ids, 0, end)
-    sequence.num_ready = 0
+    is_running = sequence in cache.running
+    if is_running:
+        cache.set_ready(sequence, 0)
     for number, group in enumerate(sequence.layout.groups):
         sequence.prepare_restore(number, group.first_needed(end) // BLOCK * BLOCK, end)
     for number, group in enumerate(sequence.layout.groups):
@@ -149,9 +160,10 @@ def restore(cache: PageCache, sequence: KVSequence, token_ids: TokenIds, end: in
         at = len(sequence.layout.groups) + number
         sequence.fill(0, 0, at, slice(None), partial(_put, np.tile(hashed[-1], 3)))
     sequence.truncate(end)
-    sequence.num_ready = end
     for number in range(start // BLOCK, end // BLOCK):
         cache.name_restored(sequence, number)
+    if is_running:
+        cache.set_ready(sequence, end)
 
 
 def _put(content: npt.NDArray[np.uint8], out: npt.NDArray[np.uint8]) -> None:

@@ -22,15 +22,28 @@ from hypothesis.stateful import (
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong
+from diskprefix.kv import kept_blocks
 from diskprefix.kv import page_cache as page_cache_module
-from diskprefix.kv.page_cache import PageCache, PrefixMatch
+from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
 from diskprefix.kv.pages import Hold, Page, PagePool
+from diskprefix.kv.prefix_match import PrefixMatch
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import TokenIds
 from tests.examples import examples
-from tests.kv.hashed_state import BLOCK, WINDOW, compute, hashes, ids_of, layout_of, page_cache, restore, tokens, wrong
+from tests.kv.hashed_state import (
+    BLOCK,
+    WINDOW,
+    compute_for_all,
+    hashes,
+    ids_of,
+    layout_of,
+    page_cache,
+    restore,
+    tokens,
+    wrong,
+)
 
 IDS = st.lists(st.integers(0, 2), max_size=9)
 PICK = st.integers(0, 99)
@@ -48,15 +61,18 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        clock = mock.patch.object(page_cache_module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        clock.start()
-        self.stop_clock = clock.stop
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        self.clocks = [mock.patch.object(module, "time", clock) for module in (page_cache_module, kept_blocks)]
+        for one in self.clocks:
+            one.start()
         self.running: list[KVSequence] = []
         self.ids: dict[KVSequence, TokenIds] = {}
         self.seeds: dict[KVSequence, object] = {}
         self.holds: list[tuple[Hold, list[bytes]]] = []
-        self.purged_at = b""
+        self.purged_at = b"0"
         self.num_begun = 0
+        self.private: set[bytes] = set()
+        """The keys of requests that share nothing, which are forgotten when their last sequence has ended."""
         self.lasts_until: dict[tuple[object, bytes], float] = {}
         """When the last state of some tokens expires, by its owner."""
 
@@ -76,18 +92,27 @@ class Histories(RuleBasedStateMachine):
 
     def remove(self, sequence: KVSequence, *, keep: bool) -> None:
         self.running.remove(sequence)
-        del self.ids[sequence], self.seeds[sequence]
-        self.cache.end(sequence, keep=keep, options=OPTIONS)
+        token_ids = self.ids.pop(sequence)[: sequence.num_tokens]
+        del self.seeds[sequence]
+        self.cache.end(sequence, keep=keep, token_ids=token_ids, options=OPTIONS)
+        running = {one.private for one in map(self.owner, self.running) if one is not None}
+        for private in self.private - running:
+            self.cache.forget_private(private)
+        self.private &= running
+
+    def owner(self, sequence: KVSequence) -> Owner | None:
+        return self.cache.running[sequence].owner
 
     has_running = precondition(lambda self: self.running)
 
     @rule(
-        trunk=st.sampled_from([10, 100]), shared=st.integers(1, 40), rest=IDS, root=st.sampled_from([b"a", b"b", b""]),
-        lasts_s=st.sampled_from(LASTS_S), leaves_last=st.booleans(),
+        trunk=st.sampled_from([10, 100]), shared=st.integers(1, 40), rest=IDS,
+        root=st.sampled_from([b"a", b"b", b"", b"ax", b"ay"]), lasts_s=st.sampled_from(LASTS_S),
+        leaves_last=st.booleans(),
     )  # fmt: skip
     def begin(self, trunk: int, shared: int, rest: list[int], root: bytes, lasts_s: float, leaves_last: bool) -> None:
         token_ids = tokens(range(trunk, trunk + shared), *rest)
-        owner = Owner(root * 16, 1, self.purged_at) if root else None
+        owner = Owner(root[:1] * 16, 1, self.purged_at, root[1:]) if root else None
         self.num_begun += 1
         try:
             until = self.now + lasts_s
@@ -97,13 +122,14 @@ class Histories(RuleBasedStateMachine):
         if not isinstance(sequence, KVSequence):
             assert self.running or self.holds, "there is something to wait for"
             return
-        seed: object = owner or self.num_begun
-        have = sequence.num_tokens
-        if have and not any(one.owner == owner for one in self.running):
+        seed: object = self.num_begun if owner is None else owner._replace(private=b"")
+        have, logits = sequence.num_tokens, self.cache.running[sequence].logits
+        if have and not any(self.seeds[one] == seed for one in self.running):
             assert self.lasts_until[seed, token_ids[:have].tobytes()] > self.now
-        assert have < len(token_ids) or (sequence.logits is not None and not leaves_last)
-        if sequence.logits is not None:
-            assert torch.equal(sequence.logits, self.logits(seed, token_ids))
+        assert have < len(token_ids) or (logits is not None and not leaves_last)
+        if logits is not None:
+            assert torch.equal(logits, self.logits(seed, token_ids))
+        self.private |= {owner.private} if owner is not None else set()
         self.add(sequence, token_ids, seed)
         self.use(sequence)
 
@@ -113,15 +139,7 @@ class Histories(RuleBasedStateMachine):
     def use(self, sequence: KVSequence) -> None:
         for end in range(1, sequence.num_tokens + 1):
             key = self.seeds[sequence], self.ids[sequence][:end].tobytes()
-            self.lasts_until[key] = max(self.lasts_until.get(key, 0.0), sequence.expires_at)
-
-    def name(self, sequence: KVSequence, num_prompt: int) -> None:
-        """What others find of a model on the grid is the prompt."""
-        sequence.token_ids = self.ids[sequence]
-        is_exact = sequence.layout.exact_at == "token"
-        sequence.num_exact = len(sequence.token_ids) if is_exact else min(num_prompt, len(sequence.token_ids))
-        self.cache.name_blocks(sequence)
-        self.use(sequence)
+            self.lasts_until[key] = max(self.lasts_until.get(key, 0.0), self.cache.running[sequence].expires_at)
 
     @has_running
     @rule(number=PICK, count=st.integers(1, 30), more=IDS, num_wrong=st.integers(0, 3), has_logits=st.booleans())
@@ -134,47 +152,37 @@ class Histories(RuleBasedStateMachine):
         end = min(len(token_ids), sequence.num_tokens + count)
         if end == sequence.num_tokens:
             return
-        if not compute(sequence, token_ids, end, seed=self.seeds[sequence], num_wrong=num_wrong):
+        is_prompt = end == len(self.cache.running[sequence].token_ids)
+        if not compute_for_all(self.cache, sequence, token_ids, end, seed=self.seeds[sequence], num_wrong=num_wrong):
             self.remove(sequence, keep=True)
             return
         self.ids[sequence] = token_ids[: max(end, len(prompt))]
-        self.name(sequence, sequence.num_exact or len(prompt))
-        if has_logits and end == len(prompt) == sequence.num_exact:
+        self.use(sequence)
+        if has_logits and is_prompt:
             self.cache.keep_logits(sequence, self.logits(self.seeds[sequence], prompt))
+            self.cache.keep_prompt(sequence)
 
     @has_running
     @rule(number=PICK, end=st.integers(0, 12))
     def restore(self, number: int, end: int) -> None:
         sequence = self.picked(number)
-        if BLOCK * end > sequence.num_tokens and BLOCK * end <= len(self.ids[sequence]):
+        if BLOCK * end > sequence.num_tokens and BLOCK * end <= len(self.cache.running[sequence].token_ids):
             try:
                 restore(self.cache, sequence, self.ids[sequence], BLOCK * end, seed=self.seeds[sequence])
             except MemoryError:
                 self.remove(sequence, keep=False)
             else:
-                self.name(sequence, sequence.num_exact)
+                self.use(sequence)
 
     @has_running
-    @rule(number=PICK, count=st.integers(1, 20), more=IDS)
-    def truncate(self, number: int, count: int, more: list[int]) -> None:
-        """And goes on with other tokens."""
+    @rule(number=PICK, count=st.integers(1, 20))
+    def truncate(self, number: int, count: int) -> None:
+        """As behind a damaged block."""
         sequence = self.picked(number)
         end = max(0, sequence.num_tokens - count)
         if sequence.continues_at(end) and (not end or not sequence.states):
             sequence.truncate(end)
-            sequence.num_ready = min(sequence.num_ready, end)
-            self.ids[sequence] = tokens(self.ids[sequence][:end], *more)
-            self.name(sequence, min(sequence.num_exact, end))
-
-    @has_running
-    @rule(number=PICK)
-    def fork(self, number: int) -> None:
-        source = self.picked(number)
-        if (sequence := self.cache.fork(source)) is not None:
-            assert sequence.num_tokens == source.num_tokens
-            self.add(sequence, self.ids[source][: source.num_tokens], self.seeds[source])
-            for one, token in ((sequence, 3), (source, 4)):
-                self.compute(self.running.index(one), 1, [token], 0, False)
+            self.cache.set_ready(sequence, end)
 
     @has_running
     @rule(number=PICK, how=st.sampled_from(["keep", "keep", "drop", "fail"]))
@@ -186,7 +194,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(number=PICK)
     def resume(self, number: int) -> None:
-        ended = self.cache.ended()
+        ended = self.cache.kept.ended()
         if ended and (sequence := self.cache.resume(node := ended[number % len(ended)])) is not None:
             self.add(sequence, ids_of(self.cache, node)[: sequence.num_tokens], node.owner)
 
@@ -230,7 +238,8 @@ class Histories(RuleBasedStateMachine):
             assert wrong(sequence, self.ids[sequence], seed=self.seeds[sequence]) == []
 
     def teardown(self) -> None:
-        self.stop_clock()
+        for one in self.clocks:
+            one.stop()
         for sequence in list(self.running):
             self.remove(sequence, keep=True)
         for hold, _ in self.holds:
@@ -256,7 +265,7 @@ def test_each_sequence_has_the_state_of_its_own_tokens(model: str) -> None:
 
 
 def of_any_owner(cache: PageCache, owner: Owner, token_ids: TokenIds, **options: bool) -> PrefixMatch:
-    return _match(cache, next((key[0] for key in cache._nodes), owner), token_ids, **options)
+    return _match(cache, next((key[0] for key in cache.kept.blocks), owner), token_ids, **options)
 
 
 def that_are_not_there(table: PageTable, first: int, end: int) -> list[int]:

@@ -10,7 +10,8 @@ import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong, NotReady
-from diskprefix.kv.page_cache import KeptBlock, Later, PageCache
+from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
+from diskprefix.kv.page_cache import Later, PageCache
 from diskprefix.kv.pages import Hold, Page
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
@@ -21,7 +22,7 @@ from tests.kv.hashed_state import (
     WINDOW,
     A,
     B,
-    compute,
+    compute_for_all,
     ids_of,
     layout_of,
     page_cache,
@@ -43,7 +44,9 @@ def cache() -> PageCache:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr("diskprefix.kv.page_cache.time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("diskprefix.kv.page_cache.time", clock)
+    monkeypatch.setattr("diskprefix.kv.kept_blocks.time", clock)
     return now
 
 
@@ -58,8 +61,7 @@ def run(cache: PageCache, token_ids: TokenIds, end: int | None = None, **options
     """A sequence that has computed its prompt, in steps."""
     sequence, end = begun(cache, token_ids, **options), len(token_ids) if end is None else end
     for part in range(sequence.num_tokens + BLOCK, end + BLOCK, BLOCK):
-        assert compute(sequence, token_ids, min(part, end))
-        cache.name_blocks(sequence)
+        assert compute_for_all(cache, sequence, token_ids, min(part, end))
     return sequence
 
 
@@ -78,23 +80,23 @@ def more(token_ids: TokenIds, count: int = 20) -> TokenIds:
 def test_pages_for_guesses_go_to_a_prompt_that_needs_them() -> None:
     cache = page_cache(layout_of("token_checkpoints"), blocks=2)
     first = run(cache, IDS[:4])
-    assert first.has_spares()
+    assert first.take_spares()
     assert cache.begin(B, IDS[:4]) is None, "a step with guesses is about to begin"
     first.take_back(4)
     assert isinstance(cache.begin(B, IDS[:4]), KVSequence)
-    assert not first.has_spares()
+    assert not first.take_spares()
     assert wrong(first, IDS[:4]) == cache.check() == []
 
 
 @pytest.mark.parametrize("blocks", [16, 64])
 def test_a_page_is_taken_without_a_look_at_all_blocks(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, looks, idle = page_cache(layout_of(), blocks=blocks), list[KeptBlock](), PageCache._idle
+    cache, looks, idle = page_cache(layout_of(), blocks=blocks), list[KeptBlock](), KeptBlocks._idle
 
-    def noted(self: PageCache, node: KeptBlock) -> list[Page]:
+    def noted(self: KeptBlocks, node: KeptBlock) -> list[Page]:
         looks.append(node)
         return idle(self, node)
 
-    monkeypatch.setattr(PageCache, "_idle", noted)
+    monkeypatch.setattr(KeptBlocks, "_idle", noted)
     for seed in range(blocks // 4):
         ended(cache, tokens(range(1000 * seed, 1000 * seed + 4 * BLOCK)))
     assert cache.stats()["kept_tokens"] == blocks * BLOCK
@@ -104,7 +106,7 @@ def test_a_page_is_taken_without_a_look_at_all_blocks(blocks: int, monkeypatch: 
     assert 0 < len(looks) <= 32
     cache.end(sequence, keep=True)
     assert cache.check() == []
-    cache._sums = cache._sums._replace(idle_bytes=0)
+    cache.kept._sums = cache.kept._sums._replace(idle_bytes=0)
     assert len(cache.check()) == 1, "a wrong sum is found"
 
 
@@ -142,7 +144,8 @@ def test_as_much_is_found_as_the_model_can_go_on_from(
     cache.end(sequence, keep=True)
     token_ids = IDS[:prompt] if prompt <= held else more(IDS[:held], prompt - held)
     again = begun(cache, token_ids)
-    assert (again.num_tokens, again.logits is not None) == (expected, has_logits and prompt == held)
+    logits = cache.running[again].logits
+    assert (again.num_tokens, logits is not None) == (expected, has_logits and prompt == held)
     assert (found(cache, token_ids, B), cache.check()) == (0, [])
 
 
@@ -151,7 +154,7 @@ def test_the_last_token_is_left_to_compute_if_that_is_asked_for(cache: PageCache
     cache.keep_logits(sequence, torch.zeros(16))
     cache.end(sequence, keep=True)
     again = begun(cache, IDS, leaves_last=True)
-    assert (again.num_tokens, again.logits) == (29, None)
+    assert (again.num_tokens, cache.running[again].logits) == (29, None)
     assert begun(cache, IDS[:1], leaves_last=True).num_tokens == 0
 
 
@@ -160,18 +163,19 @@ def test_logits_are_kept_for_the_latest_prompts(cache: PageCache) -> None:
         sequence = run(cache, tokens(range(first, first + 20)))
         cache.keep_logits(sequence, torch.full((16,), float(first)))
         cache.end(sequence, keep=True)
-    logits = [begun(cache, tokens(range(first, first + 20))).logits for first in (0, 1, 64)]
+    again = [begun(cache, tokens(range(first, first + 20))) for first in (0, 1, 64)]
+    logits = [cache.running[sequence].logits for sequence in again]
     assert [one if one is None else float(one[0]) for one in logits] == [None, 1.0, 64.0]
 
 
-def test_no_more_is_found_than_is_exact(cache: PageCache) -> None:
-    sequence = begun(cache, IDS)
-    sequence.num_exact = 18
-    assert compute(sequence, IDS)
-    cache.name_blocks(sequence)
-    assert found(cache, more(IDS)) == 18
-    cache.end(sequence, keep=True)
-    assert found(cache, more(IDS)) == 18
+@pytest.mark.parametrize(("kind", "count"), [("token", 50), ("sliceable", 28)])
+def test_a_reply_is_found_if_its_state_is_exact(kind: str, count: int) -> None:
+    cache = page_cache(layout_of(kind))
+    sequence, whole = run(cache, IDS), more(IDS)
+    assert compute_for_all(cache, sequence, whole)
+    assert found(cache, more(whole)) == count
+    cache.end(sequence, keep=True, token_ids=whole)
+    assert (found(cache, more(whole)), cache.check()) == (count, [])
 
 
 def test_prompts_part_anywhere_in_a_block(cache: PageCache) -> None:
@@ -202,9 +206,8 @@ def test_what_ended_twice_is_kept_once(kind: str) -> None:
 def test_a_state_that_moved_on_behind_what_is_exact_is_not_kept() -> None:
     cache = page_cache(layout_of("checkpoints"))
     sequence = run(cache, IDS[:28])
-    assert compute(sequence, IDS)
-    sequence.token_ids = IDS
-    cache.end(sequence, keep=True)
+    assert compute_for_all(cache, sequence, IDS)
+    cache.end(sequence, keep=True, token_ids=IDS)
     assert found(cache, more(IDS[:28])) == 0
     assert cache.stats()["kept_tokens"] == 28
 
@@ -220,8 +223,7 @@ def test_a_sequence_that_runs_is_waited_for_if_it_will_have_more(cache: PageCach
     assert isinstance(cache.begin(A, whole), Later)
     assert begun(cache, whole[:LEAST_TOKENS]).num_tokens == begun(cache, whole, owner=B).num_tokens == 0
     for end, is_later in ((least, True), (least + 1, False)):
-        compute(running, whole, end)
-        cache.name_blocks(running)
+        compute_for_all(cache, running, whole, end)
         # Who waits asks this again and again, and not for a match.
         assert isinstance(cache.begin(A, whole[:40]), Later) == cache.is_later(later) == is_later
     assert begun(cache, whole[:40]).num_tokens == least + 1
@@ -249,7 +251,7 @@ def test_what_is_restored_is_found_at_once_and_not_what_a_fetch_may_take_back(ca
     ended(cache, TRUNK)
     fetching = begun(cache, IDS)
     restore(cache, fetching, IDS, 28)
-    fetching.num_ready = 0
+    cache.set_ready(fetching, 0)
     assert found(cache, more(IDS)) == 28
     assert (wrong(fetching, IDS), cache.check()) == ([], [])
 
@@ -266,7 +268,7 @@ def test_pages_behind_a_window_stay_under_their_names_and_are_found_again() -> N
         assert again.num_tokens == end
         assert again.complete_from == (end - WINDOW + 1) // BLOCK * BLOCK
         assert again.tables[0].first == 0
-        assert compute(again, other)
+        assert compute_for_all(cache, again, other)
         assert wrong(again, other) == []
         cache.end(again, keep=True)
     assert cache.check() == []
@@ -275,7 +277,7 @@ def test_pages_behind_a_window_stay_under_their_names_and_are_found_again() -> N
 def test_without_the_pages_of_its_window_a_shorter_prefix_is_found() -> None:
     cache, whole = page_cache(layout_of(window=WINDOW)), more(IDS, 60)
     ended(cache, whole)
-    blocks = {node.position: node for node in cache._nodes.values()}
+    blocks = {node.position: node for node in cache.kept.blocks.values()}
     for position in (80, 84, 40):
         cache.pool.release([blocks[position].pages[1]])
         blocks[position].pages[1] = None
@@ -343,14 +345,15 @@ def test_idle_state_is_forgotten_and_that_in_use_is_not(cache: PageCache) -> Non
     assert cache.pool.used_bytes == sum(page.num_bytes for page in running.pages() if page is not None)
 
 
-def test_a_sequence_that_failed_is_found_by_nobody_and_its_forks_go_on(cache: PageCache) -> None:
+def test_a_sequence_that_failed_is_found_by_nobody_and_those_that_began_with_it_go_on(cache: PageCache) -> None:
     ended(cache, TRUNK)
     failing = run(cache, IDS)
-    fork = cache.fork(failing)
-    assert fork is not None
+    other = begun(cache, IDS)
+    assert other.num_tokens == 29
     cache.forget(failing)
     cache.end(failing, keep=True)
-    assert (found(cache, more(IDS)), wrong(fork, IDS), cache.check()) == (0, [], [])
+    cache.end(other, keep=False)
+    assert (found(cache, more(IDS)), cache.check()) == (0, [])
 
 
 # Full memory.
@@ -363,14 +366,14 @@ def test_a_prompt_that_fills_memory_does_without_the_copy_of_its_last_page(kind:
     ended(cache, IDS[:22])
     again = begun(cache, whole)
     assert again.num_tokens == (20 if kind == "token" else 0)
-    assert compute(again, whole)
+    assert compute_for_all(cache, again, whole)
     assert (wrong(again, whole), cache.check()) == ([], [])
 
 
 def test_others_are_waited_for_and_what_never_fits_is_refused() -> None:
     cache = page_cache(layout_of(), blocks=8)
-    running = run(cache, IDS)
-    assert cache.begin(B, IDS) is cache.fork(running) is None
+    run(cache, IDS)
+    assert cache.begin(B, IDS) is None
     with pytest.raises(ContextTooLong, match=r"33 tokens need .*, and --kv-memory allows 3"):
         cache.begin(A, tokens(range(33)))
     assert (cache.longest(1000), cache.longest(7)) == (32, 7)
@@ -409,6 +412,27 @@ def test_the_devices_own_limit_counts_too() -> None:
 # Whose, and for how long.
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_replies_of_a_request_that_shares_nothing_begin_with_the_first_one_and_with_what_others_share(
+    kind: str,
+) -> None:
+    cache, own = page_cache(layout_of(kind)), A._replace(private=b"own")
+    ended(cache, TRUNK)
+    used, prompt = cache.pool.used_bytes, tokens(TRUNK, range(70, 80))
+    first = run(cache, prompt, owner=own)
+    assert first.num_tokens == len(prompt)
+    cache.keep_logits(first, torch.full((16,), 7.0))
+    cache.keep_prompt(first)
+    assert compute_for_all(cache, first, more(prompt))
+    second = begun(cache, prompt, owner=own)
+    assert (second.num_tokens, cache.running[second].logits is not None) == (len(prompt), True)
+    assert (found(cache, more(prompt)), found(cache, more(prompt), own._replace(private=b"other"))) == (24, 24)
+    for one in (first, second):
+        cache.end(one, keep=True)
+    cache.forget_private(b"own")
+    assert (cache.pool.used_bytes, found(cache, prompt, own), cache.check()) == (used, 24, [])
+
+
 def test_a_tenant_finds_nothing_of_another(cache: PageCache) -> None:
     ended(cache, IDS)
     run(cache, more(IDS), owner=B)
@@ -425,16 +449,11 @@ def test_a_sequence_that_runs_over_a_purge_goes_on_and_nobody_finds_it(cache: Pa
     after = Owner(A.root, A.secret, b"now")
     cache.drop_gone(b"now")
     assert not any(bool(slab.any()) for slab in unused)
-    fork = cache.fork(running)
-    assert fork is not None
     again = run(cache, IDS, owner=after)
-    assert compute(running, more(IDS, 50))
-    running.token_ids, running.num_exact = more(IDS, 50), 80
-    cache.name_blocks(running)
-    assert (wrong(running, more(IDS, 50)), wrong(fork, more(IDS))) == ([], [])
-    assert compute(fork, more(IDS, 30))
-    slabs += [page.tensor for one in (running, fork) for page in one.pages() if page is not None]
-    for one in [*cache.running - {again}]:
+    assert compute_for_all(cache, running, more(IDS, 50))
+    assert wrong(running, more(IDS, 50)) == []
+    slabs += [page.tensor for page in running.pages() if page is not None]
+    for one in [*cache.running.keys() - {again}]:
         cache.end(one, keep=True)
     assert (found(cache, more(IDS, 50)), found(cache, more(IDS, 50), after)) == (0, 30)
     assert nobodys not in cache.running
@@ -448,7 +467,7 @@ def test_what_expires_is_found_until_then_and_wiped(cache: PageCache, now: list[
     slabs = [page.tensor for page in sequence.pages() if page is not None]
     cache.end(sequence, keep=True)
     ended(cache, tokens(range(50, 80)), expires_at=30.0)
-    assert cache.expires_at == 10.0
+    assert cache.kept.expires_at == 10.0
     now[0] = 9.0
     cache.drop_gone(None)
     assert found(cache, IDS) == 30
@@ -456,7 +475,7 @@ def test_what_expires_is_found_until_then_and_wiped(cache: PageCache, now: list[
     cache.drop_gone(None)
     assert (found(cache, more(IDS)), found(cache, tokens(range(50, 90)))) == (0, 30)
     assert not any(bool(slab.any()) for slab in slabs)
-    assert (cache.expires_at, cache.check()) == (30.0, [])
+    assert (cache.kept.expires_at, cache.check()) == (30.0, [])
 
 
 def test_a_use_extends_the_life_of_what_it_begins_with_to_its_own(cache: PageCache, now: list[float]) -> None:
@@ -474,7 +493,7 @@ def test_what_ended_is_resumed_while_it_is_there(kind: str) -> None:
     ended(cache, IDS)
     ended(cache, tokens(range(50, 78)))
     counts = {"token": [28, 30], "sliceable": [28, 28], "token_checkpoints": [28, 30], "checkpoints": [28]}[kind]
-    nodes, resumed = cache.ended(), []
+    nodes, resumed = cache.kept.ended(), []
     assert [node.options for node in nodes] == [OPTIONS] * 2
     for node in nodes:
         if (sequence := cache.resume(node)) is not None:
@@ -488,9 +507,9 @@ def test_what_ended_is_resumed_while_it_is_there(kind: str) -> None:
 
 def test_a_check_finds_blocks_of_other_tokens_and_lists_that_differ(cache: PageCache) -> None:
     ended(cache, IDS)
-    node = next(node for node in cache._nodes.values() if node.position == 4)
+    node = next(node for node in cache.kept.blocks.values() if node.position == 4)
     node.token_ids = node.token_ids + 1
     assert cache.check() == ["a block has the name of other tokens"]
     node.token_ids = node.token_ids - 1
-    cache._children[A, node.parent].append(node)
+    cache.kept._children[A, node.parent].append(node)
     assert cache.check() == ["9 blocks continue others, of 8"]

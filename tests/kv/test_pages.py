@@ -196,8 +196,8 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
     assert compute(sequence, IDS)
     sequence.drop_spares()
     used = pool.used_bytes
-    assert not sequence.has_room(41)
-    assert not sequence.has_capacity(41)
+    assert not sequence.make_room(41)
+    assert not sequence.take_pages(41)
     expected = f"{1 << 20} tokens need 96.0 MiB of KV memory, 768 B are available; use a shorter prompt"
     for refused in (lambda: sequence.reserve(1 << 20), lambda: sequence.begin_step((1 << 20) - 30)):
         with pytest.raises(ContextTooLong, match=re.escape(expected)):
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused_with_figures_and_takes_nothing(
     with pytest.raises(MemoryError):
         sequence.prepare_restore(0, 0, 80)
     assert (pool.used_bytes, wrong(sequence, IDS), checked(pool, sequence)) == (used, [], [])
-    assert sequence.has_room(40)
+    assert sequence.make_room(40)
     starved = PagePool(layout, CPU, block_size=BLOCK, free_bytes=lambda: 10)
     monkeypatch.setattr(np, "zeros", lambda *_: pytest.fail("memory was taken"))
     assert starved.take([0]) is None

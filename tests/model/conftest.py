@@ -20,7 +20,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's cache folder, for what is fetched once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(USERS))
 
 

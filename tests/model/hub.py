@@ -52,7 +52,6 @@ class FakeHub:
         return lies.get(where) if self.num_requests > self.num_honest else None
 
     def fetched(self) -> list[str]:
-        """The names of the files that were sent, each once."""
         return sorted({path.rpartition("/")[2] for path in self.sent if "/resolve/" in path or path[:9] == "elsewhere"})
 
 

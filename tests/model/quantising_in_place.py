@@ -17,7 +17,6 @@ from diskprefix.native.packing import pack
 
 
 def quantise(model: PreTrainedModel, kind: str) -> None:
-    """Gives the matrices of the decoder quants of a type of files."""
     form = FILE_FORMS[kind]
     for name, module in list(in_decoder(model)):
         if type(module) is nn.Linear and fills_blocks(module.weight):

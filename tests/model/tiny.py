@@ -34,7 +34,6 @@ def tokens() -> list[str]:
 
 
 def read_file(file: Path, weights: str = "native") -> LoadedModel:
-    """The model of a `.gguf` file."""
     from diskprefix.model.load.loader import load_model
     from diskprefix.settings import Settings
 
@@ -96,7 +95,6 @@ def write_gguf(
 
 
 def write_parts(folder: Path) -> list[Path]:
-    """A quantised model in three parts."""
     write_gguf(folder / "tiny.gguf", quantised="Q4_0", tensors_in_a_part=8)
     found = sorted(folder.glob("tiny-*.gguf"))
     assert len(found) == 3
@@ -116,7 +114,6 @@ def add_value(writer: Any, key: str, value: Any) -> None:
 
 
 def finish(writer: Any) -> None:
-    """Writes the file of a writer."""
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         step()
 
@@ -218,7 +215,6 @@ def tokenizer() -> Any:
 
 
 def write_folder(path: Path, *, seed: int = 0, dtype: Any = None, **changes: Any) -> Path:
-    """A model folder as `save_pretrained` writes it."""
     model = llama(seed=seed, **changes)
     (model if dtype is None else model.to(dtype)).save_pretrained(path)
     tokenizer().save_pretrained(path)

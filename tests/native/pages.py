@@ -36,7 +36,6 @@ class Pages:
             self._table[number] = 0
 
     def run(self, start: int, num_rows: int) -> bytes:
-        """Returns the run of rows from a position on, for as long as the pages are kept."""
         table, _ = self._table.buffer_info()
         rows = [
             PagedRows(table, int(part.storage_offset()) * part.itemsize, part.stride(1), part.stride(2))
@@ -45,5 +44,4 @@ class Pages:
         return run_of(start, num_rows, self._page_tokens, rows[0], rows[-1])
 
     def joined(self) -> list[torch.Tensor]:
-        """Returns keys and values as they are now."""
         return [part[self._order].transpose(0, 1).flatten(1, 2)[:, : self._num_tokens] for part in self._parts]

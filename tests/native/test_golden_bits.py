@@ -113,7 +113,6 @@ def of_dense_products(operators: Operators, dtype: torch.dtype) -> list[torch.Te
 
 
 def of_layers(operators: Operators, page_tokens: int = TOKENS) -> list[torch.Tensor]:
-    """Gated products, attention with its products, and the layer of both."""
     seeds = iter(range(40, 50))
     query, last = (quantised(operators, *size, next(seeds)) for size in ((HEADS * DIM, WIDTH), (WIDTH, HEADS * DIM)))
     key, value = (quantised(operators, 2 * DIM, WIDTH, next(seeds)) for _ in range(2))
@@ -178,7 +177,6 @@ GOLDEN = {
 
 
 def bits(operators: Operators) -> dict[str, str]:
-    """A digest of what each operator computes."""
     results = {name: compute(operators) for name, compute in COMPUTED.items()}
     for name, compute in OF_TYPES.items():
         results |= {f"{name} in {str(dtype).removeprefix('torch.')}": compute(operators, dtype) for dtype in DTYPES}

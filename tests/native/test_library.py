@@ -120,7 +120,6 @@ echo object > "$last"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the sources, without a library."""
     shutil.copytree(build.SOURCES, tmp_path / "source")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "source")
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "_operators.so")

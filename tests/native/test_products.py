@@ -141,7 +141,6 @@ _HALVES = {
 
 
 def content_of(kind: str, rows: int = 16, columns: int = 512, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Random blocks with random finite scales."""
     rng = np.random.default_rng(len(kind) + 100 * seed)
     weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows, columns // weights, num_bytes), dtype=np.uint8)
@@ -167,7 +166,6 @@ def packed(
     order: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> Matrix:
-    """Returns the packed matrix, made in two pieces."""
     form, rows = FILE_FORMS[kind], torch.from_numpy(content)
     weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     out = torch.zeros(form.packed_shape(len(content), content.shape[1] // num_bytes * weights), dtype=torch.uint8)

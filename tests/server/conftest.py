@@ -8,15 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.agent_model import TEMPLATE
-from tests.server.chat_model import write_chat_model
 from tests.server.scripted import AppServer, ScriptedEngine, real_app, scripted_app
-
-
-@pytest.fixture(scope="session")
-def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the chat model, with a template that writes calls and thoughts."""
-    return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +20,10 @@ def agent_daemon(agent_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The keys of alice, bob and the administrator, and one without a name."""
     from tests.server.test_auth import ADMIN, ALICE, BOB, NAMELESS, write_keys
 
     path = tmp_path_factory.mktemp("keys") / "keys"
     return write_keys(path, f"alice {ALICE}", f"bob {BOB}", f"admin {ADMIN}", NAMELESS)
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
 
 
 @pytest.fixture(scope="module")

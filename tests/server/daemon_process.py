@@ -109,7 +109,6 @@ class DaemonProcess:
         return token_at("127.0.0.1", port) or ""
 
     def client(self, api_key: str | None = None) -> httpx.Client:
-        """A client with a key, or else with the token."""
         shown = api_key or self.token
         headers = {"Authorization": f"Bearer {shown}"} if shown else {}
         return httpx.Client(base_url=self.url, timeout=60, headers=headers)
@@ -120,7 +119,6 @@ class DaemonProcess:
             wait_until(lambda: not any(state["pending_bytes"] for state in cache_states(client)), "all is saved")
 
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 60) -> int:
-        """Sends the signal and answers the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
         code = self.process.wait(timeout_s)
@@ -165,7 +163,6 @@ def serve_flags(model: Path, cache: Path, **changes: Any) -> list[str]:
 
 @contextmanager
 def running_daemon(model: Path, cache: Path, **changes: Any) -> Iterator[DaemonProcess]:
-    """A daemon that is ready; killed in the end if it still runs."""
     with DaemonProcess(*serve_flags(model, cache, **changes)) as daemon:
         yield daemon.wait_ready()
 
@@ -196,7 +193,6 @@ def reply_to(client: httpx.Client, body: dict[str, Any], path: str = CHAT, **cac
 
 
 def family(pid: int) -> Iterator[int]:
-    """Yields a process and those that it started, and so on."""
     yield pid
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,38 +50,17 @@ def text_of(text: str, num_bytes: int) -> bytes:
 
 
 def _many(before: str, part: str, after: str) -> bytes:
-    """Returns 31 MiB of one part."""
     return (before + ",".join([part] * (31 * MIB // (len(part) + 1))) + after).encode()
-
-
-def _nested(depth: int) -> str:
-    return '{"a":' * depth + "1" + "}" * depth
 
 
 def _with_kwargs(text: str) -> bytes:
     return chat()[:-1] + b', "chat_template_kwargs": ' + text.encode() + b"}"
 
 
-def _deep_arguments() -> bytes:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": _nested(10_000)}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    return chat(messages=[*_HELLO, said, {"role": "tool", "tool_call_id": "c", "content": "1"}])
-
-
 def _odd_name(name: str) -> bytes:
     function = {"name": name, "parameters": {"type": "object", "properties": {name: {"type": "string"}}}}
     forced = {"type": "function", "function": {"name": name}}
     return chat(tools=[{"type": "function", "function": function}], tool_choice=forced, max_tokens=16)
-
-
-def _image() -> bytes:
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
-    head, rows = struct.pack(">IIBBBBB", 1, 6000, 8, 2, 0, 0, 0), zlib.compress(bytes(4) * 6000)
-    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-    url = "data:image/png;base64," + base64.b64encode(png).decode()
-    return chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
 
 
 def _many_marks() -> bytes:
@@ -108,7 +84,6 @@ REQUESTS: dict[str, Hostile] = {
     ),
     "16 MiB of digits": Hostile(lambda: text_of("1" * 299 + "x", 16 * MIB)),
     "31 MiB of blanks": Hostile(lambda: text_of(" ", 31 * MIB)),
-    "33 MiB": Hostile(lambda: text_of("x", 33 * MIB), (413,)),
     "31 MiB of messages": Hostile(lambda: _many(_MESSAGES, '{"role":"user","content":"x"}', "]}")),
     "31 MiB of parts": Hostile(
         lambda: _many(_MESSAGES + '{"role": "user", "content": [', '{"type":"text","text":"x"}', "]}]}")
@@ -123,15 +98,11 @@ REQUESTS: dict[str, Hostile] = {
     "5 200 messages to count": Hostile(_many_marks, (200, 400), path="/v1/messages/count_tokens"),
     "unloads the model": Hostile(lambda: chat(keep_alive=0), (200,)),
     "31 MiB of a model's name": Hostile(lambda: chat(model="x" * (31 * MIB)), (404,)),
-    "deep JSON": Hostile(lambda: _with_kwargs(_nested(100_000))),
-    "deep arguments": Hostile(_deep_arguments, (200, 400)),
     "infinite numbers": Hostile(lambda: _with_kwargs('{"a": [' + ",".join(["1" * 400] * 20_000 + ["1e999"]) + "]}")),
     "odd names of functions": Hostile(lambda: _odd_name("MIME_TYPE"), (200,)),
     "tools that are skipped": Hostile(
         lambda: respond(tools=[{"type": f"hosted_{i}_" + "x" * 1000} for i in range(1000)]), (200,), RESPONSES
     ),
-    "image of 1 × 6000": Hostile(_image),
-    "wrong host": Hostile(chat, (403,), host="rebound.example"),
     "log probabilities, n 16": Hostile(
         lambda: chat(n=16, logprobs=True, top_logprobs=20, max_tokens=500, logit_bias={"2": -100}), (200,), patience_s=3
     ),

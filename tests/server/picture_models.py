@@ -290,7 +290,6 @@ VISION_MODELS = {
 def image_bytes(
     color: tuple[int, int, int] = (200, 30, 30), size: tuple[int, int] = (40, 30), kind: str = "PNG"
 ) -> bytes:
-    """A picture with a lighter corner, as a file."""
     from PIL import Image
 
     picture = Image.new("RGB", size, color)

@@ -164,12 +164,10 @@ class ScriptedEngine:
 
     @property
     def last_prompt(self) -> str:
-        """The text of the newest prompt."""
         text: str = self.tokenizer.decode(self.requests[-1].prompt.token_ids)
         return text
 
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
-        """Stands in for `app.load_engine`."""
         from transformers import AutoTokenizer
 
         progress("reading the tokenizer")
@@ -233,14 +231,11 @@ class ScriptedCache:
         return self._engine.stats
 
     def notes(self, tenant: Tenant) -> TenantNotes:
-        """Stands in for `PrefixCache.notes`."""
         return cast("TenantNotes", ScriptedNotes(self.noted, tenant))
 
 
 @dataclass
 class ScriptedNotes:
-    """Notes in memory, without bounds."""
-
     noted: dict[tuple[Tenant, NoteKind, str], bytes]
     tenant: Tenant
     ttl_s: float = 1.0
@@ -292,8 +287,8 @@ class AppServer:
 
     def client(self) -> httpx.Client:
         """A client of the owner, if there are no keys."""
-        who = self.app.state.who
-        headers = {"Authorization": f"Bearer {who.text}"} if isinstance(who, OwnerToken) else {}
+        access = self.app.state.access
+        headers = {"Authorization": f"Bearer {access.text}"} if isinstance(access, OwnerToken) else {}
         return httpx.Client(base_url=self.url, timeout=30, headers=headers)
 
     def start(self) -> None:
@@ -301,7 +296,6 @@ class AppServer:
 
     @property
     def engine(self) -> Any:
-        """The engine of a ready server."""
         assert self.daemon.serving is not None
         return self.daemon.serving.engine
 
@@ -315,7 +309,6 @@ class AppServer:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What is received until the server closes the connection."""
     received = b""
     while part := connection.recv(1 << 20):
         received += part
@@ -323,13 +316,11 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def events_of(text: str) -> list[Any]:
-    """The events of a stream, without comments and `[DONE]`."""
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
 
 
 @contextmanager
 def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: Any) -> Iterator[AppServer]:
-    """A ready server over `engine`."""
     engine = engine or ScriptedEngine()
     with started_app(model, engine.load, **changes) as server:
         server.wait_ready()
@@ -338,7 +329,6 @@ def scripted_app(model: Path, engine: ScriptedEngine | None = None, **changes: A
 
 @contextmanager
 def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppServer]:
-    """A server that has just begun to load."""
     server = AppServer(made_settings(model=str(model), port=0, **{"max_sequences": 1} | changes), load_engine)
     server.start()
     try:

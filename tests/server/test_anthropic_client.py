@@ -193,7 +193,6 @@ ASKING: dict[str, dict[str, Any]] = {
 def test_a_request_that_is_refused_raises_the_clients_own_error(
     client: Anthropic, fields: dict[str, Any], error_type: str, param: str, code: str | None
 ) -> None:
-    """With `max_tokens` of 0, whatever asks for a reply is refused."""
     kind = anthropic.NotFoundError if error_type == "not_found_error" else anthropic.BadRequestError
     is_warming = fields.get("max_tokens") == 0
     for stream in (False, True):
@@ -202,7 +201,7 @@ def test_a_request_that_is_refused_raises_the_clients_own_error(
         body: Any = caught.value.body
         named = "stream" if stream and is_warming else param
         assert (caught.value.type, body["error"]["details"]["param"]) == (error_type, named)
-        assert ("asks for a reply, and max_tokens of 0 for none" in str(caught.value)) == is_warming
+        assert ("cannot be combined with max_tokens: 0" in str(caught.value)) == is_warming
         assert (body["type"], body["request_id"]) == ("error", caught.value.request_id)
         assert code in (None, caught.value.error_code)
 

@@ -22,8 +22,8 @@ from diskprefix import hooks
 from diskprefix.api.anthropic import Messages
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai_chat import Chat, ChatWriter
+from diskprefix.api.response_store import ResponseStore
 from diskprefix.api.responses import Responses
-from diskprefix.api.responses_items import ResponseStore
 from diskprefix.api.responses_writer import ResponseWriter
 from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.gauges import Activity
@@ -96,18 +96,6 @@ def test_health_is_503_while_loading_and_requests_wait(chat_model: Path, engine:
         assert not any(request.done() for request in waiting)
         load.go_on.set()
         assert [request.result().status_code for request in waiting] == [200, 200, 200]
-
-
-def test_no_more_requests_wait_for_the_model_than_the_queue_takes(chat_model: Path, engine: ScriptedEngine) -> None:
-    load, most = SlowLoad(engine), 3
-    with started_app(chat_model, load, max_queue=2) as server, server.client() as client:
-        with ThreadPoolExecutor(most) as clients:
-            waiting = [clients.submit(client.post, CHAT, json=HELLO) for _ in range(most)]
-            wait_until(lambda: server.daemon.num_arriving == most, "they wait")
-            refused = client.post(CHAT, json=HELLO)
-            load.go_on.set()
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
-        assert {request.result().status_code for request in waiting} <= {200, 503}
 
 
 @pytest.mark.parametrize("error", [None, ModelError("no such model")], ids=["loads", "fails"])
@@ -301,11 +289,6 @@ def test_a_full_queue_is_503_with_retry_after(chat_model: Path, engine: Scripted
         wait_until(lambda: not client.get("/health").json()["running"], "the engine is free again")
         engine.script = say_hello
         assert client.post(CHAT, json=HELLO).status_code == 200
-
-
-def test_a_client_that_waits_for_100_continue_is_refused_before_it_sends_anything(server: AppServer) -> None:
-    with open_raw(server.port, None, announced_bytes=99_000_000, Expect="100-continue") as connection:
-        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
@@ -712,24 +695,3 @@ def test_each_stream_ends_with_an_error_event_of_its_api_when_the_daemon_stops(
     assert ends["/v1/messages"]["error"]["type"] == "overloaded_error"
     failed = ends["/v1/responses"]
     assert (failed["type"], failed["response"]["error"]["message"]) == ("response.failed", stopping)
-
-
-def test_a_stopping_daemon_refuses_what_waits_and_cancels_what_runs(chat_model: Path, engine: ScriptedEngine) -> None:
-    engine.script = until_cancelled
-    answers: list[httpx.Response] = []
-    with scripted_app(chat_model, engine) as server:
-        with server.client() as client:
-            running = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=HELLO)))
-            waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=HELLO)))
-            running.start()
-            assert engine.entered.wait(30)
-            waiting.start()
-            wait_until(lambda: client.get("/health").json()["queue_depth"] == 1, "the second request waits")
-        serving = server.daemon.serving
-        assert serving is not None
-        serving.inbox.stop(0)
-        running.join(30)
-        waiting.join(30)
-    assert [answer.status_code for answer in answers] == [503, 503]
-    assert {answer.json()["error"]["message"] for answer in answers} == {"the daemon is stopping"}
-    assert engine.closed.is_set()

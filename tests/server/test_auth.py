@@ -295,7 +295,7 @@ def test_without_a_file_of_keys_the_bearer_is_the_tenant_and_a_salt_is_added_to_
         for key, tenant in (
             (None, SHARED),
             (ALICE, Tenant.of_key(ALICE)),
-            (server.app.state.who.text, Tenant.of_key(user_key())),
+            (server.app.state.access.text, Tenant.of_key(user_key())),
         ):
             assert tenant_of(client, engine, key) == tenant
             assert tenant_of(client, engine, key, cache_salt="x") == tenant.with_salt("x")

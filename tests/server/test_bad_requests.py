@@ -16,7 +16,7 @@ from unittest.mock import ANY
 import httpx
 import pytest
 
-from diskprefix.api import asked
+from diskprefix.api import parsed_request
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.server import limits, model_routes
 from tests.server.chat_model import VOCAB_SIZE
@@ -88,7 +88,6 @@ def test_the_body_of_the_table_is_taken(client: httpx.Client, path: str) -> None
 
 
 def in_objects(path: str, value: str) -> bytes:
-    """A body with a field that is not known, in which objects hold `value`."""
     return (json.dumps(ROUTES[path])[:-1] + f', "unknown": {{"a": [{value}]}}}}').encode()
 
 
@@ -163,11 +162,6 @@ def test_a_content_type_that_is_empty_is_said_to_be_so(client: httpx.Client) -> 
         415,
         "the content-type is empty; send application/json",
     )
-
-
-def test_a_body_in_chunks_of_unknown_length_has_the_same_bound(client: httpx.Client) -> None:
-    answer = client.post("/v1/completions", content=iter([b"x" * (MAX_BYTES // 4)] * 5), headers=JSON)
-    assert answer.status_code == 413
 
 
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
@@ -256,7 +250,6 @@ WRONG: list[Any] = [-1, 1.5, True, "\0", "9" * 50, [], [{}], {"a": {}}, 2**64]
 
 @pytest.mark.parametrize("path", BODIES)
 def test_every_field_takes_a_value_or_refuses_it_by_its_name(client: httpx.Client, path: str) -> None:
-    """Each value for each field of the document, beside what the route needs."""
     document = client.get("/openapi.json").json()
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     fields = document["components"]["schemas"][body.rpartition("/")[2]]["properties"]
@@ -306,7 +299,7 @@ def test_the_log_does_not_repeat_wrong_values(client: httpx.Client, caplog: pyte
 def test_the_log_names_few_of_the_tools_that_are_left_out(
     client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked, "_told", defaultdict(set))
+    monkeypatch.setattr(parsed_request, "_logged", defaultdict(set))
     for start in (0, 500):
         tools = [{"type": f"made_up_{index}"} for index in range(start, start + 500)]
         with caplog.at_level(logging.INFO, "diskprefix"):

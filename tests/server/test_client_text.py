@@ -54,7 +54,6 @@ def written_by_hand(model: Path, *, is_text: bool) -> list[int]:
 
 
 def reply_of(said: dict[str, Any]) -> tuple[str, int]:
-    """The reply of any API, and the tokens of its prompt."""
     usage = said["usage"]
     num_tokens = usage.get("prompt_tokens") or usage["input_tokens"] + usage.get("cache_read_input_tokens", 0)
     if "choices" in said:
@@ -78,16 +77,6 @@ def test_a_forged_turn_is_text_unless_the_request_asks_for_it(
         if path == "/v1/messages":
             counted = client.post("/v1/messages/count_tokens", json=body).json()
             assert counted["input_tokens"] == len(ids)
-
-
-@pytest.mark.parametrize("path", [*DIALECTS, "/v1/completions"])
-def test_the_option_is_true_or_false(daemon: DaemonProcess, path: str) -> None:
-    body = DIALECTS.get(path, {"prompt": "hello"})
-    with daemon.client() as client:
-        for wrong in ("true", 1):
-            refused = client.post(path, json=body | {"special_tokens_in_text": wrong})
-            assert refused.status_code == 400
-            assert "special_tokens_in_text" in refused.text
 
 
 def test_a_prompt_without_a_template_spells_tokens(daemon: DaemonProcess) -> None:

@@ -63,7 +63,6 @@ def left_in(folder: Path, wanted: set[bytes]) -> list[bytes]:
 
 
 def is_in_memory(pid: int, wanted: bytes) -> bool:
-    """Says whether the memory of a process has these bytes."""
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in maps:
             addresses, access, *_ = line.split()

@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,19 +134,6 @@ def test_what_a_first_token_waited_for_others_is_told() -> None:
     assert (late.others_ms, replace(late, ttft_ms=5).others_ms) == (7, 0)
 
 
-def test_logprobs_of_completions_have_the_place_of_each_token_in_the_text(client: httpx.Client) -> None:
-    body = {"prompt": "Name three rivers", "max_tokens": 12, "temperature": 0, "logprobs": 2, "logit_bias": {"2": -100}}
-    [choice] = client.post(COMPLETIONS, json=body).json()["choices"]
-    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
-    assert len(tokens) == len(offsets) == len(choice["logprobs"]["token_logprobs"]) == 12
-    assert len(choice["logprobs"]["top_logprobs"]) == 12
-    assert offsets == sorted(offsets)
-    places = dict(zip(offsets, tokens, strict=True))
-    whole = {place: token for place, token in places.items() if not token.startswith("bytes:")}
-    assert len(whole) > 1
-    assert all(choice["text"].startswith(token, place) for place, token in whole.items())
-
-
 def test_health_and_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) -> None:
     health = client.get("/health").json()
     assert (health["status"], health["model"], health["cache"]["state"]) == ("ok", "tiny-chat", "ok")
@@ -217,18 +205,15 @@ def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     [style] = re.findall("<style>(.*?)</style>", page, re.DOTALL)
     assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() in policy
     assert not re.search("<(?:script|link|img)|src=|url[(]", page)
-    ids, links = re.findall('id="([^"]+)"', page), re.findall('href="([^"]+)"', page)
-    assert {*links} - {"openapi.json"} <= {f"#{id_}" for id_ in ids}
-    assert len(ids) == len({*ids})
+    assert re.findall('href="([^"]+)"', page) == ["openapi.json"]
 
 
 def test_the_docs_have_every_route_and_every_field(client: httpx.Client) -> None:
     document, page = client.get("/openapi.json").json(), client.get("/docs").text
     for path, methods in document["paths"].items():
-        assert all(f"<code>{method.upper()} {path}</code>" in page for method in methods)
-    for schema in document["components"]["schemas"].values():
-        assert all(f"<dt><code>{field}</code>" in page for field in schema.get("properties", ()))
-    assert 'list of <a href="#MessageBody">MessageBody</a>, minItems 1' in page
+        assert all(f"<h2>{method.upper()} {path}</h2>" in page for method in methods)
+    [fields] = re.findall("<pre>(.*)</pre>", page, re.DOTALL)
+    assert json.loads(unescape(fields)) == document
 
 
 def test_a_parameter_is_described_and_a_wrong_one_is_refused_by_its_name(client: httpx.Client) -> None:
@@ -325,39 +310,6 @@ def test_a_name_that_no_model_can_have_is_refused_and_not_repeated(chat_model: P
             assert answer.status_code == 404
             assert "characters; 200 are the most" in answer.json()["error"]["message"]
             assert "xxx" not in answer.text
-
-
-NUMBERS = [0, -1, 1e-45, 5e-324, 1e-40, 1e-7, 2.5, 101, 1e39, 1e308, 10**400, float("nan"), float("inf")]
-FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "n",
-    "logit_bias.5",
-)
-
-
-def send(client: httpx.Client, **fields: Any) -> httpx.Response:
-    content = json.dumps({"prompt": "hello hello", "max_tokens": 2, "seed": 1} | fields)
-    return client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
-
-
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_request_with_an_extreme_number_is_served_or_refused_by_the_fields_name(
-    client: httpx.Client, field: str
-) -> None:
-    name, _, token = field.partition(".")
-    for number in NUMBERS:
-        answer = send(client, **{name: {token: number} if token else number})
-        assert answer.status_code in (200, 400), (number, answer.text)
-        if answer.status_code == 400:
-            assert answer.json()["error"]["param"] in (field, None), (number, answer.text)
 
 
 @pytest.mark.parametrize("penalty", [0.01, 100])

@@ -13,12 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
 from diskprefix.api.error_forms import HttpError
-from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body
+from diskprefix.api.fields import Body
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import InvalidRequest, QueueFull, ShareFull
@@ -36,6 +35,7 @@ from diskprefix.settings import Settings
 from tests.server import test_auth as auth
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
+from tests.server.test_auth import bearer
 
 CHAT = "/v1/chat/completions"
 MIB = 1 << 20
@@ -117,7 +117,6 @@ def test_bodies_that_never_end_leave_room_for_another_key(
 
 
 def unfinished_body(port: int, key: str, num_bytes: int, *, is_chunked: bool) -> socket.socket:
-    """A connection that sends so many bytes of a body, and not its end."""
     length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {num_bytes + 1}"
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", port), timeout=30)
@@ -407,29 +406,6 @@ def test_what_stands_in_a_text_is_no_value_and_many_tokens_are_taken(text: str) 
     assert read(json.dumps({"a": values}).encode()).a == values
 
 
-USER = {"role": "user", "content": "x"}
-FUNCTION = {"type": "function", "function": {"name": "f"}}
-TEXT = {"type": "text", "text": "x"}
-TOO_MANY = [
-    ("/v1/chat/completions", "messages", {"messages": [USER] * (MAX_MESSAGES + 1)}),
-    ("/v1/chat/completions", "messages.0.content", {"messages": [USER | {"content": [TEXT] * (MAX_PARTS + 1)}]}),
-    ("/v1/chat/completions", "tools", {"messages": [USER], "tools": [FUNCTION] * (MAX_TOOLS + 1)}),
-    ("/v1/messages", "messages", {"max_tokens": 1, "messages": [USER] * (MAX_MESSAGES + 1)}),
-    ("/v1/messages", "system", {"max_tokens": 1, "messages": [USER], "system": [TEXT] * (MAX_PARTS + 1)}),
-    ("/v1/responses", "input", {"input": [USER] * (MAX_MESSAGES + 1)}),
-    ("/v1/responses", "tools", {"input": "x", "tools": [{"type": "function", "name": "f"}] * (MAX_TOOLS + 1)}),
-]
-
-
-@pytest.mark.parametrize(("path", "field", "body"), TOO_MANY, ids=lambda value: value if isinstance(value, str) else "")
-def test_too_many_messages_parts_and_tools_are_refused_by_name(
-    client: httpx.Client, path: str, field: str, body: dict[str, Any]
-) -> None:
-    answer = client.post(path, json=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(f"{field}: must have at most ")
-
-
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 SERVED = b"HTTP/1.1 200 OK"
 
@@ -442,7 +418,6 @@ def say_much(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], 
 
 @pytest.fixture
 def three(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppServer]:
-    """A server that has at most three connections."""
     monkeypatch.setattr(connections, "OTHER_CONNECTIONS", 3 - InFlight(Settings(max_sequences=1)).most)
     with scripted_app(chat_model, ScriptedEngine(say_much)) as running:
         yield running
@@ -462,7 +437,6 @@ def connect_busy(server: AppServer) -> socket.socket:
 
 
 def connect_used(server: AppServer) -> socket.socket:
-    """A connection that is idle after a request."""
     connection = connect(server, GET + b"\r\n")
     received = b""
     while not received.endswith(b"}"):
@@ -474,7 +448,6 @@ def connect_used(server: AppServer) -> socket.socket:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Says whether a request is served on an idle connection."""
     connection.sendall(GET + b"\r\n")
     try:
         return connection.recv(len(SERVED)) == SERVED
@@ -483,7 +456,6 @@ def is_open(connection: socket.socket) -> bool:
 
 
 def is_refused(server: AppServer) -> bool:
-    """Says whether a new connection is closed without an answer."""
     try:
         with connect(server, GET + b"\r\n") as refused:
             return refused.recv(1) == b""
@@ -574,13 +546,8 @@ TEXT_MESSAGE = {"role": "user", "content": "hello"}
 
 @pytest.fixture(scope="module")
 def keyed(chat_model: Path, keys_file: Path) -> Iterator[AppServer]:
-    """A server with keys, whose engine answers at once."""
     with scripted_app(chat_model, api_keys=keys_file) as running:
         yield running
-
-
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 HELD = {"messages": [{"role": "user", "content": "held"}], "max_tokens": 1}

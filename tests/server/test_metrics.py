@@ -59,7 +59,6 @@ class Scraped:
 
 
 def samples_of(text: str) -> dict[Sample, float]:
-    """The samples of a scrape, without those of the process itself."""
     families = text_string_to_metric_families(text)
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -136,8 +135,6 @@ def test_counters_never_go_back_and_histograms_agree_with_the_responses(
 
 
 def agree(scraped: dict[Sample, float], said: list[dict[str, Any]]) -> None:
-    """Checks what was scraped against what the responses said."""
-
     def told(kind: str, cache: str | None = None) -> list[float]:
         chosen = [one for one in said if cache is None or outcome(one) == cache]
         return [one["timings"][f"{kind}_ms"] / 1e3 for one in chosen]

@@ -166,14 +166,12 @@ def turn(**fields: Any) -> list[dict[str, Any]]:
 
 
 def used(arguments: Any) -> list[dict[str, Any]]:
-    """A call and its empty result in Anthropic's form."""
     call = {"type": "tool_use", "id": "1", "name": "read", "input": arguments}
     answer = {"type": "tool_result", "tool_use_id": "1", "content": None}
     return [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [answer]}]
 
 
 def items(arguments: Any) -> list[dict[str, Any]]:
-    """A call and its empty result as items."""
     return [USER, CALL_ITEM | {"arguments": arguments}, OUTPUT_ITEM | {"output": None}]
 
 
@@ -312,7 +310,6 @@ REPLIED = {"role": "assistant", "content": "Hm."}
 
 
 def seen(path: str, part: Any) -> list[dict[str, Any]]:
-    """A call, and its result with a part that is no text."""
     if path == CHAT:
         return [*called("{}"), result([part])]
     if path == RESPONSES:
@@ -381,7 +378,6 @@ ONE_CALL: dict[str, dict[str, Any]] = {
 
 
 def arguments_of(path: str, answer: Any) -> str:
-    """The arguments of the one call in an answer."""
     if path == CHAT:
         [call] = answer["choices"][0]["message"]["tool_calls"]
         return str(call["function"]["arguments"])

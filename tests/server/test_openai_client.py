@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
@@ -38,16 +37,6 @@ def real(daemon: DaemonProcess) -> Iterator[OpenAI]:
 def chat(client: OpenAI, **fields: Any) -> Any:
     create: Any = client.chat.completions.create
     return create(**{"model": MODEL, "messages": RIVERS, "temperature": 0, "logit_bias": NO_END} | fields)
-
-
-def test_a_chat_has_its_usage_log_probabilities_and_what_the_cache_did(real: OpenAI) -> None:
-    reply = chat(real, max_completion_tokens=8, logprobs=True, top_logprobs=2)
-    [choice] = reply.choices
-    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
-    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * 8
-    assert reply.usage.completion_tokens == reply.usage.total_tokens - reply.usage.prompt_tokens == 8
-    assert reply.usage.prompt_tokens_details.cached_tokens is not None
-    assert reply.model_extra["prefix_cache"]["scope"] == "full"
 
 
 def test_a_stream_says_what_the_whole_reply_says(real: OpenAI) -> None:
@@ -111,48 +100,6 @@ def test_the_log_probabilities_of_a_completion_have_the_token_itself(real: OpenA
     for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert top[token] == logprob
         assert num_alternatives <= len(top) <= num_alternatives + 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "code"),
-    [
-        ({"prompt_cache_retention": "48h"}, "prompt_cache_retention", None),
-        ({"extra_body": {"prefix_cache": {"scope": "sometimes"}}}, "prefix_cache.scope", "invalid_scope"),
-        ({"messages": RIVERS * 500, "stream": True}, "messages", "context_length_exceeded"),
-    ],
-)
-def test_a_bad_request_is_the_clients_error_with_its_param_at_once(
-    real: OpenAI, fields: dict[str, Any], param: str, code: str | None
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        chat(real, **fields)
-    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
-    assert code in (None, caught.value.code)
-
-
-def test_models_are_listed_and_retrieved(real: OpenAI) -> None:
-    assert [model.id for model in real.models.list()] == [MODEL]
-    assert real.models.retrieve(MODEL).id == MODEL
-    with pytest.raises(openai.NotFoundError):
-        real.models.retrieve("org/other")
-
-
-def test_the_async_client_streams_several_conversations_at_once(daemon: DaemonProcess) -> None:
-    async def ask(client: AsyncOpenAI, question: str) -> str:
-        stream = await client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": question}], max_tokens=6, temperature=0, stream=True
-        )
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    async def ask_all() -> tuple[list[str], list[str]]:
-        questions = [f"Question number {i}" for i in range(4)]
-        async with AsyncOpenAI(base_url=f"{daemon.url}/v1", api_key="none", max_retries=0) as client:
-            together = await asyncio.gather(*(ask(client, question) for question in questions))
-            one_by_one = [await ask(client, question) for question in questions]
-        return list(together), one_by_one
-
-    together, one_by_one = asyncio.run(ask_all())
-    assert together == one_by_one
 
 
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -298,23 +245,6 @@ def test_choices_without_parallel_calls_have_the_first_one_of_their_own(client: 
 
 
 @pytest.mark.parametrize(
-    ("fields", "end"),
-    [
-        ({"reasoning_effort": "none"}, "assistant\n<think>\n\n</think>\n\n"),
-        ({"reasoning_effort": "low"}, "assistant\n"),
-        ({"messages": [*MESSAGES, {"role": "assistant", "content": "a.py"}]}, "assistant\na.py"),
-    ],
-    ids=["no thought", "thought", "begun"],
-)
-def test_the_prompt_ends_where_the_reply_goes_on(
-    client: OpenAI, engine: ScriptedEngine, fields: dict[str, Any], end: str
-) -> None:
-    engine.script = saying(" prints 2.")
-    assert ask(client, **fields).choices[0].message.content == " prints 2."
-    assert engine.last_prompt.endswith(f"<|im_start|>{end}")
-
-
-@pytest.mark.parametrize(
     ("path", "fields"),
     [
         ("chat/completions", {"messages": MESSAGES, "reasoning": {"max_tokens": 40}}),
@@ -345,55 +275,10 @@ class City(BaseModel):
     city: Literal["Oslo", "Rome"]
 
 
-CITIES = ({"city": "Oslo"}, {"city": "Rome"})
-CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
-CITY_TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": name, "parameters": CITY | {"additionalProperties": False}}}
-    for name in ("weather", "population")
-]
-
-
 @pytest.fixture
 def random(agent_daemon: AppServer) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"{agent_daemon.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-FORCED = {"parallel_tool_calls": False, "reasoning_effort": "none"}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("choice", "names"),
-    [
-        ("required", {"weather", "population"}),
-        ({"type": "function", "function": {"name": "population"}}, {"population"}),
-    ],
-    ids=["required", "named"],
-)
-def test_a_model_of_random_weights_calls_the_tool_that_it_must_call(
-    random: OpenAI, stream: bool, choice: Any, names: set[str]
-) -> None:
-    for seed in range(3):
-        fields: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "tools": CITY_TOOLS, "seed": seed} | FORCED
-        if stream:
-            with random.chat.completions.stream(**fields, tool_choice=choice) as events:
-                reply: Any = events.get_final_completion().choices[0]
-        else:
-            reply = random.chat.completions.create(**fields, tool_choice=choice).choices[0]
-        [(name, arguments)] = called(reply.message)
-        assert name in names
-        assert arguments in CITIES
-        assert (reply.message.content or "", reply.finish_reason) == ("", "tool_calls")
-
-
-def test_a_reply_of_a_schema_or_a_call_is_one_of_both(random: OpenAI) -> None:
-    schema = CITY_TOOLS[0]["function"]["parameters"]
-    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
-    fields: dict[str, Any] = {"model": "agent", "messages": MESSAGES, "tools": CITY_TOOLS, "response_format": form}
-    for choice in random.chat.completions.create(**fields, n=8, seed=1, reasoning_effort="none").choices:
-        texts = [arguments for _, arguments in called(choice.message)] or [json.loads(choice.message.content or "")]
-        assert all(text in CITIES for text in texts)
 
 
 def test_the_parse_helper_gets_an_object_of_its_class(random: OpenAI) -> None:

@@ -18,7 +18,7 @@ import pytest
 from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import running_daemon as caller_of_daemon
 from diskprefix.server.process import token_file
-from diskprefix.server.process.token_file import kept, token_at, token_of_peer
+from diskprefix.server.process.token_file import published_token, token_at, token_of_peer
 from diskprefix.settings import cache_home
 from diskprefix.user_key import user_key
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags
@@ -252,7 +252,7 @@ def connected(listener: socket.socket, host: str) -> str | None:
 def test_the_token_is_for_the_addresses_on_which_the_daemon_listens(home: Path, bound: str, asked: str) -> None:
     family = socket.AF_INET6 if ":" in bound else socket.AF_INET
     with socket.create_server((bound, 0), family=family, dualstack_ipv6=bound == "::") as listener:
-        with kept("abc", [listener]):
+        with published_token("abc", [listener]):
             assert connected(listener, asked) == "abc"
         assert connected(listener, asked) is None
     assert list(home.glob("[!.]*")) == []
@@ -260,7 +260,7 @@ def test_the_token_is_for_the_addresses_on_which_the_daemon_listens(home: Path, 
 
 @pytest.mark.usefixtures("home")
 def test_a_program_at_another_address_of_the_same_port_is_told_nothing() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as ours, kept("abc", [ours]):
+    with socket.create_server(("127.0.0.1", 0)) as ours, published_token("abc", [ours]):
         assert connected(ours, "127.0.0.1") == "abc"
         with socket.create_server(("127.0.0.2", ours.getsockname()[1])) as other:
             assert connected(other, "127.0.0.2") is None
@@ -271,7 +271,7 @@ def test_a_file_that_cannot_be_made_is_a_warning(
 ) -> None:
     home.parent.mkdir()
     home.write_text("a file")
-    with socket.create_server(("127.0.0.1", 0)) as listener, kept("abc", [listener]):
+    with socket.create_server(("127.0.0.1", 0)) as listener, published_token("abc", [listener]):
         assert token_at(*listener.getsockname()) is None
     assert "commands must be told the token (--api-key)" in caplog.text
     home.unlink()
@@ -280,6 +280,6 @@ def test_a_file_that_cannot_be_made_is_a_warning(
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", fail)
-    with socket.create_server(("127.0.0.1", 0)) as listener, kept("abc", [listener]):
+    with socket.create_server(("127.0.0.1", 0)) as listener, published_token("abc", [listener]):
         pass
     assert list(home.glob("[!.]*")) == []

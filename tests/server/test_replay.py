@@ -145,7 +145,6 @@ APIS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def rewritten(arguments: str) -> str:
-    """The same arguments in another order and formatting."""
     return json.dumps(dict(reversed(json.loads(arguments).items())), indent=4)
 
 
@@ -196,7 +195,6 @@ def test_long_texts_of_earlier_prompts_are_not_encoded_again(talk: Talk, monkeyp
         return encode(self, texts)
 
     def encodes(**options: Any) -> bool:
-        """Says whether the question is encoded for such a request."""
         encoded.clear()
         prompts.append(talk.say(options=options)["usage"]["prompt_tokens"])
         return any("where it begins" in text for text in encoded)

@@ -40,7 +40,6 @@ def keyed(chat_model: Path, keys_file: Path, tmp_path_factory: pytest.TempPathFa
 
 
 def assert_miss(reply: dict[str, Any]) -> None:
-    """Nothing was restored, and all of it is saved anew."""
     report = reply["prefix_cache"]
     assert (report["restored"], report["saved"]) == (0, "queued")
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0

@@ -36,7 +36,7 @@ from diskprefix.server import generation, streaming
 from diskprefix.server.generation import EventBuffer, Generation
 from diskprefix.server.keys import Caller
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.streaming import EventStream, HeldResponse, first_signs, json_reply
+from diskprefix.server.streaming import EventStream, KeepAliveResponse, json_reply, respond_or_keep_alive
 from tests.engine.driving import Cancelled
 from tests.server.daemon_process import open_raw, wait_until
 from tests.server.scripted import (
@@ -86,8 +86,6 @@ class Prepared:
 
 
 class Sent:
-    """The messages that a response sends, with the times of the made-up clock."""
-
     def __init__(self, script: Prepared) -> None:
         self._script = script
         self.messages: list[dict[str, Any]] = []
@@ -130,7 +128,7 @@ def streamed(script: Prepared) -> Sent:
 def whole(script: Prepared) -> Sent:
     async def respond(scope: Scope, _receive: Receive, send: Send) -> None:
         preparing = asyncio.create_task(json_reply(cast("Generation", script), reader(), writer(), write))
-        response = await first_signs(preparing, is_stream=False)
+        response = await respond_or_keep_alive(preparing, is_stream=False)
         await response(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as changed:
@@ -226,7 +224,7 @@ def test_a_client_that_leaves_as_its_response_is_ready_has_its_generation_closed
             await both.wait()
             return {"type": "http.disconnect"}
 
-        held = HeldResponse(asyncio.create_task(prepare()), is_stream=True)
+        held = KeepAliveResponse(asyncio.create_task(prepare()), is_stream=True)
         asyncio.get_running_loop().call_later(0.01, both.set)
         await held(scope, receive, send)
 
@@ -276,8 +274,6 @@ TEXT = "0123456789" * 100
 
 
 def taken(events: list[Event | None], num_puts: int | None = None) -> list[Event | None]:
-    """Returns the events of a buffer that all of `events` were put into before."""
-
     async def run() -> list[Event | None]:
         buffer = EventBuffer(asyncio.get_running_loop())
         fitted = [buffer.put(event) for event in events]
@@ -356,7 +352,6 @@ def test_what_was_taken_makes_room() -> None:
 
 @contextmanager
 def small_buffers(model: Path, script: Script) -> Iterator[tuple[AppServer, ScriptedEngine]]:
-    """A server whose connections hold little of what the client has not read."""
     engine = ScriptedEngine(script)
     with scripted_app(model, engine) as server:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -54,7 +54,6 @@ class Manager:
         self._thread.start()
 
     def said(self, name: str) -> list[str]:
-        """The values of an assignment, in the order in which they came."""
         return [message[name] for message in self.messages if name in message]
 
     def wait_for(self, name: str, value: str = "1", count: int = 1) -> None:
@@ -69,7 +68,6 @@ class Manager:
         os.kill(self.process.pid, number)
 
     def stop(self) -> int:
-        """Returns the exit code of the last process."""
         self._is_stopping = True
         self.signal(signal.SIGTERM)
         self._thread.join(60)

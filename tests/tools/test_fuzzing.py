@@ -21,7 +21,6 @@ NUMBERS = (0, 1, 2, 3, 9, 12, 13, 31, 255, 2**16, *EDGES, 2**62, 2**64 - 1)
 
 
 def damaged(content: bytes, choose: random.Random) -> bytes:
-    """Returns `content` with one to three mutations."""
     changed = bytearray(content)
     for _ in range(choose.randint(1, 3)):
         at = choose.randrange(max(1, len(changed)))

@@ -24,15 +24,12 @@ FILES = Path(__file__).parents[2] / "tools/monitoring"
 
 @dataclass(frozen=True)
 class Query:
-    """The query of one line of a panel."""
-
     panel: str
     legend: str
     expression: str
 
 
 def board_queries() -> list[Query]:
-    """Returns the queries of the panels of the board."""
     board = json.loads((FILES / "board.json").read_text(encoding="utf-8"))
     return [
         Query(panel["title"], target["legendFormat"], target["expr"])
@@ -42,7 +39,6 @@ def board_queries() -> list[Query]:
 
 
 def rules() -> list[dict[str, Any]]:
-    """Returns the alert rules."""
     groups = yaml.safe_load((FILES / "alerts.yml").read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
@@ -56,7 +52,6 @@ def promtool(*arguments: str | Path, text: str | None = None) -> str | None:
 
 
 def exposed() -> dict[str, set[str]]:
-    """The labels of each metric of a daemon that has served something."""
     labels: dict[str, set[str]] = {}
     scraped = Scraped()
     scraped.stats["gate"] = STATS["gate"] | dict.fromkeys(_GATE, 1.0)

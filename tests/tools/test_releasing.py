@@ -88,7 +88,6 @@ def test_the_oldest_system_is_what_auditwheel_says() -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """Sources that can be published with the tag v1.0."""
     (tmp_path / "diskprefix").mkdir()
     for name, text in READY.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -104,59 +104,52 @@ def test_a_project_that_was_moved_is_installed_again(project: Path) -> None:
     assert calls(moved) == ["made", "installed", "installed"]
 
 
-def test_a_setup_that_was_killed_is_made_anew(project: Path) -> None:
-    (project / "killed").touch()
-    assert setup(project).returncode != 0
-    (project / "killed").unlink()
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_setup_that_was_killed_or_whose_python_is_gone_is_made_anew(project: Path, is_killed: bool) -> None:
+    if is_killed:
+        (project / "killed").touch()
+        assert setup(project).returncode != 0
+        (project / "killed").unlink()
+    else:
+        setup(project)
+        (project / ".venv/bin/python").unlink()
     assert setup(project).returncode == 0
     assert calls(project) == ["made", "installed", "made", "installed"]
 
 
-def test_a_venv_whose_python_is_gone_is_made_anew(project: Path) -> None:
-    setup(project)
-    (project / ".venv/bin/python").unlink()
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("no-network", "the package index cannot be reached"),
+        ("broken", "setup: pip could not install the dependencies; its message is above"),
+        ("no-venv-module", "has no venv module"),
+    ],
+)
+def test_what_stands_in_the_way_is_said_in_the_last_line_and_it_goes_on_from_there_later(
+    project: Path, file: str, words: str
+) -> None:
+    (project / file).touch()
+    refused = setup(project)
+    assert refused.returncode == 1
+    assert words in refused.stderr.splitlines()[-1]
+    has_begun = file != "no-venv-module"
+    assert (refused.stderr.count("\n") == 1) != has_begun
+    (project / file).unlink()
     assert setup(project).returncode == 0
-    assert calls(project) == ["made", "installed", "made", "installed"]
+    assert calls(project) == ["made", *["installed"] * (1 + has_begun)]
 
 
-def test_without_a_network_it_says_so_and_goes_on_from_there_later(project: Path) -> None:
-    (project / "no-network").touch()
-    refused = setup(project)
-    assert refused.returncode == 1
-    assert "the package index cannot be reached" in refused.stderr.splitlines()[-1]
-    (project / "no-network").unlink()
-    assert setup(project).returncode == 0
-    assert calls(project) == ["made", "installed", "installed"]
-
-
-def test_what_pip_refuses_is_not_taken_for_the_network(project: Path) -> None:
-    (project / "broken").touch()
-    refused = setup(project)
-    assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-1] == "setup: pip could not install the dependencies; its message is above"
-
-
-def test_a_python_without_the_venv_module_is_named(project: Path) -> None:
-    (project / "no-venv-module").touch()
-    refused = setup(project)
-    assert refused.returncode == 1
-    assert refused.stderr.count("\n") == 1
-    assert "has no venv module" in refused.stderr
-
-
-def test_no_suitable_python_is_one_clear_line(project: Path) -> None:
+@pytest.mark.parametrize(
+    ("own", "words"), [("", "setup: no Python 3.11 or newer was found"), ("false", "is not a Python 3.11 or newer")]
+)
+def test_no_suitable_python_is_one_clear_line_and_one_that_was_named_is_not_replaced(
+    project: Path, own: str, words: str
+) -> None:
     programs = project / "programs"
     programs.mkdir()
     for name in ("bash", "env", "dirname"):
         (programs / name).symlink_to(str(shutil.which(name)))
-    refused = setup(project, PATH=str(programs), PYTHON="")
-    assert refused.returncode == 1
-    assert refused.stderr.startswith("setup: no Python 3.11 or newer was found")
-    assert refused.stderr.count("\n") == 1
-
-
-def test_a_python_that_was_named_but_is_too_old_is_not_replaced_by_another(project: Path) -> None:
-    refused = setup(project, PYTHON=str(shutil.which("false")))
-    assert refused.returncode == 1
-    assert "is not a Python 3.11 or newer" in refused.stderr
-    assert refused.stderr.count("\n") == 1
+    path = os.environ["PATH"] if own else str(programs)
+    refused = setup(project, PATH=path, PYTHON=str(shutil.which(own)) if own else "")
+    assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+    assert words in refused.stderr

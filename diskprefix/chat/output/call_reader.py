@@ -135,7 +135,7 @@ class CallReader:
                 return begun
             reader.at += 1
             if begun:
-                yield from reader.json(_nowhere)
+                yield from reader.json(_discard)
             elif self._family.call.startswith("{NAME"):
                 begun = yield from self._begin(key)
             elif key in _NAME_KEYS and not name:
@@ -157,7 +157,7 @@ class CallReader:
             elif known_only and key not in _OTHER_KEYS:
                 return False
             else:
-                yield from reader.json(_nowhere)
+                yield from reader.json(_discard)
         if following == "}":
             reader.at += 1
             if name and not begun and not known_only:
@@ -251,7 +251,7 @@ class CallReader:
         return sum(map(self._calls.whole, calls)) > 0
 
 
-def _nowhere(text: str) -> None:
+def _discard(text: str) -> None:
     """Drops the text of a value that is left out: an id, a type."""
 
 

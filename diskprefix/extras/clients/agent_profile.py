@@ -24,8 +24,8 @@ Report = Callable[[str], object]
 class AgentProfile:
     """The profile of one agent. Each running agent holds a shared lock on `session.lock` in its `folder`.
 
-    `written.json` has the digest of each text that was written. Agents and people change the files: one whose text
-    would be the same again stays as it is, and one that was changed is copied before another text is written.
+    Agents and users edit the files, so `written.json` has the digest of each text that was written. A file is rewritten
+    only if its recipe changed; an edited one is backed up first.
     """
 
     folder: Path

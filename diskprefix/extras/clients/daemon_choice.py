@@ -64,9 +64,10 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
                     if is_new:
                         _say_start(flags)
                     policy = ("--policy", "agent")
-                    keeper = held.enter_context(one.used(urlsplit(url).port or 0, [*policy, *flags, *named]))
+                    use = held.enter_context(one.used(urlsplit(url).port or 0, [*policy, *flags, *named]))
+                    log_bytes = one.log.stat().st_size
                 try:
-                    at = keeper.url
+                    at = use.url
                     found: Choice | None = None
                     if is_new:
                         found = ask_served(running_daemon(at, api_key), at, model, api_key)
@@ -74,11 +75,11 @@ def find_daemon(stack: ExitStack, url: str, model: str | None, api_key: str | No
                         # Two files may have one name.
                         found = served_at(at)
                 except NotReady as error:
-                    raise error if one.url() else NotReady(one.failure()) from error
+                    raise NotReady(one.failure()) if one.has_ended() else error from None
                 if found is not None:
-                    keeper.is_serving = True
+                    use.is_serving = True
                     stack.enter_context(held.pop_all())
-                    stack.callback(keeper.say_deaths)
+                    stack.callback(one.say_deaths, log_bytes)
                     return found
             with one.mutex():
                 if one.end_unused():

@@ -64,8 +64,8 @@ def launch(
 
     A daemon of yours that runs is used if it has the model, or without --model one that suits agents. Otherwise
     `diskprefix serve --policy agent` is started with the largest model that was fetched, fits and calls tools, on
-    another port if need be, and ends with the last agent that uses it. If it dies before, it is started again. If that
-    launch was killed, `diskprefix stop` ends the daemon. With --url, none is started.
+    another port if need be, and ends with the last agent that uses it. If the process of the model dies before, another
+    is started. If that launch was killed, `diskprefix stop` ends the daemon. With --url, none is started.
 
     No file of yours is changed: settings go into the agent's environment and into a profile of its own, a folder below
     $XDG_CONFIG_HOME/diskprefix/launch. What the agent itself keeps (conversations, trusted folders) goes there too, if

@@ -1,8 +1,8 @@
 """The daemons of `diskprefix launch` and `run`: found, or started and shared until the last launch ends.
 
-A daemon that a launch started holds a lock on `daemon.json` as long as it lives, and each launch that uses it holds a
-shared lock on `daemon.users`. So it is known without process numbers whether it lives and whether it is in use, also
-after a launch was killed.
+Until it ends, a daemon holds a lock on `daemon.json`, and each launch that uses the daemon holds a shared lock on
+`daemon.users`. The locks show, without process numbers and also after a launch was killed, whether the daemon lives and
+whether it is in use. The daemon has a front, which starts the process of a model again when that dies.
 """
 
 from __future__ import annotations
@@ -24,23 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.cli.tooling import say, status
-from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
+from diskprefix.errors import NotReady
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
-from diskprefix.server.process.listener import LAUNCHED_FD, listen
 from diskprefix.server.process.token_file import token_for
 from diskprefix.units import counted
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
-_POLL_S = 0.05
-_PATIENCE_S = 10.0
-_NOTE = "[launch]"
-"""The beginning of lines that a launch writes into the daemon's log."""
+_POLL_S, _PATIENCE_S = 0.05, 5.0
+_DEATH = b"[front] the worker of"
+"""The beginning of what a front logs when the process of a model dies."""
 STAYS = ("--idle-unload", "5m")
 """The flags of a daemon that stays when nobody uses it: it gives back the memory of its model."""
-_MOST_DEATHS, _SETTLED_S = 3, 60.0
-"""After so many deaths in a row, each within this time, the daemon is not started again."""
 
 
 @contextmanager
@@ -91,10 +87,10 @@ class LaunchedDaemon:
             return None
         with suppress(BlockingIOError), locked(file, fcntl.LOCK_SH | fcntl.LOCK_NB):
             return None
-        told = self._told()
-        return f"http://127.0.0.1:{told['port']}" if told else None
+        state = self._state()
+        return f"http://127.0.0.1:{state['port']}" if state else None
 
-    def _told(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Returns what `daemon.json` says of the daemon, nothing if its start has just begun. Behind the first line
         there may be the end of a longer, older one. Raises `ValueError` if it is damaged."""
         line = (self.folder / "daemon.json").read_text(encoding="utf-8").partition("\n")[0]
@@ -112,27 +108,24 @@ class LaunchedDaemon:
         return [self, *(LaunchedDaemon(folder=folder) for folder in sorted(self.folder.glob("daemon-*")))]
 
     @contextmanager
-    def used(self, port: int, flags: Sequence[str]) -> Iterator[DaemonKeeper]:
-        """Yields the keeper of the daemon, which is started as by `start` if none lives. At the end the daemon ends,
+    def used(self, port: int, flags: Sequence[str]) -> Iterator[DaemonUse]:
+        """Yields the use of the daemon, which is started as by `start` if none lives. At the end the daemon ends,
         unless another launch uses it, or it stays (`STAYS`) and has served. Raises `NotReady` if it does not start. The
         caller holds `mutex` at the entry, and no more at the end."""
-        keeper = DaemonKeeper(self)
-        if self.url() is None:
-            self.start(port, flags, keeper)
-        else:
-            keeper.begin(str(self.url()))
+        process = self.start(port, flags) if self.url() is None else None
+        use = DaemonUse(url=str(self.url()))
         try:
             with locked(self.folder / "daemon.users", fcntl.LOCK_SH):
-                yield keeper
+                yield use
         finally:
-            keeper.is_ending = True
             with self.mutex():
-                is_left = (keeper.is_serving and set(STAYS) <= set(self.flags())) or self.end_unused()
-            keeper.end(is_left=is_left)
+                is_left = (use.is_serving and set(STAYS) <= set(self.flags())) or self.end_unused()
+            if process is not None and not is_left:
+                process.wait()
 
     def flags(self) -> list[str]:
         """Returns the flags of the daemon, none if there is none."""
-        return [] if self.url() is None else self._told().get("flags", [])
+        return [] if self.url() is None else self._state().get("flags", [])
 
     def end_unused(self) -> bool:
         """Ends the daemon if no launch uses it, and waits for that. Returns whether it goes on. The caller holds
@@ -141,28 +134,26 @@ class LaunchedDaemon:
             return False
         try:
             with locked(self.folder / "daemon.users", fcntl.LOCK_EX | fcntl.LOCK_NB):
-                told = self._told()
-                if "pid" not in told:
+                state = self._state()
+                if "pid" not in state:
                     # Its launch was killed in the middle of the start.
                     return True
                 # It may have died just now.
                 with suppress(ProcessLookupError):
-                    os.kill(told["pid"], signal.SIGTERM)
+                    os.kill(state["pid"], signal.SIGTERM)
                 with status("the daemon saves what only memory holds …"), locked(self.folder / "daemon.json"):
                     return False
         except BlockingIOError:
             return True
 
-    def start(self, port: int, flags: Sequence[str], keeper: DaemonKeeper) -> subprocess.Popen[bytes]:
-        """Starts the daemon at `port`, or at another one if that is in use, and returns when it answers. Raises
+    def start(self, usual_port: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Starts the daemon at the usual port, or at another one if that is in use, and returns when it answers. Raises
         `NotReady` if it ends. The caller holds `mutex`."""
-        listener = _listener(port)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        call = running_daemon(url, None)
+        port = _free_port(usual_port)
+        call = running_daemon(f"http://127.0.0.1:{port}", None)
         if self.log.exists():
             self.log.replace(self.log.with_name("daemon.log.1"))
-        process = self.spawn(listener, flags)
-        keeper.begin(url, listener, process)
+        process = self._spawn(port, flags)
         try:
             with status("starting the daemon …"):
                 while process.poll() is None:
@@ -172,15 +163,13 @@ class LaunchedDaemon:
                     time.sleep(_POLL_S)
         except BaseException:
             process.terminate()
-            keeper.end(is_left=False)
+            process.wait()
             raise
-        keeper.end(is_left=False)
         raise NotReady(self.failure())
 
-    def spawn(self, listener: socket.socket, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Starts the process of a daemon on a socket that listens. The caller holds `mutex`."""
-        port = listener.getsockname()[1]
-        told = {"port": port, "flags": [*flags]}
+    def _spawn(self, port: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Starts the process of the daemon. The caller holds `mutex`."""
+        state = {"port": port, "flags": [*flags]}
         process: subprocess.Popen[bytes] | None = None
         try:
             with (
@@ -189,122 +178,58 @@ class LaunchedDaemon:
             ):
                 # Each write is one call, because other launches read the file meanwhile.
                 # First, so that others find a daemon whose launch was killed before it knew the process.
-                os.pwrite(fd, f"{json.dumps(told)}\n".encode(), 0)
+                os.pwrite(fd, f"{json.dumps(state)}\n".encode(), 0)
                 # Of another session, so that ^C in the terminal is for the agent only. It inherits the lock.
                 process = subprocess.Popen(
-                    [*SERVE, "--host", "127.0.0.1", "--port", str(port), *flags],
+                    [*SERVE, "--front", "--host", "127.0.0.1", "--port", str(port), *flags],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=os.environ | {LAUNCHED_FD: str(listener.fileno())},
-                    pass_fds=[fd, listener.fileno()],
+                    pass_fds=[fd],
                     start_new_session=True,
                 )
-                os.pwrite(fd, f"{json.dumps(told | {'pid': process.pid})}\n".encode(), 0)
+                os.pwrite(fd, f"{json.dumps(state | {'pid': process.pid})}\n".encode(), 0)
         except BaseException:
             if process is not None:
                 process.terminate()
                 process.wait()
-            listener.close()
             raise
         return process
 
-    def failure(self) -> str:
-        """Returns why the daemon ended: the last line of its log, and where the others are."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
-        said = (line for line in reversed(lines) if line.strip() and not line.startswith(_NOTE))
-        last = next(said, "it said nothing")
-        return f"the daemon ended: {shown(last.removeprefix('error: '), 500)} (its log: {self.log})"
-
-
-class DaemonKeeper:
-    """Keeps a daemon running while its agent does: when it dies, it is started again on the same port.
-
-    The launch that has started it holds the port, where connections wait meanwhile. If that launch has ended, another
-    one takes the port anew.
-    """
-
-    def __init__(self, shared: LaunchedDaemon) -> None:
-        self._shared = shared
-        self.url = ""
-        self._num_deaths = 0
-        self._failure = ""
-        self.is_serving = False
-        """True once the model is loaded. A daemon that dies before is not started again: it would die again."""
-        self.is_ending = False
-        self._listener: socket.socket | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep, daemon=True)
-
-    def begin(
-        self, url: str, listener: socket.socket | None = None, process: subprocess.Popen[bytes] | None = None
-    ) -> None:
-        self.url, self._listener, self._process = url, listener, process
-        self._thread.start()
-
-    def end(self, *, is_left: bool) -> None:
-        """Gives the port back, and waits for the end of the daemon unless it `is_left` to other launches."""
-        self.is_ending = True
-        if not is_left:
-            self._thread.join()
-            if self._process is not None:
-                self._process.wait()
-        if self._listener is not None:
-            self._listener.close()
-
-    def _keep(self) -> None:
-        in_a_row = 0
-        while True:
-            began_at = time.monotonic()
-            # Until the daemon, which holds a lock on it, has died. --clean may have removed the folder then.
-            with suppress(FileNotFoundError), locked(self._shared.folder / "daemon.json", fcntl.LOCK_SH):
-                pass
-            if self.is_ending or not self.is_serving:
-                break
-            self._num_deaths += 1
-            in_a_row = 1 if time.monotonic() - began_at >= _SETTLED_S else in_a_row + 1
-            if in_a_row > _MOST_DEATHS:
-                self._failure = f"it is not started again; {self._shared.failure()}"
-                break
-            try:
-                self._start_again()
-            except (DiskPrefixError, OSError, ValueError) as error:
-                self._failure = f"it cannot be started again: {error} (its log: {self._shared.log})"
-                break
-        if self._listener is not None:
-            # Who waits there for an answer must not wait for ever.
-            self._listener.close()
-
-    def _start_again(self) -> None:
-        """Starts the daemon, unless another launch does. Raises `DiskPrefixError` and `OSError`, and
-        `ValueError` if `daemon.json` is damaged."""
+    def has_ended(self) -> bool:
+        """Returns whether the daemon, which does not serve, has ended, or does so within some seconds."""
         deadline = time.monotonic() + _PATIENCE_S
-        if self._process is not None:
-            self._process.wait()
-        while True:
-            with self._shared.mutex():
-                if self.is_ending or self._shared.url() is not None:
-                    return
-                told = self._shared._told()
-                try:
-                    self._listener = self._listener or listen("127.0.0.1", told["port"], asks=False)[0]
-                except SettingsError:
-                    # The launch that holds the port will start it, or is just ending.
-                    if time.monotonic() > deadline:
-                        raise
-                else:
-                    self._process = self._shared.spawn(self._listener, told["flags"])
-                    break
+        while self.url() is not None:
+            if time.monotonic() > deadline:
+                return False
             time.sleep(_POLL_S)
-        # Not on the terminal, which is the agent's.
-        with suppress(OSError), self._shared.log.open("a", encoding="utf-8") as log:
-            log.write(f"{_NOTE} the daemon at {self.url} has died and is started again\n")
+        return True
 
-    def say_deaths(self) -> None:
-        """Says what happened to the daemon, unless it is well."""
-        end = self._failure or f"it was started again each time (its log: {self._shared.log})"
-        if self._num_deaths:
-            say(f"the daemon at {self.url} died {counted(self._num_deaths, 'time')}; {end}")
+    def failure(self) -> str:
+        """Returns why the daemon ended, by the last error or else the last line of its log."""
+        lines = [line for line in self.log.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        last = [*lines[-1:], *errors[-1:]] or ["its log is empty"]
+        return f"the daemon ended: {shown(last[-1], 500)} (its log: {self.log})"
+
+    def say_deaths(self, seen_bytes: int) -> None:
+        """Says how often the process of a model has died since the log had `seen_bytes`, or that the daemon has."""
+        # --clean removes the folder of a daemon that has ended.
+        with suppress(FileNotFoundError):
+            if (url := self.url()) is None:
+                say(self.failure())
+            elif num_deaths := self.log.read_bytes()[seen_bytes:].count(_DEATH):
+                died = f"died {counted(num_deaths, 'time')} and was started again each time"
+                say(f"the model at {url} {died} (its log: {self.log})")
+
+
+@dataclass
+class DaemonUse:
+    """The use of a daemon by one launch."""
+
+    url: str
+    is_serving: bool = False
+    """The daemon has the model that the launch needs."""
 
 
 def is_ours(url: str) -> bool:
@@ -312,9 +237,9 @@ def is_ours(url: str) -> bool:
     return token_for(url) is not None
 
 
-def _listener(usual: int) -> socket.socket:
-    """Returns a socket that listens on the usual port if it is free, else on another."""
+def _free_port(usual: int) -> int:
+    """Returns the usual port if it is free, else another one."""
     for port in (usual, 0):
-        with suppress(SettingsError):
-            return listen("127.0.0.1", port, asks=False)[0]
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
+            return int(probe.getsockname()[1])
     raise NotReady("this machine has no free port")

@@ -28,11 +28,10 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.extras.embedding.model_purpose import Purpose
 from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.generation import Generation, together
+from diskprefix.server.generation import Generation, disconnected, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.routes import Routes
 from diskprefix.server.serving import Serving
-from diskprefix.server.streaming import disconnected
 from diskprefix.tenant_ids import group_of
 
 MAX_INPUTS, MAX_TOKENS = 2048, 300_000

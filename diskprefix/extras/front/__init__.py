@@ -1,4 +1,4 @@
-"""A front process, and behind it a worker for each model: several models, `--standby` and `--idle-unload`."""
+"""A front process, and behind it a worker for each model: several models, `--front`, `--standby`, `--idle-unload`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def open_front(settings: Settings) -> RunFront | None:
     from diskprefix.extras.catalogue.catalogue import open_catalogue
 
     catalogue = open_catalogue(settings)
-    if catalogue is None and not (settings.standby or settings.idle_unload):
+    if catalogue is None and not (settings.front or settings.standby or settings.idle_unload):
         return None
     from diskprefix.extras.front.front_server import run_front
     from diskprefix.extras.front.listing import Listing

@@ -74,11 +74,16 @@ class Front:
     """ASGI application. With one model, requests are passed on as they come."""
 
     def __init__(
-        self, settings: Settings, listing: Listing, workers: Workers, who: ApiKeys | OwnerToken, end: Callable[[], None]
+        self,
+        settings: Settings,
+        listing: Listing,
+        workers: Workers,
+        access: ApiKeys | OwnerToken,
+        end: Callable[[], None],
     ) -> None:
         """`end` stops the server."""
         self.exit_code = 0
-        self._settings, self._listing, self._workers, self._who, self._end = settings, listing, workers, who, end
+        self._settings, self._listing, self._workers, self._access, self._end = settings, listing, workers, access, end
         self._guard = BrowserGuard(self, settings.host, has_keys=settings.api_keys is not None)
         self._swaps = Swaps(None if listing.only else settings.memory_limit)
         self._by_place: dict[Place, ModelWorker] = {}
@@ -154,8 +159,8 @@ class Front:
     def read_again(self) -> None:
         """Reads the keys and the list of models again, and has the workers read the keys."""
         notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading keys and models again")
-        if isinstance(self._who, ApiKeys):
-            self._who.read_again()
+        if isinstance(self._access, ApiKeys):
+            self._access.read_again()
         for worker in self._workers.all.values():
             # It may have read the keys, and not yet listen.
             worker.has_old_keys = worker.ready_at is None
@@ -265,8 +270,8 @@ class Front:
                 self._keep_later(_LEAST_PAUSE_S, place.model)
             return
         if self._listing.only and not self._has_served and code > 0 and code != DeviceLost.exit_code:
-            # Another start would meet it, too.
-            self.exit_code = code
+            # Another start would meet it, too. From now on no request starts one.
+            self.exit_code, self._is_stopping = code, True
             self._end()
             return
         served_s = 0.0 if worker.ready_at is None else self._loop.time() - worker.ready_at
@@ -318,7 +323,7 @@ class Front:
         if (refusal := self._guard.refusal(scope, headers)) is not None:
             raise HttpError(403, refusal)
         # Without a valid key, nothing waits and nothing is loaded.
-        caller = caller_of(self._who, scope)
+        caller = caller_of(self._access, scope)
         incoming.sees_all = caller.sees_all
         if self._is_stopping:
             raise NotReady("the daemon is stopping")

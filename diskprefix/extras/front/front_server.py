@@ -23,7 +23,7 @@ from diskprefix.server.process.process import (
     uvicorn_config,
     warn_without_keys,
 )
-from diskprefix.server.process.token_file import kept
+from diskprefix.server.process.token_file import published_token
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
     workers.token = made_token(settings)
     workers.address = announce_listening(listeners, settings, workers.token)
     warn_without_keys(settings, workers.address)
-    who = keys or workers.token
-    assert who is not None
-    front = Front(settings, listing, workers, who, lambda: setattr(server, "should_exit", True))
+    access = keys or workers.token
+    assert access is not None
+    front = Front(settings, listing, workers, access, lambda: setattr(server, "should_exit", True))
     server = FrontServer(front, workers, settings)
     try:
         with server.while_listening as listening:
-            listening.enter_context(kept(workers.token.text if workers.token else "", listeners))
+            listening.enter_context(published_token(workers.token.text if workers.token else "", listeners))
             server.run(sockets=listeners)
     finally:
         for listener in listeners:

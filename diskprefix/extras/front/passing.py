@@ -146,7 +146,7 @@ async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWrite
         writer.transport.abort()
         raise
     except OSError:
-        # The worker has answered already, or it is gone: who reads the response finds out.
+        # The worker has answered already, or it is gone: the reader of the response finds out.
         pass
     await incoming.until_left()
     writer.transport.abort()
@@ -184,7 +184,7 @@ class _Response:
     async def pass_down(self, send: Send) -> int:
         begun = await self._read()
         self._connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES)
-        # It has to know which request is answered, and gets no more of it.
+        # h11 only needs the method, to know whether the response has a body.
         self._connection.send(h11.Request(method=self._method, target=b"/", headers=[(b"host", b"worker")]))
         self._connection.receive_data(begun)
         status, body = 0, b""

@@ -12,11 +12,11 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from diskprefix.api.asked import Asked
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.fields import MAX_PARTS, Body, LimitOrNothing
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai import EventWriter, OpenAIBody
+from diskprefix.api.parsed_request import ParsedRequest
 from diskprefix.api.reply import DeltaEvent, EndEvent, ReplyEvent, WholeReply
 from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.output.format import ContentDelta
@@ -59,11 +59,11 @@ class Infill:
     id_prefix = "infill-"
     call_id_prefix = ""
 
-    def read(self, body: InfillRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+    def read(self, body: InfillRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
         files = tuple((file.filename, file.text) for file in body.input_extra or ())
         begun, in_text = body.prompt or "", body.special_tokens_in_text or False
         limit = body.max_tokens if body.n_predict is None else body.n_predict
-        return Asked(
+        return ParsedRequest(
             prompt=FillIn(body.input_prefix, body.input_suffix, "input_suffix", files, begun, in_text),
             sampling=body.sampling(vocab_size, limit, None),
             text_format=body.text_format_beside(None),

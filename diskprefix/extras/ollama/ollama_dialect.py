@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import ConfigDict, Field, model_validator
 
 from diskprefix.api import fields
-from diskprefix.api.asked import Asked, TextFormat
 from diskprefix.api.dialect import Head, Json, JsonLine
 from diskprefix.api.error_forms import error_body
 from diskprefix.api.fields import NotServed, OneOf, RequestBody, SamplingFields, empty_as, sampling_params
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai import Stop
 from diskprefix.api.openai_messages import Content, MessageBody, Tool, ToolAsSent, conversation_of
+from diskprefix.api.parsed_request import ParsedRequest, TextFormat
 from diskprefix.api.reply import (
     CallBegin,
     DeltaEvent,
@@ -182,7 +182,7 @@ class Ollama:
     def __init__(self, body: type[ReplyBody]) -> None:
         self.body = body
 
-    def read(self, body: ReplyBody, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+    def read(self, body: ReplyBody, vocab_size: int, _notes: Callable[[], TenantNotes]) -> ParsedRequest:
         stop, most = body.options.stop or (), body.options.num_predict or 0
         own = TextFormat("json_object", "", "format") if body.format else None
         if isinstance(body.format, dict):
@@ -194,7 +194,7 @@ class Ollama:
             stop=(stop,) if isinstance(stop, str) else stop,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         )
-        return Asked(
+        return ParsedRequest(
             prompt=body.source,
             sampling=sampling,
             num_ctx=body.options.num_ctx,

@@ -64,7 +64,7 @@ def window_of(layer: MtpLayer) -> int | None:
 def draft(model: PreTrainedModel, rows: Sequence[DraftRow]) -> tuple[list[tuple[int, float]], torch.Tensor]:
     """Returns for each row the likeliest next token with its probability, which is not finite if the layer computed
     nothing finite, and the hidden states for rows that go on from there, [rows, hidden_size]. Each row needs memory
-    (`KVSequence.has_room`), and a sequence of its own, whose memory of the layer is completed in the same forward. The
+    (`KVSequence.make_room`), and a sequence of its own, whose memory of the layer is completed in the same forward. The
     lengths of the sequences stay: the next step writes there.
     """
     runs, token_ids, before = list[Run](), list[int](), list[torch.Tensor]()

@@ -191,8 +191,8 @@ def _sequence(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> 
     """Returns a sequence with room for so many tokens, full of NaN behind the prefix: a model that reads behind the
     last token is then not exact."""
     sequence = KVSequence(pool)
-    has_room = (prefix is None or sequence.begin_with(prefix)) and sequence.has_room(num_tokens)
-    assert has_room, "the pool has no limit"
+    has_memory = (prefix is None or sequence.begin_with(prefix)) and sequence.make_room(num_tokens)
+    assert has_memory, "the pool has no limit"
     for table in sequence.tables:
         for number, page in enumerate(table.pages):
             if page is not None:

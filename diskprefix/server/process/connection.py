@@ -59,8 +59,7 @@ class LimitedConnection(H11Protocol):
     def shutdown(self) -> None:
         """The daemon stops: closes the connection, or has it closed after the answer.
 
-        Neither a body that is still arriving is waited for nor the rest of one that was refused: clients could keep the
-        daemon from ending.
+        Does not wait for bodies that are still arriving: clients could keep the daemon from ending.
         """
         self.transport.lingers = True  # type: ignore[attr-defined]
         super().shutdown()
@@ -83,7 +82,7 @@ class LimitedConnection(H11Protocol):
         )
 
     def _close_longest_idle(self) -> bool:
-        """Returns False if no connection is idle."""
+        """Closes the connection that has been idle for longest. Returns False if none is idle."""
         idle = [other for other in self.connections if isinstance(other, LimitedConnection) and other._is_idle]
         if idle:
             min(idle, key=lambda other: other._idle_since).transport.close()

@@ -23,18 +23,15 @@ _KEEPALIVE_S, _KEEPALIVE_PROBES = 15, 4
 BACKLOG = 2048
 _ASK_S, _MOST_HEALTH_BYTES = 2.0, 1 << 16
 _ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
-LAUNCHED_FD = "_DISKPREFIX_LISTEN_FD"
-"""The variable in which `diskprefix launch` passes the number of a socket that listens."""
 _FIRST_PASSED = 3
 """The number of the first descriptor that systemd passes (sd_listen_fds(3))."""
 
 
 def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
-    """Returns the sockets that systemd or a launch listens on for this process, or else new ones on `--host` and
-    `--port`.
+    """Returns the sockets that systemd listens on for this process, or else new ones on `--host` and `--port`.
 
-    The settings come back with the address of the passed sockets: of several, one that other machines reach, because
-    who may do what depends on it. Raises `SettingsError`.
+    The settings come back with the address of the passed sockets. Of several addresses it is one that other machines
+    can reach, because access depends on that. Raises `SettingsError`.
     """
     passed = passed_sockets()
     if not passed:
@@ -47,13 +44,10 @@ def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
 
 
 def passed_sockets() -> list[socket.socket]:
-    """Returns the sockets of systemd's socket activation or of a launch, else none. Raises `SettingsError` for others
+    """Returns the sockets of systemd's socket activation, else none. Raises `SettingsError` for others
     than streams that listen, on an address or a path."""
     count, process = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
     os.environ.pop("LISTEN_FDNAMES", None)
-    if (launched := os.environ.pop(LAUNCHED_FD, "")).isdigit():
-        os.set_inheritable(int(launched), False)
-        return [_passed(int(launched))]
     if not count.isdigit() or process != str(os.getpid()):
         return []
     passed = []
@@ -78,11 +72,11 @@ def _passed(number: int) -> socket.socket:
     return one if one.family == socket.AF_UNIX else _configured(one)
 
 
-def listen(host: str, port: int, *, asks: bool = True) -> list[socket.socket]:
+def listen(host: str, port: int) -> list[socket.socket]:
     """Returns listening sockets on all addresses of `host`; port 0 takes a free port of the first address.
 
     They listen before anything slow, so that a second daemon on the port fails at once. Raises `SettingsError`, which
-    names the daemon that uses the port if it `asks`: that may take seconds.
+    names the daemon that uses the port.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -104,7 +98,7 @@ def listen(host: str, port: int, *, asks: bool = True) -> list[socket.socket]:
         flag, hint = "--port", "choose another with --port"
         if failure.errno in _ABSENT_ADDRESS:
             flag, hint = "--host", "give an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
-        elif failure.errno == errno.EADDRINUSE and asks:
+        elif failure.errno == errno.EADDRINUSE:
             hint = f"{_who_answers(host, port)}; {hint}"
         message = f"{flag}: cannot listen on {host}:{port}: {os.strerror(failure.errno or 0)}; {hint}"
         raise SettingsError(message) from failure

@@ -1,14 +1,10 @@
-"""The process of the daemon: its start, its signals, and its end.
-
-`/health` is answered from the first moment, while the routes are still imported.
-"""
+"""The process of the daemon: its start, its signals, and its end."""
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
 import gc
-import json
 import logging
 import os
 import resource
@@ -18,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -31,14 +27,13 @@ from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.listener import BACKLOG, open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
-from diskprefix.server.process.token_file import dashboard_line, kept
+from diskprefix.server.process.token_file import dashboard_line, published_token
 from diskprefix.settings import Settings
 from diskprefix.store.folder import crash_file, make_folder
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
     from diskprefix.engine.loop import Engine
     from diskprefix.server.daemon import Daemon, EngineLoader
@@ -59,70 +54,17 @@ _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
 _OTHER_FILES, _LEAST_CONNECTIONS = 64, 16
-"""Open files that are no connections: a model, a store, libraries. And connections that are accepted in any case."""
+"""The number of open files that are not connections (model, store, libraries), and of connections that are always
+accepted."""
 
 _PERIOD_S = 5.0
 """Time between two notifications to systemd."""
 
-_UNKNOWN = ("message", "model", "cache", "queue_depth", "running")
-_LOADING = json.dumps({"status": "loading"} | dict.fromkeys(_UNKNOWN)).encode()
-"""The answer of the route `/health` to a caller without a key."""
-_HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(_LOADING)).encode())]
-
-
-class Entrance:
-    """ASGI application that hands everything to the one that `make_app` returns.
-
-    `make_app` runs in a thread, because it imports all routes. Until it returns, `GET /health` is answered with the
-    status alone. Imports neither Starlette nor what the routes need.
-    """
-
-    def __init__(self, make_app: Callable[[], Starlette], on_failure: Callable[[], None]) -> None:
-        """`on_failure` is called on the event loop if `make_app` raises. `app` then raises the same."""
-        self._make_app = make_app
-        self._on_failure = on_failure
-        self._making: asyncio.Task[Starlette]
-        self._lifespan = AsyncExitStack()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-        elif not self._making.done() and scope["path"] == "/health" and scope["method"] in ("GET", "HEAD"):
-            await send({"type": "http.response.start", "status": 503, "headers": _HEADERS})
-            await send({"type": "http.response.body", "body": _LOADING})
-        else:
-            app = await self.app()
-            await app(scope, receive, send)
-
-    async def app(self) -> Starlette:
-        """Returns the application once it is made and has started."""
-        # Without the shield, a client that hangs up would cancel it.
-        return await asyncio.shield(self._making)
-
-    async def _live(self, receive: Receive, send: Send) -> None:
-        """Starts and ends with the server, as ASGI's lifespan protocol tells."""
-        await receive()
-        self._making = asyncio.create_task(self._make())
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await asyncio.wait([self._making])
-        await self._lifespan.aclose()
-        await send({"type": "lifespan.shutdown.complete"})
-
-    async def _make(self) -> Starlette:
-        try:
-            app = await asyncio.to_thread(self._make_app)
-            await self._lifespan.enter_async_context(app.router.lifespan_context(app))
-        except BaseException:
-            self._on_failure()
-            raise
-        return app
-
 
 def _tell_crashes(settings: Settings) -> None:
-    """Has the process write where its threads were when it crashes, or when the watchdog's SIGABRT ends it. The next
-    start logs that, and checks the store's file, because LMDB may have died of it."""
-    # Of an unusable folder, the start says what is wrong.
+    """Has the process write the stacks of its threads when it crashes, or when the watchdog's SIGABRT ends it. The next
+    start logs them, and checks the store's file, which may have caused the crash."""
+    # If the folder is unusable, opening the store raises the error.
     with suppress(OSError, CacheError):
         make_folder(settings.kv_cache_dir)
         faulthandler.enable(crash_file(settings.kv_cache_dir))
@@ -137,7 +79,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     # Until the server handles it: nothing has been started that must be stopped.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(0))
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
-    # They have just been read. Once the server runs, the signals read them again, and check the pages.
+    # Ignored until the server runs: the keys are fresh, and there are no pages to check yet.
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     token: OwnerToken | None
@@ -148,22 +90,10 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     else:
         listeners, address, token = [front.listener], front.address, front.token
     _tell_crashes(settings)
-    # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
+    # Modules and the model stay. Searching them for garbage takes a fifth of the time until the daemon is ready.
     gc.disable()
-
-    def make_app() -> Starlette:
-        # Its libraries and routes are imported here, while the port answers already.
-        from diskprefix.server.http_app import create_app
-
-        if front is None:
-            warn_without_keys(settings, address)
-        app = create_app(settings, load_engine if front is None else load_in_turn, keys or token)
-        server.daemon = daemon = app.state.daemon
-        daemon.prior_s = process_age_s() if front is None else time.perf_counter() - front.began_at
-        daemon.takes_any_name = front is not None and front.takes_any_name
-        daemon.on_ready = on_ready
-        daemon.on_failure = server.fail
-        return app
+    # Its libraries and routes are imported here, while the port is held already.
+    from diskprefix.server.http_app import create_app
 
     def load_in_turn(settings: Settings, progress: Callable[[str], None]) -> Engine:
         assert front is not None
@@ -171,18 +101,24 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         return load_engine(settings, progress)
 
     def on_ready(serving: Serving) -> None:
-        server.daemon.doing = f"serving {serving.model_name} on {address}"
+        daemon.doing = f"serving {serving.model_name} on {address}"
         _announce(serving, serving.counts.last, settings, address)
         gc.freeze()
         gc.enable()
 
-    entrance = Entrance(make_app, on_failure=lambda: server.stop())
-    server = _Server(uvicorn_config(entrance, settings), entrance, keys, front)
+    if front is None:
+        warn_without_keys(settings, address)
+    app = create_app(settings, load_engine if front is None else load_in_turn, keys or token)
+    daemon: Daemon = app.state.daemon
+    daemon.prior_s = process_age_s() if front is None else time.perf_counter() - front.began_at
+    daemon.takes_any_name = front is not None and front.takes_any_name
+    server = _Server(uvicorn_config(app, settings), daemon, keys, front)
+    daemon.on_ready, daemon.on_failure = on_ready, server.fail
     with server.while_listening as listening:
         if front is None:
-            listening.enter_context(kept(token.text if token else "", listeners))
+            listening.enter_context(published_token(token.text if token else "", listeners))
         server.run(sockets=listeners)
-    _end(server.daemon)
+    _end(daemon)
 
 
 def made_token(settings: Settings) -> OwnerToken | None:
@@ -217,7 +153,7 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     from diskprefix.server.limits import InFlight
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
 
-    # A body that does not end tells a failure after the status. What has failed has been logged then.
+    # A failure after the status leaves the body without an end. Such a failure has been logged already.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing" not in str(record.msg))
     in_flight, files = InFlight(settings).most, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     files = sys.maxsize if files == resource.RLIM_INFINITY else files
@@ -246,7 +182,7 @@ class SignalledServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.while_listening = ExitStack()
-        """What ends with the listening. Requests may go on after it, while another program takes the port."""
+        """Closed when the server stops listening. Requests may go on after that, while another program has the port."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.while_listening.close()
@@ -268,25 +204,16 @@ class SignalledServer(uvicorn.Server):
         self.should_exit = True
 
     def force_end(self) -> None:
-        """Ends the process at once: a second interrupt is for those who do not want to wait."""
+        """Ends the process at once, after a second interrupt."""
         os._exit(_FORCED_EXIT_CODE)
 
 
 class _Server(SignalledServer):
     """The server of a daemon, with time for the running request to finish."""
 
-    def __init__(
-        self, config: uvicorn.Config, entrance: Entrance, keys: ApiKeys | None, front: FrontLine | None
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, daemon: Daemon, keys: ApiKeys | None, front: FrontLine | None) -> None:
         super().__init__(config)
-        self._front = front
-        self.daemon: Daemon
-        """Known once the application is made."""
-        self._entrance = entrance
-        self._keys = keys
-
-    def stop(self) -> None:
-        self.should_exit = True
+        self._daemon, self._keys, self._front = daemon, keys, front
 
     def fail(self, error: DiskPrefixError) -> None:
         """Ends the process, which then raises `error`. A lost accelerator may keep it from ending in order."""
@@ -303,44 +230,31 @@ class _Server(SignalledServer):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, self._check_memory)
         await super().startup(sockets)
-        self._signs_of_life = asyncio.create_task(self._give_signs_of_life())
-
-    @property
-    def _made(self) -> Daemon | None:
-        return getattr(self, "daemon", None)
-
-    async def _give_signs_of_life(self) -> None:
-        with suppress(Exception):
-            # What it raises ends the server, which tells it.
-            await self._entrance.app()
-        if (daemon := self._made) is not None:
-            await give_signs_of_life(daemon)
+        self._signs_of_life = asyncio.create_task(give_signs_of_life(self._daemon))
 
     def _reload(self) -> None:
         """Reads the keys again. No request notices. systemd is not told of it before it has heard that all is ready."""
-        daemon = self._made
-        is_ready = daemon is not None and daemon.serving is not None
+        is_ready = self._daemon.serving is not None
         if is_ready:
             notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading the API keys again")
         if self._keys is not None:
             self._keys.read_again()
-        if daemon is not None and is_ready:
-            notify(READY=1, STATUS=daemon.status_line)
+        if is_ready:
+            notify(READY=1, STATUS=self._daemon.status_line)
 
     def _check_memory(self) -> None:
-        if (daemon := self._made) is not None and daemon.serving is not None:
+        if (serving := self._daemon.serving) is not None:
             # Not here: it waits for a lock.
-            threading.Thread(target=daemon.serving.engine.check_memory, name="kv-check", daemon=True).start()
+            threading.Thread(target=serving.engine.check_memory, name="kv-check", daemon=True).start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._entrance.app()
-        running = counted(self.daemon.in_flight.num, "request")
-        status = f"stopping: {running} may take {GRACE_S:.0f} s to finish" if self.daemon.in_flight.num else "stopping"
-        if self.daemon.failure is None:
-            log.info("%s", status)
-        notify(STOPPING=1, STATUS=status)
-        self.daemon.hibernates = self._front is not None and self._front.turn.is_unloaded
-        drain = asyncio.create_task(self.daemon.drain(GRACE_S))
+        num_running = self._daemon.in_flight.num
+        grace = f": {counted(num_running, 'request')} may take {GRACE_S:.0f} s to finish" if num_running else ""
+        if self._daemon.failure is None:
+            log.info("stopping%s", grace)
+        notify(STOPPING=1, STATUS=f"stopping{grace}")
+        self._daemon.hibernates = self._front is not None and self._front.turn.is_unloaded
+        drain = asyncio.create_task(self._daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain
 

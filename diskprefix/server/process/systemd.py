@@ -27,7 +27,7 @@ def notify(**state: str | int) -> None:
     """Sends assignments such as `READY=1, STATUS="serving"`. Logs a warning if the socket cannot be reached."""
     message = "\n".join(f"{name}={value}" for name, value in state.items()).encode("utf-8", "replace")
     if _front is not None:
-        # If it is gone, this process ends too.
+        # If the front is gone, this process ends too.
         with suppress(OSError):
             _front.send(message, socket.MSG_DONTWAIT)
         return

@@ -1,8 +1,8 @@
 """Files by which commands of the daemon's user know that a daemon is theirs, and find its token.
 
 For each address on which a daemon listens there is one, which only the user can read. The daemon holds a lock on it as
-long as it lives, and nobody else can listen on that address meanwhile. So a command knows before it says a word that
-its own user's daemon is at the other end.
+long as it lives, and no other program can listen on that address meanwhile. So a command knows, before it sends
+anything, that the daemon at the other end is its own user's.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MOST_BYTES = 256
 
 
 @contextmanager
-def kept(token: str, listeners: Sequence[socket.socket]) -> Iterator[None]:
-    """Keeps the token of a daemon that listens ("" with API keys) in a file for each of its addresses. If that is not
-    possible, the log says so."""
+def published_token(token: str, listeners: Sequence[socket.socket]) -> Iterator[None]:
+    """Publishes the token of a daemon that listens ("" with API keys) to its user, in a file for each of its addresses.
+    If that is not possible, the log says so."""
     with ExitStack() as stack:
         try:
             for name in dict.fromkeys(name for listener in listeners for name in _names(listener)):
-                stack.enter_context(_kept(token, name))
+                stack.enter_context(_published(token, name))
         except OSError as error:
             folder = cache_home() / _FOLDER
             log.warning("commands must be told the token (--api-key): no file in %s (%s)", folder, error.strerror)
@@ -47,15 +47,15 @@ def kept(token: str, listeners: Sequence[socket.socket]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(token: str, name: str) -> Iterator[None]:
+def _published(token: str, name: str) -> Iterator[None]:
     """Raises `OSError`."""
     folder = cache_home() / _FOLDER
     if (reason := distrusted_by_root(folder)) is not None:
         raise PermissionError(0, reason)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    # Of mode 0600, and locked before it has its name: a file with an address for its name and no lock is that of a
-    # daemon that has ended.
+    # The file has mode 0600, and is locked before it has its name: a file without a lock is that of a daemon that has
+    # ended.
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -60,7 +60,6 @@ def body_of(family: Family, messages: list[Message], *, tools: bool = False, **f
 
 
 def prompt_of(family: Family, messages: list[Message], *, tools: bool = False, **fields: Any) -> Prompt:
-    """Through the daemon's own renderer."""
     return rendered(renderer_of(family), body_of(family, messages, tools=tools, **fields).conversation)
 
 
@@ -134,7 +133,6 @@ def in_parts(messages: list[Message]) -> list[Message]:
 
 
 def _changed(messages: Iterable[Message], change: Callable[[Message], None]) -> list[Message]:
-    """A copy; only what the assistant said is changed."""
     changed = copy.deepcopy(list(messages))
     for message in changed:
         if message["role"] == "assistant":

@@ -58,7 +58,6 @@ def read(format: OutputFormat, pieces: Iterable[str], tools: list[dict[str, Any]
 
 
 def tool(name: str, /, **properties: Any) -> dict[str, Any]:
-    """A tool with arguments of these schemas, all of them required."""
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "description": "A tool.", "parameters": parameters}}
 
@@ -68,6 +67,5 @@ _TYPES |= {type(None): "null"}
 
 
 def tool_of(name: str, arguments: Any) -> dict[str, Any]:
-    """A tool whose schema has the types of these arguments."""
     known = arguments if isinstance(arguments, dict) else {}
     return tool(name, **{key: {"type": _TYPES[type(value)]} for key, value in known.items()})

@@ -10,7 +10,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from diskprefix.api.asked import thought_budget_of
+from diskprefix.api.parsed_request import thought_budget_of
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.choose_format import Chosen, Render, choose_format
 from diskprefix.chat.output.format import ThoughtTags

@@ -54,7 +54,6 @@ def names(settings: Settings) -> list[str]:
 
 
 def pulled(tmp_path: Path, repo: str, *files: str) -> Path:
-    """Files in the hub's cache, as a snapshot of the main branch."""
     folder = tmp_path / "hub" / f"models--{repo.replace('/', '--')}"
     (folder / "refs").mkdir(parents=True, exist_ok=True)
     (folder / "refs" / "main").write_text("abc")

@@ -111,7 +111,6 @@ conversations = st.builds(
 
 
 def requests_of(roles: str, sizes: Sequence[int]) -> list[Conversation]:
-    """The requests of a conversation, each with all that was said before."""
     whole = conversation_of(roles).messages
     sized = [replace(m, content=[TextPart("x " * n, "")]) for m, n in zip(whole, sizes, strict=False)]
     ends = [
@@ -156,7 +155,6 @@ def renderer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | Non
 
 
 def session(num_calls: int) -> list[Conversation]:
-    """The requests of an agent with one task and many calls of a tool."""
     messages: list[Message] = [
         Message(role="system", content=[TextPart(words(1, 30), "")], path="messages.0"),
         Message(role="user", content=[TextPart(words(2, 10), "")], path="messages.1"),

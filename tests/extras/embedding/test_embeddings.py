@@ -73,7 +73,6 @@ def embed(client: httpx.Client, given: Any, **body: Any) -> Any:
 
 
 def vectors(client: httpx.Client, given: Any, **body: Any) -> list[bytes]:
-    """The vectors' bits."""
     data = embed(client, given, encoding_format="base64", **body)["data"]
     assert [one["index"] for one in data] == list(range(len(data)))
     return [base64.b64decode(one["embedding"]) for one in data]
@@ -81,7 +80,6 @@ def vectors(client: httpx.Client, given: Any, **body: Any) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def hidden_states(folder: Path) -> list[torch.Tensor]:
-    """transformers' own last hidden states of `TEXTS`."""
     from transformers import AutoModel, AutoTokenizer
 
     model, tokenizer = AutoModel.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)

@@ -107,7 +107,6 @@ def import_file(store: Store, path: Path) -> Imported:
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header and the tensors of a file."""
     (length,) = struct.unpack_from("<Q", data)
     header: dict[str, Any] = json.loads(data[8 : 8 + length])
     return header, data[8 + length :]

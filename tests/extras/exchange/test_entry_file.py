@@ -6,9 +6,7 @@ import base64
 import json
 import os
 import struct
-import tracemalloc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from diskprefix.tokens import root_hash
 from tests.examples import examples
 from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of, joined, signed, split
 from tests.store.building import BLOCK, open_store, prompt
+from tests.traced_memory import traced_peak
 
 MOST_BYTES = 8 << 20
 """The memory that looking at a file of a few kilobytes may take."""
@@ -29,13 +28,11 @@ MOST_BYTES = 8 << 20
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A sound file."""
     return exported(tmp_path_factory.mktemp("sound"), LAYOUT)
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A sound file of a layout with states."""
     return exported(tmp_path_factory.mktemp("hybrid"), HYBRID, checkpoints=(BLOCK, 2 * BLOCK))
 
 
@@ -54,7 +51,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def check(path: Path) -> None:
-    """All that an import checks before it writes."""
     with EntryReader.open(path) as reader:
         reader.verify_payloads(lambda _num_bytes: None)
 
@@ -201,16 +197,6 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
             check(tmp_path / name)
 
 
-@contextmanager
-def within_memory() -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz") / "e.safetensors"
@@ -219,16 +205,19 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sound_or_one_line(path: Path, data: bytes) -> None:
     """Never another exception, never much memory."""
     path.write_bytes(data)
-    with within_memory():
+    messages: list[str] = []
+
+    def checked() -> None:
         try:
             check(path)
         except (CacheError, SettingsError) as error:
-            message = str(error)
-        else:
-            return
-    assert message.startswith(str(path))
-    assert message.isprintable()
-    assert len(message) < 600
+            messages.append(str(error))
+
+    assert traced_peak(checked) < MOST_BYTES
+    for message in messages:
+        assert message.startswith(str(path))
+        assert message.isprintable()
+        assert len(message) < 600
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -195,7 +195,6 @@ def test_what_is_missing_is_brought_and_what_is_there_is_not_stored_again(
     store: Store, target: Store, tmp_path: Path
 ) -> None:
     def publications(store: Store) -> list[Publication]:
-        """One with checkpoints, and two that share their first blocks."""
         longer = np.concatenate([PROMPT[: 2 * BLOCK], prompt(9, 2 * BLOCK)])
         hybrid = entry_of(store, PROMPT, layout=HYBRID, checkpoints=(BLOCK, 3 * BLOCK))
         return [hybrid, entry_of(store, PROMPT), entry_of(store, longer)]
@@ -370,7 +369,6 @@ def from_kv(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def to_kv(tmp_path: Path) -> Path:
-    """A store to which a daemon with the same model has written."""
     saved(tmp_path / "to", prompt(9, BLOCK))
     return tmp_path / "to"
 

@@ -107,10 +107,10 @@ TOKEN = OwnerToken("token", SHARED)
 class Told:
     """A front, and what its workers were told. `ended`: how often it wanted to end."""
 
-    def __init__(self, listing: Listing, who: ApiKeys | OwnerToken = TOKEN) -> None:
+    def __init__(self, listing: Listing, access: ApiKeys | OwnerToken = TOKEN) -> None:
         self.workers, self.ended = ToldWorkers(), 0
         settings = Settings(memory_limit=LIMIT)
-        self.front = Front(settings, listing, self.workers, who, self._end)  # type: ignore[arg-type]
+        self.front = Front(settings, listing, self.workers, access, self._end)  # type: ignore[arg-type]
 
     def _end(self) -> None:
         self.ended += 1
@@ -216,8 +216,12 @@ async def test_an_only_model_that_cannot_be_loaded_ends_the_front_at_the_start_a
             workers.make_ready(workers.all[1])
             workers.end(workers.all[1], -9)
             await until(lambda: len(workers.all) == 2)
-        workers.end(workers.all[len(workers.all)], 2)
+        workers.end(last := workers.all[len(workers.all)], 2)
         assert (told.ended, told.front.exit_code) == ((0, 0) if has_served else (1, 2))
+        if not has_served:
+            status, said = await told.ask("any")
+            assert (status, said["error"]["message"]) == (503, "the daemon is stopping")
+            assert [*workers.all.values()] == [last]
 
 
 @in_a_loop
@@ -279,7 +283,7 @@ async def test_a_request_counts_for_its_key_until_its_end_and_a_look_neither_use
 ) -> None:
     admin, other = "a" * 24, "o" * 24
     keys = ApiKeys(write_keys(tmp_path / "keys", f"admin {admin}", f"other {other}"))
-    told = Told(Listing(Settings(), Models(named("one"))), who=keys)
+    told = Told(Listing(Settings(), Models(named("one"))), access=keys)
     in_flight, is_passed = told.front._in_flight, asyncio.Event()
     passed: list[Incoming] = []
 
@@ -339,7 +343,7 @@ async def test_a_key_unloads_with_keep_alive_what_it_alone_uses_and_the_admin_an
         return 200
 
     monkeypatch.setattr(passing, "pass_on", passes)
-    told = Told(Listing(Settings(), Models(named("one")), needs), who=keys)
+    told = Told(Listing(Settings(), Models(named("one")), needs), access=keys)
     async with told.running() as workers:
         await told.ask("one", key=alice)
         workers.make_ready(workers.all[1])
@@ -363,7 +367,7 @@ async def test_bodies_that_wait_for_a_worker_have_a_bound_in_bytes_and_its_memor
     monkeypatch.setattr(front, "trim_heap", trimmed.set)
     alice, bob = "l" * 24, "b" * 24
     keys = ApiKeys(write_keys(tmp_path / "keys", f"alice {alice}", f"bob {bob}"))
-    told = Told(Listing(Settings(), None if is_one_model else Models(named("one")), needs), who=keys)
+    told = Told(Listing(Settings(), None if is_one_model else Models(named("one")), needs), access=keys)
     told.front._in_flight = InFlight(Settings(api_keys=tmp_path / "keys"))
     server = uvicorn.Server(uvicorn_config(told.front, Settings()))
     [listener] = listen("127.0.0.1", 0)
@@ -419,7 +423,7 @@ async def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> Non
     def unreadable(_settings: Settings) -> ModelNeeds:
         raise ModelError("cannot read /srv/models/one")
 
-    told = Told(Listing(Settings(), Models(named("one")), unreadable), who=keys)
+    told = Told(Listing(Settings(), Models(named("one")), unreadable), access=keys)
     async with told.running():
         for key, sees_all in ((admin, True), (other, False)):
             for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/one")):

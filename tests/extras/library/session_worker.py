@@ -41,7 +41,6 @@ def main(name: str, folder: Path, ending: str) -> None:
 
 
 def run_program(code: str, folder: Path, environment: Mapping[str, str], out: Path) -> None:
-    """Runs a program in `folder`, with these environment variables alone. What it prints goes to `out`."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -24,7 +24,6 @@ from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
 from diskprefix.settings import Settings
 from tests import forked
-from tests.devices import DEVICES
 from tests.exactness.architectures import tiny_model
 from tests.extras.library import session_worker
 from tests.extras.library.session_worker import LENGTH, SEED
@@ -52,7 +51,6 @@ def one(token_ids: list[int]) -> torch.Tensor:
 
 
 def bits(output: Any) -> torch.Tensor:
-    """The logits of every generated token, shape [tokens, vocab]."""
     return torch.cat(output.logits)
 
 
@@ -65,7 +63,6 @@ def rest(session: PrefixCacheSession, cache: Any, position: int, token_ids: list
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are equal, of tensors bit for bit."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
@@ -84,7 +81,6 @@ def restored(session: PrefixCacheSession) -> int:
 
 
 def on_the_grid(model: PreTrainedModel, token_ids: list[int]) -> Any:
-    """Transformers alone, prefilling in the same steps."""
     return model.generate(
         one(token_ids), attention_mask=torch.ones(1, len(token_ids)), prefill_chunk_size=BLOCK, **REPLY
     )
@@ -106,22 +102,6 @@ class Streamer(BaseStreamer):  # type: ignore[misc]
 @pytest.fixture
 def model() -> PreTrainedModel:
     return tiny_llama()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", KINDS)
-def test_a_forward_after_a_restored_prefill_gives_the_bits_of_a_cold_one(
-    name: str, device: str, tmp_path: Path
-) -> None:
-    model = tiny_model(name, torch.bfloat16).to(device)
-    with open_session(model, tmp_path / "kv") as cold:
-        cache, num_cached = cold.prefill(PROMPT)
-        expected = rest(cold, cache, GRID_END, PROMPT)
-        assert num_cached == 0
-    with open_session(model, tmp_path / "kv") as warm:
-        cache, num_cached = warm.prefill(PROMPT)
-        assert torch.equal(rest(warm, cache, GRID_END, PROMPT), expected)
-    assert num_cached == GRID_END
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -481,15 +461,6 @@ def test_the_same_weights_share_wherever_they_came_from(model: PreTrainedModel, 
         assert session.prefill(PROMPT)[1] == 0
 
 
-def test_a_scope_limits_what_is_saved(model: PreTrainedModel, tmp_path: Path) -> None:
-    for scope, expected in (("off", 0), (2 * BLOCK, 2 * BLOCK), ("auto:30", GRID_END)):
-        folder = tmp_path / str(scope).replace(":", "-")
-        with open_session(model, folder, scope) as session:
-            session.prefill(PROMPT)
-            session.prefill(PROMPT)
-            assert session.prefill(PROMPT)[1] == expected
-
-
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
 def test_at_least_one_token_is_left_to_compute(length: int, model: PreTrainedModel, tmp_path: Path) -> None:
     prompt = PROMPT[:length]
@@ -659,7 +630,6 @@ ROOT = Path(__file__).parents[3]
 
 
 def examples() -> list[str]:
-    """The examples of the page on architecture."""
     page = (ROOT / "diskprefix" / "README.md").read_text(encoding="utf-8")
     return [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "PrefixCacheSession" in block]
 

@@ -17,7 +17,7 @@ from diskprefix.extras.ollama.ollama_dialect import Ollama, OllamaChatRequest, O
 from diskprefix.extras.ollama.ollama_models import INSTEAD, facts_of
 from diskprefix.server import streaming
 from diskprefix.server.body import parse_json
-from tests.server.agent_model import TEMPLATE, call, saying, thought
+from tests.server.agent_model import call, saying, thought
 from tests.server.chat_model import POSITIONS, write_chat_model, write_tokenizer
 from tests.server.daemon_process import DaemonProcess, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, real_app, scripted_app
@@ -40,14 +40,8 @@ def real(daemon: DaemonProcess) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory, engine: ScriptedEngine) -> Iterator[AppServer]:
-    folder = write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
-    with scripted_app(folder, engine) as server:
+def agent(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(agent_model, engine) as server:
         yield server
 
 

@@ -63,7 +63,6 @@ def read(reader: PictureReader, content: bytes, detail: Any = "auto", beside: An
 
 
 def pixels(reader: PictureReader, content: bytes) -> Any:
-    """Returns what the processor gets of a picture: [height, width, 3]."""
     return read(reader, content).prepare()["pixel_values"].astype(int)
 
 
@@ -207,7 +206,6 @@ def test_the_first_frame_of_an_animation_or_of_a_photograph_is_taken(reader: Pic
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A picture of these sides with the pixels of another one."""
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     content = image_bytes()
     return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]

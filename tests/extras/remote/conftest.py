@@ -19,7 +19,6 @@ def bucket(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(tmp_path: Path, bucket: Path) -> Iterator[MakeMachine]:
-    """Makes a machine that shares the bucket."""
     number = 0
     with ExitStack() as opened:
 

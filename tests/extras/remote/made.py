@@ -30,8 +30,6 @@ WAIT_S = 20.0
 
 @dataclass
 class Machine:
-    """A store and its tiers, beside a bucket."""
-
     store: Store
     writer: Writer
     remote: RemoteTier
@@ -49,15 +47,15 @@ class Machine:
         self.store.publish(pub)
         return pub
 
-    def share(self, token_ids: TokenIds, num_tokens: int | None = None, root: bytes = ROOT) -> None:
-        """Has what is stored of a prompt written to the bucket."""
-        record = RootRecord(model="tiny", block_size=BLOCK, layout=self.layout, created_at=0.0)
+    def share(
+        self, token_ids: TokenIds, num_tokens: int | None = None, root: bytes = ROOT, *, tenant: str = ""
+    ) -> None:
+        record = RootRecord(model="tiny", block_size=BLOCK, layout=self.layout, created_at=0.0, tenant=tenant)
         num_tokens = len(token_ids) if num_tokens is None else num_tokens
         self.remote.upload(Upload(self.nodes(token_ids, root), num_tokens, record, self.tiers))
         assert self.remote.flush(WAIT_S)
 
     def prefetch(self, token_ids: TokenIds, root: bytes = ROOT, **wishes: Any) -> tuple[Prefetched, list[NewNode]]:
-        """Returns what was prefetched, and the nodes in the order in which they were published."""
         published: list[NewNode] = []
 
         def publish(nodes: tuple[NewNode, ...]) -> bool:
@@ -83,3 +81,10 @@ def machine(folder: Path, bucket: str, *, key: NamespaceKey = KEY, state_bytes: 
 
 
 MakeMachine = Callable[..., Machine]
+
+
+def share_of_each(machine: Machine, token_ids: TokenIds, *tenants: str) -> None:
+    for number, tenant in enumerate(tenants):
+        root = ROOT[:-1] + bytes([number])
+        machine.save(token_ids, root=root)
+        machine.share(token_ids, root=root, tenant=tenant)

@@ -39,7 +39,6 @@ def header_of(path: str, data: bytes) -> Header:
 
 
 def ends_in(bucket: Path) -> set[int]:
-    """Where the nodes in the bucket end, in tokens."""
     found = bundles(bucket).items()
     nodes = [node for name, path in found for node in header_of(name, path.read_bytes()).nodes]
     return {node.position + len(node.token_ids) // ID_BYTES for node in nodes}

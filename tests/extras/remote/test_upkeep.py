@@ -6,26 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from diskprefix.cache.tiers.tier import Upload
 from diskprefix.extras.remote.upkeep import NamespaceObjects
 from diskprefix.store.purge import GoneText
-from diskprefix.store.schema import RootRecord
-from tests.extras.remote.made import KEY, OTHER_KEY, MakeMachine
+from tests.extras.remote.made import KEY, OTHER_KEY, MakeMachine, share_of_each
 from tests.store.building import BLOCK, ROOT, prompt
 
 PROMPT = prompt(1, 7 * BLOCK + 5)
-
-
-def of_tenants(make: MakeMachine, *tenants: str) -> MakeMachine:
-    """Shares a prompt of each tenant."""
-    machine = make()
-    for number, tenant in enumerate(tenants):
-        root = ROOT[:-1] + bytes([number])
-        machine.save(PROMPT, root=root)
-        record = RootRecord(model="tiny", block_size=BLOCK, layout=machine.layout, created_at=0.0, tenant=tenant)
-        machine.remote.upload(Upload(machine.nodes(PROMPT, root), len(PROMPT), record, machine.tiers))
-    assert machine.remote.flush(20)
-    return make
 
 
 def num_objects(bucket: Path) -> int:
@@ -33,7 +19,7 @@ def num_objects(bucket: Path) -> int:
 
 
 def test_a_purge_of_a_tenant_leaves_the_others(make: MakeMachine, bucket: Path) -> None:
-    of_tenants(make, "", "a" * 32)
+    share_of_each(make(), PROMPT, "", "a" * 32)
     objects = make().remote.objects
     assert NamespaceObjects(objects, OTHER_KEY).purge(lambda _model, _tenant: True) == 0
     assert NamespaceObjects(objects, KEY).purge(lambda model, tenant: (model, tenant) == ("tiny", "a" * 32)) == 3
@@ -82,7 +68,7 @@ def test_a_daemon_describes_its_root_again_after_a_purge(make: MakeMachine, buck
 
 
 def test_objects_without_a_sound_description_stay(make: MakeMachine, bucket: Path) -> None:
-    of_tenants(make, "", "a" * 32)
+    share_of_each(make(), PROMPT, "", "a" * 32)
     objects = make().remote.objects
     about = sorted(bucket.rglob("about"))[1]
     for planted in (b"planted", bytes(1 << 20), None):

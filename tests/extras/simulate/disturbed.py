@@ -27,7 +27,6 @@ def backwards(window: list[TokenIds], _prompt: TokenIds, _random: np.random.Gene
 
 
 def duplicated(window: list[TokenIds], _prompt: TokenIds, _random: np.random.Generator) -> list[TokenIds]:
-    """Returns each prompt twice, so that half as many are left."""
     return [window[i // 2] for i in range(len(window))]
 
 
@@ -77,7 +76,6 @@ class _DisturbedSimulator(Simulator):
 
 
 def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb: Disturb, seed: int = 0) -> Totals:
-    """As `simulate`, with windows that `disturb` has changed."""
     simulator = _DisturbedSimulator(policy, geometry, disturb, seed)
     for request in trace:
         simulator.step(request)

@@ -51,8 +51,6 @@ EXACT = "token", "lfm2"
 
 
 class Seen(NamedTuple):
-    """What both say of a request."""
-
     restored: int
     reason: str
     selected: int
@@ -142,7 +140,6 @@ class Conversations:
         return before
 
     def answered(self, token_ids: TokenIds) -> None:
-        """The model's reply to the last prompt, as the next turn has it."""
         self._replies[-1] = np.concatenate([self._opening, token_ids, as_token_ids([END])])
 
     def _message(self, role: int, size: int) -> TokenIds:
@@ -184,8 +181,6 @@ POLICY = Policy(scope=AUTO, block_size=BLOCK, min_tokens=MIN_TOKENS, interval=IN
 
 
 class Daemon:
-    """A cache on a folder, as a daemon has it whose scope is `AUTO`."""
-
     def __init__(self, folder: Path, state: str, model: PreTrainedModel | None = None, **changes: object) -> None:
         values: dict[str, object] = {
             "kv_cache_min_tokens": MIN_TOKENS,
@@ -276,14 +271,12 @@ class Daemon:
         return self._written_before + self.runner.cache.writer.written_tokens
 
     def stored(self) -> tuple[int, int]:
-        """How many nodes, and their bytes."""
         with self.runner.cache.store.snapshot() as snapshot:
             table = snapshot.usages()
         return len(table.names), int(table.records["stored_bytes"].sum())
 
 
 def computed(answer: Answer) -> TokenIds:
-    """What of the reply was run through the model."""
     return as_token_ids(answer.greedy[:-1])
 
 

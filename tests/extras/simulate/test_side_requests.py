@@ -24,8 +24,6 @@ TURNS = 12
 
 
 class Talk:
-    """Draws messages."""
-
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
 

@@ -10,7 +10,7 @@ import torch
 
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
-from diskprefix.kv import page_cache
+from diskprefix.kv import kept_blocks
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.tokens import root_hash
@@ -23,7 +23,7 @@ from tests.runner import BLOCK, Runner, random_prompt, tiny_settings
     [("token", 20), ("sliceable", 20), ("mamba2", 20), *((state, 999) for state in ("token", "lfm2", "mamba2"))],
 )
 def test_memory_is_as_in_a_daemon(state: str, num_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_RECLAIMED", 1)
+    monkeypatch.setattr(kept_blocks, "_RECLAIMED", 1)
     is_exact = state in ("token", "lfm2")
     runner = Runner(model_of(state), tiny_settings(tmp_path), exact_at="token" if is_exact else "grid")
     layout = runner.layout
@@ -42,11 +42,11 @@ def test_memory_is_as_in_a_daemon(state: str, num_blocks: int, tmp_path: Path, m
         prompts.append(prompt)
         sequence = pages.begin(owner, prompt)
         assert isinstance(sequence, KVSequence)
-        assert memory.match("", prompt) == sequence.num_ready
-        num_found += sequence.num_ready > 0
-        assert sequence.has_room(len(prompt))
+        assert memory.match("", prompt) == sequence.num_tokens
+        num_found += sequence.num_tokens > 0
+        assert sequence.make_room(len(prompt))
         sequence.truncate(len(prompt))
-        sequence.num_ready = len(prompt)
+        pages.set_ready(sequence, len(prompt))
         pages.end(sequence, keep=True)
         memory.keep("", prompt, len(prompt))
         assert pages.check() == []

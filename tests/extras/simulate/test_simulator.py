@@ -17,7 +17,7 @@ from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.extras.simulate.upper_bound import upper_bound
-from diskprefix.nouns import Mark, Prompt, Scope
+from diskprefix.nouns import Prompt, Scope
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.store.schema import USAGE_DTYPE, Kind
@@ -27,12 +27,10 @@ from tests.extras.simulate.workloads import CATALOG, interleaved
 MIB = 1 << 20
 BLOCK = 16
 GEOMETRY = Geometry(bytes_per_token=1024, logits_bytes=800)
-STATES = Geometry(bytes_per_token=1024, state_bytes=100_000, logits_bytes=800)
 FULL = Policy(scope=Scope("full"), block_size=BLOCK, min_tokens=BLOCK, interval=4 * BLOCK, cold_max=4 * BLOCK)
 
 
 def asked(first: int, num_tokens: int, *, when: float = 0.0, **how: Any) -> TraceRequest:
-    """A prompt of the tokens from `first` on."""
     return TraceRequest(when, Prompt(np.arange(first, first + num_tokens, dtype=np.int32)), **how)
 
 
@@ -60,23 +58,6 @@ def test_nothing_is_no_division_by_zero() -> None:
     assert (totals.hit_rate, totals.restored_share, totals.written_share, totals.write_amplification) == (0, 0, 0, 1)
 
 
-def test_states_are_restored_at_checkpoints_only() -> None:
-    marked = replace(asked(0, 70), prompt=Prompt(np.arange(70, dtype=np.int32), marks=(Mark(40), Mark(64))))
-    requests = replace(marked, scope=Scope("auto", 2)), asked(0, 60)
-    assert replayed(*requests, geometry=STATES).restored_tokens == 32
-    assert replayed(*requests).restored_tokens == 48
-
-
-def test_off_does_nothing_at_all() -> None:
-    off = asked(0, 40, scope=Scope("off"))
-    assert replayed(off, asked(0, 40)).hits == 0
-    totals = replayed(asked(0, 40), off)
-    assert (totals.hits, totals.written_tokens) == (0, 40)
-    simulator = Simulator(replace(FULL, scope=Scope("auto", 4)), GEOMETRY)
-    simulator.step(off)
-    assert simulator.step(asked(0, 40)).selection.recent == 0
-
-
 @pytest.mark.parametrize("how", [{"save": False}, {"remembered": False}])
 def test_who_only_reads_or_fails_leaves_nothing_behind(how: dict[str, Any]) -> None:
     policy = replace(FULL, scope=Scope("auto", 4))
@@ -85,14 +66,6 @@ def test_who_only_reads_or_fails_leaves_nothing_behind(how: dict[str, Any]) -> N
     outcome = simulator.step(asked(0, 40))
     assert (outcome.restored, outcome.selection.recent) == (0, 0)
     assert replayed(asked(0, 40), asked(0, 40, **how)).restored_tokens == 40
-
-
-def test_tenants_share_nothing_and_groups_share_state_but_no_window() -> None:
-    simulator = Simulator(FULL, GEOMETRY)
-    simulator.step(asked(0, 40))
-    assert simulator.step(asked(0, 40, tenant="other")).restored == 0
-    outcome = simulator.step(asked(0, 40, group=b"12345678"))
-    assert (outcome.restored, outcome.selection.recent) == (40, 0)
 
 
 def test_what_was_evicted_and_is_written_again_amplifies() -> None:
@@ -163,7 +136,6 @@ def entry(number: int, parent: int = 0, *, size: int = MIB, kind: Kind = Kind.BL
 
 
 def filled(*numbers: int, budget: int | None = 32 * MIB, has_states: bool = False, **how: Any) -> SimulatedStore:
-    """Nodes of 1 MiB that continue nothing, one second apart."""
     store = SimulatedStore(budget, has_states=has_states, **how)
     for number in numbers:
         assert store.publish([entry(number)], name(number), None, float(number))
@@ -172,13 +144,6 @@ def filled(*numbers: int, budget: int | None = 32 * MIB, has_states: bool = Fals
 
 def there(store: SimulatedStore, numbers: range) -> list[int]:
     return [number for number in numbers if name(number) in store]
-
-
-def test_the_store_counts_what_it_holds() -> None:
-    store = filled(1, 2, 3, budget=None)
-    assert (len(store), store.used_bytes, store.evicted) == (3, 3 * MIB, 0)
-    store.publish([entry(2)], name(2), None, 9.0)
-    assert (len(store), store.used_bytes) == (3, 3 * MIB), "it is stored already"
 
 
 def test_the_least_recently_used_goes_first_and_a_use_keeps_the_path() -> None:
@@ -190,31 +155,6 @@ def test_the_least_recently_used_goes_first_and_a_use_keeps_the_path() -> None:
     gone = sorted(set(range(2, 21)) - set(there(store, range(2, 21))))
     assert gone == list(range(2, 2 + len(gone)))
     assert store.evicted == len(gone) > 0
-
-
-def test_a_node_that_others_continue_stays_until_they_have_gone() -> None:
-    store = SimulatedStore(32 * MIB, has_states=False)
-    store.publish([entry(1), entry(2, parent=1), entry(3, parent=2)], name(3), None, 0.0)
-    assert store.publish([entry(9, size=26 * MIB)], name(9), None, 1000.0)
-    assert there(store, range(1, 4)) == [1]
-
-
-def test_a_row_is_used_again_for_what_comes_after() -> None:
-    store = filled(*range(1, 200), budget=32 * MIB)
-    assert len(store) * MIB == store.used_bytes <= usable_bytes(32 * MIB)
-    assert store.evicted == 199 - len(store)
-    assert len(store._nodes) < 60, "rows are used again"
-    assert all(number in there(store, range(1, 200)) for number in range(195, 200))
-
-
-@pytest.mark.parametrize(("has_states", "kept"), [(True, [2, 3]), (False, [1, 3])])
-def test_blocks_that_no_state_continues_go_first(has_states: bool, kept: list[int]) -> None:
-    """Without states it is the age that counts, and the tail is the older one."""
-    store = SimulatedStore(32 * MIB, has_states=has_states)
-    store.publish([entry(1, size=9 * MIB)], name(1), None, 100.0)
-    store.publish([entry(2, size=9 * MIB, kind=Kind.TAIL)], name(2), None, 0.0)
-    assert store.publish([entry(3, size=14 * MIB)], name(3), None, 1000.0)
-    assert there(store, range(1, 4)) == kept
 
 
 def test_expiry_is_looked_for_once_a_minute() -> None:
@@ -288,10 +228,6 @@ def test_a_node_takes_what_its_pieces_and_records_take_in_the_file() -> None:
 
 def test_small_states_are_not_rounded_up_to_large_ones() -> None:
     assert Geometry(1024, state_bytes=20_000).stored_bytes(0, Kind.CHECKPOINT) < 30_000
-
-
-def test_a_model_with_states_is_restored_at_checkpoints() -> None:
-    assert (TOKEN.state_kind, SLICEABLE.state_kind, CHECKPOINTS.state_kind) == ("token", "sliceable", "checkpoints")
 
 
 @pytest.mark.parametrize("name", CATALOG)

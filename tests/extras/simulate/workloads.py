@@ -48,8 +48,6 @@ def _trace(name: str, num_requests: int, seed: int, chats: Callable[[_Source], I
 
 
 def shared_anchor(seed: int = 0, num_requests: int = 200) -> Trace:
-    """Requests with a common system message, each with one message of its own."""
-
     def chats(source: _Source) -> Iterator[list[TokenIds]]:
         system = source.message(_SYSTEM, (1500, 1500))
         while True:
@@ -88,8 +86,6 @@ def interleaved(
 
 
 def retrieval(seed: int = 0, num_requests: int = 200) -> Trace:
-    """Requests with four of thirty documents, drawn by Zipf's law, and a question."""
-
     def chats(source: _Source) -> Iterator[list[TokenIds]]:
         anchor = source.message(_SYSTEM, (1000, 1000))
         library = [source.message(_USER, (200, 800)) for _ in range(30)]
@@ -102,8 +98,6 @@ def retrieval(seed: int = 0, num_requests: int = 200) -> Trace:
 
 
 def one_off(seed: int = 0, num_requests: int = 200, *, system: Sizes = (100, 2000), user: Sizes = (200, 4000)) -> Trace:
-    """Prompts without common prefixes."""
-
     def chats(source: _Source) -> Iterator[list[TokenIds]]:
         while True:
             yield [source.message(_SYSTEM, system), source.message(_USER, user)]

@@ -18,20 +18,13 @@ from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import wait_ready
 from diskprefix.extras.talk import chat_command
 from diskprefix.extras.talk.chat_command import chat
-from tests.server.agent_model import TEMPLATE, saying, thought
-from tests.server.chat_model import write_chat_model
+from tests.server.agent_model import saying, thought
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
 
 @pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def server(engine: ScriptedEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
-    folder = write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
-    with scripted_app(folder, engine) as running:
+def server(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(agent_model, engine) as running:
         yield running
 
 

@@ -41,7 +41,6 @@ def opened(browser: Browser, url: str, **options: Any) -> Page:
 
 
 def say(page: Page, text: str) -> str:
-    """Sends a message, and returns what stands below the reply."""
     page.fill("#text", text)
     page.press("#text", "Enter")
     return figures(page)
@@ -147,7 +146,6 @@ def test_the_demonstration_shows_what_was_restored_before_the_second_token(brows
 
 
 def answering(*texts: str) -> Callable[[Route], None]:
-    """Answers chats with a reply in these pieces."""
     times = {"ttft_ms": 90, "prefill_ms": 4000, "decode_tokens_per_s": 20.0}
     usage = {"prompt_tokens": 50, "completion_tokens": len(texts)}
     chunks: list[dict[str, Any]] = [{"choices": [{"delta": {"content": text}}]} for text in texts]
@@ -180,7 +178,6 @@ def test_a_reply_that_repeats_itself_is_stopped_and_a_running_prefill_has_a_line
 
 
 def lone_page(browser: Browser, **options: Any) -> Page:
-    """The page of a daemon that answers nothing but what a test routes."""
     page = browser.new_context(**options).new_page()
     page.route("**/health", lambda route: route.fulfill(json={"status": "ok"}))
     page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny"}]}))

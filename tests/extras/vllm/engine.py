@@ -123,7 +123,6 @@ class Engine:
         return tables
 
     def begin(self, request: Request, *, not_cached: str | None = None) -> int:
-        """A request comes and is loaded. Returns how many tokens are."""
         self.scheduler.add(request, not_cached=not_cached)
         num_external = self.scheduler.match(request.request_id, request.num_computed_tokens)
         tables = self.allocate(request, request.num_computed_tokens + num_external)
@@ -146,7 +145,6 @@ class Engine:
         return found
 
     def step(self, request: Request, num_tokens: int) -> None:
-        """Compute so many tokens, and save."""
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         tables = self.allocate(request, end)
         plan = self.scheduler.plan([(request.request_id, end, tables)])
@@ -156,7 +154,6 @@ class Engine:
         request.num_computed_tokens = end
 
     def run(self, request: Request, *, step: int = 20) -> int:
-        """Serve a request. Returns how many tokens were loaded."""
         loaded = self.begin(request)
         self.results(request)
         while (left := len(request.prompt_token_ids or []) - request.num_computed_tokens) > 0:
@@ -173,7 +170,6 @@ class Engine:
         return told
 
     def is_right(self, request: Request, end: int, groups: Sequence[int] = (0,)) -> bool:
-        """Whether the pages of all ranks hold what was computed for the first `end` tokens."""
         return all(
             torch.equal(
                 self._found(rank, layer, request, number, end), state(rank, layer, request.all_token_ids, 0, end)

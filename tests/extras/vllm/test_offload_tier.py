@@ -107,7 +107,6 @@ class Manager:
         self.all.on_schedule_end(base.ScheduleEndContext(new_req_ids=(), preempted_req_ids=()))
 
     def run(self) -> None:
-        """Steps until nothing is on its way."""
         self.tier.drain_jobs()
         self.step()
 

@@ -38,7 +38,6 @@ def engine(tmp_path: Path) -> Iterator[Make]:
 
 
 def stored_at(engine: Engine, position: int, rank: int = 0) -> tuple[bytes, bytes]:
-    """The name of the stored block of a rank at a position, and that of its parent."""
     root = engine.identities[rank].root("")
     with engine.shared.store.snapshot() as snapshot:
         records = ((name, snapshot.node(name)) for name in list(snapshot.keys("nodes")))

@@ -757,7 +757,7 @@ class History:
         pages, writer, room = daemon.engine.pages, daemon.cache.writer, self.settings.kv_cache_write_buffer
         pool: Any = pages.pool
         pending = writer.pending_bytes - writer._page_bytes
-        memory = pool.taken_bytes, pool.used_bytes, len(pool.holds), len(pages.running), len(pages._nodes)
+        memory = pool.taken_bytes, pool.used_bytes, len(pool.holds), len(pages.running), len(pages.kept.blocks)
         if memory != self._memory.get(daemon) and not pool.lock.locked():
             self._memory[daemon] = memory
             lock, pool.lock = pool.lock, nullcontext()

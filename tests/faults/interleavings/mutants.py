@@ -16,7 +16,6 @@ from diskprefix.cache import namespaces
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import CacheResources
 from diskprefix.engine import fetches
-from diskprefix.engine.active_requests import ActiveRequests
 from diskprefix.engine.fetches import Fetches, Read
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
@@ -145,9 +144,6 @@ MUTANTS: dict[str, Mutant] = {
     "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Hold, "__init__", _held_for_a_moment),)),
     "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
     "the wake where pages are free": Mutant("never ends", ((Loop, "__init__", _made_unheard),)),
-    "the end of states that wait for a fork": Mutant(
-        "never ends", ((ActiveRequests, "_drop_youngest_source", lambda _self: False),)
-    ),
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
     "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
     "the room that is given back": Mutant(

@@ -278,5 +278,5 @@ class Daemon:
     def stop(self, grace_s: float, *, hibernates: bool) -> bool:
         self.inbox.stop(grace_s)
         if hibernates:
-            self.engine.hibernate()
+            self.engine.save_idle()
         return self.engine.close()

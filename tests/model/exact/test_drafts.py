@@ -56,7 +56,6 @@ def sequence_of(layout: Layout) -> KVSequence:
 
 
 def computed(model: PreTrainedModel, layout: Layout, *steps: int) -> tuple[KVSequence, torch.Tensor]:
-    """Returns the sequence, and the logits of all tokens."""
     sequence = sequence_of(layout)
     parts = torch.split(made_up_tokens(model, 5, LENGTH), list(steps), dim=1)
     return sequence, torch.cat([forward(model, sequence, part, part.shape[1]) for part in parts])
@@ -78,11 +77,10 @@ def memory_of(sequence: KVSequence, num_layers: int) -> list[bytes]:
 
 
 def guesses(model: PreTrainedModel, *sequences: KVSequence, count: int = 3) -> list[list[Any]]:
-    """Returns a chain of guesses behind each sequence, with their probabilities and hidden states."""
     found: list[list[Any]] = [[] for _ in sequences]
     rows = [DraftRow(sequence, 7, sequence.num_tokens) for sequence in sequences]
     for _ in range(count):
-        assert all(row.state.has_room(row.position + 1) for row in rows)
+        assert all(row.state.make_room(row.position + 1) for row in rows)
         guessed, hidden = draft(model, rows)
         for each, (token, probability), its in zip(found, guessed, hidden, strict=True):
             each += [token, probability, its.tolist()]

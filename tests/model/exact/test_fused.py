@@ -118,18 +118,6 @@ def test_parts_have_the_bits_of_their_steps(name: str, monkeypatch: pytest.Monke
         assert torch.equal(logits, expected_logits)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_quantised_model_has_the_same_bits_beside_other_sequences(name: str) -> None:
-    model = quantised_model(name)
-    layout = layout_of(model)
-    steps = [[260, 3, 90], [17, 40, 1], [1, 1, 1], [1, 2, 5]]
-    together = computed(model, layout, steps)
-    for number, (state, logits) in enumerate(together):
-        ((alone, expected),) = computed(model, layout, steps, [number])
-        assert state == alone
-        assert torch.equal(logits, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "parts"),
     [

@@ -47,12 +47,6 @@ def test_matrices_and_curves_are_those_of_the_module(name: str) -> None:
     assert torch.equal(found, experts(module, rows, chosen, weights))
 
 
-@pytest.mark.parametrize("name", ["beam", "inkling2_text"])
-def test_a_gate_that_is_no_product_of_two_curves_has_none(name: str) -> None:
-    """One multiplies in float32, the other has one function of both."""
-    assert curves_of(mixture_of(name)) is None
-
-
 @pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh"])
 def test_a_gate_with_gelu_has_curves(name: str) -> None:
     module = mixture_of("mixtral")

@@ -64,7 +64,6 @@ def encoded(model: PreTrainedModel, rows: torch.Tensor) -> Any:
 
 
 def computed(model: PreTrainedModel, layout: Layout, steps: Iterable[tuple[int, int]], spans: Spans = SPANS) -> Any:
-    """Returns the state, and the logits of all tokens."""
     ids, rows = prompt(model)
     sequence, logits = KVSequence(PagePool(layout, model.device, block_size=256)), torch.empty(0)
     for start, end in steps:

@@ -43,19 +43,6 @@ def test_only_what_the_matrix_covers_is_on_the_list() -> None:
     assert covered >= verified._VERIFIED
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, torch.float32) for name in ("mixtral", "qwen3_5", "lfm2")),
-        # With experts, that drops rows, that limits them.
-        *((name, torch.bfloat16) for name in ("mixtral", "gemma4", "olmo")),
-    ],
-)
-def test_it_is_exact_at_every_token_and_shares_steps(name: str, dtype: torch.dtype) -> None:
-    layout, reason = make_exact(tiny_model(name, dtype))
-    assert (layout.exact_at, reason, layout.packs) == ("token", "", True)
-
-
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_missing_operators_are_a_warning_with_the_remedy_unless_they_were_left_out(
     kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -162,7 +162,6 @@ FAMILIES = {
 
 
 def made(family: Family) -> Any:
-    """A random model in float32, of numbers that bfloat16 has."""
     tokens, one = [*tiny.tokens(), *family.tokens], family.pictured
     text = BASE | EPSILON | {"vocab_size": len(tokens)} | one.text | family.text
     config = getattr(transformers, f"{one.kind}Config")(
@@ -249,7 +248,6 @@ def loaded(file: Path, lines: list[str] | None = None, **settings: Any) -> Loade
 
 @torch.inference_mode()
 def logits_of(model: Any, found: LoadedModel) -> torch.Tensor:
-    """The logits of a text with a picture, as the processor of `found` prepares it."""
     assert found.processor is not None
     of_pictures = vars(found.processor)["_processor"].image_processor
     # Gemma 4 scales each picture to so many tokens.

@@ -71,7 +71,6 @@ BLANK = 259
 
 
 def header(path: Path, values: dict[str, Any], **others: Any) -> GgufHeader:
-    """The header of a file with values of `tokenizer.ggml`, without those that are None, and others."""
     architecture = others.pop("general.architecture", "llama")
     writer = GGUFWriter(path / "tiny.gguf", architecture)
     keys = {f"tokenizer.ggml.{key}": value for key, value in values.items()} | others
@@ -316,12 +315,6 @@ def test_a_wrong_tokenizer_is_refused_in_one_line(
         make_tokenizer(header(tmp_path, BYTES | values, **others))
     assert said in caught.value.message
     assert "\n" not in caught.value.message
-
-
-def test_a_model_whose_tokenizer_is_refused_leaves_nothing(tmp_path: Path, cache: Path) -> None:
-    with pytest.raises(ModelError, match="of-tomorrow"):
-        tiny.read_file(tiny.write_gguf(tmp_path / "odd.gguf", pre="of-tomorrow"))
-    assert not cache.exists()
 
 
 def test_arrays_are_read_as_the_library_reads_them(tmp_path: Path) -> None:

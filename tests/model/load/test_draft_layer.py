@@ -99,7 +99,6 @@ OWN = {
 
 
 def write_folder(path: Path, family: str) -> Path:
-    """A random model as the hub has it, of numbers that bfloat16 has."""
     case, sizes = CASES[family], FAMILIES[family][0]
     torch.manual_seed(0)
     config = AutoConfig.for_model(case.kind, **(DENSE | case.sizes | SMALL | sizes))
@@ -126,7 +125,6 @@ def blocks_of(state: State) -> State:
 
 
 def tensors_in(folder: Path, architecture: str) -> State:
-    """The tensors of the file that llama.cpp's converter makes of a folder."""
     kind = next(one for one, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names, found, experts = gguf.get_tensor_name_map(kind, LAYERS + 3), State(), dict[str, list[torch.Tensor]]()
     for name, tensor in sorted(blocks_of(load_file(folder / "model.safetensors")).items()):
@@ -288,7 +286,6 @@ def test_what_is_not_wanted_takes_no_memory(family: str, tmp_path: Path, monkeyp
 
 
 def changed(folder: Path, change: Callable[[State], object]) -> None:
-    """Changes the tensors of a folder."""
     state = load_file(folder / "model.safetensors")
     change(state)
     save_file(state, folder / "model.safetensors", {"format": "pt"})

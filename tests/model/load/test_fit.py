@@ -85,7 +85,6 @@ def test_weights_that_are_cut_or_whose_header_means_nothing_are_refused_by_name(
 
 
 def layers_of(names: Mapping[str, tuple[int, int]], num_layers: int, before: str = "model.") -> list[StoredTensor]:
-    """Returns the tensors of layers, each with rows and columns."""
     return [
         StoredTensor(f"{before}layers.{layer}.{name}", "BF16", shape, 2 * shape[0] * shape[1])
         for layer in range(num_layers)

@@ -131,15 +131,6 @@ def test_the_parts_of_a_split_model_of_ollama_are_taken_in_their_order(ollama: O
     assert needs(Settings(model="split:1b")) is not None
 
 
-def test_a_projector_of_ollama_is_the_layer_of_its_manifest(ollama: OllamaFolder, gguf: bytes) -> None:
-    ollama.add("registry.ollama.ai/library/sees:1b", ollama.layer("model", gguf), ollama.layer("projector", b"clip"))
-    path = path_of("sees:1b")
-    assert path is not None
-    manifest = manifest_of(path)
-    assert manifest is not None
-    assert manifest.projectors == [ollama.blob(b"clip")]
-
-
 @pytest.mark.parametrize(
     ("manifest", "problem"),
     [

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GgufConfig
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
 from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants import file_parameters
 from diskprefix.model.quants.quantised import in_decoder
@@ -100,36 +98,6 @@ def test_any_part_of_a_split_gguf_names_the_model_of_all_parts(tmp_path: Path) -
 
 def contents_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def whole_model(file: Path) -> dict[str, torch.Tensor]:
-    """The tensors as transformers loads them at once."""
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent,
-        gguf_file=file.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
-    state: dict[str, torch.Tensor] = model.state_dict()
-    return state
-
-
-@pytest.mark.parametrize(
-    "options", [{"quantised": "Q4_0"}, {"quantised": "Q8_0", "experts": 4}, {"without": "output.weight"}], ids=str
-)
-def test_tensors_that_are_made_one_by_one_are_those_of_the_whole_model(options: dict[str, Any], tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", **options)
-    expected, found = whole_model(file), read_file(file).model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("weights", ["native", "auto"])
-def test_the_size_that_is_asked_for_is_the_size_that_is_taken(weights: str, tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
-    needs, found = needs_of_gguf(file, weights), read_file(file, weights)
-    taken = sum({tensor.data_ptr(): tensor.nbytes for tensor in contents_of(found.model).values()}.values())
-    assert needs.weights_bytes == pytest.approx(taken, rel=0.01)
 
 
 def replaced(patch: pytest.MonkeyPatch, file: Path) -> None:

@@ -153,7 +153,6 @@ def filled(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def paired(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rotary pairs side by side."""
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
@@ -254,15 +253,6 @@ def test_the_length_that_phi_was_trained_with_is_that_of_the_file(length: int, t
     tensors |= {f"rope_factors_{name[:-7]}.weight": torch.tensor(numbers) for name, numbers in factors.items()}
     file = written(tmp_path / "tiny.gguf", "phi3", model.config, values | {"rope.scaling.attn_factor": 1.3}, tensors)
     require_logits_of(model, file)
-
-
-def test_a_head_that_rotates_in_part_is_refused_where_the_model_rotates_all(tmp_path: Path) -> None:
-    model = made("qwen3", {"head_dim": 32, "rope_parameters": rope(), **EPSILON})
-    values = RMS | {"attention.key_length": 32, "attention.value_length": 32, "rope.freq_base": 250000.0}
-    values |= {"rope.dimension_count": 16}
-    file = written(tmp_path / "tiny.gguf", "qwen3", model.config, values, tensors_of(model, "qwen3"))
-    with pytest.raises(ModelError, match=r"qwen3\.rope\.dimension_count is 16, and the model would rotate 32"):
-        tiny.read_file(file)
 
 
 # The scaling of positions, of which no tiny model shows the numbers.
@@ -367,7 +357,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def deepseek(kind: str) -> PreTrainedModel:
-    """A random model; biases that choose experts are not zeros."""
     torch.manual_seed(0)
     # The tokens at which texts begin and end are those of the class.
     sizes = {name: BASE[name] for name in BASE if not name.endswith("token_id")} | DEEPSEEK | KINDS[kind]
@@ -500,26 +489,6 @@ def test_a_file_of_deepseek_gives_the_parameters_and_logits_of_the_model(
     assert distance(logits_of(served), exact) < 1.5 * distance(logits_of(expected), exact)
     taken = sum({part.data_ptr(): part.nbytes for part in (*served.parameters(), *served.buffers())}.values())
     assert needs_of_gguf(file, "auto").weights_bytes == pytest.approx(taken, rel=0.02)
-
-
-def test_what_chooses_experts_keeps_its_precision(tmp_path: Path) -> None:
-    model = deepseek("V3")
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    file = write(tmp_path / "tiny.gguf", model)
-    for weights in ("native", "auto"):
-        found = loaded(file, weights).state_dict()[name]
-        assert found.dtype is torch.float32
-        assert torch.equal(found, model.state_dict()[name])
-
-
-def test_blocks_that_predict_further_tokens_are_left_out_where_they_are_not_used(tmp_path: Path) -> None:
-    model = deepseek("V2")
-    sizes = {"nextn.eh_proj": (64, 128), "attn_norm": (64,)}
-    more = {f"blk.3.{name}.weight": torch.ones(size) for name, size in sizes.items()}
-    plain = write(tmp_path / "plain.gguf", model)
-    file = write(tmp_path / "tiny.gguf", model, values={"block_count": 4, "nextn_predict_layers": 1}, tensors=more)
-    assert needs_of_gguf(file, "auto").weights_bytes == needs_of_gguf(plain, "auto").weights_bytes
-    assert torch.equal(logits_of(loaded(file, "native")), logits_of(loaded(plain, "native")))
 
 
 @pytest.mark.parametrize(

@@ -219,14 +219,6 @@ def require_refused(file: Path, words: str) -> None:
     assert "\n" not in raised.value.message
 
 
-@pytest.mark.parametrize("content", [b"not a gguf file at all" * 100, 0.9], ids=repr)
-def test_a_file_that_is_no_whole_gguf_leaves_nothing(content: bytes | float, cache: Path, tmp_path: Path) -> None:
-    whole = (file := tiny.write_gguf(tmp_path / "tiny.gguf")).read_bytes()
-    file.write_bytes(content if isinstance(content, bytes) else whole[: int(content * len(whole))])
-    require_refused(file, f"cannot read {file}")
-    assert not cache.exists()
-
-
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize(
     ("spoil", "words"),

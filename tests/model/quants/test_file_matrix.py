@@ -56,7 +56,6 @@ def firsts_of(tensors: list[FileTensor]) -> list[int]:
 
 
 def rows_of(change: Any, tensors: list[FileTensor]) -> np.ndarray[Any, Any]:
-    """The numbers of the rows after a change."""
     firsts = zip(firsts_of(tensors), tensors, strict=True)
     shown = [torch.arange(first, first + one.num_rows).view(*one.shape[:-1], 1) for first, one in firsts]
     found: np.ndarray[Any, Any] = change(shown)[..., 0].numpy()

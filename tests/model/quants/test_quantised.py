@@ -14,7 +14,7 @@ from diskprefix.model.exact.self_check import make_exact
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, begin_packing, load_model
 from diskprefix.model.quants.quantised import QuantisedLinear
-from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices, may_be_quantised
+from diskprefix.model.quants.quantised_experts import QuantisedExperts, may_be_quantised
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.settings import Settings
@@ -66,26 +66,12 @@ def test_the_form_of_the_weights_and_the_kernels_are_part_of_the_identity(file: 
     assert root("auto", of_this_cpu()[0]) == root("auto", "auto")
 
 
-def test_a_gguf_keeps_its_quants_number_for_number(file: Path) -> None:
-    model, native = tiny.read_file(file, "auto").model, tiny.read_file(file).model
-    modules = dict(model.named_modules())
-    linears = [name for name, module in native.named_modules() if type(module) is torch.nn.Linear]
-    kept = [name for name in linears if isinstance(modules[name], QuantisedLinear)]
-    assert len(kept) == 2 * 7
-    assert all(torch.equal(modules[name].weight, native.get_submodule(name).weight) for name in kept)
-    assert {str(modules[name].form) for name in kept} == {"int4 32 zeros float16"}
-
-
 def test_auto_without_a_compiled_kernel_is_native(file: Path) -> None:
     assert begin_packing(Settings(model=str(file), kernels="torch")) is None
     assert not forms_of(loaded(file, "auto", kernels="torch").model)
 
 
 # Experts of mixtures.
-
-
-def forms_of_experts(model: PreTrainedModel) -> dict[str, str]:
-    return {name: str(module.form) for name, module in model.named_modules() if isinstance(module, QuantisedMatrices)}
 
 
 @pytest.mark.parametrize("name", ["step3p7", "beam", "inkling2_text"])
@@ -128,19 +114,6 @@ def test_experts_that_depend_on_the_number_of_rows_mean_the_grid(monkeypatch: py
     exact_at, reason = exactness(quantised_tiny_model("qwen3_moe", "Q4_1"))
     assert exact_at == "grid"
     assert "on the steps" in reason
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-def test_experts_of_a_gguf_keep_their_quants_number_for_number(kind: str, tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised=kind, experts=4)
-    model, native = (loaded(file, weights).model for weights in ("auto", "native"))
-    mixtures = [module for module in native.modules() if is_mixture(module)]
-    found = [module for module in model.modules() if isinstance(module, QuantisedExperts)]
-    assert len(found) == len(mixtures) == 2
-    for one, plain in zip(found, mixtures, strict=True):
-        assert all(torch.equal(one.parts()[part].weight, weight) for part, (weight, _) in matrices_of(plain).items())
-    assert {form.split()[0] for form in forms_of_experts(model).values()} == {"int4" if kind == "Q4_1" else "int8"}
 
 
 @pytest.mark.usefixtures("cache")

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 import resource
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from diskprefix.errors import SettingsError
 from diskprefix.server.process import listener as listening
-from diskprefix.server.process.listener import LAUNCHED_FD, listen, open_listeners
-from diskprefix.server.process.process import Entrance, uvicorn_config
+from diskprefix.server.process.listener import listen, open_listeners
+from diskprefix.server.process.process import uvicorn_config
 from diskprefix.server.process.systemd import notify
 from diskprefix.settings import Settings
 
@@ -49,22 +37,6 @@ def test_of_two_passed_addresses_the_one_that_others_reach_decides(monkeypatch: 
     assert listeners == passed
     for one in passed:
         one.close()
-
-
-def test_a_launch_passes_the_socket_on_which_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as passed:
-        monkeypatch.setenv(LAUNCHED_FD, str(os.dup(passed.fileno())))
-        settings, [listener] = open_listeners(Settings())
-        with listener:
-            assert (settings.host, settings.port) == listener.getsockname() == passed.getsockname()
-        assert LAUNCHED_FD not in os.environ
-        open_listeners(Settings(port=0))[1][0].close()
-    read, write = os.pipe()
-    monkeypatch.setenv(LAUNCHED_FD, str(read))
-    with pytest.raises(SettingsError, match=f"descriptor {read} is no socket"):
-        open_listeners(Settings())
-    for one in (read, write):
-        os.close(one)
 
 
 def test_an_address_that_this_machine_lacks_is_left_out_if_there_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,132 +74,6 @@ def test_a_socket_of_systemd_that_cannot_be_reached_is_logged_and_no_error_and_n
     with caplog.at_level(logging.DEBUG):
         notify(READY=1)
     assert ["cannot notify systemd" in message for message in caplog.messages] == [True] * (address is not None)
-
-
-def health(_request: Request) -> JSONResponse:
-    return JSONResponse({"status": "ok"})
-
-
-def other(_request: Request) -> JSONResponse:
-    return JSONResponse("answered")
-
-
-class Making:
-    """An application that is made when `go` is set, behind an entrance that a server has started."""
-
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.go = threading.Event()
-        self.seen: list[str] = []
-        self._failure = failure
-        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.entrance = Entrance(self._make, on_failure=lambda: self.seen.append("failed"))
-        transport = httpx.ASGITransport(app=self.entrance)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
-
-    def _make(self) -> Starlette:
-        assert self.go.wait(30)
-        if self._failure is not None:
-            raise self._failure
-        return Starlette(routes=[Route("/health", health), Route("/other", other)], lifespan=self._lifespan)
-
-    @asynccontextmanager
-    async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
-        self.seen.append("started")
-        yield
-        self.seen.append("ended")
-
-    async def __aenter__(self) -> Making:
-        sent = asyncio.Event()
-
-        async def send(message: Any) -> None:
-            self.seen.append(message["type"])
-            sent.set()
-
-        self._events.put_nowait({"type": "lifespan.startup"})
-        self._living = asyncio.create_task(self.entrance({"type": "lifespan"}, self._events.get, send))
-        await sent.wait()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.go.set()
-        self._events.put_nowait({"type": "lifespan.shutdown"})
-        await self._living
-
-
-def run(test: Callable[[Making], Awaitable[None]], failure: Exception | None = None) -> list[str]:
-    """Returns what was seen."""
-
-    async def within() -> list[str]:
-        async with Making(failure) as making:
-            await test(making)
-        return making.seen
-
-    return asyncio.run(within())
-
-
-def test_health_is_answered_before_the_application_is_made_and_other_requests_wait_for_it() -> None:
-    async def test(making: Making) -> None:
-        assert making.seen == ["lifespan.startup.complete"]
-        asked = asyncio.create_task(making.client.get("/other"))
-        posted = asyncio.create_task(making.client.post("/health"))
-        early = await making.client.get("/health")
-        nothing = dict.fromkeys(("message", "model", "cache", "queue_depth", "running"))
-        assert (early.status_code, early.json()) == (503, {"status": "loading"} | nothing)
-        assert not asked.done()
-        assert not posted.done()
-        making.go.set()
-        assert (await asked).json() == "answered"
-        assert (await posted).status_code == 405
-        assert (await making.client.get("/health")).json() == {"status": "ok"}
-        assert making.seen[1:] == ["started"]
-
-    assert run(test)[1:] == ["started", "ended", "lifespan.shutdown.complete"]
-
-
-def test_a_request_that_gives_up_takes_nothing_from_the_others() -> None:
-    async def test(making: Making) -> None:
-        one, other = (asyncio.create_task(making.entrance.app()) for _ in range(2))
-        await asyncio.sleep(0)
-        one.cancel()
-        await asyncio.wait([one])
-        making.go.set()
-        assert isinstance(await other, Starlette)
-
-    run(test)
-
-
-def test_a_server_that_ends_before_the_application_is_made_waits_for_it() -> None:
-    async def test(_making: Making) -> None:
-        pass
-
-    assert run(test)[1:] == ["started", "ended", "lifespan.shutdown.complete"]
-
-
-def test_an_application_that_cannot_be_made_ends_the_server_with_the_reason() -> None:
-    async def test(making: Making) -> None:
-        making.go.set()
-        with pytest.raises(ImportError, match="a broken installation"):
-            await making.entrance.app()
-
-    assert run(test, ImportError("a broken installation"))[1:] == ["failed", "lifespan.shutdown.complete"]
-
-
-def test_what_listens_first_imports_neither_starlette_nor_torch() -> None:
-    slow = {"starlette", "pydantic", "torch", "transformers", "prometheus_client", "jinja2"}
-    code = (
-        "import diskprefix.cli.serve_command, diskprefix.server.process.process as process, sys\n"
-        "from diskprefix.settings import Settings\n"
-        "process.uvicorn_config(None, Settings()).load()\n"
-        f"print(*sorted({slow!r} & set(sys.modules)))"
-    )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.split() == []
-
-
-def test_the_routes_are_imported_without_torch_which_the_thread_that_loads_imports() -> None:
-    code = "import diskprefix.server.http_app, sys; print(*{'torch', 'transformers'} & {*sys.modules})"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert answer.stdout.split() == []
 
 
 @pytest.mark.parametrize(

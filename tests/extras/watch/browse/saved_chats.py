@@ -22,7 +22,6 @@ ALICE = SHARED.with_salt("alice")
 
 
 def tokenizer_in(folder: Path) -> Any:
-    """The tokenizer in `folder`, which is written unless it is there."""
     from transformers import AutoTokenizer
 
     if not folder.exists():
@@ -43,7 +42,6 @@ class SavedChats:
     def save(
         self, body: dict[str, Any], *, tenant: Tenant = SHARED, model: str = "tiny", torch: str = "2.13"
     ) -> Publication:
-        """Saves the prompt of a body. `torch` is a part of the model's identity."""
         self.clock.now += 60
         prompt = self.renderer.replay(ChatRequest.model_validate(body).conversation, None).prompt
         identity = f'{{"fingerprint":{{"torch_version":"{torch}","products":"x"}},"model":"{model}","salt":"{tenant}"}}'

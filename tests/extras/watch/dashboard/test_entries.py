@@ -30,7 +30,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[Store]:
-    """The stores that were read, a reading each."""
     read, found = entries._read, []
 
     def noted(store: Store) -> Any:

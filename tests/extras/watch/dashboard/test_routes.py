@@ -35,7 +35,6 @@ def ask(client: httpx.Client, text: str, **fields: Any) -> Any:
 
 
 def next_state(lines: Iterator[str]) -> dict[str, Any]:
-    """The next event of a stream."""
     for line in lines:
         if line.startswith("data: "):
             found: dict[str, Any] = json.loads(line.removeprefix("data: "))

@@ -51,7 +51,6 @@ class States:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *states: Any, silent_s: float = 1e9) -> tuple[list[bytes], list[int]]:
-    """The events of a stream over these states, and what it asked for the ended requests since."""
     monkeypatch.setattr(dashboard_routes, "UPDATE_S", 0.0)
     monkeypatch.setattr(dashboard_routes, "_SILENT_S", silent_s)
     running = daemon("ok")
@@ -82,8 +81,3 @@ def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch) -> None
     calm: list[Any] = [({"now": at, "status": "ok"}, []) for at in range(3)]
     assert told(monkeypatch, *calm, silent_s=0.0)[0][1:3] == [b": keepalive\n\n"] * 2
     assert not any(event.startswith(b":") for event in told(monkeypatch, *calm)[0])
-
-
-def test_a_stream_ends_when_the_daemon_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    events, since = told(monkeypatch, ({"now": 0, "status": "ok"}, []))
-    assert (len(events), len(since)) == (2, 2)

@@ -1,4 +1,4 @@
-"""Values of what a request asks of its reply, whatever its API, and the engine's constraint that follows from them."""
+"""A request in neutral words, whatever its API, and the engine's constraint on its reply."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from diskprefix.printable import shown
 log = logging.getLogger("diskprefix")
 
 _MOST_KINDS = 32
-_told: defaultdict[str, set[str]] = defaultdict(set)
+_logged: defaultdict[str, set[str]] = defaultdict(set)
 """The texts that were logged with each message."""
 _SHOWN_CHARS = 200
 OF_ONE_OF = "`true`: a `oneOf` whose branches may overlap is an error. Otherwise it is served as `anyOf`."
@@ -52,8 +52,8 @@ class TextFormat:
         *,
         strict: bool | None = False,
     ) -> TextFormat | None:
-        """Returns OpenAI's format at `path`, whose schema stands at `of_schema` below it; None for any text. An object
-        may have a schema too, as llama.cpp has it. Raises `InvalidRequest` for a schema of any text."""
+        """Returns OpenAI's format at `path`, whose schema is at `of_schema` below it; None for any text. As in
+        llama.cpp, `json_object` may have a schema too. Raises `InvalidRequest` for `text` with a schema."""
         if kind == "text":
             if schema is not None:
                 raise InvalidRequest.at(path + of_schema, "needs the type json_schema or json_object")
@@ -68,8 +68,8 @@ class TextFormat:
 class ToolChoice:
     """The offered tools that may be called, or one of which must be called.
 
-    `names` of None are all tools. Without `many`, a reply has one call at most. `path` is where the client said so.
-    The arguments of calls of `strict` must follow the schema, also where nothing must be called.
+    If `names` is None, all tools may be called. Without `many`, a reply has one call at most. `path` is the field of
+    the request. The arguments of calls of `strict` tools always follow the schema.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -102,10 +102,10 @@ def note_left_out(kinds: Collection[str], whose: str) -> None:
 def _log_once(message: str, texts: Collection[str], *more: str) -> None:
     """Logs texts of clients. Each is logged once, as agents send it in every request, and only the first 32 of a
     message are, as a client may invent any number."""
-    told = _told[message]
-    new = sorted({shown(text, _SHOWN_CHARS) for text in texts} - told)[: _MOST_KINDS - len(told)]
+    logged = _logged[message]
+    new = sorted({shown(text, _SHOWN_CHARS) for text in texts} - logged)[: _MOST_KINDS - len(logged)]
     if new:
-        told.update(new)
+        logged.update(new)
         log.info(f"[server] {message}", *more, ", ".join(new))
 
 
@@ -113,11 +113,11 @@ class NamesTools(Protocol):
     """A tool choice that is an object."""
 
     def neutral(self, *, many: bool) -> ToolChoice:
-        """Returns what it says. Without `many`, a reply has one call at most."""
+        """Returns the choice in neutral words. Without `many`, a reply has one call at most."""
 
 
 def openai_choice(
-    asked: Literal["auto", "none", "required"] | NamesTools | None,
+    tool_choice: Literal["auto", "none", "required"] | NamesTools | None,
     *,
     parallel: bool | None,
     tools: Sequence[JsonObject],
@@ -125,16 +125,20 @@ def openai_choice(
 ) -> ToolChoice:
     """Returns what OpenAI's `tool_choice` and `parallel_tool_calls` say. Raises `InvalidRequest` as `check` does."""
     many = parallel is not False
-    choice = ToolChoice(asked or "auto", many=many) if isinstance(asked, str | None) else asked.neutral(many=many)
+    choice = (
+        ToolChoice(tool_choice or "auto", many=many)
+        if isinstance(tool_choice, str | None)
+        else tool_choice.neutral(many=many)
+    )
     choice.check(tools)
     return replace(choice, strict=strict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """A request in neutral words. A text or token ids as `prompt` are continued as they are, and a gap is filled in.
+class ParsedRequest:
+    """A request in neutral words. A `prompt` that is text or token ids is continued as it is, and a gap is filled in.
 
-    The reply to a text is not parsed for reasoning and calls.
+    The reply to such a prompt is not parsed for reasoning and calls.
     """
 
     prompt: Conversation | str | list[int] | FillIn
@@ -168,18 +172,18 @@ class ConstraintCheck(Protocol):
 
 
 def constraint_of(
-    asked: Asked, output_format: OutputFormat, prompt_end: str, check: ConstraintCheck
+    request: ParsedRequest, output_format: OutputFormat, prompt_end: str, check: ConstraintCheck
 ) -> Constraint | None:
-    """Returns what the reply must be; None: anything.
+    """Returns the constraint on the reply, None if there is none.
 
-    Where tools are offered and none may be called, no call may begin. Then the parser of the reply reads none either.
-    A reply that may call tools but need not is constrained where the client asks for JSON: then it is either that, or
-    calls; and where a tool is strict: then its arguments follow the schema. Raises `InvalidRequest` for what cannot be
-    compiled; this may take seconds.
+    If tools are offered and none may be called, the reply may not begin a call, and its parser reads none. If the
+    reply may but need not call tools, it is constrained in two cases: the client asks for JSON, and the reply is either
+    JSON or calls; or a tool is strict, and its arguments follow the schema. May take seconds. Raises `InvalidRequest`
+    for a constraint that cannot be compiled.
     """
-    if not isinstance(asked.prompt, Conversation):
-        return None if asked.text_format is None else _checked_text(asked.text_format, None, check)
-    conversation, choice, text = asked.prompt, asked.tool_choice, asked.text_format
+    if not isinstance(request.prompt, Conversation):
+        return None if request.text_format is None else _checked_text(request.text_format, None, check)
+    conversation, choice, text = request.prompt, request.tool_choice, request.text_format
     tools = choice.allowed(conversation.tools or ())
     thought = _thought_before(output_format, prompt_end)
     is_forced = choice.mode == "required"
@@ -192,7 +196,8 @@ def constraint_of(
             return output_format.strict_grammar(tools, strict)
 
         if thought is not None and thought.begin is None and not _is_thinking(output_format, prompt_end):
-            # A call may come before the end of this thought, which begins an answer: a model that must call has none.
+            # These templates end a thought by starting the answer. A forced call has no answer, so the grammar must not
+            # wait for that end.
             thought = None
         return _checked_calls(conversation, choice, calls, thought, check)
     if text is None and choice.mode == "none" and conversation.tools:
@@ -278,7 +283,7 @@ def _with_any_of(wanted: TextFormat) -> str:
     try:
         schema, wider = with_any_of(json.loads(wanted.source), only_proven=False)
     except (ValueError, RecursionError):
-        # The check says what is wrong.
+        # The check that follows raises the error.
         return wanted.source
     places = [".".join(map(str, (wanted.path, *path))) for path in wider]
     _log_once("a value may fit several branches, as of anyOf: %s", places)

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from diskprefix.api.anthropic import Messages, MessagesRequest
-from diskprefix.api.asked import Asked, TextFormat, ToolChoice, constraint_of
 from diskprefix.api.openai_chat import Chat, ChatRequest
+from diskprefix.api.parsed_request import ParsedRequest, TextFormat, ToolChoice, constraint_of
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
@@ -93,7 +93,7 @@ def found(
 ) -> Constraint | None:
     paths = [f"tools.{index}.function.parameters" for index in range(len(tools or []))]
     conversation = Conversation([Message(role="user", path="messages.0")], tools=tools, tool_paths=paths)
-    asked = Asked(prompt=conversation, sampling=SamplingParams(), **fields)
+    asked = ParsedRequest(prompt=conversation, sampling=SamplingParams(), **fields)
     return constraint_of(asked, Thinking(), prompt_end, compiler.check)
 
 
@@ -176,7 +176,7 @@ def test_a_constraint_begins_behind_the_thought_that_may_come(
 
 
 def test_a_text_that_is_continued_can_be_constrained_and_has_no_thoughts(compiler: ConstraintCompiler) -> None:
-    asked = Asked(prompt="a", sampling=SamplingParams(), text_format=CHOICE)
+    asked = ParsedRequest(prompt="a", sampling=SamplingParams(), text_format=CHOICE)
     constraint = constraint_of(asked, Thinking(), "<think>", compiler.check)
     assert constraint == Constraint(kind="choice", source='["a"]')
 
@@ -219,7 +219,7 @@ def test_what_cannot_be_compiled_is_named_by_its_path(
 def test_what_a_grammar_does_not_hold_is_logged_once(
     compiler: ConstraintCompiler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.api.asked._told", defaultdict(set))
+    monkeypatch.setattr("diskprefix.api.parsed_request._logged", defaultdict(set))
     with caplog.at_level(logging.INFO, "diskprefix"):
         for _ in range(2):
             found(compiler, tools=[TOOLS[0], tool("odd", LOOSE)], tool_choice=REQUIRED)
@@ -233,7 +233,7 @@ def test_what_a_grammar_does_not_hold_is_logged_once(
 def test_a_schema_that_is_too_long_is_refused_before_it_is_read(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.api.asked.with_any_of", None)
+    monkeypatch.setattr("diskprefix.api.parsed_request.with_any_of", None)
     too_long = TextFormat("json_schema", json.dumps({"enum": ["x" * MOST_CHARS]}), "text")
     with pytest.raises(InvalidRequest, match=r"^text: has \d+ characters; at most"):
         found(compiler, text_format=too_long)
@@ -254,7 +254,6 @@ def body(api: str, **fields: Any) -> Any:
 
 
 def tools(api: str, **fields: Any) -> list[dict[str, Any]]:
-    """Two tools, the first of which has these fields."""
     described: list[dict[str, Any]] = [{"name": name} for name in NAMES]
     described[0] |= fields
     if api == "chat":
