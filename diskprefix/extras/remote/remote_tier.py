@@ -68,12 +68,12 @@ class RemoteTier:
         nodes, started = wish.nodes, time.monotonic()
         with open_views(wish.tiers) as views:
             num_near = num_first_blocks(nodes, views, nodes.num_blocks)
-        held = max(num_near * nodes.block_size, wish.have)
-        if nodes.num_blocks * nodes.block_size - held < nodes.block_size:
+        num_held = max(num_near * nodes.block_size, wish.have)
+        if nodes.num_blocks * nodes.block_size - num_held < nodes.block_size:
             # Less than a block takes about as long to compute as to ask for.
             return Prefetched()
         num_bytes = (nodes.num_blocks - num_near) * nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
-        if not wish.pays(len(nodes.token_ids) - held, num_bytes):
+        if not wish.pays(len(nodes.token_ids) - num_held, num_bytes):
             self.counted.count("slower")
             return Prefetched()
         if not self._late_breaker.allows():

@@ -124,14 +124,14 @@ def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
 def _link(before: dict[str, str], position_of: dict[str, int], earlier: str, later: str) -> None:
     """Records that the prefix `earlier` is a beginning of `later`, and inserts both into the known chain."""
     while True:
-        known = before.get(later)
-        if known is None:
+        current = before.get(later)
+        if current is None:
             before[later] = earlier
             return
-        if position_of[known] == position_of[earlier]:
+        if position_of[current] == position_of[earlier]:
             return
-        if position_of[known] > position_of[earlier]:
-            later = known
+        if position_of[current] > position_of[earlier]:
+            later = current
         else:
             before[later] = earlier
-            later, earlier = earlier, known
+            later, earlier = earlier, current

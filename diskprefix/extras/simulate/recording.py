@@ -90,36 +90,41 @@ class RequestRecorder:
         remembered: bool,
     ) -> None:
         """Queues a finished request. See `hooks.Recorder` for the arguments."""
-        if self._layout.get("exact_at") != "token":
-            reply = reply[:0]
-        record_of = partial(
-            RecordedRequest,
-            version=VERSION,
-            when=round(when, 3),
-            scope=str(options.scope),
-            block_size=self._settings.block_size,
-            min_tokens=self._settings.kv_cache_min_tokens,
-            prompt_tokens=len(prompt.token_ids),
-            is_trusted=not options.tenant.is_salted,
-            own_scope=options.scope != self._default_scope,
-            save=options.save,
-            ttl_s=options.ttl_s,
-            model=self._settings.served_model_name or "",
-            output_tokens=output_tokens,
-            reply_tokens=len(reply),
-            boundaries=list(prompt.boundaries),
-            system_end=prompt.system_end,
-            marks=list(prompt.marks),
-            remembered=remembered,
-            **self._layout,
-            restored=report.restored,
-            source=report.source,
-            miss_reason=report.miss_reason,
-            prefill_ms=round(prefill_ms, 2),
-            restore_ms=round(report.restore_ms, 2),
-        )
+        layout = self._layout
+        reply = (reply if layout.get("exact_at") == "token" else reply[:0]).copy()
+
+        def write() -> None:
+            record = RecordedRequest(
+                version=VERSION,
+                when=round(when, 3),
+                scope=str(options.scope),
+                block_size=self._settings.block_size,
+                min_tokens=self._settings.kv_cache_min_tokens,
+                prompt_tokens=len(prompt.token_ids),
+                is_trusted=not options.tenant.is_salted,
+                own_scope=options.scope != self._default_scope,
+                save=options.save,
+                ttl_s=options.ttl_s,
+                model=self._settings.served_model_name or "",
+                output_tokens=output_tokens,
+                reply_tokens=len(reply),
+                boundaries=list(prompt.boundaries),
+                system_end=prompt.system_end,
+                marks=list(prompt.marks),
+                remembered=remembered,
+                **layout,
+                restored=report.restored,
+                source=report.source,
+                miss_reason=report.miss_reason,
+                prefill_ms=round(prefill_ms, 2),
+                restore_ms=round(report.restore_ms, 2),
+                **self._hashed_fields(prompt, reply, root, options),
+            )
+            append(self._path, msgspec.json.encode(record) + b"\n")
+            self._is_failing = False
+
         try:
-            self._waiting.put_nowait(partial(self._append, record_of, prompt, reply.copy(), root, options))
+            self._waiting.put_nowait(write)
         except queue.Full:
             self._warn_once("requests come faster than they are written")
 
@@ -144,17 +149,6 @@ class RequestRecorder:
         if not self._is_failing:
             self._is_failing = True
             log.warning("[record] %s: a request was not recorded: %s (said once)", self._path, reason)
-
-    def _append(
-        self,
-        record_of: Callable[..., RecordedRequest],
-        prompt: Prompt,
-        reply: TokenIds,
-        root: bytes,
-        options: CacheOptions,
-    ) -> None:
-        append(self._path, msgspec.json.encode(record_of(**self._hashed_fields(prompt, reply, root, options))) + b"\n")
-        self._is_failing = False
 
     def _hashed_fields(self, prompt: Prompt, reply: TokenIds, root: bytes, options: CacheOptions) -> dict[str, Any]:
         """Returns the hashed fields of the record, and the cuts."""

@@ -41,7 +41,7 @@ class SimulatedMemory:
         return 0
 
     def keep(self, tenant: str, token_ids: TokenIds, num_exact: int) -> None:
-        """Keeps a sequence that has ended. The state of its first `num_exact` tokens is that of a prefill."""
+        """Keeps a sequence that has ended. Its first `num_exact` tokens have the state of a prefill."""
         state_bytes, page_bytes = self._geometry.state_bytes, self._block_size * self._geometry.bytes_per_token
         *blocks, end = self._parts(tenant, token_ids[:num_exact].tobytes())
         has_end = num_exact == len(token_ids) if state_bytes else end[1]

@@ -23,12 +23,12 @@ from diskprefix.units import counted, format_duration
 _EPILOG = """\b
 Examples:
   diskprefix chat
-  diskprefix chat --browser                 the same as a page in a browser
+  diskprefix chat --browser                 opens the chat page in a browser
   diskprefix chat --system notes.txt        with instructions or a document that every prompt begins with
   echo "Name three rivers." | diskprefix chat
 
-In a conversation, /help lists the commands. Kill the daemon, start it again, and go on: the next reply says what was
-restored.
+In a conversation, /help lists the commands. Kill the daemon, start it again, and go on: the next reply says how
+much was restored.
 
 Exit codes: 0 done; 1 no daemon answers, or a reply failed; 2 wrong usage.
 """
@@ -118,8 +118,8 @@ class Talk:
 def chat(browser: bool, url: str, api_key: str | None, **options: Any) -> None:
     """Talk to the model of a running daemon.
 
-    Below each reply stands what the cache did: how many tokens of the prompt were restored, and when the first token
-    came. `--browser` opens the same as a page.
+    A line below each reply says how many tokens of the prompt were restored, and when the first token came. `--browser`
+    opens the chat page instead.
     """
     if browser:
         for name in options:

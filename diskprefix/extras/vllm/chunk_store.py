@@ -74,7 +74,7 @@ class ChunkStore:
     names. `load` and `save` wait for the disk and copy; each is for a thread of its own."""
 
     def __init__(self, shared: SharedStore, identity: RankIdentity) -> None:
-        """`identity` is that of group 0, for all ranks; its layout is one of `chunk_layout`."""
+        """`identity` is the identity of group 0 for all ranks, with a layout from `chunk_layout`."""
         self._shared, self._identity = shared, identity
         self._layout = PayloadLayout.parse(identity.layout)
         self.chunk_bytes = self._layout.payload_bytes(NUM_IDS, Kind.BLOCK)

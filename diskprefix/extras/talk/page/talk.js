@@ -190,8 +190,8 @@ async function untilReady(since) {
     try {
       const health = await (await fetch("/health")).json();
       if (health.status === "ok" || health.status === "degraded") break;
-      if (health.status === "loading") setText(find("#status"), health.message ?? "loading the model …");
-      else setText(find("#status"), health.error?.message ?? `the daemon is ${health.status ?? "not one that this page knows"}`);
+      setText(find("#status"), health.status === "loading" ? health.message ?? "loading the model …"
+        : health.error?.message ?? `the daemon is ${health.status ?? "not one that this page knows"}`);
     } catch {
       setText(find("#status"), `no daemon for ${Math.round((performance.now() - since) / 1000)} s`);
     }
@@ -199,8 +199,7 @@ async function untilReady(since) {
   }
   try {
     await readModels();
-    find("#status").className = "";
-    setText(find("#status"), "ready");
+    setStatus("", "ready");
     find("#all").hidden = false;
     find("#login").hidden = true;
   } catch (error) {
@@ -218,12 +217,7 @@ async function readModels() {
 
 function askForKey(error) {
   find("#all").hidden = true;
-  find("#login").hidden = false;
-  find("#status").className = "idle";
-  setText(find("#status"), "locked");
-  setText(find("#unlock"), commandFor("chat --browser"));
-  setText(find("#login-why"), refusalOf(error));
-  find("#key").focus();
+  showLogin("chat --browser", error);
 }
 
 // What the user does.
@@ -293,11 +287,6 @@ find("#file").addEventListener("change", async () => {
   store();
   drawExamples();
 });
-find("#login").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, find("#key").value.trim());
-  find("#key").value = "";
-  waitForDaemon();
-});
+onLogin(waitForDaemon);
 drawChat();
 waitForDaemon();

@@ -80,8 +80,8 @@ def figures(folded: Outline, savings: Mapping[bytes, Savings], now: float) -> li
 
 
 def _lines(row: dict[str, Any]) -> Iterator[str]:
-    whose = f", tenant {short_tenant(row['tenant'])}" if row["tenant"] else ""
-    yield f"{printable_only(row['model'])}{whose}"
+    tenant = f", tenant {short_tenant(row['tenant'])}" if row["tenant"] else ""
+    yield f"{printable_only(row['model'])}{tenant}"
     if row["images"]:
         blocks = counted(row["blocks"], "block")
         yield f"  images, encoded: {row['images']:,}, {blocks} in {format_size(row['stored_bytes'])}"

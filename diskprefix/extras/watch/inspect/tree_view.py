@@ -46,9 +46,9 @@ def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[by
 def _draw(tree: FoldedTree, entries: Mapping[str, EntryInfo]) -> Tree:
     from rich.tree import Tree
 
-    whose = f", tenant {short_tenant(tree.tenant)}" if tree.tenant else ""
+    tenant = f", tenant {short_tenant(tree.tenant)}" if tree.tenant else ""
     prompts = counted(tree.num_entries, "prompt")
-    top = Tree(_line(f"{tree.model}{whose}: {prompts}, {format_size(tree.stored_bytes)}"))
+    top = Tree(_line(f"{tree.model}{tenant}: {prompts}, {format_size(tree.stored_bytes)}"))
     children = defaultdict[str | None, list[Trunk]](list)
     for trunk in tree.nodes:
         children[trunk.parent].append(trunk)

@@ -37,9 +37,29 @@ async function call(method, path, body, signal) {
   throw new Refused(answer.status, error?.message ?? `HTTP status ${answer.status}`);
 }
 
-// The texts of a locked page: the command that opens it, and why a key was refused.
-const commandFor = (command) => `diskprefix ${command}${location.port === "8642" ? "" : ` --url ${location.origin}`}`;
-const refusalOf = (error) => (error.status === 403 ? error.message : sessionStorage.getItem(KEY) ? "This is no key or token of this daemon." : "");
+function setStatus(kind, text) {
+  find("#status").className = kind;
+  setText(find("#status"), text);
+}
+
+// Shows that the page is locked: the command that opens it, and why a key was refused.
+function showLogin(command, error) {
+  find("#login").hidden = false;
+  setStatus("idle", "locked");
+  setText(find("#unlock"), `diskprefix ${command}${location.port === "8642" ? "" : ` --url ${location.origin}`}`);
+  setText(find("#login-why"), error.status === 403 ? error.message : sessionStorage.getItem(KEY) ? "This is no key or token of this daemon." : "");
+  find("#key").focus();
+}
+
+// Calls `open` when a key was entered.
+function onLogin(open) {
+  find("#login").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem(KEY, find("#key").value.trim());
+    find("#key").value = "";
+    open();
+  });
+}
 
 const ask = async (method, path, body) => (await call(method, path, body)).json();
 

@@ -39,11 +39,6 @@ function drawStopped() {
   setStatus("bad", "stopped");
 }
 
-function setStatus(kind, text) {
-  find("#status").className = kind;
-  setText(find("#status"), text);
-}
-
 // The saved prompts are read again after new ones were saved, but no earlier than the daemon itself reads them again.
 let readAfter = -1, readNotBefore = 0, reading = Promise.resolve();
 
@@ -127,17 +122,10 @@ function askForKey(error) {
   state.stoppedAt = null;
   drawStopped();
   for (const id of [...OF_ONE_MODEL, "#models"]) find(id).hidden = true;
-  find("#login").hidden = false;
-  setStatus("idle", "locked");
-  setText(find("#unlock"), commandFor("dashboard"));
-  setText(find("#login-why"), refusalOf(error));
-  find("#key").focus();
+  showLogin("dashboard", error);
 }
 
-find("#login").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, find("#key").value.trim());
-  find("#key").value = "";
+onLogin(() => {
   find("#login").hidden = true;
   find("#said").hidden = false;
   follow();
