@@ -222,7 +222,7 @@ OF_COMMANDS = (
     "extras.watch.inspect.inspect_command",
     "extras.simulate.simulate_command",
     "extras.simulate.recording",
-    "cache.planning",
+    "cache.saving",
     "cache.tiers.loading",
     "cache.cost_model",
 )

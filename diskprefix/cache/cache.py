@@ -207,7 +207,7 @@ class PrefixCache(CacheResources):
             "stalled_reads": self.counters["stalled_reads"],
             "write_budget_bytes": written.budget_bytes,
             "unaffordable": self.counters["unaffordable"],
-            "dropped": self.writer.dropped + self.counters["refused"],
+            "dropped": self.writer.dropped,
             "evicted_blocks": self.writer.evicted,
             "expired_blocks": self.writer.house.expired,
             "quarantined": self.writer.house.quarantined,

@@ -18,7 +18,7 @@ from diskprefix.cache.policy.select import AT_ANY_TOKEN
 from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.kv.sequence import KVSequence
-from diskprefix.nouns import Break, CacheReport, MissReason, Prompt, Saved, Selection, outcome_of
+from diskprefix.nouns import Break, CacheReport, MissReason, Prompt, Selection, outcome_of
 from diskprefix.store.store_identity import Epoch
 from diskprefix.tokens import TokenIds
 
@@ -47,7 +47,6 @@ class CachedRequest:
         self._is_chosen = False
         self._load_s = 0.0
         """Seconds that the fetch took to load state."""
-        self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
         self._asks_why = False
         """The reason of a miss is still to be found."""
@@ -137,7 +136,7 @@ class CachedRequest:
             self._asks_why = self._miss_reason is None
         if sequence is not None and self._bypass is None:
             with self._context.guarded("not all of the prompt is saved"):
-                self._saver.publish_what_slides(sequence)
+                self._saver.save_what_slides(sequence)
 
     def after_step(self, sequence: KVSequence) -> None:
         """Queues the wanted blocks that the prefill has completed. Takes a checkpoint if one is wanted here, because
@@ -161,18 +160,15 @@ class CachedRequest:
             return
         assert sequence.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
         self._record_restore()
-        self._saved = "dropped"
         if self.cache.store.problem is not None:
             # Which is logged once, not for every prompt.
-            self._saver.give_up(None)
+            self._saver.fail("")
             return
         if logits is not None and not logits.max().isfinite():
-            self._saver.record_loss("its next-token logits are not finite")
+            self._saver.fail("its next-token logits are not finite")
             return
         with self._context.guarded("the prompt is not saved"):
-            plan = self._saver.publish(sequence, logits, prefill_s)
-            stored: Saved = "none" if plan.last_node is None else "stored"
-            self._saved = "queued" if self._saver.has_published else stored
+            self._saver.publish(sequence, logits, prefill_s)
 
     def publish_reply(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues the part of the reply that is kept with its prompt, if the model is exact at every token: decoding
@@ -184,8 +180,7 @@ class CachedRequest:
             return
         with self._context.guarded("the reply is not saved"):
             sequence.settle()
-            if self._saver.publish_reply(sequence, self._context.nodes_of(token_ids)):
-                self._saved = "queued"
+            self._saver.publish_reply(sequence, self._context.nodes_of(token_ids))
 
     def save_partial(self, sequence: KVSequence, token_ids: TokenIds) -> None:
         """Queues what was computed so far for a request that is cancelled, or waits for memory. It continues there when
@@ -198,8 +193,6 @@ class CachedRequest:
         with self._context.guarded("what was computed is not kept"):
             sequence.settle()
             self._saver.leave(sequence, self.restored, self._context.nodes_of(token_ids))
-            if self._saver.has_published:
-                self._saved = "queued"
 
     def save_idle(self, sequence: KVSequence) -> None:
         """Queues what a sequence holds of the prompt and the store lacks, and ends the request, which counts as none.
@@ -233,7 +226,6 @@ class CachedRequest:
         if self._bypass is None and self.cache.has_own_threads:
             # What is kept beside another model's state was no request of its own.
             self._context.record_savings(restored)
-        saved = self._saved if self._saver.chain.is_whole else "dropped"
         report = CacheReport(
             selection=self.selection,
             restored=restored.num_tokens,
@@ -242,8 +234,8 @@ class CachedRequest:
             matched=restored.matched,
             refused=restored.refused,
             restore_ms=restored.restore_ms,
-            saved=saved,
-            dropped_because=(self._saver.chain.why or _STORE_FAILS) if saved == "dropped" else None,
+            saved=self._saver.saved,
+            dropped_because=None if (lost := self._saver.save.lost) is None else lost or _STORE_FAILS,
             broken=broken,
             broken_line=self.prompt.source.line_at(broken.at) if broken and self.prompt.source else "",
             rewriting=self.prompt.rewriting,
@@ -260,4 +252,4 @@ class CachedRequest:
 
     @property
     def _is_not_saved(self) -> bool:
-        return self._bypass is not None or self._saver.is_given_up
+        return self._bypass is not None or self._saver.has_failed

@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from diskprefix.cache.choosing import choose_kept, look
+from diskprefix.cache.choosing import choose_kept, look, ttl_at
 from diskprefix.cache.cost_model import Use
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.namespaces import TenantNamespace
-from diskprefix.cache.planning import ttl_at
 from diskprefix.cache.policy.breaks import find_break, same_behind
 from diskprefix.cache.policy.seen import Sighting
 from diskprefix.cache.policy.select import Rules
@@ -26,6 +25,7 @@ from diskprefix.errors import CacheError
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.nouns import Break, CacheOptions, MissReason, Prompt, Selection
 from diskprefix.store.notes import TenantNotes
+from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 
@@ -184,10 +184,11 @@ class RequestContext:
         if (spending := cache.spending()) is not None and spending.is_spent:
             # What is fetched is written to the disk too.
             return Prefetched()
+        save = Save(self.epoch)
         wish = PrefetchRequest(
             nodes=nodes,
             tiers=cache.tiers,
-            publish=publisher(cache.writer, self.epoch, namespace.root, namespace.record),
+            publish=publisher(cache.writer, save, namespace.root, namespace.record),
             most_s=cache.settings.remote_deadline,
             have=have,
             pays=lambda *sizes: self.allows("fetch", pays=cost_model.pays_remote(*sizes)),
@@ -196,7 +197,10 @@ class RequestContext:
             ttl_s=self.ttl_at(0),
             replaces=cache.layout.state_kind == "token",
         )
-        prefetched = cache.remote.prefetch(wish)
+        try:
+            prefetched = cache.remote.prefetch(wish)
+        finally:
+            cache.writer.finish(save)
         cost_model.record_prefetch(prefetched)
         return prefetched
 

@@ -10,7 +10,6 @@ import torch
 from msgspec.structs import replace
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError, StoreCorrupt
@@ -18,8 +17,11 @@ from diskprefix.nouns import CacheOptions, Picture, Tenant
 from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
+from diskprefix.store.save import Save
 from diskprefix.store.schema import ENCODED_PICTURES, RootRecord
+from diskprefix.store.store import Publication
 from diskprefix.store.store_identity import Epoch
+from diskprefix.store.writer import Room
 from diskprefix.tokens import picture_ids, root_hash
 
 log = logging.getLogger("diskprefix")
@@ -85,38 +87,41 @@ class EncodedPictures:
     ) -> None:
         """Has a copy of an output written, if those of the request `are_saved`.
         `encode_s` is how long computing it took. For the engine's thread; the copy is made on another one."""
-        cache, num_bytes = self._cache, rows.nbytes
+        cache, num_bytes, writer = self._cache, rows.nbytes, self._cache.writer
         spending = cache.spending(options.tenant)
         if not are_saved(options) or cache.store.problem is not None:
             return
         if spending is not None and not spending.allows_picture(num_bytes, is_asked=options.is_asked):
             cache.count("unaffordable")
-        elif cache.writer.reserve(num_bytes):
+        elif (room := writer.reserve(num_bytes)) is not None:
             cache.spend(options.tenant, num_bytes)
             self._copied[options.tenant, picture.name] = rows
-            cache.run_aside(partial(self._submit, picture, rows, options, epoch, encode_s))
+            cache.run_aside(partial(self._submit, picture, rows, options, epoch, encode_s, room))
         else:
-            cache.count("refused")
-            log.warning("[disk-cache] a picture is not saved: the write buffer has no room for it")
+            writer.note_loss(Save(epoch, "a picture"), "the write buffer has no room for it")
 
     def _submit(
-        self, picture: Picture, rows: torch.Tensor, options: CacheOptions, epoch: Epoch, encode_s: float
+        self, picture: Picture, rows: torch.Tensor, options: CacheOptions, epoch: Epoch, encode_s: float, room: Room
     ) -> None:
-        """Submits copies of the rows, whose bytes are reserved, to the writer."""
-        cache, left = self._cache, rows.nbytes
+        """Gives copies of the rows to the writer, which take the `room`."""
+        cache, writer, save = self._cache, self._cache.writer, Save(epoch, "a picture")
         try:
             record, nodes = self._root_of(picture, options.tenant, epoch)
-            publish = publisher(cache.writer, epoch, nodes.root, record, is_reserved=True)
             token_s, token_bytes = encode_s / picture.num_tokens, rows.nbytes // picture.num_tokens
             at_once = max(1, _BATCH_BYTES // (nodes.block_size * token_bytes))
             for some in batches(_path(nodes), at_once):
-                publish(tuple(self._captured(nodes, node, rows, token_s, options.ttl_s) for node in some))
-                left -= token_bytes * sum(node.num_tokens for node in some)
+                captured = tuple(self._captured(nodes, node, rows, token_s, options.ttl_s) for node in some)
+                is_last = captured[-1].end == picture.num_tokens
+                publication = Publication(epoch=epoch, root=nodes.root, root_record=record, nodes=captured)
+                writer.add(save, publication, [room] if is_last else [])
             told = f"{picture.size} {picture.name.hex()}".encode()
             notes = cache.notes_of(nodes.root, record, options.ttl_s, epoch)
             notes.put(NoteKind.PICTURE, picture.name.hex(), told, nodes.token_ids)
+        except BaseException:
+            room.release()
+            raise
         finally:
-            cache.writer.release(left)
+            writer.finish(save)
             # It may be saved twice at once; then the other copy, which is the same, has ended first.
             self._copied.pop((options.tenant, picture.name), None)
 
@@ -147,18 +152,8 @@ class EncodedPictures:
     ) -> NewNode:
         pieces = tuple(cut.piece for cut in nodes.cuts(node))
         copy = rows[:, node.position : node.end].to("cpu", copy=True, memory_format=torch.contiguous_format)
-        return NewNode(
-            name=node.name,
-            parent=node.parent,
-            position=node.position,
-            token_ids=nodes.tokens(node),
-            kind=node.kind,
-            payload=split_payload(copy.flatten().view(torch.uint8).numpy().data, pieces),
-            pieces=pieces,
-            prefill_s=token_s * node.num_tokens,
-            ttl_s=ttl_s,
-            num_checked=len(pieces),
-        )
+        payload = split_payload(copy.flatten().view(torch.uint8).numpy().data, pieces)
+        return nodes.new_node(node, payload, prefill_s=token_s * node.num_tokens, ttl_s=ttl_s)
 
 
 def _path(nodes: PromptNodes) -> list[Node]:

@@ -121,9 +121,9 @@ class TenantNamespaces:
         if self._on_prompts is not None:
             self._on_prompts(namespace.root, (prompt.token_ids for prompt in prompts))
         for prompt in prompts:
-            seen.remember(prompt.token_ids, prompt.names, prompt.leaf.group)
-        leaves = (prompt.leaf for prompt in prompts)
-        namespace.replace(seen, ((leaf.came_at, leaf.ttl_s or self._ttl_s or math.inf) for leaf in leaves))
+            seen.remember(prompt.token_ids, tuple(prompt.blocks), prompt.record.group)
+        records = (prompt.record for prompt in prompts)
+        namespace.replace(seen, ((one.came_at, one.ttl_s or self._ttl_s or math.inf) for one in records))
 
     def forget_deleted(self) -> None:
         """Drops the tenants with purged or expired prompts. They are read again when needed. Reads the store: to be

@@ -1,82 +1,173 @@
-"""Saving of one request's state: which nodes, when, at what cost, and their way from KV memory to the writer."""
+"""Saving of one request's state: which nodes, when, at what cost, and their way from KV memory to the writer.
+
+Free of torch when it is imported, because the simulator plans the same.
+"""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
-import torch
-
-from diskprefix.cache.context import RequestContext
-from diskprefix.cache.held_states import HeldStates
+from diskprefix.cache.choosing import marked_nodes
 from diskprefix.cache.matching import Restored
-from diskprefix.cache.planning import Plan, Planner, marked_nodes
-from diskprefix.cache.policy.select import AT_ANY_TOKEN
+from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.kv.pages import BlockPayload, Hold, Page
-from diskprefix.kv.sequence import KVSequence
-from diskprefix.nouns import Selection
+from diskprefix.nouns import Saved, Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind
-from diskprefix.store.pieces import Payload, split_payload
+from diskprefix.store.pieces import Payload
+from diskprefix.store.save import Hold, Save
 from diskprefix.store.schema import EntryRecord, Kind
-from diskprefix.store.store import Chain, Publication
+from diskprefix.store.store import Publication
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 
-log = logging.getLogger("diskprefix")
+if TYPE_CHECKING:
+    import torch
+
+    from diskprefix.cache.context import RequestContext
+    from diskprefix.kv.sequence import KVSequence
 
 _BATCH_BYTES = 16 << 20
 _LEAVE_S = 600.0
 """Seconds for which the state of a cancelled request is kept at least."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """The nodes that are still to be stored, parents first, and what the last batch of them brings with it.
+
+    `last_node` holds the boundary, which is at `num_tokens`; None if there is no boundary. `has_entry`: the prompt is
+    listed as saved up to there. `prompt` is added to those that were seen, if it is given.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    last_node: bytes | None = None
+    num_tokens: int = 0
+    has_entry: bool = True
+    prompt: TokenIds | None = None
+
+
 @dataclass
-class _Batch:
-    """Nodes that go to the writer together. Their payloads lie in `pages`, or take `reserved_bytes` of the buffer."""
+class Planner:
+    """Plans the nodes that one request stores. `nodes` are those of the prompt, and may grow by its reply. Tokens
+    behind `prompt_tokens` were decoded. `submitted` are the names of the nodes that the request has stored itself."""
 
-    nodes: list[NewNode] = field(default_factory=list)
-    pages: list[Page] = field(default_factory=list)
-    reserved_bytes: int = 0
+    nodes: PromptNodes
+    restored: Restored
+    state: StateKind
+    prompt_tokens: int
+    submitted: set[bytes] = field(default_factory=set)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(node.payload_bytes for node in self.nodes)
+    def __post_init__(self) -> None:
+        self._restorable = self.restored.stored_tokens
+        """The last position at which a later request could continue."""
+
+    def plan(self, selection: Selection, states_at: Collection[int]) -> Plan:
+        """Returns the nodes that the policy wants and that are not stored yet. `states_at`: the positions whose states
+        are stored too."""
+        num_blocks = selection.aligned // self.nodes.block_size
+        missing = self.missing(num_blocks, states_at)
+        if selection.keep_tail:
+            end = self.nodes.tail()
+        elif self.state == "token" and selection.aligned % self.nodes.block_size:
+            end = self.nodes.partial_block(selection.aligned)
+        elif self.state in AT_CHECKPOINTS and selection.aligned:
+            point = self.nodes.checkpoint(selection.aligned)
+            if point.end in states_at:
+                return Plan(missing, point.name, point.end)
+            # Or what was restored holds the states there, maybe the tail of a shorter prompt.
+            is_there = self.restored.stored_tokens == selection.aligned
+            return Plan(missing, self.restored.last_node if is_there else None, point.end)
+        elif not num_blocks:
+            return Plan()
+        else:
+            return Plan(missing, self.nodes.parent(num_blocks), num_blocks * self.nodes.block_size)
+        holder = self._holder(end)
+        if holder is None:
+            return Plan((*missing, end), end.name, end.end)
+        # With state kind `token`, a longer node may replace the holder before this is written, so no entry is put on
+        # it.
+        return Plan(missing, holder, end.end, has_entry=self.state != "token")
+
+    def reply_end(self, num_tokens: int, selection: Selection) -> int:
+        """Returns how many of the `num_tokens` tokens of the prompt and its reply are kept if a part of the reply is;
+        otherwise 0. Replies are kept if the model is exact at every token: decoding then computes the same bits as a
+        prefill. Of states there are only those at the end."""
+        most = selection.scope.most
+        end = num_tokens if most is None else min(most, num_tokens)
+        is_kept = self.state in AT_ANY_TOKEN and selection.keeps_reply and end > self.prompt_tokens
+        return end if is_kept and (end == num_tokens or self.state == "token") else 0
+
+    def plan_reply(self, nodes: PromptNodes, selection: Selection, states_at: Collection[int]) -> Plan:
+        """Returns what `plan` does for the prompt and its reply, which have these `nodes`."""
+        if not (end := self.reply_end(len(nodes.token_ids), selection)):
+            return Plan()
+        self.nodes = nodes
+        return self.plan(replace(selection, aligned=end, keep_tail=False), states_at)
+
+    def _holder(self, end: Node) -> bytes | None:
+        """Returns the stored node that holds a tail or a partial block: all of its tokens, and the logits of a tail
+        unless the node has more tokens. None if there is none."""
+        stored, part = self.restored.blocks, self.restored.partial_match
+        index = end.position // self.nodes.block_size
+        if end.name == self.restored.last_node:
+            return end.name
+        if self.state == "token" and index < len(stored):
+            return stored[index].name
+        if part is None or index > len(stored) or part.end < end.end:
+            return None
+        has_more = part.node.end > end.end or part.node.kind in (Kind.TAIL, end.kind)
+        return part.node.name if has_more else None
+
+    def missing(self, num_blocks: int, states_at: Collection[int]) -> tuple[Node, ...]:
+        """Returns the missing ones of the first `num_blocks` blocks, behind each the checkpoints that continue it."""
+        blocks = self.nodes.blocks[len(self.restored.blocks) : num_blocks]
+        checkpoints = [self.nodes.checkpoint(at) for at in states_at if at < (num_blocks + 1) * self.nodes.block_size]
+        # A block ends where the first checkpoint that continues it may be.
+        nodes = sorted([*blocks, *checkpoints], key=attrgetter("end"))
+        return tuple(node for node in nodes if node.name not in self.submitted)
+
+    def saved_tokens(self, nodes: Sequence[Node]) -> Iterator[int]:
+        """Yields the number of tokens whose prefill each node saves. If states cannot be cut, a checkpoint or a tail
+        saves all tokens since the one before; blocks save nothing, but count their own tokens to have a cost."""
+        for node in nodes:
+            if node.kind == Kind.BLOCK or self.state not in AT_CHECKPOINTS:
+                yield node.num_tokens
+            else:
+                # A preempted reply may have copied its states before the end that was saved.
+                yield max(0, node.end - self._restorable)
+                self._restorable = max(self._restorable, node.end)
 
 
 class Saver:
     """Has the state that one request computes written, if the policy wants it and it is not stored.
 
     Methods are for the engine thread and do not wait. They raise `CacheError`, and errors of missing memory. Call
-    `choose` before the first step, `close` at the end.
+    `choose` before the first step, `close` at the end. `pins` collects what is unpinned then.
 
-    Nodes go to the writer in batches, parents first. Full blocks are written from their pages, which never change; all
-    else is copied, and lost alone if the buffer has no room for it. If a batch is lost, all later ones are dropped: no
-    node is stored without its parent, and no entry without its nodes. `pins` collects what is unpinned when the last
-    batch is with the writer.
+    Nodes go to the writer in batches of one `Save`, parents first. A payload is a user of the pages that it lies in;
+    states, which each step overwrites, are copied to pages of their own, and lost alone if there are none.
     """
 
     def __init__(self, context: RequestContext, selection: Selection) -> None:
         self._context = context
         self._cache, self._prompt, self._options = context.cache, context.prompt, context.options
+        self._writer = self._cache.writer
         self.selection = selection
         self._is_chosen = False
-        self.chain = Chain(context.epoch)
+        self.save = Save(context.epoch)
         self.pins = ExitStack()
-        self.has_published = False
-        self._end = ExitStack()
-        """Unpins the last node that is with the writer. Its child is not there yet."""
         nodes = context.nodes_of(self._prompt.token_ids)
         self.planner = Planner(nodes, Restored(), self._cache.layout.state_kind, len(self._prompt.token_ids))
-        self._states = HeldStates(self._cache.writer, self._cache.layout)
+        self._states_at: set[int] = set()
+        """The positions whose states are with the writer, or on their way."""
         self._num_blocks = 0
         """The number of first blocks that are stored or on their way."""
-        self._num_restored, self._has_tail = 0, False
-        self._lost: set[bytes] = set()
-        """The names of nodes that there was no room for. No other node continues them."""
+        self._num_restored, self._has_tail, self._is_stored = 0, False, False
         self._logits: tuple[str, memoryview] | None = None
         """The end's id and the logits there, until they are stored."""
         self._began_at = 0.0
@@ -93,29 +184,30 @@ class Saver:
         """Takes the policy's decision."""
         self.selection, self._is_chosen = selection, True
 
-    def give_up(self, why: str | None) -> None:
-        """Stops all further writing, counts that once, and logs `why` unless it is None. For any thread."""
-        self._count(why, is_first=self.chain.break_off(why or ""))
-
-    def record_loss(self, why: str) -> None:
-        """Counts and logs the loss of something that no other node continues. The rest is written."""
-        self._count(why, is_first=self.chain.record_loss(why))
+    @property
+    def has_failed(self) -> bool:
+        """Nothing more is written: the store fails, or a node that others would continue is lost."""
+        return self._cache.store.problem is not None or self.save.has_failed
 
     @property
-    def is_given_up(self) -> bool:
-        """Nothing more is written: the store fails, or a node that others would continue is lost."""
-        return self._cache.store.problem is not None or self.chain.is_broken()
+    def saved(self) -> Saved:
+        if self.save.lost is not None:
+            return "dropped"
+        return "queued" if self.save.has_nodes else "stored" if self._is_stored else "none"
+
+    def fail(self, why: str) -> None:
+        """Ends the saving, for a reason that is logged unless it is empty. What is with the writer is written."""
+        self._writer.fail(self.save, why)
 
     def after_step(self, sequence: KVSequence) -> None:
         """See `CachedRequest.after_step`."""
-        self._states.reserve(self._last_states_bytes(sequence.num_tokens))
         if sequence.num_tokens in self.selection.checkpoints:
-            self._take_states(sequence, is_last=sequence.num_tokens == self.selection.aligned)
+            self._states_at.add(sequence.num_tokens)
         num_tokens = min(sequence.num_tokens, self.selection.aligned)
-        self._publish_blocks(sequence, num_tokens // self.planner.nodes.block_size)
-        self.publish_what_slides(sequence)
+        self._save_blocks(sequence, num_tokens // self.planner.nodes.block_size)
+        self.save_what_slides(sequence)
 
-    def publish_what_slides(self, sequence: KVSequence) -> None:
+    def save_what_slides(self, sequence: KVSequence) -> None:
         """Queues complete blocks that will slide out of the memory of windows: without them, a later turn could save
         nothing. Those that the policy does not want are kept for ten minutes."""
         num_blocks = sequence.num_tokens // self.planner.nodes.block_size
@@ -127,43 +219,38 @@ class Saver:
             return
         missing = self.planner.missing(num_blocks, ())
         if missing and missing[0].position >= sequence.complete_from:
-            self._publish_blocks(sequence, num_blocks, least_s=_LEAVE_S)
+            self._save_blocks(sequence, num_blocks, least_s=_LEAVE_S)
 
-    def publish(self, sequence: KVSequence, logits: torch.Tensor | None, prefill_s: float) -> Plan:
-        """Queues the rest of the prompt, with the entry and the prompt as seen. Returns what was still to be stored."""
+    def publish(self, sequence: KVSequence, logits: torch.Tensor | None, prefill_s: float) -> None:
+        """Queues the rest of the prompt, with the entry and the prompt as seen."""
         computed = len(self._prompt.token_ids) - self._num_restored
         if computed:
             self._token_s = prefill_s / computed
             self._cache.cost_model.record_prefill(computed, prefill_s)
-        plan = Plan() if self.is_given_up else self.planner.plan(self.selection, self._states.positions)
+        plan = Plan() if self.has_failed else self.planner.plan(self.selection, self._states_at)
+        self._is_stored = plan.last_node is not None
         has_tail = bool(plan.nodes) and plan.nodes[-1].kind == Kind.TAIL
         assert logits is not None or not has_tail, "a prompt that goes on has no tail"
-        if logits is not None and has_tail and not self._states.take_tail(sequence, logits):
-            self.record_loss("the write buffer had no room for its end")
-            plan = Plan(plan.nodes[:-1])
-        elif logits is not None and self.selection.keep_tail and self._cache.layout.state_kind == "token":
-            self._remember_logits(sequence, logits, is_in_tail=self._has_tail or has_tail, is_new=computed > 0)
         plan = replace(plan, prompt=self._remembered())
         if plan.last_node is not None or plan.prompt is not None or plan.nodes:
-            self._submit(sequence, plan.nodes, plan)
+            self._submit(sequence, plan.nodes, plan, logits=logits)
+        if logits is not None and self.selection.keep_tail and self._cache.layout.state_kind == "token":
+            self._remember_logits(sequence, logits, is_in_tail=self._has_tail or has_tail, is_new=computed > 0)
         if self._options.save:
             for name, ttl_s in marked_nodes(self.planner.nodes, self._prompt.marks, self._options.ttl_s):
-                self._cache.writer.touch(name, time.time(), ttl_s, hits=0)
-        return plan
+                self._writer.touch(name, time.time(), ttl_s, hits=0)
 
-    def publish_reply(self, sequence: KVSequence, nodes: PromptNodes) -> bool:
-        """Queues the part that is kept of the prompt and its reply. `nodes` are those of both. Returns whether a part
-        of the reply is kept."""
+    def publish_reply(self, sequence: KVSequence, nodes: PromptNodes) -> None:
+        """Queues the part that is kept of the prompt and its reply. `nodes` are those of both."""
         if not self._affords(nodes):
-            return False
+            return
         if self._cache.layout.states and self.planner.reply_end(len(nodes.token_ids), self.selection):
-            self._take_states(sequence, is_last=True)
-        plan = self.planner.plan_reply(nodes, self.selection, self._states.positions)
+            self._states_at.add(sequence.num_tokens)
+        plan = self.planner.plan_reply(nodes, self.selection, self._states_at)
         if plan.last_node is not None:
             self._submit(sequence, plan.nodes, replace(plan, has_entry=True))
             # The reply takes the place of the tail.
             self._keep_logits()
-        return plan.last_node is not None
 
     def _affords(self, nodes: PromptNodes) -> bool:
         """Returns whether the write budget has room for a prompt and its reply, which have these `nodes`."""
@@ -178,7 +265,7 @@ class Saver:
 
     def may_leave(self, sequence: KVSequence) -> bool:
         """Returns whether state may be kept that the policy does not want."""
-        if not self._options.save or self.is_given_up:
+        if not self._options.save or self.has_failed:
             return False
         spending = self._cache.spending()
         if spending is not None and not spending.is_ample:
@@ -195,27 +282,24 @@ class Saver:
         is_at_end_of_block = sequence.num_tokens % nodes.block_size == 0
         is_possible = is_at_end_of_block or layout.state_kind in AT_ANY_TOKEN
         if layout.states and is_possible and sequence.num_tokens >= restored.num_tokens + LEAST_TOKENS:
-            self._take_states(sequence, is_last=True)
-        self._publish_blocks(sequence, sequence.num_tokens // nodes.block_size, least_s=least_s)
+            self._states_at.add(sequence.num_tokens)
+        self._save_blocks(sequence, sequence.num_tokens // nodes.block_size, least_s=least_s)
         if layout.state_kind == "token" and not is_at_end_of_block and sequence.num_tokens > restored.stored_tokens:
             # The tokens behind the last whole block.
             self._submit(sequence, [nodes.partial_block(sequence.num_tokens)], least_s=least_s)
 
     def close(self, at_end: Callable[[], None] = lambda: None) -> None:
-        """Releases the states that were not published, unpins everything, and calls `at_end`."""
-        self._states.close()
-        self._end.close()
+        """Ends the save, unpins everything, and calls `at_end`."""
+        self._writer.finish(self.save)
         self.pins.close()
         at_end()
 
-    def _publish_blocks(self, sequence: KVSequence, num_blocks: int, least_s: float = 0.0) -> None:
+    def _save_blocks(self, sequence: KVSequence, num_blocks: int, least_s: float = 0.0) -> None:
         """Queues the first `num_blocks` blocks of the prompt with their checkpoints, except those that are queued
         already."""
-        if num_blocks > self._num_blocks or self._states.num_held:
-            self._num_blocks = num_blocks
-            missing = self.planner.missing(num_blocks, self._states.positions)
-            if missing:
-                self._submit(sequence, missing, least_s=least_s)
+        self._num_blocks = max(num_blocks, self._num_blocks)
+        if missing := self.planner.missing(num_blocks, self._states_at):
+            self._submit(sequence, missing, least_s=least_s)
 
     def _remember_logits(self, sequence: KVSequence, logits: torch.Tensor, *, is_in_tail: bool, is_new: bool) -> None:
         """Remembers the logits until the tail with them is replaced. If there is no tail, stores them now."""
@@ -225,7 +309,7 @@ class Saver:
             self._keep_logits()
 
     def _keep_logits(self) -> None:
-        if self._logits is None or self.is_given_up:
+        if self._logits is None or self.has_failed:
             return
         (end_id, content), self._logits = self._logits, None
         notes = self._context.notes(self._context.ttl_at(len(self._prompt.token_ids)))
@@ -237,95 +321,51 @@ class Saver:
         self._cache.run_aside(keep)
 
     def _submit(
-        self, sequence: KVSequence, nodes: Sequence[Node], plan: Plan | None = None, *, least_s: float = 0.0
+        self,
+        sequence: KVSequence,
+        nodes: Sequence[Node],
+        plan: Plan | None = None,
+        *,
+        logits: torch.Tensor | None = None,
+        least_s: float = 0.0,
     ) -> None:
-        """Queues nodes to be written, parents first. With the last of them goes what `plan` adds. Nodes that the policy
-        does not want are kept for at least `least_s` seconds."""
+        """Queues nodes to be written, parents first. With the last of them goes what `plan` adds; a tail has `logits`.
+        Nodes that the policy does not want are kept for at least `least_s` seconds."""
         if any(node.num_tokens and node.position < sequence.complete_from for node in nodes):
-            self.give_up("what it continues is no longer stored, and of layers with windows not in memory either")
-        token_s, batch = self._seconds_per_token(sequence), _Batch()
+            self.fail("what it continues is no longer stored, and of layers with windows not in memory either")
+        token_s, batch, holds, num_bytes = self._seconds_per_token(sequence), list[NewNode](), list[Hold](), 0
         try:
             for node, saved_tokens in zip(nodes, self.planner.saved_tokens(nodes), strict=True):
                 self.planner.submitted.add(node.name)
-                if self.chain.is_broken():
+                if self.save.has_failed:
                     continue
-                if batch.nodes and batch.num_bytes >= _BATCH_BYTES:
-                    self._write(sequence, batch, None)
-                    batch = _Batch()
-                payload = self._payload(sequence, node, batch)
+                if num_bytes >= _BATCH_BYTES:
+                    self._writer.add(self.save, self._publication(batch, Plan()), holds)
+                    batch, holds, num_bytes = [], [], 0
+                is_tail = node.kind == Kind.TAIL
+                payload = sequence.capture(node.position, self.planner.nodes.cuts(node), logits if is_tail else None)
                 if payload is not None:
-                    batch.nodes.append(self._new_node(node, payload, token_s * saved_tokens, least_s))
-            if batch.nodes or plan is not None:
-                self._write(sequence, batch, plan)
+                    holds.append(payload)
+                    batch.append(self._new_node(node, payload, token_s * saved_tokens, least_s))
+                    num_bytes += batch[-1].payload_bytes
+                    continue
+                self._writer.note_loss(self.save, "there is no KV memory for a copy of its states")
+                self._states_at.discard(node.end)
+                plan = replace(plan, last_node=None) if plan is not None and plan.last_node == node.name else plan
+            if batch or plan is not None:
+                self._writer.add(self.save, self._publication(batch, plan or Plan()), holds)
         except BaseException:
-            self._cache.writer.release(batch.reserved_bytes)
-            self.give_up("it could not be copied")
+            for hold in holds:
+                hold.release()
+            self.fail("it could not be copied")
             raise
 
     def _new_node(self, node: Node, payload: Payload, prefill_s: float, least_s: float) -> NewNode:
-        nodes, layout = self.planner.nodes, self._cache.layout
-        cuts = nodes.cuts(node)
-        return NewNode(
-            name=node.name,
-            parent=node.parent,
-            position=node.position,
-            token_ids=nodes.tokens(node),
-            kind=node.kind,
-            payload=payload,
-            pieces=tuple(cut.piece for cut in cuts),
-            num_checked=sum(cut.group < len(layout.groups) for cut in cuts),
-            prefill_s=prefill_s,
-            ttl_s=self._ttl_s(node, least_s),
-            replaces=layout.state_kind == "token",
-        )
+        ttl_s, replaces = self._ttl_s(node, least_s), self.planner.state == "token"
+        return self.planner.nodes.new_node(node, payload, prefill_s=prefill_s, ttl_s=ttl_s, replaces=replaces)
 
-    def _payload(self, sequence: KVSequence, node: Node, batch: _Batch) -> Payload | None:
-        """Returns the content of a node, and adds to the batch the pages that it lies in, or the bytes that it takes.
-        That of a full block is in its pages; of others, tokens are copied, with states and logits behind them. Returns
-        None if there is no room for the copy."""
-        cuts, size = self.planner.nodes.cuts(node), self.planner.nodes.block_size
-        if node.num_tokens == size:
-            block = [page for page in sequence.block(node.position // size) if page is not None]
-            batch.pages += block
-            return BlockPayload(block, cuts)
-        states = self._states.pop(node.kind, node.end)
-        batch.reserved_bytes += len(states)
-        num_bytes = self.planner.nodes.payload_bytes(node) - len(states)
-        copy = partial(sequence.read_tokens, node.position, node.num_tokens)
-        tokens = self._states.in_room(num_bytes, copy, is_last=node.end >= self.selection.aligned)
-        if tokens is None:
-            batch.reserved_bytes -= len(states)
-            self._cache.writer.release(len(states))
-            self._lost.add(node.name)
-            self.record_loss("the write buffer had no room for its end")
-            return None
-        batch.reserved_bytes += num_bytes
-        whole = memoryview(b"".join((tokens, states))) if states and tokens else states or tokens
-        return split_payload(whole, [cut.piece for cut in cuts])
-
-    def _count(self, why: str | None, *, is_first: bool) -> None:
-        if is_first:
-            self._cache.count("refused")
-        if is_first and why is not None:
-            log.warning("[disk-cache] a prompt is not saved, or not all of it: %s", why)
-
-    def _write(self, sequence: KVSequence, batch: _Batch, plan: Plan | None) -> None:
-        hold = Hold(sequence.pool, batch.pages)
-        try:
-            publication = self._publication(tuple(batch.nodes), plan or Plan(), hold)
-            last = batch.nodes[-1].name if batch.nodes else None
-            with self._end.pop_all():
-                if last is not None:
-                    self._cache.store.evictor.pin(last)
-                    self._end.callback(self._cache.store.evictor.unpin, last)
-                self._cache.writer.submit(publication, reserved_bytes=batch.reserved_bytes)
-        except BaseException:
-            hold.release()
-            raise
-        self.has_published |= bool(batch.nodes)
-
-    def _publication(self, nodes: tuple[NewNode, ...], plan: Plan, hold: Hold) -> Publication:
-        last_node = None if self.chain.is_broken() or plan.last_node in self._lost else plan.last_node
+    def _publication(self, nodes: Sequence[NewNode], plan: Plan) -> Publication:
+        last_node = None if self.save.has_failed else plan.last_node
         context, namespace = self._context, self._context.namespace
         entry = EntryRecord(
             root=namespace.root,
@@ -336,10 +376,10 @@ class Saver:
             reason=self.selection.reason if self._is_chosen else "",
         )
         return Publication(
-            chain=self.chain,
+            epoch=context.epoch,
             root=namespace.root,
             root_record=namespace.record,
-            nodes=nodes,
+            nodes=tuple(nodes),
             last_node=last_node,
             entry=entry if last_node is not None and plan.has_entry else None,
             prompt=plan.prompt,
@@ -348,9 +388,6 @@ class Saver:
             ttl_s=context.ttl_at(plan.num_tokens),
             anchors=self.selection.anchors if self._is_chosen and self._cache.layout.states else None,
             daemon_ttl_s=self._cache.settings.kv_cache_ttl,
-            page_bytes=sum(page.num_bytes for page in hold.pages),
-            frees=hold.frees,
-            on_done=hold.release,
         )
 
     def _ttl_s(self, node: Node, least_s: float) -> float | None:
@@ -366,18 +403,6 @@ class Saver:
                 return known
         computed = sequence.num_tokens - self._num_restored
         return (time.perf_counter() - self._began_at) / computed if computed else 0.0
-
-    def _take_states(self, sequence: KVSequence, *, is_last: bool) -> None:
-        if not self._states.take(sequence, is_last=is_last):
-            self.record_loss("the write buffer had no room for a checkpoint")
-
-    def _last_states_bytes(self, num_tokens: int) -> int:
-        """Returns the bytes of the last copies that are still to be made when `num_tokens` are computed. Where states
-        cannot be cut, a prompt is of no use without them."""
-        nodes, selection = self.planner.nodes, self.selection
-        last = [nodes.checkpoint(at) for at in selection.checkpoints[-1:] if at >= num_tokens]
-        last += [nodes.tail()] if selection.keep_tail else []
-        return sum(nodes.payload_bytes(node) for node in last)
 
     def _remembered(self) -> TokenIds | None:
         """Adds the prompt to those seen and returns it. Returns None if it is too short, only read, or lacks messages

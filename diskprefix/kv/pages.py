@@ -11,7 +11,7 @@ import mmap
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,10 @@ class Page:
 
     group: int
     tensor: torch.Tensor
+    num_rows: int
+    """Rows as in payloads: one head of one tensor, or a part of a state."""
     rows: Bytes | None = None
-    """Its bytes in main memory, [rows, bytes]; a row is one head of one tensor, or one state. None on a device."""
+    """Its bytes in main memory, [num_rows, bytes]. None on a device."""
     users: int = 0
     num_holds: int = 0
     """How many of the users are holds."""
@@ -51,31 +53,16 @@ class Page:
     def num_bytes(self) -> int:
         return self.tensor.numel() * self.tensor.itemsize
 
-    def payload(self, rows: slice = slice(None)) -> memoryview:
-        """Returns the bytes of rows: where they lie, or a copy of those of a device."""
+    def payload(self, rows: slice = slice(None), row_bytes: int | None = None) -> memoryview:
+        """Returns the bytes of rows, of each the first `row_bytes`: where they lie, or a copy if there are gaps between
+        them or they are on a device."""
         if self.rows is not None:
-            return self.rows[rows].reshape(-1).data
-        found = self.tensor.flatten(0, 1)[rows]
-        copied: Bytes = np.empty(found.numel() * found.itemsize, np.uint8)
-        read(copied, found)
+            return np.ascontiguousarray(self.rows[rows, :row_bytes]).reshape(-1).data
+        width = None if row_bytes is None else row_bytes // self.tensor.itemsize
+        part = self.tensor.view(self.num_rows, -1)[rows, :width]
+        copied: Bytes = np.empty(part.numel() * part.itemsize, np.uint8)
+        read(copied, part)
         return copied.data
-
-
-@dataclass(frozen=True)
-class BlockPayload(Sequence[memoryview]):
-    """The payload of a full block in its pages, which must not change. Each use of a piece reads it from there, so of a
-    device one piece at a time is copied."""
-
-    pages: Sequence[Page]
-    """By group."""
-    cuts: Sequence[Cut]
-
-    def __len__(self) -> int:
-        return len(self.cuts)
-
-    def __getitem__(self, index: Any) -> Any:
-        cut = self.cuts[index]
-        return self.pages[cut.group].payload(slice(cut.first_row, cut.first_row + cut.piece.num_rows))
 
 
 class PagePool:
@@ -103,7 +90,7 @@ class PagePool:
         self.idle_bytes: Callable[[], int] = lambda: 0
         self.on_free: Callable[[], None] = lambda: None
         """Called when pages were released that were not those of a sequence or a name, on any thread."""
-        self.holds: set[Hold] = set()
+        self.holds: set[Captured] = set()
         """What holds pages beside sequences and names."""
         self.changed: set[Any] = set()
         """The blocks whose pages got or lost a user. Emptied by who counts what they take."""
@@ -111,6 +98,10 @@ class PagePool:
         self._forms = [
             *(((len(one.specs), one.heads, block_size, one.head_dim), one.dtype) for one in layout.groups),
             *(((len(one.specs), 1, *one.shape), one.dtype) for one in layout.states),
+        ]
+        self._num_rows = [
+            *(len(one.specs) * one.heads for one in layout.groups),
+            *(len(one.specs) * one.rows_each for one in layout.states),
         ]
         self.page_bytes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._forms]
         """By group."""
@@ -255,8 +246,10 @@ class PagePool:
                 if not is_out_of_memory(error):
                     raise
                 return None
-            rows = in_main_memory(slab)
-            self._unused[group] = (Page(group, slab[index], rows[index]) for index in range(count))
+            num_rows = self._num_rows[group]
+            is_here = slab.device.type == "cpu"
+            rows = bytes_of(slab.view(count, num_rows, -1)) if is_here else [None] * count
+            self._unused[group] = (Page(group, slab[index], num_rows, rows[index]) for index in range(count))
             page = next(self._unused[group])
         return page
 
@@ -273,23 +266,34 @@ class PagePool:
             self._blank[page.group].append(page)
 
 
-class Hold:
-    """A user of pages that must not change nor go until `release`, which may be called twice, by any thread."""
+class Captured(Sequence[memoryview]):
+    """The payload of a node, in the pages that it lies in, by group. It is a user of these pages until `release`, so
+    they neither change nor go. Its pieces are the rows of the pages, cut to the node's tokens; `logits` come last. A
+    piece is read when it is asked for, so of a device one at a time is copied. For any thread."""
 
-    def __init__(self, pool: PagePool, pages: Sequence[Page]) -> None:
-        self.pages = pages
-        self._pool = pool
+    def __init__(self, pool: PagePool, pages: Mapping[int, Page], cuts: Sequence[Cut], logits: memoryview) -> None:
+        self.pages = list(pages.values())
+        self._pool, self._by_group, self._cuts, self._logits = pool, pages, cuts, logits
         with pool.lock:
-            pool.hold(pages)
+            pool.hold(self.pages)
             pool.holds.add(self)
-            for page in pages:
+            for page in self.pages:
                 page.num_holds += 1
+
+    def __len__(self) -> int:
+        return len(self._cuts)
+
+    def __getitem__(self, index: Any) -> Any:
+        cut = self._cuts[index]
+        page, rows = self._by_group.get(cut.group), slice(cut.first_row, cut.first_row + cut.piece.num_rows)
+        return self._logits if page is None else page.payload(rows, cut.piece.row_bytes)
 
     def frees(self) -> bool:
         """Returns whether a release makes pages free, or leaves them to no user but their name."""
         return any(page.users <= page.num_holds + 1 for page in self.pages)
 
     def release(self) -> None:
+        """Ends the use of the pages. May be called twice."""
         with self._pool.lock:
             is_held = self in self._pool.holds
             if is_held:
@@ -299,11 +303,6 @@ class Hold:
                 self._pool.release(self.pages)
         if is_held:
             self._pool.on_free()
-
-
-def in_main_memory(slab: torch.Tensor) -> Sequence[Bytes | None] | Bytes:
-    """Returns `Page.rows` of each page of a slab."""
-    return bytes_of(slab.flatten(1, 2).flatten(2)) if slab.device.type == "cpu" else [None] * len(slab)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -15,11 +15,12 @@ import torch
 from diskprefix.kv.caches import StepCache
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.page_table import LayerRows, PageTable
-from diskprefix.kv.pages import Page, PagePool
+from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sizes import MOST_TAKEN_BACK
 from diskprefix.kv.step import Run
-from diskprefix.kv.transfer import fill, read
+from diskprefix.kv.transfer import fill_device, read
 from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.pieces import Cut
 from diskprefix.tokens import TokenIds, block_hashes
 
 
@@ -262,19 +263,18 @@ class KVSequence:
         A row is one head of one tensor, or a part of a state. `write` gets bytes of shape [rows, row_bytes], each row
         contiguous. Different threads may fill different rows at once.
         """
-        number = group - len(self.tables)
-        if number >= 0:
-            specs = self.layout.states[number]
-            fill(self.states[number].tensor.view(len(specs.specs) * specs.rows_each, -1)[rows], write)
-            return
-        at, page = position % self.pool.block_size, self.tables[group].pages[position // self.pool.block_size]
-        assert page is not None
-        if page.rows is None:
-            fill(page.tensor.flatten(0, 1)[rows, at : at + num_tokens].flatten(1), write)
+        if group >= len(self.tables):
+            page, part = self.states[group - len(self.tables)], slice(None)
         else:
+            at, found = position % self.pool.block_size, self.tables[group].pages[position // self.pool.block_size]
+            assert found is not None
+            page, width = found, found.num_bytes // found.num_rows // self.pool.block_size
+            part = slice(at * width, (at + num_tokens) * width)
+        if page.rows is not None:
             # By numpy: for a small piece, torch takes longer than the copy.
-            width = page.rows.shape[1] // self.pool.block_size
-            write(page.rows[rows, at * width : (at + num_tokens) * width])
+            write(page.rows[rows, part])
+        else:
+            fill_device(page.tensor.view(torch.uint8).view(page.num_rows, -1)[rows, part], write)
 
     def block(self, number: int) -> list[Page | None]:
         """Returns the pages of a block, by group."""
@@ -285,38 +285,47 @@ class KVSequence:
         afterwards."""
         return torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).to(self.device)
 
-    def read_tokens(self, position: int, num_tokens: int) -> memoryview:
-        """Returns a copy of the tokens' state as a payload."""
-        payload = np.empty(self.layout.bytes_per_token * num_tokens, dtype=np.uint8)
-        start, size = 0, self.pool.block_size
-        for table in self.tables if num_tokens else ():
-            group = table.group
-            end = start + group.bytes_per_token * num_tokens
-            part = payload[start:end].reshape(len(group.specs) * group.heads, num_tokens, -1)
-            for number in range(position // size, -(-(position + num_tokens) // size)):
-                page, first = table.pages[number], max(position, number * size)
-                last = min(position + num_tokens, (number + 1) * size)
-                assert page is not None, "tokens that left the window are not read"
-                rows = page.tensor.flatten(0, 1)[:, first - number * size : last - number * size]
-                copied = np.empty((len(rows), last - first, part.shape[2]), np.uint8)
-                read(copied.reshape(-1), rows)
-                part[:, first - position : last - position] = copied
-            start = end
-        return payload.data
+    def capture(self, position: int, cuts: Sequence[Cut], logits: torch.Tensor | None = None) -> Captured | None:
+        """Returns the payload of a node that begins at `position`: tokens where they lie, copies of the states as they
+        are now, and `logits`, shape [vocab]. Returns None if there are no pages for the copies."""
+        first = len(self.tables)
+        groups = sorted({cut.group for cut in cuts if cut.group < first + len(self.states)})
+        block = self.block(position // self.pool.block_size)
+        pages = {group: page for group in groups if group < first and (page := block[group]) is not None}
+        at_end = memoryview(b"") if logits is None else self.logits_bytes(logits)
+        with self.pool.lock:
+            copies = self.pool.take([group for group in groups if group >= first])
+            if copies is None:
+                return None
+            try:
+                pages |= {copied.group: copied for copied in copies}
+                assert len(pages) == len(groups), "tokens that left the window are not read"
+                captured = Captured(self.pool, pages, cuts, at_end)
+            finally:
+                self.pool.release(copies)
+        try:
+            for copied in copies:
+                copied.tensor.copy_(self.states[copied.group - first].tensor)
+                copied.is_secret |= self._is_secret
+        except BaseException:
+            captured.release()
+            raise
+        return captured
 
-    def read_states(self, room_bytes: int = 0) -> memoryview:
-        """Returns a copy of the states as in a checkpoint's payload, with `room_bytes` more bytes behind them, which
-        hold anything. For the engine thread: each step changes the states."""
-        payload = np.empty(self.layout.state_bytes + room_bytes, dtype=np.uint8)
-        start = 0
-        for page in self.states:
-            read(payload[start : start + page.num_bytes], page.tensor)
-            start += page.num_bytes
-        return payload.data
+    def content(self, start: int = 0, end: int | None = None) -> bytes:
+        """Returns a copy of the state of the tokens from `start` to `end`, and of the states: what sequences are
+        compared by."""
+        size, end, found = self.pool.block_size, self.num_tokens if end is None else end, list[torch.Tensor]()
+        for table in self.tables if start < end else ():
+            pages = [page for page in table.pages[start // size : -(-end // size)] if page is not None]
+            assert len(pages) == -(-end // size) - start // size, "tokens that left the window are not read"
+            found.append(torch.cat([page.tensor for page in pages], dim=2)[:, :, start % size :][:, :, : end - start])
+        found += [page.tensor for page in self.states]
+        return b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in found)
 
-    def logits_bytes(self, logits: torch.Tensor, payload: memoryview | None = None) -> memoryview:
-        """Returns next-token logits, shape [vocab], as in a tail's payload: in `payload`, if that is given."""
-        found = bytearray(self.layout.logits_bytes) if payload is None else payload
+    def logits_bytes(self, logits: torch.Tensor) -> memoryview:
+        """Returns next-token logits, shape [vocab], as in a tail's payload."""
+        found = bytearray(self.layout.logits_bytes)
         read(np.frombuffer(found, np.uint8), logits.detach().to(self.layout.logits_dtype))
         return memoryview(found)
 

@@ -32,17 +32,9 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
     return tensor.view(torch.uint8).numpy()
 
 
-def fill(part: torch.Tensor, write: Callable[[Bytes], None]) -> None:
-    """Has `write` fill a tensor, shape [rows, …], on any device. `write` gets bytes of shape [rows, row_bytes]. If it
-    raises, nothing is copied to a device. For any thread."""
-    if part.device.type == "cpu":
-        write(bytes_of(part))
-    else:
-        fill_device(part, write)
-
-
 def fill_device(part: torch.Tensor, write: Callable[[Bytes], None]) -> None:
-    """Does what `fill` does, by way of a buffer in main memory. Waits for the device."""
+    """Has `write` fill a tensor on a device, shape [rows, …], by way of a buffer in main memory. `write` gets bytes of
+    shape [rows, row_bytes]. If it raises, nothing is copied. Waits for the device. For any thread."""
     staged = np.empty((len(part), part[:1].numel() * part.dtype.itemsize), np.uint8)
     write(staged)
     part.copy_(torch.from_numpy(staged).view(part.dtype).view(part.shape))

@@ -54,7 +54,7 @@ _GAUGES = {
     "used_bytes": ("store_used_bytes", "Bytes of the store's pages that hold data."),
     "ghost_bytes": (
         "store_ghost_bytes",
-        "Of these, those of prompts that were seen (at most 1/16 of the budget).",
+        "Of these, those of prompts that were seen and are not saved (at most 1/16 of the budget).",
     ),
     "file_bytes": ("store_file_bytes", "Bytes of the store's file: pages that hold data, and free ones."),
     "budget_bytes": ("store_budget_bytes", "Bytes that the store may use (--kv-cache-budget)."),

@@ -3,13 +3,14 @@ parent counts its children."""
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
@@ -24,6 +25,7 @@ from diskprefix.store.schema import (
     Kind,
     ModelRecord,
     NodeRecord,
+    PromptRecord,
     RootRecord,
     UsageRecord,
     checkpoint_names,
@@ -31,14 +33,16 @@ from diskprefix.store.schema import (
     encode_node,
     encode_record,
     encode_usage,
-    is_node,
     model_key,
+    node_root,
     piece_index,
     piece_key,
     shorter_names,
 )
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES, TokenIds
+
+log = logging.getLogger("diskprefix")
 
 _PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
@@ -181,17 +185,18 @@ class Changes(Snapshot):
         self._put("meta", key, encode_record(key, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> bytes:
-        """Stores a node with its payload. Returns the name of the node that holds its tokens then.
+        """Stores a node with its payload, also where a ghost is. Returns the name of the node with its tokens then.
 
         This is another node if a longer one, which would replace it, is stored already. For a node that is stored
         already, at most its time to live becomes longer.
 
-        Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix.
+        Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix, and
+        `StoreCorrupt` if the record under the name is damaged.
         """
-        stored, token_ids = self.record("nodes", node.name), node.token_ids.tobytes()
-        if stored is not None:
-            if not is_node(stored, node.parent, node.position, node.kind, token_ids):
-                raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
+        known, token_ids = self.node_or_ghost(node.name), node.token_ids.tobytes()
+        if known is not None and (known.parent, known.token_ids.tobytes()) != (node.parent, token_ids):
+            raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
+        if known is not None and known.kind != Kind.GHOST:
             self._keep_for(node.name, recorded_ttl(node.ttl_s))
             return node.name
         if node.replaces and (longer := self._longer(node.parent, token_ids, node.kind)) is not None:
@@ -208,6 +213,7 @@ class Changes(Snapshot):
             num_pieces=len(node.pieces),
             raw_bytes=node.payload_bytes,
             stored_bytes=sum(sizes),
+            seen_children=0 if known is None else known.seen_children,
         )
         usage = UsageRecord(
             last_used=self.now,
@@ -279,7 +285,7 @@ class Changes(Snapshot):
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
         """Stores that a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
-        if not self.has_record("nodes", name):
+        if not self.has_record("usage", name):
             raise PrefixGone("the prefix that it ends with was evicted meanwhile")
         if not self.has_record("entries", name):
             self._put("entries", name, encode_record(name, entry))
@@ -291,10 +297,21 @@ class Changes(Snapshot):
             self._put("usage", node, record.tobytes())
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
-        """Removes a node with its payload and its entry. Returns whether it was stored."""
-        self._delete_children_keys(name)
-        found = self.delete_record("nodes", name)
-        if found:
+        """Removes a node with its payload and its entry. Returns whether it was stored. A node on the path of a prompt
+        that was seen becomes a ghost; a ghost goes."""
+        found, node = self.has_record("nodes", name), None
+        try:
+            node = self.node_or_ghost(name)
+        except StoreCorrupt as error:
+            root = node_root(self.record("nodes", name))
+            if next(self.keys_under("seen", root), None) is not None:
+                self.forget_seen(root, error)
+        self._delete_children_keys(name, node)
+        if node is None or node.kind == Kind.GHOST:
+            self.delete_record("nodes", name)
+        else:
+            self.put_record(name, replace(node, kind=Kind.GHOST, num_pieces=0, raw_bytes=0, stored_bytes=0))
+        if found and (node is None or node.kind != Kind.GHOST):
             # A parent whose usage record cannot be read is damaged itself.
             with suppress(StoreCorrupt):
                 self._add_children(parent, -1)
@@ -313,17 +330,37 @@ class Changes(Snapshot):
         bare = [root for root in roots if all(next(self.keys_under(one, root), None) is None for one in under)]
         return sum(self.delete_record("roots", root) for root in bare)
 
-    def delete_roots(self, roots: Iterable[bytes]) -> None:
-        """Removes roots without nodes, with all that is stored under them."""
-        for root in roots:
-            for database in ("seen", "ghosts", "notes"):
-                for key in list(self.keys_under(database, root)):
-                    self.delete_record(database, key)
-        self.delete_bare_roots(set(roots))
+    def put_prompt(self, key: bytes, record: PromptRecord) -> None:
+        """Stores a prompt that was seen; see `ghosts`."""
+        self._put("seen", key, encode_record(key, record))
 
-    def put_seen(self, database: Literal["seen", "ghosts"], key: bytes, value: bytes) -> None:
-        """Stores an encoded prompt that was seen, or a ghost; see `ghosts`."""
-        self._put(database, key, value)
+    def count_seen(self, name: bytes, number: int, new: NodeRecord | None = None) -> NodeRecord:
+        """Adds to the `seen_children` of a node, which is `new` if there is none. Returns the changed record. Raises
+        `StoreCorrupt` if the node is missing, damaged, or counts too few."""
+        node = self.node_or_ghost(name) or new
+        if node is None or node.seen_children + number < 0:
+            raise StoreCorrupt(f"the block {name.hex()} of a recent prompt is missing, or counts too few")
+        node = replace(node, seen_children=node.seen_children + number)
+        self.put_record(name, node)
+        return node
+
+    def forget_seen(self, root: bytes, why: StoreCorrupt | str) -> int:
+        """Removes all that was seen under a root, because a record of it is damaged. Returns the number of prompts."""
+        log.warning("[disk-cache] what was seen under root %s is forgotten: %s", root.hex(), why)
+        for name in list(self.keys("nodes")):
+            # A damaged record is a problem of the node.
+            with suppress(StoreCorrupt):
+                node = self.node_or_ghost(name) if node_root(self.record("nodes", name)) == root else None
+                if node is not None and (node.seen_children or node.kind == Kind.GHOST):
+                    self.put_record(name, replace(node, seen_children=0))
+        return sum(self.delete_record("seen", key) for key in list(self.keys_under("seen", root)))
+
+    def put_record(self, name: bytes, node: NodeRecord) -> None:
+        """Stores the record of a node. A ghost that nothing continues goes."""
+        if node.kind == Kind.GHOST and not node.seen_children:
+            self.delete_record("nodes", name)
+        else:
+            self._put("nodes", name, encode_node(name, node))
 
     def put_note(self, key: bytes, value: bytes | None) -> None:
         """Stores an encoded note, replacing the one before. With None, removes that one."""
@@ -341,11 +378,8 @@ class Changes(Snapshot):
     def put_usage(self, name: bytes, usage: UsageRecord) -> None:
         self._put("usage", name, encode_usage(usage))
 
-    def _delete_children_keys(self, name: bytes) -> None:
-        """Removes a node from the index of children. If its record cannot be read, all keys are searched."""
-        node = None
-        with suppress(StoreCorrupt):
-            node = self.node(name)
+    def _delete_children_keys(self, name: bytes, node: NodeRecord | None) -> None:
+        """Removes a node from the index of children. Without a record that can be read, all keys are searched."""
         every = (key for key in self.keys("children") if key.endswith(name))
         for key in list(every if node is None else self.child_keys(name, node)):
             self.delete_record("children", key)

@@ -12,7 +12,7 @@ from diskprefix.errors import CacheError, LargerThanStore, StoreCorrupt, StoreFu
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import LEAST_FREE, FolderUnavailable, disk_full, file_errors, free_bytes
-from diskprefix.store.ghosts import GHOST_SHARE, PROMPTS_AT_ONCE, beyond, forget, has_expired
+from diskprefix.store.ghosts import PROMPTS_AT_ONCE, forget, has_expired
 from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
 from diskprefix.store.store_file import StoreFile
@@ -20,8 +20,8 @@ from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size
 
 _F64 = struct.Struct("<d")
-_ROOTS_SHARE = 16
-"""The records of roots without nodes may take this part of the budget."""
+_ROOTS_SHARE = _SEEN_SHARE = 16
+"""The records of roots without nodes may take this part of the budget; so may prompts that were seen, with ghosts."""
 
 
 class Evictor:
@@ -99,10 +99,7 @@ class Evictor:
             or any(note.times.ttl_s < SHORT_TTL_S for note in notes)
         )
         self._evict(names)
-        for some in batches(prompts, PROMPTS_AT_ONCE):
-            with self._file.changes() as changes:
-                forget(changes, some)
-                changes.delete_bare_roots({key[:HASH_BYTES] for key in some})
+        self._forget(prompts)
         if gone := [note.key for note in notes if note.times.is_expired(now)]:
             with self._file.changes() as changes:
                 changes.forget_notes(gone)
@@ -151,14 +148,20 @@ class Evictor:
 
     def _bound_seen(self) -> None:
         """Removes the oldest prompts if what was seen takes more than its share, which is left three quarters full."""
-        limit = self._file.budget_bytes // GHOST_SHARE
+        limit, now = self._file.budget_bytes // _SEEN_SHARE, self._file.clock()
         with self._file.snapshot() as snapshot:
-            oldest_first = beyond(snapshot, limit, self._file.clock())
-        for some in batches(oldest_first, PROMPTS_AT_ONCE):
+            # A time in the future is that of a clock that was wrong: that prompt is no younger than others.
+            times = snapshot.seen_times() if snapshot.seen_bytes() > limit else ()
+            oldest_first = sorted((min(came_at, now), key) for key, came_at, _ in times)
+        self._forget([key for _, key in oldest_first], until_bytes=limit * 3 // 4)
+
+    def _forget(self, prompts: list[bytes], until_bytes: int = -1) -> None:
+        """Removes prompts that were seen, by their keys, until all that are left take no more than `until_bytes`."""
+        for some in batches(prompts, PROMPTS_AT_ONCE):
             with self._file.changes() as changes:
                 forget(changes, some)
                 changes.delete_bare_roots({key[:HASH_BYTES] for key in some})
-                if changes.seen_bytes() <= limit * 3 // 4:
+                if changes.seen_bytes() <= until_bytes:
                     break
 
     def _drop_roots(self, roots: list[bytes]) -> None:
@@ -167,7 +170,9 @@ class Evictor:
                 # Some may have got nodes since they were chosen.
                 empty = [root for root in some if not changes.has_nodes(root)]
                 keep_counts(changes, empty)
-                changes.delete_roots(empty)
+                forget(changes, [key for root in empty for key in changes.keys_under("seen", root)])
+                changes.forget_notes([key for root in empty for key in changes.keys_under("notes", root)])
+                changes.delete_bare_roots(set(empty))
 
     def disk_limit(self) -> int:
         """Returns the size in bytes that the file may have if `min_free_bytes` of the disk are to stay free."""

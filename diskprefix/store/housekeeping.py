@@ -61,7 +61,7 @@ class Housekeeping:
             # Of one prompt, and no failure of the store.
             return error
         except CacheError as error:
-            self._say(self._store.told(error))
+            self._report(self._store.message(error))
             if isinstance(error, StoreCorrupt):
                 self._check(with_records=True)
             return error
@@ -74,7 +74,7 @@ class Housekeeping:
     def look(self) -> None:
         """Reports what is wrong with the folder, once."""
         if self._store.problem is not None:
-            self._say(self._store.problem)
+            self._report(self._store.problem)
 
     def recover(self) -> None:
         """A prompt was saved."""
@@ -168,7 +168,7 @@ class Housekeeping:
         finally:
             self.is_reading = False
 
-    def _say(self, told: str) -> None:
+    def _report(self, message: str) -> None:
         if self.error is None:
-            log.warning("[disk-cache] serving without saving until this is repaired: %s", told)
-        self.error = told
+            log.warning("[disk-cache] serving without saving until this is repaired: %s", message)
+        self.error = message

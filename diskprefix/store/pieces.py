@@ -155,7 +155,7 @@ class PayloadLayout:
         return tuple(cut.piece for cut in self.cuts(num_tokens, kind))
 
     def cuts(self, num_tokens: int, kind: Kind) -> tuple[Cut, ...]:
-        return _cuts(self, num_tokens, kind)
+        return () if kind == Kind.GHOST else _cuts(self, num_tokens, kind)
 
 
 def split_payload(payload: memoryview, pieces: Iterable[Piece]) -> Payload:

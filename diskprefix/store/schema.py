@@ -15,19 +15,19 @@ import msgspec
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.tokens import HASH_BYTES, TokenIds, beginning_hashes, block_hash, checksum, root_hash
+from diskprefix.tokens import HASH_BYTES, ID_BYTES, TokenIds, beginning_hashes, block_hash, checksum, root_hash
 
 FORMAT, NAMES, PURGED_AT = "format", "names", "purged_at"
 """Keys of the database `meta`."""
 MODEL_MARK = b"model "
 ENCODED_PICTURES = "pictures "
 """The beginning of the identity of a root that holds what an encoder made of pictures."""
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 MAX_PREFILL_S = 1e6
 """Computing no node takes longer, in seconds."""
-DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "ghosts", "notes")
+DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes")
 
-_HEADER = struct.Struct("<16s16sIIBxHxxxxQQ")
+_HEADER = struct.Struct("<16s16sIIBxHIQQ")
 _PLACE = struct.Struct("<32xI4xB")
 """The position and the kind in the header."""
 _KIND_AT = 40
@@ -42,18 +42,18 @@ CHILD_PART_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
 """Bytes of token ids in one key of the database `children`."""
 CHECKSUM_BYTES = _CHECKSUM.size
 NOTE_TIMES = struct.Struct("<ddI")
-SEEN_TIMES = struct.Struct("<dI")
-"""The beginning of the record of a prompt that was seen: when it came, and its time to live; see `ghosts`."""
 
 
 class Kind(IntEnum):
     BLOCK = 0
     TAIL = 1
     CHECKPOINT = 2
+    GHOST = 3
+    """A block without payload: only its token ids are kept, as it is on the path of a prompt that was seen."""
 
 
 _KINDS = frozenset(Kind)
-_NAME_MARKS = (b"", b"t", b"c")
+_NAME_MARKS = (b"", b"t", b"c", b"")
 """By kind."""
 
 
@@ -80,7 +80,10 @@ def checkpoint_names(secret: int, parent: bytes, token_ids: bytes) -> list[tuple
 
 @dataclass(frozen=True, eq=False, slots=True)
 class NodeRecord:
-    """The index record of one node. `position` is the position of its first token; it ends before `end`."""
+    """The index record of one node. `position` is the position of its first token; it ends before `end`.
+
+    `seen_children` counts the prompts that were seen and continue it, and the nodes on the paths of such prompts.
+    """
 
     parent: bytes
     root: bytes
@@ -90,6 +93,7 @@ class NodeRecord:
     num_pieces: int
     raw_bytes: int
     stored_bytes: int
+    seen_children: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -101,12 +105,12 @@ class NodeRecord:
 
 
 class UsageRecord(NamedTuple):
-    """The mutable part of a node, in the order of the stored record.
+    """The mutable part of a node with payload, in the order of the stored record.
 
     `restores` counts the uses, for people. `prefill_s` is how long computing the node's tokens took, in seconds; 0 if
-    unknown. `children` counts the nodes that continue it: only a node
-    with none may be evicted. `stored_bytes` is what the node takes in the file, whole pages. `ttl_s` is the longest
-    time to live that a use asked for, in seconds: see `FORMAT.md` for 0 and negative numbers.
+    unknown. `children` counts the nodes with payload that continue it: only a node with none may be evicted.
+    `stored_bytes` is what the node takes in the file, whole pages. `ttl_s` is the longest time to live that a use asked
+    for, in seconds: see `FORMAT.md` for 0 and negative numbers.
     """
 
     last_used: float
@@ -154,8 +158,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The identity of a store, fixed when it is created: its id (16 bytes), and the secret (64
-    bits) that seeds them. A wrong bit in the secret would turn every hit into a miss. `namespace` is the digest of the
+    """The identity of a store, fixed when it is created: its id (16 bytes), and the secret (64 bits) that seeds the
+    names of its nodes. A wrong bit in the secret would turn every hit into a miss. `namespace` is the digest of the
     namespace key that the secret was derived from; empty if it was drawn for this store."""
 
     store_id: bytes
@@ -176,6 +180,22 @@ class EntryRecord(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class PromptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt that was seen, which came at `came_at`, in seconds since the epoch. `parent` is its last full block, or
+    its root; `rest` has the token ids behind (int32, little-endian). `ttl_s` is its time to live in seconds, 0 for the
+    daemon's."""
+
+    came_at: float
+    parent: bytes
+    rest: bytes
+    group: bytes = b""
+    ttl_s: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.parent) != HASH_BYTES or len(self.rest) % ID_BYTES:
+            raise ValueError(f"a recent prompt cannot have {len(self.rest)} bytes behind {self.parent.hex()}")
+
+
 def model_key(identity: str) -> bytes:
     """Returns the key in the database `meta` under which a store remembers the model with this identity."""
     return MODEL_MARK + root_hash(identity)
@@ -190,6 +210,7 @@ def encode_node(name: bytes, node: NodeRecord) -> bytes:
         len(node.token_ids),
         node.kind,
         node.num_pieces,
+        node.seen_children,
         node.raw_bytes,
         node.stored_bytes,
     )
@@ -204,11 +225,11 @@ def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
     header, token_ids = bytes(value[: _HEADER.size]), bytes(value[_TOKENS_AT:])
     if checksum(name + header + token_ids) != _CHECKSUM.unpack_from(value, _HEADER.size)[0]:
         raise StoreCorrupt("a node record's checksum does not match")
-    parent, root, position, num_tokens, kind, num_pieces, raw_bytes, stored_bytes = _HEADER.unpack(header)
+    parent, root, position, num_tokens, kind, num_pieces, seen, raw_bytes, stored_bytes = _HEADER.unpack(header)
     if len(token_ids) != 4 * num_tokens or kind not in _KINDS:
         raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}")
     ids = np.frombuffer(token_ids, dtype="<i4").astype(np.int32)
-    return NodeRecord(parent, root, position, ids, Kind(kind), num_pieces, raw_bytes, stored_bytes)
+    return NodeRecord(parent, root, position, ids, Kind(kind), num_pieces, raw_bytes, stored_bytes, seen)
 
 
 def is_node(value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:

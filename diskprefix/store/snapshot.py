@@ -1,9 +1,10 @@
-"""The read side of the store: one consistent view of the tree, its payloads, entries and ghosts."""
+"""The read side of the store: one consistent view of the tree, its payloads, entries and the prompts that were seen."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import lmdb
@@ -16,15 +17,14 @@ from diskprefix.store.eviction import UsageTable
 from diskprefix.store.note_record import StoredNote
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
-    CHECKSUM_BYTES,
     DATABASES,
     MODEL_MARK,
-    SEEN_TIMES,
     USAGE_DTYPE,
     EntryRecord,
     Kind,
     ModelRecord,
     NodeRecord,
+    PromptRecord,
     RootRecord,
     UsageRecord,
     child_keys,
@@ -58,7 +58,13 @@ class Snapshot:
         self._copy_payloads = copy_payloads
 
     def node(self, name: bytes) -> NodeRecord | None:
-        """Returns the index record of a node, or None. Raises `StoreCorrupt` if it does not verify."""
+        """Returns the index record of a node, or None if there is none, or only a ghost. Raises `StoreCorrupt` if it
+        does not verify."""
+        node = self.node_or_ghost(name)
+        return None if node is None or node.kind == Kind.GHOST else node
+
+    def node_or_ghost(self, name: bytes) -> NodeRecord | None:
+        """Returns the index record of a node, with or without payload, or None. Raises `StoreCorrupt`."""
         value = self.record("nodes", name)
         return None if value is None else decode_node(name, value)
 
@@ -66,7 +72,7 @@ class Snapshot:
         """Returns whether this node is stored: these token ids (int32, little-endian), at this place, after this
         parent. Raises `StoreCorrupt` if there is a node of this name that is another."""
         value = self.record("nodes", name)
-        if value is None:
+        if value is None or node_kind(value) == Kind.GHOST:
             return False
         if not is_node(value, parent, position, kind, token_ids):
             raise StoreCorrupt("its record is damaged or that of another prefix")
@@ -198,10 +204,12 @@ class Snapshot:
                 num_before = _common_at(before, before.prev(), beginning, part)
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
-        """Yields `name` and its ancestors, up to the first block or one without a whole record. Does not verify
-        records; the walk always ends."""
+        """Yields `name` and its ancestors, up to the first block or one without a whole record. Yields nothing for a
+        ghost. Does not verify records; the walk always ends."""
         position = 1 << 32
         while (value := self.record("nodes", name)) is not None and node_position(value) < position:
+            if node_kind(value) == Kind.GHOST:
+                break
             yield name
             position, name = node_position(value), bytes(value[:HASH_BYTES])
 
@@ -233,25 +241,35 @@ class Snapshot:
             yield key, decode_record(EntryRecord, key, value)
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints), recent `prompts`, their `ghosts` and
+        """Returns the numbers of `entries`, `blocks` (with tails and checkpoints), recent `prompts`, `ghosts` and
         `notes`; and `seen_bytes` as `ghost_bytes`."""
-        names = {"entries": "entries", "blocks": "nodes", "prompts": "seen", "ghosts": "ghosts", "notes": "notes"}
-        return {key: self._stat(name)["entries"] for key, name in names.items()} | {"ghost_bytes": self.seen_bytes()}
+        names = {"entries": "entries", "blocks": "usage", "prompts": "seen", "notes": "notes"}
+        counts = {key: int(self._stat(name)["entries"]) for key, name in names.items()}
+        return counts | {"ghosts": self._num_ghosts(), "ghost_bytes": self.seen_bytes()}
+
+    def _num_ghosts(self) -> int:
+        # Each other node has a usage record.
+        return max(0, int(self._stat("nodes")["entries"]) - int(self._stat("usage")["entries"]))
 
     def used_bytes(self) -> int:
         """Returns the size of the pages that hold data. Free pages inside the file do not count."""
         return sum(self._bytes_in(name) for name in DATABASES)
 
     def seen_bytes(self) -> int:
-        """Returns the size of the pages with the prompts that were seen and their ghosts."""
-        return self._bytes_in("seen") + self._bytes_in("ghosts")
+        """Returns about the size of the pages with the prompts that were seen and with ghosts: these are taken to be as
+        large as other nodes."""
+        num_nodes = max(1, int(self._stat("nodes")["entries"]))
+        return self._bytes_in("seen") + self._bytes_in("nodes") * self._num_ghosts() // num_nodes
 
     def seen_times(self) -> Iterator[tuple[bytes, float, int]]:
-        """Yields for all prompts that were seen, without verifying them: the key, when it came, and its time to live in
-        seconds (0: the daemon's). A record that is too short came at 0."""
+        """Yields for all prompts that were seen: the key, when it came, and its time to live in seconds (0: the
+        daemon's). A damaged one came at 0."""
         for key, value in self.records("seen"):
-            is_whole = len(value) >= CHECKSUM_BYTES + SEEN_TIMES.size
-            yield key, *(SEEN_TIMES.unpack_from(value, CHECKSUM_BYTES) if is_whole else (0.0, 0))
+            came_at, ttl_s = 0.0, 0
+            with suppress(StoreCorrupt):
+                prompt = decode_record(PromptRecord, key, value)
+                came_at, ttl_s = prompt.came_at, prompt.ttl_s
+            yield key, came_at, ttl_s
 
     def last_under(self, database: str, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Yields keys and values that begin with a root, the last key first."""

@@ -1,4 +1,4 @@
-"""The store: nodes of the prefix tree, their payloads, entries and ghosts in one LMDB environment.
+"""The store: nodes of the prefix tree, their payloads, entries and prompts that were seen in one LMDB environment.
 
 A reader takes a `Snapshot`, which is one LMDB read transaction. There is one writer at a time, in this process or
 another, and a publication is one write transaction. The budget is the size of the memory map, so LMDB itself refuses to
@@ -8,11 +8,10 @@ let the file outgrow it.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -42,76 +41,31 @@ _RECORDED_BYTES = 1 << 16
 """Recording what was written writes less itself."""
 
 
-class Chain:
-    """The publications of one request, each of which continues the one before. For any thread.
-
-    `epoch` is that of the store when the request began: nothing is written in another one. Once a publication could not
-    be written (`is_lost`), those that come after it must not be either. Once something could not be submitted
-    (`is_broken`), nothing more is; what was submitted before is written. `is_whole`: nothing was lost, and else `why`
-    says what was lost first, empty if the store failed. `has_nodes`: nodes of it were written.
-    """
-
-    def __init__(self, epoch: Epoch) -> None:
-        self.epoch = epoch
-        self.is_lost = self._is_broken = self.has_nodes = False
-        self.is_whole, self.why = True, ""
-        self._lock = threading.Lock()
-
-    def is_broken(self) -> bool:
-        return self._is_broken or self.is_lost
-
-    def lose(self, why: str = "") -> bool:
-        """Records that a publication could not be written. Returns what `record_loss` does."""
-        self.is_lost = True
-        return self.record_loss(why)
-
-    def break_off(self, why: str = "") -> bool:
-        """Records that nothing more will be submitted. Returns what `record_loss` does."""
-        self._is_broken = True
-        return self.record_loss(why)
-
-    def record_loss(self, why: str = "") -> bool:
-        """Records the loss of something that nothing continues. Returns whether it is the first: a prompt counts as
-        dropped once."""
-        with self._lock:
-            was_whole, self.is_whole = self.is_whole, False
-            self.why = why if was_whole else self.why
-            return was_whole
-
-
 @dataclass(frozen=True, eq=False)
 class Publication:
-    """The records that one transaction adds to a store: new nodes (parents first), an entry, a prompt that was seen.
+    """The records that one transaction adds to a store: new nodes (parents first), an entry, a prompt that was seen. It
+    is refused if the store has another `epoch`."""
 
-    `last_node` is the last node of the request's path, new or
-    already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the daemon's
-    setting holds; `prompt_ttl_s` is the same for the prompt. `prompt_group` is the prompt's group: 8 bytes, or empty.
-    New checkpoints remove the conversation's earlier ones, except the last few and those at `anchors`, in tokens; with
-    None they remove none. `daemon_ttl_s` is the daemon's time to live, 0 for none. `parts` are written before the rest.
-    `page_bytes` of the payloads lie in memory that is there anyhow. `on_done` is called once when nothing reads the
-    payloads any more, whether they were written or not, on any thread; `frees` tells whether that would free memory.
-    `is_lost`: its nodes were lost while it waited, and what continues them must not be written. `made_at` is a time on
-    the clock of `time.monotonic`.
-    """
-
-    chain: Chain
+    epoch: Epoch
     root: bytes
     root_record: RootRecord
     nodes: tuple[NewNode, ...]
     last_node: bytes | None = None
+    """The last node of the request's path, new or already stored."""
     entry: EntryRecord | None = None
     prompt: TokenIds | None = None
     prompt_group: bytes = b""
+    """The prompt's group: 8 bytes, or empty."""
     prompt_ttl_s: float | None = None
     ttl_s: float | None = None
+    """How long the path is to be kept after its last use, in seconds; with None, the daemon's setting holds."""
     anchors: tuple[int, ...] | None = None
+    """New checkpoints remove the conversation's earlier ones, except the last few and those at these tokens; with None
+    they remove none."""
     daemon_ttl_s: float = 0.0
+    """The daemon's time to live, 0 for none."""
     parts: tuple[Part, ...] = ()
-    page_bytes: int = 0
-    on_done: Callable[[], None] = lambda: None
-    frees: Callable[[], bool] = lambda: True
-    is_lost: bool = False
-    made_at: float = field(default_factory=lambda: time.monotonic())
+    """These are written before the rest."""
 
     def without_nodes(self) -> Publication:
         """Returns what is left of it if its nodes are lost."""
@@ -119,7 +73,7 @@ class Publication:
 
     @property
     def base(self) -> bytes | None:
-        """The stored node that this publication continues or ends with, which is pinned until it is written."""
+        """The stored node that this publication continues or ends with."""
         if not self.nodes:
             return self.last_node if self.entry is not None else None
         return self.nodes[0].parent if self.nodes[0].position > 0 else None
@@ -243,7 +197,7 @@ class Store(StoreFile):
             evicted += self.evictor.make_room(room, publication.used_names)
 
     def _require_epoch(self, snapshot: Snapshot, publication: Publication) -> None:
-        if publication.chain.epoch != epoch_of(snapshot, self.names):
+        if publication.epoch != epoch_of(snapshot, self.names):
             raise PrefixGone(OUTDATED)
 
     def write(self, parts: Sequence[Part]) -> None:

@@ -103,7 +103,7 @@ class StoreFile:
             raise StoreUnavailable(self._problem or f"{self.path}: the store is closed")
         return env
 
-    def told(self, error: CacheError) -> str:
+    def message(self, error: CacheError) -> str:
         """Returns the message of an error. That of a full disk also says what is to stay free."""
         is_full = isinstance(error, FolderUnavailable) and error.is_full
         return disk_full(self.path, self.min_free_bytes) if is_full else str(error)
@@ -269,4 +269,4 @@ class StoreFile:
         """Opens the store for reading, if there is one; `error` says why it cannot be written."""
         with suppress(CacheError):
             self._open(read_only=True)
-        self._problem = self.told(error)
+        self._problem = self.message(error)

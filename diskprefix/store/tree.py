@@ -34,9 +34,13 @@ class PrefixTree:
         self._nodes: dict[bytes, NodeRecord] = {}
 
     def node(self, name: bytes) -> NodeRecord | None:
-        """Returns a node, or None if it is not stored. Raises `StoreCorrupt`."""
+        """Returns a node, or None if it is not stored, or only a ghost. Raises `StoreCorrupt`."""
+        node = self.node_or_ghost(name)
+        return None if node is None or node.kind == Kind.GHOST else node
+
+    def node_or_ghost(self, name: bytes) -> NodeRecord | None:
         if name not in self._nodes:
-            record = self._snapshot.node(name)
+            record = self._snapshot.node_or_ghost(name)
             if record is None:
                 return None
             if self._secret is not None and name != node_name(
@@ -83,10 +87,11 @@ class PrefixTree:
 
     @cached_property
     def children(self) -> dict[bytes, list[bytes]]:
-        """The names of the nodes that continue each node or root."""
+        """The names of the nodes that continue each node or root, without ghosts."""
         children: dict[bytes, list[bytes]] = {}
         for name, value in self._snapshot.records("nodes"):
-            children.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
+            if node_kind(value) != Kind.GHOST:
+                children.setdefault(bytes(value[:HASH_BYTES]), []).append(name)
         return children
 
     def depth_first(self) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -25,7 +26,6 @@ from diskprefix.nouns import Tenant
 from diskprefix.store.changes import RECORDS_AT_ONCE, batches, node_bytes
 from diskprefix.store.codec.codec import Piece, populate
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.ghosts import SeenCheck, forget_root
 from diskprefix.store.note_record import decode_note
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
@@ -35,6 +35,7 @@ from diskprefix.store.schema import (
     Kind,
     ModelRecord,
     NodeRecord,
+    PromptRecord,
     RootRecord,
     decode_record,
     model_key,
@@ -54,7 +55,7 @@ _PASSES = 3
 @dataclass(frozen=True)
 class StoreProblem:
     """A record that failed a check. `key` is its key in hex. A problem of a node's payload, usage record or place in
-    the index of children is one of the node."""
+    the index of children is one of the node. In `seen` there is one problem for a root, under the root as key."""
 
     database: str
     key: str
@@ -114,11 +115,10 @@ def remove_problems(store: Store, problems: Sequence[StoreProblem]) -> RemovedRe
             check = RecordCheck(changes, store.secret)
             for problem in some:
                 key = bytes.fromhex(problem.key)
-                if not (changes.has_record(problem.database, key) and check.wrong(problem.database, key)):
-                    continue
-                if problem.database in ("seen", "ghosts") and len(key) >= HASH_BYTES:
-                    counts["seen"] += forget_root(changes, key[:HASH_BYTES], problem.message)
-                elif changes.delete_record(problem.database, key):
+                if problem.database == "seen":
+                    counts["seen"] += changes.forget_seen(key, problem.message) if key in check.wrong_seen else 0
+                elif changes.has_record(problem.database, key) and check.wrong(problem.database, key):
+                    changes.delete_record(problem.database, key)
                     counts[problem.database] += 1
                     entries += [key] if problem.database == "entries" else []
     return RemovedRecords(
@@ -156,12 +156,13 @@ def _verify_once(store: Store) -> IndexReport:
                 counts[database] += 1
                 if message := check.wrong(database, key):
                     problems.append(StoreProblem(database, key.hex(), message))
-                elif database == "nodes":
-                    stored_bytes[key] = check.node(key).stored_bytes
+                elif database == "nodes" and (node := check.tree.node(key)) is not None:
+                    stored_bytes[key] = node.stored_bytes
+        problems += [StoreProblem("seen", root.hex(), message) for root, message in check.wrong_seen.items()]
         return IndexReport(
             problems=tuple(problems),
             stored_bytes=stored_bytes,
-            num_nodes=counts["nodes"],
+            num_nodes=counts["usage"],
             num_entries=counts["entries"],
             num_prompts=counts["seen"],
             num_roots=len(check.roots),
@@ -174,7 +175,6 @@ class RecordCheck:
     def __init__(self, snapshot: Snapshot, secret: int) -> None:
         self._snapshot = snapshot
         self.tree = PrefixTree(snapshot, secret)
-        self._seen = SeenCheck(snapshot, secret)
         self.roots: dict[bytes, RootRecord] = {}
         self._layouts: dict[bytes, PayloadLayout] = {}
         for root, value in snapshot.records("roots"):
@@ -198,9 +198,6 @@ class RecordCheck:
                     _checked_root(key, value)
                 case "entries":
                     return self._wrong_entry(key, decode_record(EntryRecord, key, value))
-                case "seen" | "ghosts":
-                    self._seen.check(database, key, value)
-                    return self._wrong_root(key)
                 case "notes":
                     decode_note(key, value)
                     return self._wrong_root(key)
@@ -211,22 +208,38 @@ class RecordCheck:
             return str(error)
         return None
 
-    def node(self, name: bytes) -> NodeRecord:
-        """Returns a node that is known to be stored and sound."""
-        node = self.tree.node(name)
-        assert node is not None
-        return node
+    @cached_property
+    def wrong_seen(self) -> dict[bytes, str]:
+        """The reasons why what was seen under a root is not sound: a damaged prompt, a missing block, a wrong count."""
+        wrong: dict[bytes, str] = {}
+        differences: Counter[tuple[bytes, bytes]] = Counter()
+        for key, value in self._snapshot.records("seen"):
+            try:
+                differences[key[:HASH_BYTES], decode_record(PromptRecord, key, value).parent] += 1
+            except StoreCorrupt as error:
+                wrong[key[:HASH_BYTES]] = str(error)
+        for name in self._snapshot.keys("nodes"):
+            # A damaged record is a problem of the node.
+            with suppress(StoreCorrupt):
+                node = self.tree.node_or_ghost(name)
+                if node is not None and (node.seen_children or node.kind == Kind.GHOST):
+                    differences[node.root, name] -= node.seen_children
+                    differences[node.root, node.parent] += 1
+        for (root, name), difference in differences.items():
+            if root not in self.roots:
+                wrong[root] = "there is no sound record of its root"
+            elif difference and name != root:
+                wrong[root] = f"block {name.hex()} is missing, or its count of prompts is wrong by {difference}"
+        return wrong
 
     def _wrong_node(self, name: bytes) -> str | None:
-        node = self.node(name)
+        node = self.tree.node_or_ghost(name)
+        assert node is not None, "it is listed"
         if node.root not in self.roots:
             return f"there is no sound record of its root {node.root.hex()}"
-        return (
-            self._wrong_shape(node)
-            or self._wrong_parent(node)
-            or self._wrong_pieces(name, node)
-            or self._wrong_usage(name, node)
-        )
+        if (message := self._wrong_shape(node)) or node.kind == Kind.GHOST:
+            return message
+        return self._wrong_parent(node) or self._wrong_pieces(name, node) or self._wrong_usage(name, node)
 
     def _wrong_pieces(self, name: bytes, node: NodeRecord) -> str | None:
         sizes = {index: len(stored) for index, stored in self._snapshot.pieces(name)}
@@ -245,13 +258,11 @@ class RecordCheck:
         if database == "payloads" and piece_index(key, name) is None:
             return f"a key of {len(key)} bytes is no piece's"
         try:
-            node = self.tree.node(name) if database == "children" else None
+            node = self.tree.node(name)
         except StoreCorrupt:
             # The node itself is wrong, and this goes with it.
             return None
-        is_due = self._snapshot.has_record("nodes", name)
-        if node is not None:
-            is_due = key in self._snapshot.child_keys(name, node)
+        is_due = node is not None and (database != "children" or key in self._snapshot.child_keys(name, node))
         return None if is_due else "it belongs to no block"
 
     def _wrong_parent(self, node: NodeRecord) -> str | None:
@@ -277,6 +288,7 @@ class RecordCheck:
             Kind.BLOCK: shortest_block <= node.num_tokens <= block_size,
             Kind.TAIL: node.num_tokens < block_size,
             Kind.CHECKPOINT: node.num_tokens < block_size,
+            Kind.GHOST: node.num_tokens == block_size,
         }[node.kind]
         if node.position % block_size or not right:
             what = f"a {node.kind.name.lower()} of {node.num_tokens} tokens at {node.position}"
@@ -284,7 +296,7 @@ class RecordCheck:
         if node.kind == Kind.CHECKPOINT and not (node.end and layout.states):
             return f"a checkpoint at {node.end}: there are none at 0, nor where the layout has no states"
         cuts = layout.cuts(node.num_tokens, node.kind)
-        wanted = len(cuts), layout.payload_bytes(node.num_tokens, node.kind)
+        wanted = len(cuts), sum(cut.piece.num_bytes for cut in cuts)
         if (node.num_pieces, node.raw_bytes) != wanted:
             return f"{node.num_pieces} pieces of {node.raw_bytes} bytes, the layout has {wanted[0]} of {wanted[1]}"
         return None

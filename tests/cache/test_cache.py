@@ -21,7 +21,7 @@ from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.pages import PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.nouns import LONG_PROMPT, SHARED, CacheOptions, Mark, Prompt, Scope, Tenant
-from diskprefix.store import write_queue
+from diskprefix.store import writer as writer_module
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.savings import read_savings
@@ -157,7 +157,7 @@ def test_pages_that_lmdb_cannot_read_make_a_miss_and_the_file_is_moved_aside(
     runner.wait_for(lambda: runner.cache.stats()["state"] != "degraded")
 
 
-@pytest.mark.parametrize("step", ["restore", "after_step", "copy", "pages", "publish", "logits", "submit"])
+@pytest.mark.parametrize("step", ["restore", "copy", "pages", "logits", "submit"])
 @pytest.mark.parametrize("error", [MemoryError("none left"), torch.OutOfMemoryError("none left")], ids=repr)
 def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
     step: str, error: Exception, opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -175,39 +175,45 @@ def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
 
     targets: dict[str, tuple[Any, str]] = {
         "restore": (KVSequence, "fill"),
-        "copy": (KVSequence, "read_tokens"),
+        "copy": (KVSequence, "capture"),
         "pages": (PagePool, "hold"),
         "logits": (KVSequence, "logits_bytes"),
         "submit": (Saver, "_publication"),
     }
     with monkeypatch.context() as patch:
-        if step == "publish":
-            # Only the copy at the prompt's end: no checkpoint before it.
-            patch.setattr(CachedRequest, "after_step", lambda *_: None)
-        patch.setattr(*targets.get(step, (KVSequence, "read_states")), fail)
+        patch.setattr(*targets[step], fail)
         answer = runner.run(more, "full", boundaries=(6 * BLOCK, 7 * BLOCK), reply=4)
         runner.flush()
     assert same(cold, answer)
     assert answer.report.miss_reason == ("error" if step == "restore" else None)
     assert "none left" in caplog.text
     stats = runner.cache.stats()
-    is_lost = step in ("copy", "pages", "submit")
-    assert (stats["errors"] > 0, stats["dropped"], stats["pending_bytes"]) == (True, is_lost, 0)
+    assert (stats["errors"] > 0, stats["dropped"], stats["pending_bytes"]) == (True, step != "restore", 0)
     assert not runner.cache.store.evictor.pinned()
     assert not runner.pool.holds
     assert same(runner.run(more, "full", reply=4), cold)
 
 
-def test_without_room_in_the_write_buffer_the_end_is_lost_and_the_blocks_are_saved(
-    opened: Opened, caplog: pytest.LogCaptureFixture
+def test_without_memory_for_a_copy_of_states_the_end_is_lost_and_the_blocks_are_saved(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = opened(kv_cache_write_buffer=1000)
-    report = runner.run(PROMPT, "full").report
-    assert (report.saved, report.dropped_because) == ("dropped", "the write buffer had no room for its end")
+    runner, take = opened("qwen3_next"), PagePool.take
+    first = len(runner.layout.groups)
+    with monkeypatch.context() as patch:
+        after_step = CachedRequest.after_step
+
+        def full(self: CachedRequest, sequence: KVSequence) -> None:
+            patch.setattr(PagePool, "take", lambda pool, of: None if first in of else take(pool, of))
+            after_step(self, sequence)
+
+        patch.setattr(CachedRequest, "after_step", full)
+        report = runner.run(PROMPT, "full").report
+    assert (report.saved, report.dropped_because) == ("dropped", "there is no KV memory for a copy of its states")
     runner.flush()
     stats = runner.cache.stats()
     assert (stats["blocks"], stats["entries"], stats["dropped"]) == (4, 0, 1)
     assert len([record for record in caplog.records if "not saved" in record.message]) == 1
+    assert not runner.pool.holds
 
 
 # Why nothing was restored.
@@ -498,8 +504,8 @@ def test_a_purge_that_cannot_wait_for_the_writer_leaves_nothing_of_what_waits(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = runner.cache
-    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 600.0)
-    monkeypatch.setattr(write_queue, "_PAUSE_S", 600.0)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
     monkeypatch.setattr(cache.writer, "flush", lambda _timeout_s: False)
     monkeypatch.setattr(cache.writer, "resume_writing", cache.writer.pause_writing)
     runner.run(PROMPT, "full")

@@ -151,7 +151,7 @@ def test_it_is_kept_as_long_as_the_request_asks_after_its_last_use(
 def test_a_damaged_block_goes_and_the_output_is_saved_again(runner: Runner, number: int) -> None:
     save(runner, picture())
     with runner.cache.store.snapshot() as snapshot:
-        of_places = {snapshot.node(name).position: name for name in snapshot.keys("nodes")}  # type: ignore[union-attr]
+        of_places = {snapshot.node(name).position: name for name in snapshot.keys("usage")}  # type: ignore[union-attr]
     damage(runner.cache.store, of_places[number * BLOCK])
     assert not finds(runner, picture())
     runner.wait_for(lambda: runner.cache.store.counts()["blocks"] == number)
@@ -192,7 +192,7 @@ def test_the_write_budget_and_the_buffer_limit_it(opened: Opened) -> None:
     budget.budget_bytes, runner.cache.writer._buffer_bytes = 0, 10
     save(runner, picture(20))
     assert not finds(runner, picture(20))
-    assert runner.cache.counters["refused"] == 1
+    assert runner.cache.writer.dropped == 1
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable, StoreFull])

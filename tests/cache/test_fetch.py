@@ -54,7 +54,7 @@ def test_what_the_sequence_has_is_neither_loaded_nor_overwritten(
     runner.run(PROMPT, "full")
     runner.flush()
     logits = compute(runner, PROMPT)
-    expected = runner.sequence.read_tokens(0, len(PROMPT))
+    expected = runner.sequence.content(0, len(PROMPT))
     compute(runner, PROMPT[:have])
     filled: list[int] = []
     fill = runner.sequence.fill
@@ -68,7 +68,7 @@ def test_what_the_sequence_has_is_neither_loaded_nor_overwritten(
     restored = cached.restored
     assert (restored.num_tokens, restored.stored_tokens, restored.source) == (len(PROMPT), len(PROMPT), "disk")
     assert min(filled) == have
-    assert runner.sequence.read_tokens(0, len(PROMPT)) == expected
+    assert runner.sequence.content(0, len(PROMPT)) == expected
     assert restored.logits is not None
     assert torch.equal(restored.logits, logits)
     block_bytes = BLOCK * runner.layout.bytes_per_token
@@ -82,11 +82,11 @@ def test_what_is_stored_no_further_than_the_sequence_has_is_not_loaded(opened: O
     runner.run(PROMPT, 2 * BLOCK)
     runner.flush()
     compute(runner, PROMPT[:have])
-    expected = runner.sequence.read_tokens(0, have)
+    expected = runner.sequence.content(0, have)
     cached = fetch(runner, have)
     restored = cached.restored
     assert (restored.num_tokens, restored.stored_tokens, restored.num_bytes) == (have, 2 * BLOCK, 0)
-    assert runner.sequence.read_tokens(0, have) == expected
+    assert runner.sequence.content(0, have) == expected
     report = cached.close()
     assert (report.source, report.restored, report.miss_reason) == ("memory", have, None)
 

@@ -45,7 +45,7 @@ def longer(token_ids: TokenIds, num_more: int, seed: int = 2) -> TokenIds:
 def state_of(runner: Runner, num_tokens: int) -> npt.NDArray[np.uint8]:
     """The state of the first tokens in the sequence, shape [rows, num_tokens, bytes]."""
     (group,) = runner.layout.groups
-    payload = np.frombuffer(runner.sequence.read_tokens(0, num_tokens), np.uint8)
+    payload = np.frombuffer(runner.sequence.content(0, num_tokens), np.uint8)
     return payload.reshape(len(group.specs) * group.heads, num_tokens, -1 if num_tokens else 0).copy()
 
 
@@ -67,7 +67,7 @@ def restored(runner: Runner, token_ids: TokenIds) -> int:
 def nodes(runner: Runner) -> list[tuple[int, int]]:
     """The positions at which the stored nodes begin and end."""
     with runner.cache.store.snapshot() as snapshot:
-        found = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
+        found = [node for name in snapshot.keys("usage") if (node := snapshot.node(name)) is not None]
     return sorted((node.position, node.end) for node in found)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from diskprefix.cache.matching import Matcher, Restored
-from diskprefix.cache.planning import Planner
+from diskprefix.cache.saving import Planner
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.local import BufferTier, DiskTier, DiskView
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
@@ -25,6 +25,7 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import PayloadLayout, split_payload
+from diskprefix.store.save import Save
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
@@ -63,8 +64,7 @@ def tier_of(request: pytest.FixtureRequest, store: Store) -> Callable[[Publicati
 
 def held(store: Store, pub: Publication) -> BufferTier:
     writer = Held(store, buffer_bytes=1 << 30)
-    assert writer.reserve(pub.payload_bytes)
-    writer.submit(pub, reserved_bytes=pub.payload_bytes)
+    writer.add(Save(pub.epoch), pub, is_last=True)
     return BufferTier(writer)
 
 
@@ -182,18 +182,21 @@ def test_what_a_view_shows_stays_in_memory_until_it_is_closed(store: Store, monk
         assert may_write.wait(30)
         return publish(pub)
 
-    def reuse() -> None:
-        done.append(1)
-        for content in memory:
-            content[:] = bytes(len(content))
+    class Reused:
+        def release(self) -> None:
+            done.append(1)
+            for content in memory:
+                content[:] = bytes(len(content))
+
+        def frees(self) -> bool:
+            return True
 
     monkeypatch.setattr(store, "publish", publish_later)
     writer, pub = Writer(store, buffer_bytes=1 << 30), publication(store, PROMPT)
     contents = zip(pub.nodes, memory, strict=True)
     nodes = [replace(node, payload=split_payload(memoryview(content), node.pieces)) for node, content in contents]
-    pub = replace(pub, nodes=tuple(nodes), on_done=reuse)
-    assert writer.reserve(pub.payload_bytes)
-    writer.submit(pub, reserved_bytes=pub.payload_bytes)
+    pub = replace(pub, nodes=tuple(nodes))
+    writer.add(Save(pub.epoch), pub, [Reused()], is_last=True)
     tier = BufferTier(writer)
     with tier.view() as later:
         with tier.view() as view:

@@ -362,7 +362,7 @@ def said_and_saved(engine: Engine, requests: list[GenerateRequest]) -> tuple[lis
     for node in engine.pages.kept.ended():
         sequence = engine.pages.resume(node)
         assert sequence is not None
-        kept.append((node.token_ids.tobytes(), bytes(sequence.read_states())))
+        kept.append((node.token_ids.tobytes(), sequence.content(sequence.num_tokens)))
         engine.pages.end(sequence, keep=False)
     return clients, (list(map(said, clients)), saved, sorted(kept))
 
@@ -678,7 +678,7 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     sequence = KVSequence(served.pages.pool)
     with torch.inference_mode():
         runner.run(served.model, [runner.Rows(sequence, torch.from_numpy(ids_of(pages, node)).long()[None])])
-    assert kept.read_tokens(0, kept.num_tokens) == sequence.read_tokens(0, kept.num_tokens)
+    assert kept.content() == sequence.content()
     pages.end(kept, keep=False)
     assert drafter(draft).cache.root == served.cache.root
     served.close()
@@ -708,8 +708,7 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     with torch.inference_mode():
         for part in torch.split(torch.from_numpy(ids_of(pages, node)).long()[None], 256, dim=1):
             runner.run(drafter(engine)._model, [runner.Rows(sequence, part)])
-    last = 4 * WINDOW - 4, kept.num_tokens - 4 * WINDOW + 4
-    assert kept.read_tokens(*last) == sequence.read_tokens(*last)
+    assert kept.content(4 * WINDOW - 4) == sequence.content(4 * WINDOW - 4, kept.num_tokens)
     pages.end(kept, keep=False)
     engine.close()
 

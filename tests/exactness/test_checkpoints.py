@@ -133,7 +133,7 @@ def test_a_long_conversation_keeps_its_last_checkpoints_and_what_others_share(tm
             chat.answered(runner.run_prompt(chat.ask(40), AUTO, reply=5))
     runner.flush()
     with runner.cache.store.snapshot() as snapshot:
-        nodes = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
+        nodes = [node for name in snapshot.keys("usage") if (node := snapshot.node(name)) is not None]
         entries = [entry for _, entry in snapshot.entries()]
     ends = [node.end for node in nodes if node.kind == Kind.CHECKPOINT]
     assert ends.count(SYSTEM) == 1, "the end of the system message, which both share"

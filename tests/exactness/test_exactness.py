@@ -4,25 +4,23 @@ the suite that says so can fail."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
 
-from diskprefix.cache import saving
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.encoded_pictures import EncodedPictures
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
-from diskprefix.kv.pages import Hold, Page, PagePool
+from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence
 from diskprefix.model.exact import runner
 from diskprefix.model.exact.runner import forward
@@ -163,13 +161,27 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """All checkpoints of a prompt have the states of the first one."""
-    read_states, first = KVSequence.read_states, dict[KVSequence, memoryview]()
+    first: dict[KVSequence, list[torch.Tensor]] = {}
 
-    def read(self: KVSequence, room_bytes: int = 0, **_later: object) -> memoryview:
-        states = np.frombuffer(first.setdefault(self, read_states(self)), np.uint8)
-        return np.pad(states, (0, room_bytes)).data
+    def change(self: KVSequence, copies: Sequence[torch.Tensor]) -> None:
+        for copied, old in zip(copies, first.setdefault(self, [one.clone() for one in copies]), strict=True):
+            copied.copy_(old)
 
-    monkeypatch.setattr(KVSequence, "read_states", read)
+    change_states(monkeypatch, change)
+
+
+def change_states(monkeypatch: pytest.MonkeyPatch, change: Callable[[KVSequence, list[torch.Tensor]], None]) -> None:
+    """Has `change` overwrite the states that were captured."""
+    capture = KVSequence.capture
+
+    def captured(self: KVSequence, *args: Any) -> Captured | None:
+        found = capture(self, *args)
+        assert found is not None
+        if copies := [page.tensor for page in found.pages if page.group >= len(self.tables)]:
+            change(self, copies)
+        return found
+
+    monkeypatch.setattr(KVSequence, "capture", captured)
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +253,7 @@ def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:
 def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the disk is slow: nothing is written before a prompt's end."""
     waiting: list[Callable[[], None]] | None = []
-    publish, submit = CachedRequest.publish, Writer.submit
+    publish, submit = CachedRequest.publish, Writer.add
 
     def late(self: Writer, *args: Any, **options: Any) -> None:
         if waiting is None:
@@ -257,46 +269,51 @@ def late_writes(monkeypatch: pytest.MonkeyPatch) -> None:
             submission()
 
     monkeypatch.setattr(CachedRequest, "publish", ending)
-    monkeypatch.setattr(Writer, "submit", late)
+    monkeypatch.setattr(Writer, "add", late)
 
 
 def shared_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not copied shows what the model has made of its states, in place, when it is written."""
 
-    def shared(self: KVSequence, room_bytes: int = 0, **_later: object) -> memoryview:
-        # These models have states of one form, so that all of them lie in one page.
-        (states,) = self.states
-        found = states.payload()
-        return np.pad(np.frombuffer(found, np.uint8), (0, room_bytes)).data if room_bytes else found
+    capture = KVSequence.capture
+
+    def shared(self: KVSequence, *args: Any) -> Captured | None:
+        found = capture(self, *args)
+        assert found is not None
+        own = {page.group: page for page in self.states}
+        found._by_group = {group: own.get(group, page) for group, page in found._by_group.items()}
+        return found
 
     late_writes(monkeypatch)
-    monkeypatch.setattr(KVSequence, "read_states", shared)
+    monkeypatch.setattr(KVSequence, "capture", shared)
 
 
 def forgetful_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """What slid out of a window is used again before it is written."""
 
-    class Unheld(Hold):
-        def __init__(self, pool: PagePool, pages: Sequence[Page]) -> None:
-            self._pool, self.pages = pool, pages
+    class Unheld(Captured):
+        def __init__(self, pool: PagePool, pages: Mapping[int, Page], *content: Any) -> None:
+            super().__init__(pool, pages, *content)
+            self.release()
 
     late_writes(monkeypatch)
-    monkeypatch.setattr(saving, "Hold", Unheld)
+    monkeypatch.setattr("diskprefix.kv.sequence.Captured", Unheld)
 
 
 def earlier_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint has the states of one step before its place."""
-    read_states, compute = KVSequence.read_states, runner.run
-    before: list[memoryview] = []
+    compute, before = runner.run, list[torch.Tensor]()
 
     def run(model: Any, step: Sequence[Any]) -> list[torch.Tensor]:
-        before[:] = [read_states(step[0].state)]
+        before[:] = [page.tensor.clone() for page in step[0].state.states]
         return compute(model, step)
 
+    def change(_: KVSequence, copies: Sequence[torch.Tensor]) -> None:
+        for copied, old in zip(copies, before, strict=True):
+            copied.copy_(old)
+
     monkeypatch.setattr(runner, "run", run)
-    monkeypatch.setattr(
-        KVSequence, "read_states", lambda _, room_bytes=0, **_k: np.pad(before[0], (0, room_bytes)).data
-    )
+    change_states(monkeypatch, change)
 
 
 def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:

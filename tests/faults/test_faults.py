@@ -20,6 +20,7 @@ import torch
 from diskprefix.errors import CacheError
 from diskprefix.store import writer
 from diskprefix.store.folder import FolderUnavailable
+from diskprefix.store.save import Save
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.closing import needs
@@ -278,8 +279,7 @@ def test_stopping_does_not_wait_for_another_process_that_holds_the_lock(
     held = Writer(store, buffer_bytes=1 << 30)
     pub = publication(store, prompt(1, 2 * BLOCK))
     with store.changes():
-        held.reserve(pub.payload_bytes)
-        held.submit(pub, reserved_bytes=pub.payload_bytes)
+        held.add(Save(pub.epoch), pub, is_last=True)
         assert not held.close(0.1)
         assert held.is_alive
     assert held.close(30)

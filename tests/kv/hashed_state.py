@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -14,7 +15,10 @@ from diskprefix.kv.kept_blocks import KeptBlock
 from diskprefix.kv.layout import Group, LayerSpec, Layout, StateGroup, StateSpec, TensorSpec
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import LayerRows
+from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import KVSequence, Owner
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds
 
 CPU = torch.device("cpu")
@@ -86,6 +90,18 @@ def payload_of(layout: Layout, hashed: npt.NDArray[np.uint8]) -> bytes:
     """Returns the payload of these tokens."""
     numbers = (np.arange(len(group.specs) * group.heads, dtype=np.uint8) for group in layout.groups)
     return b"".join((hashed ^ of_group[:, None, None]).tobytes() for of_group in numbers)
+
+
+def captured(sequence: KVSequence, position: int, num_tokens: int, kind: Kind = Kind.BLOCK) -> Captured:
+    """Returns the payload of a node."""
+    found = sequence.capture(position, PayloadLayout.parse(sequence.layout.describe()).cuts(num_tokens, kind))
+    assert found is not None
+    return found
+
+
+def holding(pool: PagePool, pages: Iterable[Page | None]) -> Captured:
+    """Returns a user of pages, as what waits to be written is."""
+    return Captured(pool, dict(enumerate(page for page in pages if page is not None)), (), memoryview(b""))
 
 
 def compute(

@@ -26,7 +26,7 @@ from diskprefix.kv import kept_blocks
 from diskprefix.kv import page_cache as page_cache_module
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
-from diskprefix.kv.pages import Hold, Page, PagePool
+from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.prefix_match import PrefixMatch
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
@@ -37,6 +37,7 @@ from tests.kv.hashed_state import (
     WINDOW,
     compute_for_all,
     hashes,
+    holding,
     ids_of,
     layout_of,
     page_cache,
@@ -68,7 +69,7 @@ class Histories(RuleBasedStateMachine):
         self.running: list[KVSequence] = []
         self.ids: dict[KVSequence, TokenIds] = {}
         self.seeds: dict[KVSequence, object] = {}
-        self.holds: list[tuple[Hold, list[bytes]]] = []
+        self.holds: list[tuple[Captured, list[bytes]]] = []
         self.purged_at = b"0"
         self.num_begun = 0
         self.private: set[bytes] = set()
@@ -204,7 +205,7 @@ class Histories(RuleBasedStateMachine):
         sequence = self.picked(number)
         blocks = range(sequence.num_tokens // BLOCK)
         pages = [page for block in blocks for page in sequence.block(block) if page is not None]
-        self.holds.append((Hold(self.cache.pool, pages), [bytes(page.payload()) for page in pages]))
+        self.holds.append((holding(self.cache.pool, pages), [bytes(page.payload()) for page in pages]))
 
     @precondition(lambda self: self.holds)
     @rule(number=PICK)

@@ -12,7 +12,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import ContextTooLong, NotReady
 from diskprefix.kv.kept_blocks import KeptBlock, KeptBlocks
 from diskprefix.kv.page_cache import Later, PageCache
-from diskprefix.kv.pages import Hold, Page
+from diskprefix.kv.pages import Page
 from diskprefix.kv.sequence import KVSequence, Owner
 from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
@@ -23,6 +23,7 @@ from tests.kv.hashed_state import (
     A,
     B,
     compute_for_all,
+    holding,
     ids_of,
     layout_of,
     page_cache,
@@ -396,7 +397,7 @@ def test_a_prompt_that_a_hanging_restore_leaves_no_memory_for_is_not_called_too_
 def test_a_prompt_waits_for_what_is_being_written_though_nothing_runs() -> None:
     cache = page_cache(layout_of(), blocks=8)
     sequence = run(cache, IDS)
-    hold = Hold(cache.pool, [page for page in sequence.pages() if page is not None])
+    hold = holding(cache.pool, sequence.pages())
     cache.end(sequence, keep=True)
     assert cache.begin(B, IDS) is None
     hold.release()

@@ -15,17 +15,20 @@ import pytest
 import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.pages import Hold, PagePool, zeros
+from diskprefix.kv.pages import PagePool, zeros
 from diskprefix.kv.sequence import KVSequence, Prefix
-from diskprefix.kv.transfer import fill_device, populate, read_device
+from diskprefix.kv.transfer import populate, read_device
+from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds
 from tests.kv.hashed_state import (
     BLOCK,
     CPU,
     KINDS,
     WINDOW,
+    captured,
     compute,
     hashes,
+    holding,
     layout_of,
     page_cache,
     payload_of,
@@ -62,9 +65,8 @@ def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
 ) -> None:
     """A GPU's memory is copied by torch, which guards tensors that were made in inference mode."""
     if by_torch:
-        monkeypatch.setattr("diskprefix.kv.pages.in_main_memory", lambda slab: [None] * len(slab))
-        monkeypatch.setattr("diskprefix.kv.sequence.fill", fill_device)
-        monkeypatch.setattr("diskprefix.kv.sequence.read", read_device)
+        monkeypatch.setattr("diskprefix.kv.pages.bytes_of", lambda slab: [None] * len(slab))
+        monkeypatch.setattr("diskprefix.kv.pages.read", read_device)
     cache, expected = page_cache(layout_of("token_checkpoints", WINDOW)), hashes(0, IDS, 0, len(IDS))
     with torch.inference_mode(), ThreadPoolExecutor(1) as other:
         sequence = KVSequence(cache.pool)
@@ -74,11 +76,11 @@ def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
         assert wrong(sequence, IDS) == []
         assert compute(sequence, IDS)
         assert wrong(sequence, IDS) == []
-        first = sequence.complete_from
-        read = other.submit(sequence.read_tokens, first, 30 - first).result()
-        assert read == payload_of(cache.layout, expected[first:])
-        states = other.submit(sequence.read_states, 5).result()
-    assert (bytes(states[:-5]), len(states)) == (expected[-1].tobytes() * 3, 3 * 16 + 5)
+        found = captured(sequence, 28, 2, Kind.CHECKPOINT)
+        assert (
+            other.submit(b"".join, found).result() == payload_of(cache.layout, expected[28:]) + bytes(expected[-1]) * 3
+        )
+        found.release()
 
 
 def test_a_page_is_the_payload_of_its_block(pool: PagePool) -> None:
@@ -87,9 +89,9 @@ def test_a_page_is_the_payload_of_its_block(pool: PagePool) -> None:
         start = number * BLOCK
         expected = payload_of(pool.layout, hashes(0, IDS, start, start + BLOCK))
         assert b"".join(page.payload() for page in sequence.block(number) if page is not None) == expected
-        assert sequence.read_tokens(start, BLOCK) == expected
-    assert bytes(sequence.read_tokens(3, 0)) == b""
-    assert sequence.read_tokens(3, 22) == payload_of(pool.layout, hashes(0, IDS, 3, 25))
+        assert b"".join(captured(sequence, start, BLOCK)) == expected
+    # Of a block that is not complete, the first tokens.
+    assert b"".join(captured(sequence, 28, 2)) == payload_of(pool.layout, hashes(0, IDS, 28, 30))
 
 
 def test_operators_find_each_page_of_a_long_sequence_and_none_where_there_is_none(pool: PagePool) -> None:
@@ -141,7 +143,7 @@ def test_who_goes_back_into_a_shared_page_writes_to_a_copy(end: int, kind: str) 
 def test_a_hold_keeps_what_it_holds_from_changing_until_it_is_released(pool: PagePool) -> None:
     sequence = computed(pool)
     pages = [page for page in sequence.pages() if page is not None]
-    hold, contents = Hold(pool, pages), [bytes(page.payload()) for page in pages]
+    hold, contents = holding(pool, pages), [bytes(page.payload()) for page in pages]
     sequence.truncate(0)
     assert compute(sequence, tokens(range(40, 70)))
     assert [bytes(page.payload()) for page in pages] == contents

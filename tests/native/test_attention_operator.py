@@ -94,7 +94,7 @@ def in_pages(memory: torch.Tensor, page_tokens: int, first: int = 0) -> LayerRow
     order = torch.randperm(-(-num_tokens // page_tokens), generator=torch.Generator().manual_seed(1)).tolist()
     pages = torch.full((len(order), 1, heads, page_tokens, dim), float("nan"), dtype=memory.dtype)
     for number, place in enumerate(order):
-        rows.table.set(number, Page(0, pages[place]))
+        rows.table.set(number, Page(0, pages[place], 1))
     rows.put(0, memory)
     rows.table.first = first // page_tokens
     for number in range(rows.table.first):

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from unittest import mock
 
@@ -14,10 +15,11 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
+from diskprefix.store.ghosts import newest_first
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import verify_index, verify_payloads
 from diskprefix.tokens import TokenIds, block_hash
 
@@ -140,7 +142,7 @@ def publication(
             parent = add(start, start + BLOCK, Kind.BLOCK)
     last_node = add(rest, end, end_kind) if end_kind != Kind.BLOCK or rest < end else parent
     return Publication(
-        chain=Chain(store.epoch),
+        epoch=store.epoch,
         root=root,
         root_record=RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0),
         nodes=tuple(nodes),
@@ -148,6 +150,11 @@ def publication(
         entry=EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview="hello", created_at=1.0),
         prompt=token_ids,
     )
+
+
+def recent_prompts(snapshot: Snapshot, root: bytes, limit: int) -> list[tuple[bytes, TokenIds]]:
+    """Returns the last `limit` prompts that were seen under a root, oldest first, as pairs of group and token ids."""
+    return [(one.record.group, one.token_ids) for one in islice(newest_first(snapshot, root), limit)][::-1]
 
 
 def read_payload(snapshot: Snapshot, node: NewNode) -> bytes:

@@ -18,14 +18,23 @@ import numpy as np
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed
 from diskprefix.store.compact import copy_store
-from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import FORMAT_VERSION, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
-from tests.store.building import BLOCK, ROOT, Clock, layout_of, names_of_every_run, open_store, prompt, publication
+from tests.store.building import (
+    BLOCK,
+    ROOT,
+    Clock,
+    layout_of,
+    names_of_every_run,
+    open_store,
+    prompt,
+    publication,
+    recent_prompts,
+)
 
 FORMATS = Path(__file__).parent / "formats"
 LAYOUT = layout_of(8_000, state_bytes=4_000)
@@ -40,8 +49,7 @@ def with_waves(node: NewNode) -> NewNode:
 
 
 def write(folder: Path) -> None:
-    """Writes the store into a folder: blocks, a partial one, tails, checkpoints, entries, notes, and pieces in
-    each codec."""
+    """Writes the store into a folder: blocks, tails, checkpoints, ghosts, entries, notes, and pieces in each codec."""
     store = open_store(folder, clock=Clock(1.7e9))
     shared = prompt(1, 3 * BLOCK + 5)
     found: list[tuple[Codec, Publication]] = [
@@ -49,6 +57,7 @@ def write(folder: Path) -> None:
         (Codec.ZSTD, publication(store, np.concatenate([shared[: 2 * BLOCK], prompt(2, BLOCK + 1)]), layout=LAYOUT)),
         (Codec.RAW, publication(store, prompt(3, 2 * BLOCK), layout=LAYOUT)),
     ]
+    found.append((Codec.RAW, publication(store, np.concatenate([shared[:BLOCK], prompt(4, BLOCK)])).without_nodes()))
     for codec, made in found:
         store.codec = codec
         store.publish(replace(made, nodes=tuple(map(with_waves, made.nodes)), prompt_group=b"g" * 8))
@@ -65,7 +74,7 @@ def contents(store: Store) -> dict[str, str]:
     """Returns what a store holds, read as a restore reads it: for each record a digest of its values."""
     notes = Notes(store, lambda: None)
     with store.snapshot() as snapshot:
-        found = {f"node {name.hex()}": node_text(snapshot, name) for name in snapshot.keys("nodes")}
+        found = {f"node {name.hex()}": node_text(snapshot, name) for name in snapshot.keys("usage")}
         for name, entry in snapshot.entries():
             values = (entry.root.hex(), entry.num_tokens, entry.scope, entry.preview, entry.created_at)
             found[f"entry {name.hex()}"] = str(values)

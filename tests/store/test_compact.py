@@ -55,7 +55,7 @@ def folder(template: tuple[Path, list[Publication]], tmp_path: Path) -> Path:
 
 def records(folder: Path) -> dict[str, dict[bytes, bytes]]:
     with damaged(folder) as all_:
-        names = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen", "ghosts")
+        names = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "seen")
         return {name: {key: all_.get(name, key) for key in all_.keys(name)} for name in names}
 
 

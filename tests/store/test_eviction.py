@@ -370,7 +370,7 @@ def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store
         log.record(store.epoch, pub.root, record, Tally(requests=1), None)
         store.write_from(log.writing)
     with store.snapshot() as snapshot:
-        with_nodes = {node_root(value) for _, value in snapshot.records("nodes")}
+        with_nodes = {node_root(snapshot.record("nodes", name)) for name in snapshot.keys("usage")}
         roots = set(snapshot.keys("roots"))
         assert with_nodes < roots, "the others still have recent prompts and counts"
         bare = len(roots - with_nodes)

@@ -107,7 +107,7 @@ def test_the_record_of_a_root_stays_while_something_is_stored_under_it(store: St
     notes.write()
     with store.snapshot() as snapshot:
         prompts = list(snapshot.keys("seen"))
-        nodes = [(name, snapshot.parent(name)) for name in snapshot.keys("nodes")]
+        nodes = [(name, snapshot.parent(name)) for name in snapshot.keys("usage")]
     with store.changes() as changes:
         if left != "blocks":
             for name, parent in nodes[::-1]:

@@ -18,7 +18,6 @@ from diskprefix.store import purge as purging
 from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
-from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.note_record import ENCODED_TEXT, NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.store.purge import Purged, PurgeFilter, PurgePlan, plan_purge, purge
@@ -28,7 +27,18 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash
 from tests.examples import examples
 from tests.faults.damage import damaged
-from tests.store.building import BLOCK, ROOT, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
+from tests.store.building import (
+    BLOCK,
+    ROOT,
+    Clock,
+    is_clean,
+    is_whole,
+    layout_of,
+    open_store,
+    prompt,
+    publication,
+    recent_prompts,
+)
 
 ALICE, BOB = SHARED.with_salt("alice"), SHARED.with_salt("bob")
 
@@ -137,19 +147,9 @@ def test_what_no_other_prompt_needs_goes_with_a_saved_one_and_nothing_else(
         assert (done.blocks, done.entries, done.left_blocks) == (len(gone), len(names), 0)
         assert done.stored_bytes == plan.stored_bytes
         with store.snapshot() as snapshot:
-            assert set(snapshot.keys("nodes")) == new.keys() - gone
+            assert set(snapshot.keys("usage")) == new.keys() - gone
             assert set(snapshot.keys("entries")) == of_others
         assert is_clean(store)
-
-
-def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store) -> None:
-    long = prompt(1, 4 * BLOCK)
-    first, other = saved(store, long[: 2 * BLOCK]), saved(store, prompt(2, 2 * BLOCK))
-    unsaved = replace(publication(store, long, root=first.root), nodes=(), last_node=None, entry=None)
-    store.publish(replace(unsaved, prompt_group=b"together"))
-    assert purge_now(store, PurgeFilter(entries=frozenset({last_node(first)}))).prompts == 2
-    with store.snapshot() as snapshot:
-        assert [p.tolist() for _, p in recent_prompts(snapshot, other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
 
 
 def test_by_salt_a_tenant_is_forgotten_whole_and_alone(store: Store) -> None:
@@ -219,7 +219,7 @@ def test_everything(store: Store) -> None:
     purged = purge_now(store, PurgeFilter())
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (9, 9 * 4, 9, 3)
     with store.snapshot() as snapshot:
-        for database in ("roots", "nodes", "children", "usage", "payloads", "entries", "seen", "ghosts"):
+        for database in ("roots", "nodes", "children", "usage", "payloads", "entries", "seen"):
             assert not list(snapshot.keys(database))
     # It still is the same store: a daemon that has it open goes on with it.
     assert store.secret == secret

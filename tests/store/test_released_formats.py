@@ -18,8 +18,8 @@ from tests.store.released_format import FORMATS, contents
 
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "9.json": "9dbe7feac123aa53793650a7bda32465fbdb47f6d8993ac83834e7c5bd4cdeca",
-    "9.mdb.gz": "ac2dc0b4c47abb3cce8b7daea68bd89dca97275ee187eec2bfb10bb37eb894b7",
+    "10.json": "eb12b291ab8c925f07de412f24b30914776265c490be675c815ece48906d6fce",
+    "10.mdb.gz": "bb7ab827d1e55cda411709e1a0e1f02bd4eccd3a8f3d03b3c0546f12f381f385",
 }
 
 
@@ -52,7 +52,7 @@ def test_the_kept_store_has_every_kind_of_node_and_every_codec(tmp_path: Path) -
     tmp_path.chmod(0o700)
     store = opened(FORMATS / f"{FORMAT_VERSION}.mdb.gz", tmp_path)
     with store.snapshot() as snapshot:
-        names = list(snapshot.keys("nodes"))
+        names = list(snapshot.keys("usage"))
         kinds = {node.kind for name in names if (node := snapshot.node(name)) is not None}
         codecs = {piece[16] for name in names for _, piece in snapshot.pieces(name)}
     store.close()

@@ -40,7 +40,7 @@ def save(
 def ends(store: Store) -> list[int]:
     """The ends of the nodes behind the second block."""
     with store.snapshot() as snapshot:
-        nodes = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
+        nodes = [node for name in snapshot.keys("usage") if (node := snapshot.node(name)) is not None]
     return sorted(node.end for node in nodes if node.position == 2 * BLOCK)
 
 
@@ -84,58 +84,6 @@ def test_a_shorter_node_that_comes_later_is_not_stored(store: Store, clock: Cloc
     assert (holder.last_used, holder.ttl_s) == (clock.now, -500)
 
 
-def test_the_end_of_a_prompt_takes_the_place_of_a_block_with_the_same_tokens(store: Store) -> None:
-    save(store, 2 * BLOCK + 3)
-    tail = save(store, 2 * BLOCK + 3, Kind.TAIL)
-    assert ends(store) == [2 * BLOCK + 3]
-    assert is_whole(store, tail)
-    # The other way round there is nothing to be gained.
-    save(store, 2 * BLOCK + 3)
-    assert is_whole(store, tail)
-    assert (ends(store), entries(store)) == ([2 * BLOCK + 3], [2 * BLOCK + 3])
-
-
-def test_what_leaves_a_node_stays_beside_it(store: Store) -> None:
-    save(store, 2 * BLOCK + 5)
-    other = np.concatenate([TOKENS[: 2 * BLOCK + 4], prompt(2, 9)])
-    save(store, len(other), tokens=other)
-    assert ends(store) == [2 * BLOCK + 5, 2 * BLOCK + 13]
-    assert entries(store) == [2 * BLOCK + 5, 2 * BLOCK + 13]
-
-
-@pytest.mark.parametrize(
-    ("asked", "asked_later", "stays"),
-    [
-        (None, None, False),
-        (60.0, 60.0, False),
-        (60.0, 90.0, False),
-        (90.0, 60.0, True),
-        (60.0, None, True),
-        (None, 60.0, True),
-    ],
-)
-def test_what_was_asked_to_be_kept_for_longer_stays(
-    store: Store, asked: float | None, asked_later: float | None, stays: bool
-) -> None:
-    """A node with a time of its own outlives the others of a daemon with a short one, and not those of one without."""
-    save(store, 2 * BLOCK + 3, ttl_s=asked)
-    save(store, 2 * BLOCK + 5, ttl_s=asked_later)
-    assert ends(store) == ([2 * BLOCK + 3] if stays else []) + [2 * BLOCK + 5]
-
-
-def test_the_uses_of_what_was_replaced_count_on(store: Store, clock: Clock) -> None:
-    first = save(store, 2 * BLOCK + 3)
-    assert first.last_node is not None
-    store.write([touches({first.last_node: Use(clock.now, 4, recorded_ttl(None))})])
-    clock.now += 300
-    longer = save(store, 2 * BLOCK + 5)
-    found = usage(store, longer)
-    assert (found.restores, found.created_at) == (4, clock.now)
-    # A shorter one that comes later has none of them.
-    store.write([touches({first.last_node: Use(clock.now, 4, recorded_ttl(None))})])
-    assert usage(store, longer).restores == 4
-
-
 def test_a_damaged_longer_node_holds_nothing(store: Store) -> None:
     longer = save(store, 2 * BLOCK + 9)
     assert longer.last_node is not None
@@ -173,7 +121,7 @@ def turn(
 def checkpoints(store: Store, *, tokens: TokenIds = TOKENS) -> list[int]:
     """The ends of the checkpoints and tails that hold tokens of a prompt only."""
     with store.snapshot() as snapshot:
-        nodes = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
+        nodes = [node for name in snapshot.keys("usage") if (node := snapshot.node(name)) is not None]
     assert verify_index(store).problems == ()
     of_prompt = (node for node in nodes if np.array_equal(node.token_ids, tokens[node.position : node.end]))
     return sorted(node.end for node in of_prompt if node.kind != Kind.BLOCK)

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.ghosts import decode_ghost, decode_leaf
 from diskprefix.store.schema import (
     USAGE_DTYPE,
     EntryRecord,
     Kind,
     NodeRecord,
+    PromptRecord,
     RootRecord,
     UsageRecord,
     decode_node,
@@ -53,7 +53,7 @@ def test_a_node_record_has_the_documented_bytes() -> None:
 
 def test_an_unknown_kind_under_a_good_checksum_is_refused() -> None:
     value = bytearray(encode_node(NAME, record()))
-    value[40] = 3
+    value[40] = 4
     value[64:72] = checksum(NAME + value[:64] + value[72:]).to_bytes(8, "little")
     with pytest.raises(StoreCorrupt, match="claims 3 tokens of kind"):
         decode_node(NAME, bytes(value))
@@ -96,10 +96,8 @@ def test_no_bytes_make_a_parser_fail_otherwise_than_as_corrupt(value: bytes) -> 
     parsers: list[Callable[[bytes], object]] = [
         partial(decode_node, NAME),
         decode_usage,
-        partial(decode_leaf, bytes(24)),
-        partial(decode_ghost, bytes(32)),
     ]
-    parsers += [partial(decode_record, kind, b"key") for kind in (RootRecord, EntryRecord)]
+    parsers += [partial(decode_record, kind, b"key") for kind in (RootRecord, EntryRecord, PromptRecord)]
     for parse in parsers:
         try:
             parse(value)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import PrefixGone
-from diskprefix.store import write_queue
 from diskprefix.store import writer as writer_module
 from diskprefix.store.compact import rewrite_folder
 from diskprefix.store.environment import Environment
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.store.save import Save
 from diskprefix.store.savings import Tally, read_savings
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
@@ -29,8 +29,8 @@ from tests.waiting import wait_for
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
     """That of a daemon, which a prompt may pause for as long as a command takes."""
-    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 600.0)
-    monkeypatch.setattr(write_queue, "_PAUSE_S", 600.0, raising=False)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0, raising=False)
     store = Store(tmp_path, budget_bytes=64 << 20, serving=True)
     writer = Writer(store, buffer_bytes=64 << 20)
     yield writer
@@ -41,8 +41,7 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
 
 def submit(writer: Writer, *publications: Publication) -> None:
     for one in publications:
-        assert writer.reserve(one.payload_bytes)
-        writer.submit(one, reserved_bytes=one.payload_bytes)
+        writer.add(Save(one.epoch), one, is_last=True)
 
 
 def diskprefix(writer: Writer, *arguments: str) -> None:
@@ -148,7 +147,7 @@ def test_a_file_that_is_rewritten_beside_a_long_restore_gives_right_bytes_and_lo
     writer: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Environment.close, "__defaults__", (0.1,))
-    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.1)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1)
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     store = writer._store

@@ -39,7 +39,6 @@ from diskprefix.store.changes import NewNode, Use, touches
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
 from diskprefix.store.eviction import recorded_ttl
-from diskprefix.store.ghosts import decode_ghost, recent_prompts
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.purge import PurgeFilter, purge
 from diskprefix.store.schema import Kind, child_keys
@@ -57,6 +56,7 @@ from tests.store.building import (
     open_store,
     publication,
     read_payload,
+    recent_prompts,
 )
 
 R = TypeVar("R")
@@ -297,17 +297,17 @@ class Model:
         for root, seen in self.seen.items():
             self.seen[root] = [one for one in seen if abs(now - one.came_at) < (one.ttl_s or ttl_s or math.inf)]
 
-    def ghosts(self, secret: int) -> Counter[bytes]:
-        """How often each ghost is continued, by its key: by ghosts, and by prompts."""
+    def seen_children(self, secret: int) -> Counter[bytes]:
+        """How many prompts that were seen, and blocks on their paths, continue each block."""
         continued: set[tuple[bytes, bytes]] = set()
         prompts: Counter[bytes] = Counter()
         for root, seen in self.seen.items():
             for one in seen:
                 names = [root, *chain(secret, root, np.array(one.token_ids, np.int32), BLOCK)]
-                continued |= {(root + parent, name) for parent, name in pairwise(names)}
-                prompts[root + names[-1]] += 1
+                continued |= set(pairwise(names))
+                prompts[names[-1]] += 1
         uses = prompts + Counter(parent for parent, _ in continued)
-        return Counter({key: number for key, number in uses.items() if key[:16] != key[16:]})
+        return Counter({name: number for name, number in uses.items() if name not in self.seen})
 
 
 def is_part(node: NewNode, other: NewNode) -> bool:
@@ -416,7 +416,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def stored(self) -> set[bytes]:
         with self.store.snapshot() as snapshot:
-            return set(snapshot.keys("nodes"))
+            return set(snapshot.keys("usage"))
 
     def sizes(self) -> dict[bytes, int]:
         with self.store.snapshot() as snapshot:
@@ -531,11 +531,12 @@ class StoreMachine(RuleBasedStateMachine):
         hits=st.integers(0, 3),
         late_s=st.sampled_from([0.0, 0.5, 100.0]),
         ttl_s=st.sampled_from([None, 250.0, 3600.0]),
+        is_gone=st.booleans(),
     )
-    def touch(self, process: str, prompt: Prompt, hits: int, late_s: float, ttl_s: float | None) -> None:
+    def touch(self, process: str, prompt: Prompt, hits: int, late_s: float, ttl_s: float | None, is_gone: bool) -> None:
         nodes = publication_of(self.store, prompt).nodes
-        # The deepest that is stored; or, as after an eviction by the other process, one that is not.
-        name = nodes[max(0, self.model.stored_prefix(nodes) - 1)].name
+        # The deepest that is stored; or, as after an eviction by the other process, one that is not: perhaps a ghost.
+        name = nodes[min(max(0, self.model.stored_prefix(nodes) - 1 + is_gone), len(nodes) - 1)].name
         use = Use(self.clock.now - late_s, hits, recorded_ttl(ttl_s))
         self.do(process, touch, name, use)
         self.model.touch(name, self.clock.now - late_s, hits, ttl_s)
@@ -671,17 +672,20 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def what_must_be_there_is_there_bit_for_bit_and_nothing_else(self) -> None:
         with self.store.snapshot() as snapshot:
-            assert set(snapshot.keys("nodes")) == self.model.nodes.keys()
+            seen = self.model.seen_children(self.store.secret)
+            assert set(snapshot.keys("usage")) == self.model.nodes.keys()
+            assert set(snapshot.keys("nodes")) == self.model.nodes.keys() | seen.keys(), "and ghosts"
+            records = {name: snapshot.node_or_ghost(name) for name in seen}
+            counts = {name: record.seen_children for name, record in records.items() if record is not None}
+            assert counts == seen
             assert list(snapshot.keys("children")) == self.model.child_keys()
             for node in self.model.nodes.values():
                 assert is_there(snapshot, node.new)
                 assert read_payload(snapshot, node.new) == b"".join(node.new.payload)
             assert {name: entry.num_tokens for name, entry in snapshot.entries()} == self.model.entries
-            for root, seen in self.model.seen.items():
+            for root, prompts_of_root in self.model.seen.items():
                 found = [(group, prompt.tolist()) for group, prompt in recent_prompts(snapshot, root, 999)]
-                assert found == [(one.group, one.token_ids) for one in seen]
-            uses = {key: decode_ghost(key, value).uses for key, value in snapshot.records("ghosts")}
-            assert uses == self.model.ghosts(self.store.secret), "and prompts that share a beginning share its ghosts"
+                assert found == [(one.group, one.token_ids) for one in prompts_of_root]
 
     @invariant()
     def uses_and_continuations_are_counted(self) -> None:

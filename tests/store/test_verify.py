@@ -13,13 +13,13 @@ from msgspec import structs
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store import store as store_module
 from diskprefix.store.changes import NewNode
-from diskprefix.store.ghosts import Leaf, decode_ghost, encode_ghost, encode_leaf
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import (
     Kind,
     ModelRecord,
     NodeRecord,
+    PromptRecord,
     RootRecord,
     child_keys,
     decode_node,
@@ -61,13 +61,15 @@ HYBRID = layout_of(60_000, 1_200_000)
 @dataclass
 class Stored:
     """A closed store: two prompts under one root that share three blocks, one under a root with an identity, and one of
-    a layout with states and checkpoints after its second and its last block."""
+    a layout with states and checkpoints after its second and its last block. `ghosts` are the last three blocks of a
+    prompt that was seen only; its first three are those of the first prompt."""
 
     folder: Path
     first: Publication
     second: Publication
     other: Publication
     hybrid: Publication
+    ghosts: tuple[bytes, ...]
 
     @property
     def publications(self) -> tuple[Publication, ...]:
@@ -96,8 +98,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     token_ids = prompt(3, 4 * BLOCK + 5)
     points = (2 * BLOCK, 4 * BLOCK)
     hybrid = publication(store, token_ids, root=HYBRID_ROOT, layout=HYBRID, checkpoints=points)
-    stored = Stored(folder, first, second, other, hybrid)
-    for pub in stored.publications:
+    seen = publication(store, np.concatenate([one[: 3 * BLOCK], prompt(4, 3 * BLOCK)]), layout=LAYOUT)
+    ghosts = tuple(node.name for node in seen.nodes[3:6])
+    stored = Stored(folder, first, second, other, hybrid, ghosts)
+    for pub in (*stored.publications, seen.without_nodes()):
         store.publish(pub)
     notes = Notes(store, lambda: None)
     notes.put(store.epoch, HYBRID_ROOT, hybrid.root_record, NoteKind.RESPONSE, NOTE, b"content", 1000.0)
@@ -131,7 +135,7 @@ def test_a_sound_store_is_clean_and_every_piece_is_counted(stored: Stored) -> No
     index = verify_index(store)
     nodes = {node.name: node for pub in stored.publications for node in pub.nodes}
     assert index.problems == ()
-    assert (index.num_nodes, index.num_entries, index.num_prompts, index.num_roots) == (len(nodes), 4, 4, 3)
+    assert (index.num_nodes, index.num_entries, index.num_prompts, index.num_roots) == (len(nodes), 4, 5, 3)
     done: list[int] = []
     payloads = verify_payloads(store, index.stored_bytes, done.append)
     assert payloads.problems == ()
@@ -204,19 +208,13 @@ def add_an_entry(records: Records, stored: Stored) -> None:
     records.put("entries", GONE, encode_record(GONE, stored.first.entry))
 
 
-def change_ghost(records: Records, stored: Stored, **changes: bytes | int) -> None:
-    """Another value in the ghost of a block of the first prompt, under a good checksum."""
-    key = stored.first.root + stored.first.nodes[1].name
-    ghost = decode_ghost(key, records.get("ghosts", key))._replace(**changes)  # type: ignore[arg-type]
-    records.put("ghosts", key, encode_ghost(key, ghost))
-
-
 def put_note(records: Records, key: bytes) -> None:
     records.put("notes", key, encode_note(key, b"content", NoteTimes(1000.0, 1000.0, 1000)))
 
 
 def put_prompt(records: Records, key: bytes, parent: bytes) -> None:
-    records.put("seen", key, encode_leaf(key, Leaf(1000.0, 0, parent, GROUP, b"")))
+    prompt = PromptRecord(came_at=1000.0, parent=parent, rest=b"", group=GROUP)
+    records.put("seen", key, encode_record(key, prompt))
 
 
 def put_model(records: Records, model: str) -> None:
@@ -358,10 +356,14 @@ OF_OTHERS: dict[str, tuple[Damage, str]] = {
     "an entry of no block": (add_an_entry, "entries"),
     "a recent prompt under a strange key": (lambda r, _: r.put("seen", STRANGE_KEY, b"x"), "seen"),
     "a recent prompt of no root": (lambda r, _: put_prompt(r, GONE + bytes(8), GONE), "seen"),
-    "a recent prompt that continues no ghost": (lambda r, s: put_prompt(r, s.first.root + b"\xff" * 8, GONE), "seen"),
-    "a ghost of another block": (lambda r, s: change_ghost(r, s, token_ids=b"1234"), "ghosts"),
-    "a ghost with another count": (lambda r, s: change_ghost(r, s, uses=7), "ghosts"),
-    "a ghost that is gone": (lambda r, s: r.delete("ghosts", s.first.root + s.first.nodes[1].name), "ghosts"),
+    "a recent prompt that continues no block": (lambda r, s: put_prompt(r, s.first.root + b"\xff" * 8, GONE), "seen"),
+    "a block with another count of prompts": (lambda r, s: r.change_node(s.name(1), seen_children=7), "seen"),
+    "a flipped bit in a ghost": (lambda r, s: r.flip("nodes", s.ghosts[1], 80), "nodes"),
+    "a ghost with a payload": (lambda r, s: r.change_node(s.ghosts[1], raw_bytes=9), "nodes"),
+    "a ghost that nothing continues": (lambda r, s: r.change_node(s.ghosts[1], seen_children=0), "seen"),
+    "a ghost that is gone": (lambda r, s: r.delete("nodes", s.ghosts[1]), "seen"),
+    "a ghost said to be stored": (lambda r, s: r.change_node(s.ghosts[1], kind=Kind.BLOCK), "nodes"),
+    "a block said to be a ghost": (lambda r, s: r.change_node(s.name(1), kind=Kind.GHOST), "nodes"),
     "a note of an unknown kind": (lambda r, _: put_note(r, HYBRID_ROOT + b"\xff" * 17), "notes"),
     "a note under a root that is gone": (lambda r, _: put_note(r, note_key(GONE, NoteKind.TURN, "x")), "notes"),
     "a damaged record of a served model": (lambda r, _: r.put("meta", model_key("a"), b"x"), "meta"),
@@ -411,7 +413,7 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
     assert problems_of(store) == []
     originals = {node.name: node for pub in stored.publications for node in pub.nodes}
     with store.snapshot() as snapshot:
-        names = list(snapshot.keys("nodes"))
+        names = list(snapshot.keys("usage"))
         assert set(names) <= set(originals)
         for name in names:
             assert read_payload(snapshot, originals[name]) == b"".join(originals[name].payload)
@@ -423,7 +425,7 @@ def test_whatever_happens_to_records_what_is_left_after_fix_is_right(stored: Sto
 
 
 def _damage_at_random(records: Records, rng: random.Random) -> None:
-    database = rng.choice(("roots", "nodes", "children", "usage", "payloads", "entries", "seen", "ghosts", "notes"))
+    database = rng.choice(("roots", "nodes", "children", "usage", "payloads", "entries", "seen", "notes"))
     keys = records.keys(database)
     if not keys:
         return

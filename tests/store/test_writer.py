@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,17 @@ import numpy as np
 import pytest
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store import environment, savings, write_queue
+from diskprefix.store import environment, savings
 from diskprefix.store import writer as writer_module
 from diskprefix.store.changes import Changes, Part
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
+from diskprefix.store.save import Save, Waiting
 from diskprefix.store.savings import Tally, read_savings
 from diskprefix.store.schema import Kind, ModelRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.verify import remove_problems, verify_index
 from diskprefix.store.writer import Writer
 from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
@@ -50,35 +50,47 @@ class Gate:
 
 
 def submit(writer: Writer, pub: Publication) -> None:
-    writer.reserve(pub.payload_bytes)
-    writer.submit(pub, reserved_bytes=pub.payload_bytes)
+    """One save of one publication."""
+    writer.add(Save(pub.epoch), pub, is_last=True)
 
 
-def test_what_is_queued_is_visible_and_takes_room_until_it_is_written(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(store, monkeypatch)
-    pub = publication(store, prompt(1, 2 * BLOCK))
-    writer = Writer(store, buffer_bytes=pub.payload_bytes + 10)
-    submit(writer, pub)
+class Pages:
+    """The hold of some payloads. Counts how often each is released."""
+
+    def __init__(self, *, frees: bool = True) -> None:
+        self.num_released, self._frees = 0, frees
+
+    def release(self) -> None:
+        self.num_released += 1
+
+    def frees(self) -> bool:
+        return self._frees
+
+
+def test_what_waits_is_visible_and_held_until_it_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, pages = Gate(store, monkeypatch), Pages()
+    pub, writer = publication(store, prompt(1, 2 * BLOCK)), Writer(store, buffer_bytes=10)
+    writer.add(Save(store.epoch), pub, [pages], is_last=True)
     assert set(writer.pending) == {node.name for node in pub.nodes}
-    assert (writer.pending_bytes, writer.room_bytes) == (pub.payload_bytes, 10)
+    assert (writer.pending_bytes, writer.num_pending, pages.num_released) == (pub.payload_bytes, 1, 0)
     assert not is_whole(store, pub)
     gate.open.set()
     assert writer.close(30)
     assert is_whole(store, pub)
     assert not writer.pending
-    assert (writer.pending_bytes, writer.room_bytes) == (0, 0)
+    assert (writer.pending_bytes, writer.num_pending, pages.num_released) == (0, 0, 1)
 
 
-def test_a_reservation_needs_room_and_a_release_makes_some(store: Store) -> None:
+def test_a_reservation_needs_room_and_a_release_makes_some_once(store: Store) -> None:
     writer = Writer(store, buffer_bytes=100)
-    assert writer.reserve(60)
+    first = writer.reserve(60)
+    assert first is not None
     assert not writer.reserve(41)
-    assert writer.reserve(40)
-    writer.release(60)
-    assert writer.room_bytes == 60
-    writer.release(40)
+    second = writer.reserve(40)
+    assert second is not None
+    for room in (first, first, second):
+        room.release()
+    assert writer.room_bytes == 100
     assert writer.close(30)
     assert not writer.reserve(1)
 
@@ -86,11 +98,17 @@ def test_a_reservation_needs_room_and_a_release_makes_some(store: Store) -> None
 def chained(store: Store, num_blocks: int) -> list[Publication]:
     """A prompt in one publication for each block; the last one brings the entry."""
     whole = publication(store, prompt(1, num_blocks * BLOCK))
-    chain = Chain(store.epoch)
-    beginning = [
-        replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None, chain=chain) for node in whole.nodes[:-1]
-    ]
-    return [*beginning, replace(whole, nodes=whole.nodes[-1:], chain=chain)]
+    beginning = [replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None) for node in whole.nodes[:-1]]
+    return [*beginning, replace(whole, nodes=whole.nodes[-1:])]
+
+
+def submit_all(writer: Writer, pubs: Sequence[Publication], holds: Sequence[Pages] = ()) -> Save:
+    """One save of several publications. `holds`: those of each."""
+    save = Save(pubs[0].epoch)
+    for number, pub in enumerate(pubs):
+        writer.add(save, pub, holds[number : number + 1])
+    writer.finish(save)
+    return save
 
 
 def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_count_as_one(
@@ -108,10 +126,9 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
 
     monkeypatch.setattr(store, "publish", fail_for_the_second)
     writer = Writer(store, buffer_bytes=1 << 30)
-    for pub in pubs:
-        submit(writer, pub)
+    save = submit_all(writer, pubs)
     assert writer.close(30)
-    assert (writer.dropped, writer.pending_bytes) == (1, 0)
+    assert (writer.dropped, writer.pending_bytes, save.lost) == (1, 0, "")
     assert len([record for record in caplog.records if "without saving" in record.message]) == 1
     # Of the last one, that the prompt was seen is left.
     assert [len(pub.nodes) for pub in written] == [1, 0]
@@ -121,31 +138,60 @@ def test_once_a_publication_is_lost_what_continues_it_is_not_written_and_all_cou
         assert snapshot.counts()["prompts"] == 1
 
 
-def test_the_latest_publication_in_pages_that_nobody_else_needs_is_dropped_with_what_continues_it(
+def test_what_waits_last_in_pages_that_nobody_else_needs_is_dropped_with_what_continues_it(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gate, (writer, done) = Gate(store, monkeypatch), watched(store)
-    *beginning, last = chained(store, 5)
-    for number, pub in enumerate(beginning):
-        in_pages = replace(pub, page_bytes=pub.payload_bytes, frees=partial(bool, number < 3))
-        writer.submit(done.counted(in_pages), reserved_bytes=0)
-    submit(writer, done.counted(last))
+    gate, writer = Gate(store, monkeypatch), Writer(store, buffer_bytes=1 << 30)
+    pages = [Pages(frees=number < 3) for number in range(5)]
+    # Of what comes later, only other pages would be free.
+    save = submit_all(writer, chained(store, 5), pages)
+    submit_all(writer, [publication(store, prompt(7, BLOCK))], [Pages(frees=False)])
+    wait_for(lambda: writer._writing is not None)
     with writer.view():
         assert not writer.drop_pages(), "it could still be read"
     assert writer.drop_pages()
-    assert done.counts == [0, 0, 1, 0, 0, 0]
-    assert beginning[2].nodes[0].name not in writer.pending
+    assert [one.num_released for one in pages] == [0, 0, 1, 1, 1]
     assert writer.drop_pages()
-    assert not writer.drop_pages()
-    assert done.counts == [0, 1, 1, 0, 0, 0]
+    assert not writer.drop_pages(), "it is being written"
+    assert [one.num_released for one in pages] == [0, 1, 1, 1, 1]
     gate.open.set()
     assert writer.close(30)
-    assert done.counts == [1] * 6
+    assert [one.num_released for one in pages] == [1] * 5
     assert (writer.dropped, writer.pending_bytes, len(store.evictor.pinned())) == (1, 0, 0)
+    assert save.lost == "its memory was needed before the disk had room for it"
     assert len([record for record in caplog.records if "not saved" in record.message]) == 1
     with store.snapshot() as snapshot:
         counts = snapshot.counts()
-    assert (counts["blocks"], counts["entries"], counts["prompts"]) == (1, 0, 1)
+    assert (counts["blocks"], counts["entries"], counts["prompts"]) == (3, 1, 2)
+
+
+def test_more_prompts_than_may_wait_are_refused_and_what_waits_is_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_MOST_SAVES", 2)
+    gate, writer, pages = Gate(store, monkeypatch), Writer(store, buffer_bytes=1 << 30), Pages()
+    pubs = [publication(store, prompt(seed, BLOCK)) for seed in range(3)]
+    saves = [submit_all(writer, [pub], [pages]) for pub in pubs]
+    assert [save.lost for save in saves] == [None, None, "too many prompts wait for the disk"]
+    assert (writer.num_pending, writer.dropped, pages.num_released) == (2, 1, 1)
+    gate.open.set()
+    assert writer.close(30)
+    assert [is_whole(store, pub) for pub in pubs] == [True, True, False]
+    assert pages.num_released == 3
+
+
+def test_a_save_pins_what_it_continues_and_then_what_it_has_written_until_it_ends(store: Store) -> None:
+    pubs = chained(store, 3)
+    store.publish(pubs[0])
+    writer, save = Writer(store, buffer_bytes=1 << 30), Save(store.epoch)
+    writer.pause_writing()
+    writer.add(save, pubs[1])
+    assert store.evictor.pinned() == {pubs[0].nodes[0].name}
+    assert writer.flush(30)
+    assert store.evictor.pinned() == {pubs[1].nodes[0].name}
+    writer.finish(save)
+    assert not store.evictor.pinned()
+    assert writer.close(30)
 
 
 def with_values(pub: Publication, *, is_finite: bool) -> Publication:
@@ -166,10 +212,9 @@ def test_state_that_is_not_finite_is_not_written_nor_what_continues_it_and_that_
 ) -> None:
     pubs = [with_values(pub, is_finite=index not in (1, 3)) for index, pub in enumerate(chained(store, 4))]
     writer = Writer(store, buffer_bytes=1 << 30)
-    for pub in pubs:
-        submit(writer, pub)
+    save = submit_all(writer, pubs)
     assert writer.close(30)
-    assert (writer.dropped, pubs[0].chain.why) == (1, "its state is not finite")
+    assert (writer.dropped, save.lost) == (1, "its state is not finite")
     assert [r.message.endswith("its state is not finite") for r in caplog.records if "not saved" in r.message] == [True]
     assert is_whole(store, pubs[0])
     with store.snapshot() as snapshot:
@@ -217,7 +262,7 @@ def test_what_waits_is_written_in_one_transaction_and_what_fails_keeps_nothing_b
     elif broken != "none":
         monkeypatch.setattr(Changes, methods[broken], fail)
     monkeypatch.setattr(store, "changes", counted)
-    writer._write_all(second)
+    writer._write_all(Waiting(Save(store.epoch), second))
     with store.snapshot() as snapshot:
         used = snapshot.usage(first.last_node)
         found = {
@@ -266,12 +311,13 @@ def test_saving_has_recovered_when_a_whole_prompt_is_saved(store: Store, monkeyp
     assert writer.flush(30)
     gate.failure = None
     *beginning, last = chained(store, 3)
+    save = Save(store.epoch)
     for pub in beginning:
-        submit(writer, pub)
-    submit(writer, replace(last, nodes=(), last_node=None, entry=None, chain=Chain(store.epoch)))
+        writer.add(save, pub)
+    submit(writer, replace(last, nodes=(), last_node=None, entry=None))
     assert writer.flush(30)
     assert writer.error is not None
-    submit(writer, last)
+    writer.add(save, last, is_last=True)
     assert writer.flush(30)
     assert not writer.error
     assert writer.close(30)
@@ -281,8 +327,7 @@ def test_a_use_of_what_waits_to_be_written_counts_once_it_is(store: Store, monke
     pubs = chained(store, 2)
     writer = Writer(store, buffer_bytes=1 << 30)
     gate = Gate(store, monkeypatch)
-    for pub in pubs:
-        submit(writer, pub)
+    submit_all(writer, pubs)
     writer.touch(pubs[1].nodes[0].name, 2000.0)
     gate.open.set()
     assert writer.close(30)
@@ -328,76 +373,45 @@ def test_uses_are_written_together_with_their_counts(store: Store) -> None:
     assert (usage.restores, usage.last_used) == (3, 3000.0)
 
 
-class Done:
-    """Counts how often each publication was done, and sees that other threads can use the writer meanwhile."""
-
-    def __init__(self, writer: Writer) -> None:
-        self.counts: list[int] = []
-        self._writer = writer
-
-    def counted(self, pub: Publication) -> Publication:
-        index = len(self.counts)
-        self.counts.append(0)
-
-        def on_done() -> None:
-            self.counts[index] += 1
-            assert self._writer.num_pending, "whoever waits until all is written would go on before"
-            other = threading.Thread(target=self._writer.release, args=(0,))
-            other.start()
-            other.join(10)
-            assert not other.is_alive(), "it is called under the lock"
-
-        return replace(pub, on_done=on_done)
-
-
-def watched(store: Store) -> tuple[Writer, Done]:
-    writer = Writer(store, buffer_bytes=1 << 30)
-    return writer, Done(writer)
-
-
 @pytest.mark.parametrize("fate", ["written", "failed", "not finite", "cannot be read"])
-def test_payloads_are_done_once_whether_they_are_written_or_lost_with_their_chain(
+def test_payloads_are_released_once_whether_they_are_written_or_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
-    gate = Gate(store, monkeypatch)
+    gate, pages = Gate(store, monkeypatch), [Pages() for _ in range(4)]
     gate.failure = StoreFull("no room") if fate == "failed" else None
-    writer, done = watched(store)
-    for pub in chained(store, 3):
-        found = with_values(pub, is_finite=fate != "not finite")
-        if fate == "cannot be read":
-            found = replace(found, nodes=tuple(replace(node, payload=()) for node in found.nodes))
-        submit(writer, done.counted(found))
+    writer = Writer(store, buffer_bytes=1 << 30)
+    pubs = [with_values(pub, is_finite=fate != "not finite") for pub in chained(store, 3)]
+    if fate == "cannot be read":
+        pubs = [replace(pub, nodes=tuple(replace(node, payload=()) for node in pub.nodes)) for pub in pubs]
+    submit_all(writer, pubs, pages)
     gate.open.set()
     assert writer.flush(30)
-    assert done.counts == [1, 1, 1, 1]
+    assert [one.num_released for one in pages] == [1, 1, 1, 1]
     assert writer.close(30)
     assert (writer.dropped, writer.pending_bytes) == (fate != "written", 0)
 
 
-def test_what_comes_after_the_end_is_lost_and_done(store: Store) -> None:
-    pub = publication(store, prompt(1, BLOCK))
-    writer, done = watched(store)
-    assert writer.reserve(pub.payload_bytes)
+def test_what_comes_after_the_end_is_lost_and_released(store: Store) -> None:
+    writer, pages = Writer(store, buffer_bytes=1 << 30), Pages()
     assert writer.close(30)
-    writer.submit(done.counted(pub), reserved_bytes=pub.payload_bytes)
-    assert done.counts == [1]
-    assert pub.chain.is_lost
+    save = submit_all(writer, [publication(store, prompt(1, BLOCK))], [pages])
+    assert (pages.num_released, save.has_failed, writer.dropped) == (1, True, 1)
     assert (writer.pending_bytes, writer.num_pending, len(writer.pending)) == (0, 0, 0)
 
 
 def test_closing_gives_up_when_time_runs_out_and_counts_what_is_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(store, monkeypatch)
-    writer, done = watched(store)
-    for seed in range(3):
-        submit(writer, done.counted(publication(store, prompt(seed, BLOCK))))
+    gate, pages = Gate(store, monkeypatch), [Pages() for _ in range(3)]
+    writer = Writer(store, buffer_bytes=1 << 30)
+    for seed, hold in enumerate(pages):
+        submit_all(writer, [publication(store, prompt(seed, BLOCK))], [hold])
     release = threading.Timer(0.2, gate.open.set)
     release.start()
     assert not writer.close(0.01)
     release.join()
     assert writer.dropped == 2
-    assert done.counts == [1, 1, 1]
+    assert [one.num_released for one in pages] == [1, 1, 1]
     assert (writer.pending_bytes, len(writer.pending)) == (0, 0)
 
 
@@ -531,7 +545,7 @@ def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: St
 def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     pub = publication(store, prompt(1, BLOCK))
     if reason == "ten seconds":
-        monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.0)
+        monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.0)
     writer = Writer(store, buffer_bytes=pub.payload_bytes if reason == "half of the buffer" else 1 << 30)
     writer.pause_writing()
     submit(writer, pub)
@@ -604,7 +618,7 @@ def test_what_a_reader_keeps_from_being_written_waits_for_it_however_long_and_is
 ) -> None:
     """One wait is for all, the next attempts end at once."""
     monkeypatch.setattr(environment, "_READER_PATIENCE_S", 0.3)
-    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.1)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1)
     monkeypatch.setattr(writer_module, "_RETRY_S", 0.01)
     monkeypatch.setattr(writer_module, "_TOUCH_INTERVAL_S", 0.01)
     clock = Clock()
@@ -647,13 +661,14 @@ def test_a_prompt_that_is_larger_than_the_store_is_refused_once_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_blocks: int
 ) -> None:
     """In one publication, or together with what it continues."""
-    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 600.0)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 600.0)
     monkeypatch.setattr(writer_module, "_RETRY_S", 600.0)
     store = open_store(tmp_path, budget_bytes=16 << 20)
-    writer, chain = Writer(store, buffer_bytes=1 << 30), Chain(store.epoch)
+    writer = Writer(store, buffer_bytes=1 << 30)
     whole = publication(store, prompt(1, num_blocks * BLOCK), payload_bytes=(20 << 20) // num_blocks)
-    for node in whole.nodes:
-        submit(writer, replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None, chain=chain))
+    save = submit_all(
+        writer, [replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None) for node in whole.nodes]
+    )
     submit(writer, small := publication(store, prompt(2, BLOCK)))
     wait_for(lambda: not writer.num_pending)
     assert is_whole(store, small)
@@ -661,7 +676,8 @@ def test_a_prompt_that_is_larger_than_the_store_is_refused_once_with_the_reason(
     [told] = [record.message for record in caplog.records]
     assert "not saved" in told
     assert "do not fit --kv-cache-budget 16.0 MiB; raise it" in told
-    assert chain.why in told
+    assert save.lost
+    assert save.lost in told
     assert writer.close(30)
     store.close()
 
@@ -696,14 +712,14 @@ def test_a_flush_returns_when_the_records_are_gone_that_made_writing_fail(
 
 @pytest.mark.parametrize("why", ["time", "room", "pages that others need"])
 def test_a_failure_is_waited_out_within_bounds(store: Store, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.05 if why == "time" else 600.0)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.05 if why == "time" else 600.0)
     gate = Gate(store, monkeypatch)
     gate.failure = StoreUnavailable("gone for good")
     gate.open.set()
     pub = publication(store, prompt(1, BLOCK))
     writer = Writer(store, buffer_bytes=pub.payload_bytes if why == "room" else 1 << 30)
     if why == "pages that others need":
-        writer.submit(replace(pub, page_bytes=pub.payload_bytes), reserved_bytes=0)
+        submit_all(writer, [pub], [Pages()])
         assert writer.write_pages(30)
     else:
         submit(writer, pub)
@@ -715,13 +731,13 @@ def test_a_failure_is_waited_out_within_bounds(store: Store, monkeypatch: pytest
 def test_a_pause_that_no_step_renews_ends_and_the_next_prompt_can_pause_again(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_queue, "_PAUSE_S", 0.05)
-    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 3.0)
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 0.05)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 3.0)
     writer = Writer(store, buffer_bytes=1 << 30)
     writer.pause_writing()
     submit(writer, publication(store, prompt(1, BLOCK)))
     wait_for(lambda: not writer.num_pending)
-    monkeypatch.setattr(write_queue, "_PAUSE_S", 600.0)
+    monkeypatch.setattr(writer_module, "_PAUSE_S", 600.0)
     writer.pause_writing()
     submit(writer, publication(store, prompt(2, BLOCK)))
     assert writer._next() is None
@@ -731,7 +747,7 @@ def test_a_pause_that_no_step_renews_ends_and_the_next_prompt_can_pause_again(
 def test_steps_that_pause_again_and_again_hold_nothing_for_longer_than_the_bound(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_queue, "_MAX_HELD_S", 0.1)
+    monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.1)
     writer = Writer(store, buffer_bytes=1 << 30)
     submit(writer, publication(store, prompt(1, BLOCK)))
     deadline = time.monotonic() + 30

@@ -7,6 +7,7 @@ import pytest
 
 from diskprefix.store import store as store_module
 from diskprefix.store import written as written_module
+from diskprefix.store.save import Save
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
@@ -47,9 +48,8 @@ def test_pages_on_the_disk_are_counted_and_all_processes_add_to_one_record(
         store.meter.budget_bytes = [1 << 30, None, 0][number]
         pub = publication(store, prompt(number, 4 * BLOCK), payload_bytes=400_000)
         writer = Writer(store, buffer_bytes=1 << 30)
-        assert writer.reserve(pub.payload_bytes)
         old = pages(tmp_path / "store")
-        writer.submit(pub, reserved_bytes=pub.payload_bytes)
+        writer.add(Save(pub.epoch), pub, is_last=True)
         assert writer.close(30)
         changed_bytes = 4096 * len(pages(tmp_path / "store") - old)
         total = store.written().total

@@ -31,8 +31,8 @@ from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, populate
 from diskprefix.store.folder import DATA
-from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.opening import DAMAGED
+from diskprefix.store.save import Save
 from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
@@ -50,6 +50,7 @@ from tests.store.building import (
     prompt,
     publication,
     read_payload,
+    recent_prompts,
 )
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table
@@ -319,8 +320,7 @@ def _look_around(store: Store, prompts: list[Saved]) -> None:
 def _save(store: Store, writer: Writer, prompts: list[Saved]) -> None:
     for saved in prompts:
         pub = saved.publication(store)
-        writer.reserve(pub.payload_bytes)
-        writer.submit(pub, reserved_bytes=pub.payload_bytes)
+        writer.add(Save(pub.epoch), pub, is_last=True)
     if not writer.flush(FLUSH_TIMEOUT_S):
         raise Failure("hang", "the writer does not finish")
 

@@ -32,7 +32,6 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native import library
 from diskprefix.store.codec.codec import Codec, Element, Piece, decode_piece, encode_piece
 from diskprefix.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
-from diskprefix.store.ghosts import GhostRecord, Leaf, decode_ghost, decode_leaf, encode_ghost, encode_leaf
 from diskprefix.store.note_record import NO_PROMPT, NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import (
@@ -40,6 +39,7 @@ from diskprefix.store.schema import (
     Kind,
     ModelRecord,
     NodeRecord,
+    PromptRecord,
     RootRecord,
     decode_node,
     decode_record,
@@ -237,9 +237,8 @@ def _stored_pieces(_folder: Path) -> Iterable[bytes]:
                 yield head + encode_piece(raw, piece, codec, None)
 
 
-_RECORDS = (RootRecord, ModelRecord, EntryRecord)
+_RECORDS = (RootRecord, ModelRecord, EntryRecord, PromptRecord)
 _NOTE = note_key(b"r" * 16, NoteKind.RESPONSE, "resp_1")
-_SEEN, _GHOST = b"r" * 16 + bytes(8), b"r" * 16 + b"g" * 16
 
 
 def _records(_folder: Path) -> Check:
@@ -254,12 +253,8 @@ def _records(_folder: Path) -> Check:
             case 1:
                 refused(lambda: decode_note(_NOTE, value))
                 StoredNote.of(_NOTE, value).times.is_expired(5.0)
-            case 2:
-                refused(lambda: decode_leaf(_SEEN, _checked_record(_SEEN, content)))
             case 3:
                 refused(lambda: decode_usage(content))
-            case 4:
-                refused(lambda: decode_ghost(_GHOST, _checked_record(_GHOST, content)))
             case _:
                 kind: Any = _RECORDS[choice // 7 % len(_RECORDS)]
                 refused(lambda: decode_record(kind, _NOTE, value))
@@ -284,12 +279,11 @@ def _record_seeds(_folder: Path) -> Iterable[bytes]:
     encoded = encode_node(b"n" * 16, node)
     yield b"\0" + encoded[:_NODE_BYTES] + encoded[_NODE_BYTES + 8 :]
     yield b"\1" + encode_note(_NOTE, b"a note" * 9, NoteTimes(1.0, 2.0, 60), NO_PROMPT)[8:]
-    yield b"\2" + encode_leaf(_SEEN, Leaf(1.0, 60, b"p" * 16, b"", bytes(40)))[8:]
-    yield b"\4" + encode_ghost(_GHOST, GhostRecord(1, b"p" * 16, bytes(64)))[8:]
     yield b"\3" + bytes(48)
     entry = EntryRecord(root=b"r" * 16, num_tokens=5, scope="full", preview="text", created_at=5.0)
     root = RootRecord(model="tiny", block_size=16, layout=LAYOUT, created_at=5.0)
-    for choice, record in ((19, entry), (5, root)):
+    seen = PromptRecord(came_at=1.0, parent=b"p" * 16, rest=bytes(40), ttl_s=60)
+    for choice, record in ((19, entry), (5, root), (26, seen)):
         yield bytes([choice]) + encode_record(_NOTE, record)[8:]
 
 

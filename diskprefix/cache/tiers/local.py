@@ -19,10 +19,10 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
+from diskprefix.store.save import Save
 from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord, RootRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Chain, Publication, Store
-from diskprefix.store.store_identity import Epoch
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds, common_prefix_length
 
@@ -32,19 +32,16 @@ _TRIES = 64
 """Nodes that are tried to find one that shares a part of the prompt. Few are of no use: damaged ones."""
 
 
-def publisher(
-    writer: Writer, epoch: Epoch, root: bytes, record: RootRecord, *, is_reserved: bool = False
-) -> Callable[[tuple[NewNode, ...]], bool]:
-    """Returns a function that puts nodes of one prompt, parents first, into the buffer of a writer. It returns False if
-    there is no room, unless room `is_reserved`. `epoch` is that in which the nodes were named."""
-    chain = Chain(epoch)
+def publisher(writer: Writer, save: Save, root: bytes, record: RootRecord) -> Callable[[tuple[NewNode, ...]], bool]:
+    """Returns a function that adds nodes of one prompt, parents first, to a save, with their payloads in the buffer of
+    the writer. It returns False if there is no room."""
 
     def publish(nodes: tuple[NewNode, ...]) -> bool:
-        publication = Publication(chain=chain, root=root, root_record=record, nodes=nodes)
-        has_room = is_reserved or writer.reserve(publication.payload_bytes)
-        if has_room:
-            writer.submit(publication, reserved_bytes=publication.payload_bytes)
-        return has_room
+        publication = Publication(epoch=save.epoch, root=root, root_record=record, nodes=nodes)
+        room = writer.reserve(publication.payload_bytes)
+        if room is not None:
+            writer.add(save, publication, [room])
+        return room is not None
 
     return publish
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from diskprefix.store.pieces import Cut, PayloadLayout
+from diskprefix.store.changes import NewNode
+from diskprefix.store.pieces import Cut, Payload, PayloadLayout
 from diskprefix.store.schema import Kind, checkpoint_names, node_name
 from diskprefix.tokens import ID_BYTES, TokenIds, block_hashes
 
@@ -102,6 +103,25 @@ class PromptNodes:
     def token_bytes(self, node: Node) -> bytes:
         """Returns the node's token ids as the store holds them."""
         return self._bytes[ID_BYTES * node.position : ID_BYTES * node.end]
+
+    def new_node(
+        self, node: Node, payload: Payload, *, prefill_s: float, ttl_s: float | None, replaces: bool = False
+    ) -> NewNode:
+        """Returns a node to be stored. Its tokens' state must be finite."""
+        cuts = self.cuts(node)
+        return NewNode(
+            name=node.name,
+            parent=node.parent,
+            position=node.position,
+            token_ids=self.tokens(node),
+            kind=node.kind,
+            payload=payload,
+            pieces=tuple(cut.piece for cut in cuts),
+            num_checked=sum(cut.group < len(self.layout.groups) for cut in cuts),
+            prefill_s=prefill_s,
+            ttl_s=ttl_s,
+            replaces=replaces,
+        )
 
     def cuts(self, node: Node) -> tuple[Cut, ...]:
         """Returns the pieces that the node's payload is cut into."""

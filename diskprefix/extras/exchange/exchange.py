@@ -23,7 +23,7 @@ from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.pieces import PayloadLayout, split_payload
 from diskprefix.store.schema import MAX_PREFILL_S, Kind, ModelRecord, NodeRecord, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.verify import stored_pieces
 
@@ -151,7 +151,7 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
     # `inspect` would read a tokenizer from the folder that a forged file names.
     root_record = structs.replace(manifest.root, tokenizer="")
     num_new = new_bytes = evicted = waiting_bytes = 0
-    chain = Chain(store.epoch)
+    epoch = store.epoch
     for index, (node, size) in enumerate(zip(all_nodes, manifest.payload_bytes(), strict=True)):
         with store.snapshot() as snapshot:
             is_there = snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
@@ -163,7 +163,7 @@ def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Impo
         if is_last or waiting_bytes >= _BATCH_BYTES:
             evicted += store.publish(
                 Publication(
-                    chain=chain,
+                    epoch=epoch,
                     root=manifest.entry.root,
                     root_record=root_record,
                     nodes=tuple(waiting),

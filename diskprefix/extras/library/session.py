@@ -159,8 +159,7 @@ class PrefixCacheSession:
         self._require_open()
         writer = self._cache.writer
         flushed = self._cache.settle(timeout_s) and writer.flush(timeout_s)
-        num_refused = writer.dropped + self._cache.counters["refused"]
-        refused, self._refused = num_refused - self._refused, num_refused
+        refused, self._refused = writer.dropped - self._refused, writer.dropped
         problem = self._cache.store.problem or writer.error
         if problem is not None:
             raise StoreUnavailable(problem)

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diskprefix.cache.choosing import choose_kept, look
+from diskprefix.cache.choosing import choose_kept, look, marked_nodes, ttl_at
 from diskprefix.cache.matching import Matcher, Restored
-from diskprefix.cache.planning import Plan, Planner, marked_nodes, ttl_at
 from diskprefix.cache.policy.seen import SeenPrompts
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.policy.write_budget import Spending, within_budget
+from diskprefix.cache.saving import Plan, Planner
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulated_memory import SimulatedMemory

@@ -29,8 +29,9 @@ from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.changes import NewNode, batches
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import DTYPES, LAYOUT_VERSION, LayoutGroup, LayoutText, PayloadLayout, split_payload
+from diskprefix.store.save import Save
 from diskprefix.store.schema import Kind, RootRecord, node_name
-from diskprefix.store.store import Chain, Publication
+from diskprefix.store.store import Publication
 from diskprefix.tokens import ID_BYTES, as_token_ids
 
 log = logging.getLogger("diskprefix")
@@ -190,21 +191,21 @@ class ChunkStore:
         return True
 
     def _publish(self, group: int, chunks: Sequence[tuple[ChunkKey, Bytes]]) -> bool:
-        num_bytes = len(chunks) * self.chunk_bytes
-        if not self._shared.writer.reserve(num_bytes):
+        save, writer = Save(self._shared.store.epoch), self._shared.writer
+        if (room := writer.reserve(len(chunks) * self.chunk_bytes)) is None:
             return False
         try:
             root, record = self._root_of(group)
             publication = Publication(
-                chain=Chain(self._shared.store.epoch),
+                epoch=save.epoch,
                 root=root,
                 root_record=record,
                 nodes=tuple(self._captured(key, place) for key, place in chunks),
             )
         except BaseException:
-            self._shared.writer.release(num_bytes)
+            room.release()
             raise
-        self._shared.writer.submit(publication, reserved_bytes=num_bytes)
+        writer.add(save, publication, [room], is_last=True)
         return True
 
     def _captured(self, key: ChunkKey, place: Bytes) -> NewNode:

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from diskprefix import hooks
-from diskprefix.cache.choosing import choose_kept, look
+from diskprefix.cache.choosing import choose_kept, look, ttl_at
 from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
-from diskprefix.cache.planning import ttl_at
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View, open_views
@@ -24,9 +23,10 @@ from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.nouns import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
 from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.save import Save as StoreSave
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
-from diskprefix.store.store import Chain, Publication
+from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds, as_token_ids
 
 log = logging.getLogger("diskprefix")
@@ -306,13 +306,13 @@ class SchedulerSide:
     def _remember(self, tracked: Tracked, namespace: TenantNamespace, names: Sequence[bytes]) -> None:
         namespace.remember(tracked.prompt, b"", names, self._shared.store.clock(), math.inf)
         publication = Publication(
-            chain=Chain(self._shared.store.epoch),
+            epoch=self._shared.store.epoch,
             root=namespace.root,
             root_record=namespace.record,
             nodes=(),
             prompt=tracked.prompt,
         )
-        self._shared.writer.submit(publication, reserved_bytes=0)
+        self._shared.writer.add(StoreSave(publication.epoch), publication, is_last=True)
 
     def _tally(self, tracked: Tracked) -> None:
         num_tokens = tracked.num_restored

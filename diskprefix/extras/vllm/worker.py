@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,8 +24,10 @@ from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout, split_payload
+from diskprefix.store.save import Hold
+from diskprefix.store.save import Save as StoreSave
 from diskprefix.store.schema import EntryRecord, Kind
-from diskprefix.store.store import Chain, Publication
+from diskprefix.store.store import Publication
 from diskprefix.tokens import as_token_ids
 
 log = logging.getLogger("diskprefix")
@@ -45,7 +48,7 @@ class WorkerSide:
         self._staging = Staging(self.block_bytes)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader", initializer=unbind)
-        self._chains: dict[str, Chain] = {}
+        self._saves: dict[str, StoreSave] = {}
         self._lock = threading.Lock()
         self._has_loaded = threading.Condition(self._lock)
         self._num_loading = 0
@@ -142,22 +145,26 @@ class WorkerSide:
         return len(path)
 
     def _save(self, save: Save) -> None:
-        chain = self._chains.setdefault(save.request_id, Chain(self._shared.store.epoch))
-        if chain.is_broken() or self._shared.store.problem is not None:
+        writer, new = self._shared.writer, StoreSave(self._shared.store.epoch)
+        saving = self._saves.setdefault(save.request_id, new)
+        if saving.has_failed or self._shared.store.problem is not None:
             return
-        nodes: list[NewNode] = []
+        nodes, rooms = list[NewNode](), list[Hold]()
         for block, ttl_s in zip(save.blocks, save.ttls, strict=True):
-            if not self._shared.writer.reserve(self.block_bytes):
+            if (room := writer.reserve(self.block_bytes)) is None:
                 break
             try:
                 nodes.append(self._captured(block, ttl_s))
+                rooms.append(room)
             except Exception:
-                self._shared.writer.release(self.block_bytes)
+                room.release()
                 log.exception("[disk-cache] %s: the rest is not saved", save.request_id)
                 break
         if nodes:
-            self._publish(save.tenant, chain, nodes=nodes)
-        is_dropped = len(nodes) < len(save.blocks) and chain.break_off()
+            writer.add(saving, self._publication(save.tenant, saving, nodes), rooms)
+        is_dropped = len(nodes) < len(save.blocks) and saving.lost is None
+        if is_dropped:
+            writer.fail(saving, "the write buffer has no room for it")
         self._count(saved_blocks=len(nodes), saved_bytes=len(nodes) * self.block_bytes, dropped=int(is_dropped))
 
     def _captured(self, block: PlannedBlock, ttl_s: float | None) -> NewNode:
@@ -180,8 +187,11 @@ class WorkerSide:
             self._counts.update(counts)
 
     def _end(self, ended: EndOfRequest) -> None:
-        chain = self._chains.pop(ended.request_id, None)
-        if chain is None or chain.is_broken() or not ended.num_tokens:
+        saving = self._saves.pop(ended.request_id, None)
+        if saving is None:
+            return
+        if saving.has_failed or not ended.num_tokens:
+            self._shared.writer.finish(saving)
             return
         entry = EntryRecord(
             root=self._identity.root(ended.tenant),
@@ -191,25 +201,14 @@ class WorkerSide:
             created_at=self._shared.store.clock(),
             reason=ended.reason,
         )
-        self._publish(ended.tenant, chain, last_node=ended.names[self._rank], entry=entry, ttl_s=ended.ttl_s)
-
-    def _publish(
-        self,
-        tenant: str,
-        chain: Chain,
-        *,
-        nodes: Sequence[NewNode] = (),
-        last_node: bytes | None = None,
-        entry: EntryRecord | None = None,
-        ttl_s: float | None = None,
-    ) -> None:
-        publication = Publication(
-            chain=chain,
-            root=self._identity.root(tenant),
-            root_record=self._identity.record(tenant),
-            nodes=tuple(nodes),
-            last_node=last_node,
+        last = replace(
+            self._publication(ended.tenant, saving, ()),
+            last_node=ended.names[self._rank],
             entry=entry,
-            ttl_s=ttl_s,
+            ttl_s=ended.ttl_s,
         )
-        self._shared.writer.submit(publication, reserved_bytes=publication.payload_bytes)
+        self._shared.writer.add(saving, last, is_last=True)
+
+    def _publication(self, tenant: str, saving: StoreSave, nodes: Sequence[NewNode]) -> Publication:
+        root, record = self._identity.root(tenant), self._identity.record(tenant)
+        return Publication(epoch=saving.epoch, root=root, root_record=record, nodes=tuple(nodes))

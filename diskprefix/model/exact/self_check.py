@@ -184,7 +184,7 @@ def _run(
         if sequence.num_tokens == restored_at:
             forward(model, _sequence(pool, _STEP + 1), made_up_tokens(model, 2, _STEP + 1))
             sequence = _sequence(pool, token_ids.shape[1], sequence.prefix())
-    return bytes(sequence.read_tokens(0, sequence.num_tokens)) + bytes(sequence.read_states()), torch.cat(logits)
+    return sequence.content(), torch.cat(logits)
 
 
 def _sequence(pool: PagePool, num_tokens: int, prefix: Prefix | None = None) -> KVSequence:

@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
-from diskprefix.settings import Settings
+from diskprefix.kv.sequence import KVSequence
 from tests import forked
 from tests.exactness.architectures import tiny_model
 from tests.extras.library import session_worker
@@ -506,7 +506,7 @@ def test_a_prompt_whose_logits_are_not_finite_is_not_saved_to_its_end(
 def test_save_says_what_the_store_refused(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Settings, "kv_cache_write_buffer", 0)
+    monkeypatch.setattr(KVSequence, "capture", lambda *_: None)
     with open_session(model, tmp_path / "kv") as session:
         assert session.generate(PROMPT, max_new_tokens=2).shape == (1, len(PROMPT) + 2)
         with pytest.raises(CacheError, match="1 prompts were not saved"):

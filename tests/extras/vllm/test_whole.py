@@ -40,7 +40,7 @@ def engine(tmp_path: Path) -> Iterator[Make]:
 def stored_at(engine: Engine, position: int, rank: int = 0) -> tuple[bytes, bytes]:
     root = engine.identities[rank].root("")
     with engine.shared.store.snapshot() as snapshot:
-        records = ((name, snapshot.node(name)) for name in list(snapshot.keys("nodes")))
+        records = ((name, snapshot.node(name)) for name in list(snapshot.keys("usage")))
         return next((n, r.parent) for n, r in records if r is not None and (r.root, r.position) == (root, position))
 
 
@@ -201,7 +201,7 @@ def test_a_worker_forgets_a_request_whose_saves_were_lost_or_whose_store_failed(
     one.shared.store.quarantine(*stored_at(one, 0))
     assert one.scheduler.match("lost", 0) == 0
     preempted("failed", 2)
-    assert set(one.workers[0]._chains) == {"lost", "failed"}
+    assert set(one.workers[0]._saves) == {"lost", "failed"}
 
     def fail(_tiers: Any) -> Any:
         raise StoreUnavailable("the disk is gone")
@@ -210,7 +210,7 @@ def test_a_worker_forgets_a_request_whose_saves_were_lost_or_whose_store_failed(
         patched.setattr("diskprefix.extras.vllm.scheduler_side.open_views", fail)
         assert one.scheduler.match("failed", 0) == 0
     one.end(lost)
-    assert one.workers[0]._chains == {}
+    assert one.workers[0]._saves == {}
     with one.shared.store.snapshot() as snapshot:
         assert [entry.num_tokens for _, entry in snapshot.entries()] == [2 * BLOCK]
 

@@ -155,7 +155,7 @@ def _compute(rows: SaltedRows, sequence: KVSequence) -> torch.Tensor:
     run_ = sequence.begin_step(len(tokens))
     others = _rows(sequence.token_layers[-1], max(0, run_.start - most), run_.start)
     if sequence.states and run_.start:
-        others = [bytes(sequence.read_states())]
+        others = [sequence.content(sequence.num_tokens)]
     states = _States(rows.salt, _rows(sequence.token_layers[0], 0, run_.start), others, most)
     logits = np.zeros((rows.num_logits, VOCAB), np.float32)
     for number, token in enumerate(tokens, start=rows.num_logits - len(tokens)):

@@ -364,7 +364,9 @@ class History:
         # What is left of requests that lost their memory is kept for longer.
         # So is what slides out of windows.
         is_kept = self._has_preempted or any(group.window is not None for group in self._layout.groups)
-        is_late = self.disk.num_failed or self.disk.slow_s or self._has_others or self._has_bucket
+        # The writer does not search while what it was given waits for room on the disk.
+        was_full = self.counts["meet_a_full_disk"] > 0
+        is_late = self.disk.num_failed or self.disk.slow_s or self._has_others or self._has_bucket or was_full
         if not has_searched or is_kept or is_late:
             return set()
         return {
@@ -756,7 +758,7 @@ class History:
         self._has_preempted |= daemon.engine.figures.preemptions > 0
         pages, writer, room = daemon.engine.pages, daemon.cache.writer, self.settings.kv_cache_write_buffer
         pool: Any = pages.pool
-        pending = writer.pending_bytes - writer._page_bytes
+        reserved = writer._reserved_bytes
         memory = pool.taken_bytes, pool.used_bytes, len(pool.holds), len(pages.running), len(pages.kept.blocks)
         if memory != self._memory.get(daemon) and not pool.lock.locked():
             self._memory[daemon] = memory
@@ -765,9 +767,10 @@ class History:
             pool.lock = lock
         if pool.taken_bytes > pool.limit_bytes:
             errors.append(f"{pool.taken_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
-        if not 0 <= pending <= room:
-            errors.append(f"{pending} bytes wait to be written, of {room}")
-        if (at := world.held_at.get(writer)) and self.scheduler.now > at + _LEASE_S and writer._is_held():
+        if not 0 <= reserved <= room:
+            errors.append(f"{reserved} bytes of the write buffer are reserved, of {room}")
+        is_paused = writer.num_pending and writer._next() is None
+        if (at := world.held_at.get(writer)) and self.scheduler.now > at + _LEASE_S and is_paused:
             errors.append(f"the writer pauses for nobody since {self.scheduler.now - at:.1f} s")
 
     def _check_idle(self, daemon: Daemon) -> None:
@@ -779,7 +782,8 @@ class History:
             return {
                 "running": daemon.inbox.num_running,
                 "pending bytes": daemon.cache.writer.pending_bytes,
-                "publications": daemon.cache.writer.num_pending,
+                "reserved bytes": daemon.cache.writer._reserved_bytes,
+                "saves": daemon.cache.writer._saves,
                 "pending nodes": daemon.cache.writer.pending,
                 "pins": daemon.store.evictor.pinned(),
                 "sequences": daemon.engine.pages.running,

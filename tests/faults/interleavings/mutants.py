@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -21,16 +21,17 @@ from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
 from diskprefix.kv.page_cache import PageCache
 from diskprefix.kv.page_table import PageTable
-from diskprefix.kv.pages import Hold, Page, PagePool
+from diskprefix.kv.pages import Captured, Page, PagePool
 from diskprefix.kv.sequence import Owner
 from diskprefix.nouns import SHARED
-from diskprefix.store import folder, notes, write_queue, writer
+from diskprefix.store import folder, notes, writer
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.folder import FileMark, FolderLock
 from diskprefix.store.housekeeping import Housekeeping
 from diskprefix.store.notes import Notes
+from diskprefix.store.save import Save
 from diskprefix.store.store import Publication, Store
-from diskprefix.store.writer import Writer
+from diskprefix.store.writer import Room, Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.tokens import root_hash
 from tests.faults.interleavings.threads import scheduler
@@ -39,7 +40,7 @@ _owner: Any = PrefixCache.owner
 _drop_gone: Any = PageCache.drop_gone
 _make_fetches: Any = Fetches.__init__
 _make: Any = Loop.__init__
-_hold: Any = Hold.__init__
+_hold: Any = Captured.__init__
 _added_to = WriteMeter.added_to
 _take_shared, _written_lately = FolderLock._take_shared, Store.written_lately
 
@@ -49,9 +50,9 @@ def _ended_unheard(self: Fetches, one: Read) -> None:
     self._ended.append(one)
 
 
-def _reserved(self: Writer, size: int) -> bool:
-    self.pending_bytes += size
-    return True
+def _reserved(self: Writer, num_bytes: int) -> Room:
+    self._reserved_bytes += num_bytes
+    return Room(self, num_bytes)
 
 
 def _added_twice(self: WriteMeter, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
@@ -64,8 +65,8 @@ def _made_unheard(self: Loop, served: Any, inbox: Any) -> None:
     served.pages.pool.on_free = lambda: None
 
 
-def _held_for_a_moment(self: Hold, pool: PagePool, pages: Sequence[Page]) -> None:
-    _hold(self, pool, pages)
+def _held_for_a_moment(self: Captured, pool: PagePool, pages: Mapping[int, Page], *content: Any) -> None:
+    _hold(self, pool, pages, *content)
     self.release()
 
 
@@ -85,9 +86,9 @@ def _taken_impatiently(self: FolderLock) -> None:
     _take_shared(self)
 
 
-def _tried_once(self: Writer, publication: Publication) -> bool:
-    if self.house.attempt(partial(self._publish, publication)) is not None:
-        self.dropped += publication.chain.lose()
+def _tried_once(self: Writer, save: Save, publication: Publication) -> bool:
+    if self.house.attempt(partial(self._publish, save, publication)) is not None:
+        self.fail(save, keep=0)
     return True
 
 
@@ -141,24 +142,23 @@ MUTANTS: dict[str, Mutant] = {
         _WRONG_REPLY,
         ((PageTable, "to_take", lambda self, first, end: [n for n in range(first, end) if n >= len(self.pages)]),),
     ),
-    "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Hold, "__init__", _held_for_a_moment),)),
+    "the hold of pages that wait to be written": Mutant(_WRONG_REPLY, ((Captured, "__init__", _held_for_a_moment),)),
     "the users that names are": Mutant(" users, not ", ((PagePool, "hold", lambda _self, _pages: None),)),
     "the wake where pages are free": Mutant("never ends", ((Loop, "__init__", _made_unheard),)),
     "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
     "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
-    "the room that is given back": Mutant(
-        _LEFT + "{'pending bytes'", ((Writer, "release", lambda _self, _size: None),)
-    ),
     "the wake behind a fetch": Mutant(
         "never ends", ((Fetches, "_end", _ended_unheard), (Fetches, "look_in_s", property(lambda _self: None)))
     ),
-    "the bound of the write buffer": Mutant("bytes wait to be written", ((Writer, "reserve", _reserved),)),
+    "the room that is given back": Mutant(_LEFT + "{'reserved bytes'", ((Room, "release", lambda _self: None),)),
+    "the bound of the write buffer": Mutant("write buffer are reserved", ((Writer, "reserve", _reserved),)),
+    "the end of a save": Mutant(_LEFT + "{'saves'", ((Writer, "finish", lambda _self, _save: None),)),
     "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
     "the epoch of a prompt": Mutant(
         _FOUND,
         (
             (Store, "_require_epoch", lambda _self, _snapshot, _publication: None),
-            (Writer, "_check", lambda _self, _publication: None),
+            (Writer, "_left_of", lambda _self, waiting: waiting.publication),
             (Writer, "drop_outdated", lambda _self: None),
         ),
     ),
@@ -173,7 +173,7 @@ MUTANTS: dict[str, Mutant] = {
         ((Writer, "_publish_alone", _tried_once), (writer, "StoreReplaced", ZeroDivisionError)),
     ),
     "the word of a full disk": Mutant("on the full disk, and health says", ((Housekeeping, "_say", _full_unsaid),)),
-    "the end of a pause": Mutant("the writer pauses for nobody", ((write_queue, "_PAUSE_S", 60.0),)),
+    "the end of a pause": Mutant("the writer pauses for nobody", ((writer, "_PAUSE_S", 60.0),)),
     "the threads of each kind of step": Mutant(
         "what needs no read waits", ((Fetches, "__init__", _one_thread), (fetches, "_STALL_S", 60.0))
     ),

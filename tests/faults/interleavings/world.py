@@ -32,7 +32,7 @@ from diskprefix.settings import Settings
 from diskprefix.store import compact, environment, evictor, folder, opening, written
 from diskprefix.store.environment import Environment
 from diskprefix.store.folder import FolderLock
-from diskprefix.store.write_queue import WriteQueue
+from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter
 from tests.faults.interleavings import hash_model, shared_file, threads
 from tests.faults.interleavings.bucket import SimulatedBucket
@@ -76,12 +76,12 @@ class Disk:
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction, _init_environment, _init_lock = Environment.transaction, Environment.__init__, FolderLock.__init__
-_init_meter, _hold, _check_file = WriteMeter.__init__, WriteQueue._hold, Environment.require_survivable
+_init_meter, _hold, _check_file = WriteMeter.__init__, Writer._hold, Environment.require_survivable
 meters: list[WriteMeter] = []
 """The counts of written bytes of all processes of a history."""
 checked: list[object] = []
 """The processes of a history that have checked a file."""
-held_at: dict[WriteQueue, float] = {}
+held_at: dict[Writer, float] = {}
 """When a writer last began to pause, for a prompt or because the store failed."""
 _held: list[tuple[object, Environment | FolderLock]] = []
 """What a process has open that the kernel closes when it is killed."""
@@ -157,7 +157,7 @@ def _waiting(read: Callable[..., Any], what: str) -> Callable[..., Any]:
     return waiting
 
 
-def _noted_hold(self: WriteQueue, seconds: float) -> bool:
+def _noted_hold(self: Writer, seconds: float) -> bool:
     if threads.is_simulated():
         held_at[self] = scheduler().now
     return _hold(self, seconds)
@@ -187,7 +187,7 @@ def patched() -> Iterator[None]:
         (FolderLock, "__init__", _listed(_init_lock)),
         (folder, "_write_mark", _living(folder._write_mark)),
         (WriteMeter, "__init__", _listed_meter),
-        (WriteQueue, "_hold", _noted_hold),
+        (Writer, "_hold", _noted_hold),
         (DiskView, "has", _waiting(DiskView.has, "all")),
         (DiskView, "similar", _waiting(DiskView.similar, "all")),
         (DiskView, "_decode", _waiting(DiskView._decode, "payloads")),

@@ -19,16 +19,15 @@ import msgspec
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.folder import DATA, LOCK, FileMark
-from diskprefix.store.ghosts import recent_prompts
 from diskprefix.store.notes import Notes
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_identity import Epoch
 from diskprefix.store.verify import remove_damaged, verify_index
 from tests.faults.power import deeds, prompts
 from tests.faults.power.images import Image
-from tests.store.building import Clock, names_of_every_run, read_payload
+from tests.store.building import Clock, names_of_every_run, read_payload, recent_prompts
 
 Promise: TypeAlias = Literal["kept", "exact"]
 """"kept": all that was acknowledged is there. "exact": nothing is wrong, but it may be missing."""
@@ -259,7 +258,7 @@ _publications: dict[tuple[int, int], Publication] = {}
 def _publication(secret: int, store: Store, number: int) -> Publication:
     if (secret, number) not in _publications:
         _publications[secret, number] = prompts.publication(store, number)
-    return replace(_publications[secret, number], chain=Chain(store.epoch))
+    return replace(_publications[secret, number], epoch=store.epoch)
 
 
 def warm_up(recorded: Recorded) -> None:

@@ -31,6 +31,7 @@ from diskprefix.store.compact import compact_folder, copy_store, replace_store
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.purge import PurgeFilter, purge
+from diskprefix.store.save import Save
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from tests.faults.power import prompts
@@ -304,8 +305,7 @@ def slow(root: Path) -> None:
     try:
         for number in SMALL[1:3]:
             publication = prompts.publication(store, number)
-            assert writer.reserve(publication.payload_bytes)
-            writer.submit(publication, reserved_bytes=publication.payload_bytes)
+            writer.add(Save(publication.epoch), publication, is_last=True)
             writer.touch(prompts.last_node(store, SMALL[0]), START_S)
         with store.snapshot() as snapshot:
             assert snapshot.usage(prompts.last_node(store, SMALL[0])) is not None

@@ -100,7 +100,7 @@ def computed(
         ]
         with torch.inference_mode():
             logits = run(model, rows)
-    return [(bytes(state.read_tokens(0, state.num_tokens)), one) for state, one in zip(states, logits, strict=True)]
+    return [(state.content(), one) for state, one in zip(states, logits, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])

@@ -68,7 +68,7 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
 
 def state_of(sequence: KVSequence, num_tokens: int) -> bytes:
     """Of all tokens, or those of the last window."""
-    found = [bytes(sequence.read_states())]
+    found = [sequence.content(sequence.num_tokens)]
     if sequence.hidden is not None:
         found.append(sequence.hidden.gathered(0, num_tokens).view(torch.uint8).numpy().tobytes())
     for layer in sequence.token_layers:

@@ -84,7 +84,7 @@ def computed(model: PreTrainedModel, layout: Layout, steps: Iterable[tuple[int, 
         sequence.end_step(run)
         logits = torch.cat([logits[:start], found.logits[0]])
     first = sequence.complete_from
-    return bytes(sequence.read_tokens(first, LENGTH - first)), logits
+    return sequence.content(first, LENGTH), logits
 
 
 MODELS = {"gemma3": {}, "gemma4": {"use_bidirectional_attention": "vision"}}

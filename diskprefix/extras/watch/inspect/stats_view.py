@@ -48,7 +48,7 @@ def show_stats(
     for line in (line for row in rows for line in _lines(row)):
         click.echo(line)
     click.echo(f"{format_size(used)} of a budget of {format_size(budget_bytes)} are used ({used / budget_bytes:.0%})")
-    click.echo(f"{format_size(snapshot.seen_bytes())} of them hold prompts that were seen, whether stored or not")
+    click.echo(f"{format_size(snapshot.seen_bytes())} of them hold prompts that were seen and are not saved")
     limit = f" of {format_size(written.budget_bytes)} a day" if written.budget_bytes else ""
     last_day, in_all = format_size(written.last_day(now)), format_size(written.total)
     click.echo(f"{last_day}{limit} were written to the disk in 24 hours, {in_all} in all")
