@@ -205,7 +205,7 @@ def _send(call: Call, path: str, body: Json, say: Say) -> Answer:
 
 def _wait_written(target: Target) -> Json | None:
     """Waits until everything that is pending now is written, and returns `target.state()`. Without the wait, the daemon
-    may need the memory of unwritten state for the next prompt, and drop it. State of other clients is not waited for."""
+    may need the memory of unwritten state for the next prompt, and drop it. State of other clients may still wait."""
     first = state = target.state()
     deadline = time.monotonic() + _PATIENCE_S
     with status("writing"):
