@@ -19,12 +19,12 @@ from diskprefix.server.process.token_file import daemon_at, is_of_this_machine, 
 from diskprefix.user_key import user_key
 
 Say = Callable[[str], None]
-"""Takes a line that says what the command waits for."""
+"""Receives a line that says what the command is waiting for."""
 
 _CONNECT_S = 10.0
-"""The time for a connection, and for the answer of `/health`, which a daemon gives at once whatever it computes."""
+"""The time limit for connecting, and for the answer of `/health`, which a busy daemon gives at once, too."""
 _SILENCE_S = 120.0
-"""The longest wait for a byte of any other answer. While a daemon computes a reply, it sends one every 8 seconds."""
+"""The longest wait for a byte of any other answer. A daemon that computes a reply sends one every 8 seconds."""
 _POLL_S = 0.1
 
 
@@ -37,14 +37,14 @@ class Answer:
 
     @property
     def body(self) -> Any:
-        """The parsed JSON, or None if it is no JSON."""
+        """The parsed JSON, or None if `content` is not JSON."""
         with suppress(ValueError):
             return json.loads(self.content)
         return None
 
     @property
     def message(self) -> str:
-        """The message of an error, on one line."""
+        """The error message, on one line."""
         body = self.body
         error = body.get("error") if isinstance(body, dict) else None
         text = error.get("message") if isinstance(error, dict) else None
@@ -52,35 +52,32 @@ class Answer:
 
 
 Call: TypeAlias = Callable[[str, str, object], Answer]
-"""Sends a request with a method, a path and a JSON body (None for none). Raises `NotReady` if there is no answer."""
-
-
+"""Sends a request: method, path, and JSON body or None. Raises `NotReady` if there is no answer."""
 Stream: TypeAlias = Callable[[str, object], "AbstractContextManager[Iterator[Any]]"]
-"""Posts a JSON body to a path, for a context with the events of the answer as they come. An error is an event, and the
-last one. Raises `NotReady` if there is no answer, or it breaks off."""
+"""Posts a JSON body to a path. The context yields the events of the answer as they come; an error is the last event.
+Raises `NotReady` if there is no answer, or if the connection breaks."""
 
 
 def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
-    """Returns a function that calls the daemon at `url`. Raises `SettingsError` for an invalid URL or key.
-
-    `otherwise` is added to the message of `NotReady`, which the function raises if nothing answers.
-    """
-    answered = _connected(url, api_key, otherwise)
+    """Returns a function that calls the daemon at `url`. `otherwise` is appended to the message of its `NotReady`.
+    Raises `SettingsError` for an invalid URL or key."""
+    request = _requester(url, api_key, otherwise)
 
     def call(method: str, path: str, body: object) -> Answer:
-        with answered(method, path, body) as response:
+        with request(method, path, body) as response:
             return Answer(response.status, response.read())
 
     return call
 
 
 def streaming_daemon(url: str, api_key: str | None) -> Stream:
-    """Returns a function that reads streams of the daemon at `url`. Raises `SettingsError` as `running_daemon`."""
-    answered = _connected(url, api_key, "")
+    """Returns a function that reads streams of the daemon at `url`. Raises `SettingsError` for an invalid URL or
+    key."""
+    request = _requester(url, api_key, "")
 
     @contextmanager
     def stream(path: str, body: object) -> Iterator[Iterator[Any]]:
-        with answered("POST", path, body) as response:
+        with request("POST", path, body) as response:
             yield _events(response)
 
     return stream
@@ -101,9 +98,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
     raise NotReady("the connection ended before the reply did")
 
 
-def _connected(
+def _requester(
     url: str, api_key: str | None, otherwise: str
 ) -> Callable[[str, str, object], AbstractContextManager[http.client.HTTPResponse]]:
+    """Returns a function that sends a request, for a context with the response. Without an API key, it sends the
+    daemon's token, or a key of this user."""
     parts = _parts(url)
     headers = {"Content-Type": "application/json"}
     if api_key is not None:
@@ -113,7 +112,7 @@ def _connected(
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
 
     @contextmanager
-    def answered(method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
+    def request(method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
         data = None if body is None else json.dumps(body)
         try:
             with closing(kind(parts.hostname or "", parts.port, timeout=_CONNECT_S)) as connection:
@@ -121,19 +120,19 @@ def _connected(
                 connection.sock.settimeout(_CONNECT_S if path == "/health" else _SILENCE_S)
                 own = token_of_peer(connection.sock) if api_key is None else None
                 if api_key is None and own is None and method == "POST":
-                    # For a cache on which other users of that daemon can test no guesses.
+                    # With a key of its own, the user has a cache that other users cannot probe.
                     own = user_key(_peer_name(connection.sock, parts))
-                shown_key = {"Authorization": f"Bearer {own}"} if own else {}
-                connection.request(method, parts.path + path, data, headers | shown_key)
+                authorization = {"Authorization": f"Bearer {own}"} if own else {}
+                connection.request(method, parts.path + path, data, headers | authorization)
                 yield connection.getresponse()
         except (OSError, UnicodeError, http.client.HTTPException) as error:
-            raise _not_there(url, error, otherwise) from error
+            raise _no_daemon(url, error, otherwise) from error
 
-    return answered
+    return request
 
 
 def full_url(url: str) -> str:
-    """Returns the address of a daemon, which people may give without `http://` or with OpenAI's `/v1`."""
+    """Returns the address of a daemon, given without `http://` or with OpenAI's `/v1`, in full."""
     return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
@@ -148,7 +147,7 @@ def _parts(url: str) -> SplitResult:
     return parts
 
 
-def _not_there(url: str, error: Exception, otherwise: str = "") -> NotReady:
+def _no_daemon(url: str, error: Exception, otherwise: str = "") -> NotReady:
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return NotReady(
         f"no daemon answers at {url} ({shown(reason)}); start one with `diskprefix serve`, or give its "
@@ -164,21 +163,21 @@ def _connection(url: str) -> Iterator[socket.socket]:
         with socket.create_connection((parts.hostname, port), _CONNECT_S) as connected:
             yield connected
     except (OSError, UnicodeError) as error:
-        raise _not_there(url, error) from error
+        raise _no_daemon(url, error) from error
 
 
 def token_of(url: str) -> str | None:
-    """Returns the token of the daemon at `url`, "" if that has API keys, None if no daemon of this user listens there.
-    Raises `NotReady` if nothing does, and `SettingsError` for an invalid URL."""
+    """Returns the token of the daemon at `url`, "" if the daemon has API keys, or None if it is not this user's. Raises
+    `NotReady` if nothing listens there, and `SettingsError` for an invalid URL."""
     with _connection(url) as connected:
         return token_of_peer(connected)
 
 
 def process_of(url: str) -> int | None:
-    """Returns the process of the daemon at `url`, None if it is not this user's. Raises as `token_of`."""
+    """Returns the process id of the daemon at `url`, or None if it is not this user's. Raises as `token_of`."""
     with _connection(url) as connected:
-        found = daemon_at(*connected.getpeername()[:2]) if is_of_this_machine(connected) else None
-        return None if found is None else found[0]
+        daemon = daemon_at(*connected.getpeername()[:2]) if is_of_this_machine(connected) else None
+        return None if daemon is None else daemon[0]
 
 
 def key_for(url: str) -> str:
@@ -188,20 +187,20 @@ def key_for(url: str) -> str:
 
 
 def _peer_name(connected: socket.socket, parts: SplitResult) -> str:
-    """Returns the name of a daemon for `user_key`: one for all names of this machine, of another one as in the URL."""
+    """Returns the name of a daemon for `user_key`: its address on this machine, or the host in the URL."""
     host, port, *_ = connected.getpeername()
     return f"{host if is_of_this_machine(connected) else parts.hostname}:{port}"
 
 
 def wait_ready(call: Call, url: str, say: Say) -> None:
-    """Returns when the daemon at `url` serves requests. Raises `NotReady` if it never will."""
+    """Waits until the daemon at `url` serves requests. Raises `NotReady` if it never will."""
     while (state := state_of(call, url))["status"] == "loading":
         say(f"the daemon is loading its model: {shown(str(state.get('message') or '…'))}")
         time.sleep(_POLL_S)
 
 
 def state_of(call: Call, url: str) -> dict[str, Any]:
-    """Returns the `/health` of a daemon that loads or serves. Raises `NotReady` for others, and for other programs."""
+    """Returns the `/health` of a daemon that loads or serves. Raises `NotReady` for other states and programs."""
     body = call("GET", "/health", None).body
     status = body.get("status") if isinstance(body, dict) else None
     if status in ("stopping", "failed"):

@@ -18,20 +18,20 @@ from diskprefix.trusted_path import distrusted_by_root
 
 
 def open_page(url: str, api_key: str | None, page: str = "", *, prints: bool = False) -> None:
-    """Opens the page of the daemon at `url` in a browser. Where there is none, or if `prints`, prints the link.
+    """Opens the page of the daemon at `url` in a browser. Without a browser, or if `prints`, prints the link.
 
-    The browser is given a file that only the user can read: other users see the arguments of programs. Raises
+    The browser is given a file that only the user can read, because other users see the arguments of programs. Raises
     `SettingsError` for an invalid URL or if the file cannot be written, and `NotReady` if nothing listens there.
     """
     token = token_of(url)
     link = page_link(full_url(url), api_key or token or "", page)
     has_screen = sys.platform == "darwin" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
-    if prints or not (has_screen and webbrowser.open(_written(link).as_uri())):
+    if prints or not (has_screen and webbrowser.open(_write_redirect(link).as_uri())):
         click.echo(link)
 
 
-def _written(link: str) -> Path:
-    """Returns a page that leads to the link, with the rights of the files of tokens beside it."""
+def _write_redirect(link: str) -> Path:
+    """Writes a page that redirects to the link and that only the user can read. Returns its path."""
     path = cache_home() / "daemons" / "dashboard.html"
     page = f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={html.escape(link)}">\n'
     try:

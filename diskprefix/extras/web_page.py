@@ -1,9 +1,10 @@
-"""Pages for browsers: one HTML document each, which contains its style and its scripts, and loads nothing else."""
+"""Pages for browsers. Each is one HTML document, which contains its style and scripts and loads nothing else."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,15 +18,15 @@ _TALK = Path(__file__).with_name("talk") / "page"
 
 @dataclass(frozen=True)
 class WebPage:
-    """A document with places for the styles and the scripts, each in order. It has no data of the daemon."""
+    """A document, and the styles and scripts that are inserted in order. It has no data of the daemon."""
 
     index: Path
     styles: tuple[Path, ...]
     scripts: tuple[Path, ...]
 
     def response(self, *, is_several: bool = False) -> Response:
-        """Returns the page. Its policy allows only its own script, and connections only to its own address. With
-        `is_several` it is that of a daemon with several models."""
+        """Returns the page. Its policy allows only its own script, and connections only to its own address.
+        `is_several`: the daemon has several models."""
         html, policy = _document(self, is_several)
         headers = {
             "Content-Security-Policy": policy,
@@ -40,7 +41,7 @@ class WebPage:
 DASHBOARD_PAGE = WebPage(
     _DASHBOARD / "index.html",
     styles=(_DASHBOARD / "base.css", _DASHBOARD / "style.css"),
-    # Each uses the ones before it.
+    # Each uses names of the scripts before it.
     scripts=tuple(
         _DASHBOARD / name for name in ("format.js", "daemon.js", "chart.js", "tree.js", "sections.js", "main.js")
     ),
@@ -56,23 +57,15 @@ CHAT_PAGE = WebPage(
 
 
 def wants_page(headers: Headers) -> bool:
-    """Returns whether a client accepts `text/html` at least as much as JSON. Browsers do."""
-    likes = _likes(headers.get("accept", ""))
-    html = likes.get("text/html", 0.0)
-    return html > 0 and html >= likes.get("application/json", 0.0)
-
-
-def _likes(accept: str) -> dict[str, float]:
-    """Returns the media types of an `Accept` header with their weights. A malformed weight counts as 0."""
-    likes: dict[str, float] = {}
-    for part in accept.lower().split(","):
+    """Returns whether a client accepts `text/html` at least as much as JSON, as browsers do. A malformed weight counts
+    as 0."""
+    weights: dict[str, float] = {}
+    for part in headers.get("accept", "").lower().split(","):
         media_type, *parameters = (piece.strip() for piece in part.split(";"))
-        weight = next((text[2:] for text in parameters if text.startswith("q=")), "1")
-        try:
-            likes[media_type] = float(weight)
-        except ValueError:
-            likes[media_type] = 0.0
-    return likes
+        weights[media_type] = 0.0
+        with suppress(ValueError):
+            weights[media_type] = float(next((text[2:] for text in parameters if text.startswith("q=")), "1"))
+    return 0 < weights.get("text/html", 0.0) >= weights.get("application/json", 0.0)
 
 
 @cache

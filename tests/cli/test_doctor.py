@@ -25,7 +25,7 @@ from diskprefix.extras.setup import doctor_machine, doctor_model, this_process
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
     folder_findings,
-    pages_finding,
+    pages_findings,
     port_finding,
     store_finding,
     torch_findings,
@@ -234,12 +234,10 @@ def test_pages_that_a_running_daemon_counts_wrong_are_a_problem(
 ) -> None:
     with real_app(chat_model, tmp_path) as server:
         monkeypatch.setattr(daemon_call, "token_of_peer", lambda _: server.app.state.access.text)
-        before = pages_finding(Settings(port=server.port))
+        [before] = pages_findings(Settings(port=server.port))
         # Nobody has it, and nobody gives it back.
         server.engine.pages.pool.take([0])
-        after = pages_finding(Settings(port=server.port))
-    assert before is not None
-    assert after is not None
+        [after] = pages_findings(Settings(port=server.port))
     assert (before.level, after.level) == ("ok", "problem")
     assert "have known users" in after.text
     assert "have known users" in next(one.message for one in caplog.records if one.levelname == "ERROR")
@@ -475,10 +473,10 @@ def test_a_store_of_its_own_without_keys_gate_and_recording_must_answer_restore_
 def test_an_interrupt_while_nothing_asks_for_it_is_raised_at_the_end_of_the_load() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
-        with pytest.raises(LoadInterrupted), this_process._interrupts_held():
+        with pytest.raises(LoadInterrupted), this_process._hold_interrupts():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-    with this_process._interrupts_held():
+    with this_process._hold_interrupts():
         pass
     assert signal.getsignal(signal.SIGINT) is before

@@ -60,7 +60,7 @@ def _outside_options(names: Any) -> list[str]:
 
 
 class OllamaBody(RequestBody):
-    """The fields of both bodies. Those of `SamplingFields` are read from `options` only, as Ollama does."""
+    """The fields of both bodies. As in Ollama, the fields of `SamplingFields` are read from `options` only."""
 
     model_config = ConfigDict(json_schema_extra=_without_sampling)
 
@@ -140,7 +140,8 @@ class OllamaChatRequest(OllamaBody):
 
     @property
     def source(self) -> Conversation:
-        return self.conversation([one.neutral(f"messages.{at}") for at, one in enumerate(self.messages)], self.tools)
+        messages = [message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)]
+        return self.conversation(messages, self.tools)
 
 
 class OllamaGenerateRequest(OllamaBody):
@@ -202,7 +203,7 @@ class Ollama:
         )
 
     def without_prompt(self, body: OllamaBody, model: str, /, *, may_unload: bool) -> Json | None:
-        # The front reads it, too, and unloads the model.
+        # The front reads `keep_alive`, too, and unloads the model.
         is_unloaded = body.keep_alive is not None and keep_alive_seconds(body.keep_alive) == 0 and may_unload
         if any(getattr(body, name, None) for name in ("messages", "prompt", "suffix", "images")):
             return None
@@ -213,19 +214,19 @@ class Ollama:
         return OllamaWriter(head, body.options.num_ctx or 0, is_chat=isinstance(body, OllamaChatRequest))
 
 
-def _line(model: str, said: WholeChoice | None = None, *, is_chat: bool) -> Json:
-    """Returns a part of the reply, or without `said` nothing of it."""
+def _line(model: str, part: WholeChoice | None = None, *, is_chat: bool) -> Json:
+    """Returns a line with a part of the reply, empty without `part`."""
     texts: Json = {"role": "assistant", "content": ""} if is_chat else {"response": ""}
     line: Json = {"model": model, "created_at": utc(time.time())}
-    if said is not None:
-        texts["content" if is_chat else "response"] = said.content
-        texts |= {"thinking": said.reasoning} if said.reasoning else {}
+    if part is not None:
+        texts["content" if is_chat else "response"] = part.content
+        texts |= {"thinking": part.reasoning} if part.reasoning else {}
         calls = [
-            {"id": one.id, "function": {"index": at, "name": one.name, "arguments": one.parsed}}
-            for at, one in enumerate(said.calls)
+            {"id": call.id, "function": {"index": index, "name": call.name, "arguments": call.parsed}}
+            for index, call in enumerate(part.calls)
         ]
         texts |= {"tool_calls": calls} if calls else {}
-        line |= {"logprobs": [logprob_reply(token) for token in said.tokens]} if said.tokens else {}
+        line |= {"logprobs": [logprob_reply(token) for token in part.tokens]} if part.tokens else {}
     return line | ({"message": texts} if is_chat else texts) | {"done": False}
 
 
@@ -250,8 +251,8 @@ class OllamaWriter:
             return [JsonLine(self._line() | self._last(self._end, event))]
         if isinstance(event, EndEvent):
             self._end = event
-            called = whole_choice(event, self._calls)
-            return [JsonLine(self._line(replace(called, content="", reasoning="")))] if called.calls else ()
+            choice = replace(whole_choice(event, self._calls), content="", reasoning="")
+            return [JsonLine(self._line(choice))] if choice.calls else ()
         if not isinstance(event, DeltaEvent):
             return ()
         if any(isinstance(delta, CallBegin | ToolCallDelta) for delta in event.deltas):
@@ -270,7 +271,7 @@ class OllamaWriter:
         if self._num_ctx > self._head.max_positions:
             figures["timings"]["num_ctx_clamped"] = self._head.max_positions
         times_ms = (self._head.waited_ms + timings.queue_ms, timings.ttft_ms - timings.queue_ms, timings.decode_ms)
-        # Clients divide by them.
+        # Clients divide by these times.
         load, prompt, reply = (max(1, round(1e6 * time_ms)) for time_ms in times_ms)
         return {
             "done": True,

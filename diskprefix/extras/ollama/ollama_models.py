@@ -1,4 +1,4 @@
-"""The models as Ollama lists them, made of the cards of `/v1/models`. The front process imports it: so no pydantic."""
+"""Models in the form of Ollama's lists, made from the cards of `/v1/models`. The front imports it: no pydantic."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ INSTEAD = {
 _CAPABILITIES = {"completion": "completion", "tool_use": "tools", "reasoning": "thinking", "vision": "vision"}
 _FOR_EVER_S = 100 * 365 * 86400.0
 _BETWEEN = re.compile(r"(?<=[a-z])(?=[\d.])", re.ASCII)
-"""The place between the parts of a duration as Go writes it: `1h30m`."""
+"""The position between the parts of a duration in Go's form: `1h30m`."""
 
 
 def keep_alive_seconds(value: str | float) -> float:
-    """Returns the seconds that a request says, infinite for what is negative. Raises `InvalidRequest`.
-
-    Ollama's clients in Go send `1h30m0s`.
-    """
+    """Returns the seconds of a `keep_alive`, infinite if it is negative. Ollama's Go clients send `1h30m0s`. Raises
+    `InvalidRequest`."""
     text = str(value)
     unsigned = text[1:] if text[1:2].isdigit() and text[0] == "-" else text
     try:
@@ -57,15 +55,15 @@ def keep_alive_seconds(value: str | float) -> float:
 
 
 def require_served(path: str) -> None:
-    """Raises `InvalidRequest` for a route of Ollama that is refused, with what to do instead."""
-    what = path.removeprefix("/api/").partition("/")[0]
-    if path.startswith("/api/") and what in INSTEAD:
-        raise InvalidRequest(f"/api/{what} is not served here; {INSTEAD[what]}")
+    """Raises `InvalidRequest` with advice for a route of Ollama that is refused."""
+    route = path.removeprefix("/api/").partition("/")[0]
+    if path.startswith("/api/") and route in INSTEAD:
+        raise InvalidRequest(f"/api/{route} is not served here; {INSTEAD[route]}")
 
 
 def facts_of(path: Path | None) -> Json:
-    """Returns what `/api/tags` says of a model's folder or `.gguf` file. Reads headers only; the digest is not that of
-    the content. What cannot be read is left empty."""
+    """Returns the fields of `/api/tags` for a model's folder or `.gguf` file. Reads headers only, so the digest is not
+    of the content. Unreadable fields are empty."""
     family, label, quant, size, written_at = "", "", "", 0, 0.0
     is_file = path is not None and path.is_file()
     with suppress(AttributeError, DiskPrefixError, OSError, RecursionError, ValueError):
@@ -91,7 +89,7 @@ def tag(card: Mapping[str, Any], facts: Json) -> Json:
 
 
 def running(card: Mapping[str, Any], facts: Json, num_bytes: int, idle_s: float = _FOR_EVER_S) -> Json:
-    """Returns a model that takes `num_bytes` of memory, for `idle_s` more, as `/api/ps` lists it."""
+    """Returns a model as `/api/ps` lists it: with its bytes of memory, and when it is unloaded, in `idle_s` seconds."""
     in_memory = {"size": num_bytes, "size_vram": 0, "expires_at": utc(time.time() + min(idle_s, _FOR_EVER_S))}
     return tag(card, facts) | in_memory | {"context_length": card.get("context_length", 0)}
 

@@ -52,9 +52,9 @@ async def embed(request: Request) -> Response:
     """The vectors of `/v1/embeddings`, as `embeddings`."""
     body, serving, vectors, usage = await read_vectors(request)
     took_ns = round(1e9 * (time.perf_counter() - log_context(request).began_at))
-    said = {"model": serving.model_name, "total_duration": took_ns, "prompt_eval_count": usage["prompt_tokens"]}
+    head = {"model": serving.model_name, "total_duration": took_ns, "prompt_eval_count": usage["prompt_tokens"]}
     content = await request.app.state.daemon.threads.run_for(
-        request, "writing", lambda: json_text(said | {"embeddings": [vector(one, body) for one in vectors]})
+        request, "writing", lambda: json_text(head | {"embeddings": [vector(row, body) for row in vectors]})
     )
     return Response(content, media_type="application/json")
 
@@ -81,8 +81,8 @@ async def tags(request: Request) -> JSONResponse:
 async def loaded(request: Request) -> JSONResponse:
     """`models` has the served model once it is loaded, with the memory of the process."""
     serving, state = request.app.state.daemon.serving, request.app.state
-    found = [] if serving is None else [running(card(serving), state.file_facts, resident_bytes() or 0)]
-    return JSONResponse({"models": found})
+    models = [] if serving is None else [running(card(serving), state.file_facts, resident_bytes() or 0)]
+    return JSONResponse({"models": models})
 
 
 @routes.add("GET /api/version", "Ollama: version")
@@ -96,6 +96,6 @@ async def refused(request: Request) -> Response:
     raise AssertionError
 
 
-for _what in INSTEAD:
-    _path = f"/api/{_what}" + "/{digest}" * (_what == "blobs")
+for _route in INSTEAD:
+    _path = f"/api/{_route}" + "/{digest}" * (_route == "blobs")
     routes.append(AppRoute(_path, refused, ["GET", "POST", "DELETE"]))

@@ -31,25 +31,25 @@ MAX_REQUEST_PIXELS = 8 * MAX_PIXELS
 MAX_PREPARED_BYTES = 512 * 1024**2
 """Limit for the tensors that the processor makes of a picture. One pixel can become 10 MB."""
 MAX_ASPECT_RATIO = 200
-"""Limit for the longer side of a picture divided by the shorter one, as most processors have it. One processor scales a
-strip of 1x6000 pixels to gigabytes."""
+"""Limit for the ratio of a picture's sides; most processors have the same. One processor scales a strip of 1x6000
+pixels to gigabytes."""
 LONGEST_SIDE: Mapping[Detail, int] = {"low": 512, "auto": 2048}
-"""A picture is scaled down to fit a square of this side, as OpenAI does it. With the detail `high`, the processor alone
-bounds it: Qwen's has 16,384 tokens for a picture, which take minutes, and 4,096 for such a square."""
+"""A picture is scaled down to fit a square of this side, as in OpenAI's API. With the detail `high`, only the processor
+limits the size: Qwen's makes up to 16,384 tokens of a picture, which take minutes, and 4,096 of this square."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Pillow reads dozens more, whose decoders are less tested."""
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
-"""By the orientation in a file's EXIF data, the transposition of Pillow that turns the picture upright."""
+"""Pillow's transposition that turns a picture upright, by the orientation in the file's EXIF data."""
 _DECODING_S = 30.0
 _WORKER = Path(__file__).with_name("picture_worker.py")
 _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
-_OF_POSITIONS = ("image_grid_thw",)
+_TEXT_FIELDS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
+_POSITION_FIELDS = ("image_grid_thw",)
 _KNOWN_SIZES = 256
 
 
 class _Form(NamedTuple):
-    """The form in which the processor puts every picture of a size into a prompt."""
+    """The text and the tokens that the processor puts into a prompt for every picture of a size."""
 
     text: str
     num_tokens: int
@@ -57,7 +57,7 @@ class _Form(NamedTuple):
 
 
 class PictureReader:
-    """A `PictureProcessor` over the processor that a multimodal model comes with."""
+    """A `PictureProcessor` for the processor of a multimodal model."""
 
     def __init__(self, processor: Any, config: Any = None, problem: str | None = None) -> None:
         self._processor = processor
@@ -75,8 +75,8 @@ class PictureReader:
 
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig, make: Callable[[], Any] | None = None) -> PictureReader:
-        """Returns the processor in a model's folder, or the one that `make` returns. If it cannot be used, `problem`
-        says why. Raises only what torch raises when memory runs out."""
+        """Returns a reader for the processor in a model's folder, or for the result of `make`. If the processor cannot
+        be used, `problem` says why. Raises only the errors of torch when memory runs out."""
         from transformers.utils import is_vision_available
 
         from diskprefix.kv.layout import is_out_of_memory
@@ -94,16 +94,16 @@ class PictureReader:
         return reader
 
     def read_image(self, content: bytes, *, detail: Detail, param: str, beside: Sequence[Picture] = ()) -> Picture:
-        """Returns the first frame of a file, turned upright. Only its header is read. Raises `InvalidRequest` if
-        `content` is no picture, has sides that differ too much, or has too many pixels, also with those `beside` it."""
+        """Returns the first frame of a file, turned upright. Reads only the header. Raises `InvalidRequest` if the file
+        is no picture, if its sides differ too much, or if it has too many pixels, alone or with those `beside` it."""
         from PIL import Image, UnidentifiedImageError
 
         try:
             with Image.open(io.BytesIO(content), formats=_IMAGE_FORMATS) as image:
-                # Not `image.getexif()`: that of a PNG file decodes it.
+                # Not `image.getexif()`, which decodes a PNG file.
                 turn = _TURNS.get(Image.Image.getexif(image).get(0x0112, 1))
-                # A photograph with further ones in its file has a format of its own, which cannot be asked for.
-                found, kind = image.size, "JPEG" if image.format == "MPO" else image.format
+                # Pillow calls a JPEG file with several photographs MPO, and opens it only as JPEG.
+                size, kind = image.size, "JPEG" if image.format == "MPO" else image.format
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise _too_many_pixels("the image has", MAX_PIXELS, param) from error
         except MemoryError:
@@ -113,23 +113,24 @@ class PictureReader:
             if not isinstance(error, UnidentifiedImageError):  # its message holds the address of an object
                 problem = f"{problem}: {first_line(error)}"
             raise InvalidRequest(problem, param=param) from error
-        if math.prod(found) > MAX_PIXELS:
+        if math.prod(size) > MAX_PIXELS:
             raise _too_many_pixels("the image has", MAX_PIXELS, param)
-        if math.prod(found) + sum(math.prod(map(int, one.size.split("x"))) for one in beside) > MAX_REQUEST_PIXELS:
+        if math.prod(size) + sum(math.prod(map(int, other.size.split("x"))) for other in beside) > MAX_REQUEST_PIXELS:
             raise _too_many_pixels("the images of the request have", MAX_REQUEST_PIXELS, param)
-        if max(found) > MAX_ASPECT_RATIO * min(found):
-            message = f"{param}: the image has {found[0]}x{found[1]} pixels; one side may be at most "
+        if max(size) > MAX_ASPECT_RATIO * min(size):
+            message = f"{param}: the image has {size[0]}x{size[1]} pixels; one side may be at most "
             raise InvalidRequest(f"{message}{MAX_ASPECT_RATIO} times as long as the other", param=param)
-        width, height = reversed(found) if turn is not None and turn in (2, 4, 5, 6) else found
-        scale = min(1.0, LONGEST_SIDE.get(detail, max(found)) / max(found))
-        wanted = (max(1, round(width * scale)), max(1, round(height * scale)))
-        form = self._form(wanted, param)
-        name = hashlib.blake2b(self._settings + json.dumps(wanted).encode() + content, digest_size=16).digest()
-        prepare = partial(self._prepare, content, (kind, turn, found, wanted), param)
+        width, height = reversed(size) if turn is not None and turn in (2, 4, 5, 6) else size
+        scale = min(1.0, LONGEST_SIDE.get(detail, max(size)) / max(size))
+        target_size = (max(1, round(width * scale)), max(1, round(height * scale)))
+        form = self._form(target_size, param)
+        name = hashlib.blake2b(self._settings + json.dumps(target_size).encode() + content, digest_size=16).digest()
+        prepare = partial(self._prepare, content, (kind, turn, size, target_size), param)
         return Picture(name, *form, f"{width}x{height}", len(content), param, prepare)
 
     def _form(self, size: tuple[int, int], param: str) -> _Form:
-        """Returns what the processor makes of an empty picture of this size: only the pixels differ."""
+        """Returns the form of pictures of this size, from a blank one: only the pixels differ. Raises
+        `InvalidRequest`."""
         from PIL import Image
 
         if (form := self._forms.get(size)) is not None:
@@ -140,14 +141,14 @@ class PictureReader:
             raise InvalidRequest(f"{param}: {problem}; send a smaller one", param=param)
         text = made["text_replacement_offsets"][0][0]["replacement"]
         num_tokens = int((made["input_ids"] == self.token_id).sum())
-        form = _Form(text, num_tokens, {name: made[name] for name in _OF_POSITIONS if name in made})
+        form = _Form(text, num_tokens, {name: made[name] for name in _POSITION_FIELDS if name in made})
         if len(self._forms) >= _KNOWN_SIZES:
             self._forms.clear()
         self._forms[size] = form
         return form
 
     def _process(self, image: Any, param: str) -> dict[str, Any]:
-        """Returns what the processor makes of a text with nothing but a picture. Raises `InvalidRequest`."""
+        """Returns the processor's result for a text that is only a picture. Raises `InvalidRequest`."""
         from diskprefix.kv.layout import is_out_of_memory
 
         options: dict[str, Any] = {"return_tensors": "pt", "return_text_replacement_offsets": True}
@@ -161,23 +162,24 @@ class PictureReader:
             problem = f"{param}: the model's processor refuses it: {first_line(error)}"
             raise InvalidRequest(problem, param=param, code="unsupported_content") from error
 
-    def _prepare(self, content: bytes, asked: tuple[Any, ...], param: str) -> dict[str, Any]:
-        made = self._process(_decoded(content, asked, param), param)
-        return {name: tensor for name, tensor in made.items() if name not in _OF_TEXT}
+    def _prepare(self, content: bytes, arguments: tuple[Any, ...], param: str) -> dict[str, Any]:
+        made = self._process(_decode(content, arguments, param), param)
+        return {name: tensor for name, tensor in made.items() if name not in _TEXT_FIELDS}
 
 
-def _decoded(content: bytes, asked: tuple[Any, ...], param: str) -> Any:
-    """Returns the picture that a process of its own made of the file. Raises `InvalidRequest` if it fails, crashes or
-    exceeds its limits of time and memory."""
+def _decode(content: bytes, arguments: tuple[Any, ...], param: str) -> Any:
+    """Decodes a file in a process of its own, and returns the picture. `arguments` are those of `picture_worker.main`
+    after the folder. Raises `InvalidRequest` if the process fails, crashes, or exceeds its limits of time and
+    memory."""
     import PIL.Image
 
-    command = [sys.executable, "-I", "-S", str(_WORKER), str(Path(PIL.__file__).parents[1]), json.dumps(asked)]
+    command = [sys.executable, "-I", "-S", str(_WORKER), str(Path(PIL.__file__).parents[1]), json.dumps(arguments)]
     try:
         done = subprocess.run(command, input=content, capture_output=True, timeout=_DECODING_S, check=False)
         # The last line of a traceback, without the name of the error's class.
         problem = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].partition(": ")[2][:300]
         if done.returncode == 0:
-            return PIL.Image.frombytes("RGB", asked[-1], done.stdout)
+            return PIL.Image.frombytes("RGB", arguments[-1], done.stdout)
     except (subprocess.TimeoutExpired, ValueError):
         problem = ""
     problem = problem or "its decoder crashes, or takes too much time or memory"
@@ -185,7 +187,7 @@ def _decoded(content: bytes, asked: tuple[Any, ...], param: str) -> Any:
 
 
 def _settings(processor: Any) -> bytes:
-    """Returns a digest of what decides, beside its bytes and the size asked for, what a file becomes: settings,
+    """Returns a digest of everything that changes the prepared tensors of a file, except the target size: settings,
     versions, and the program that decodes it."""
     if not hasattr(processor, "to_dict"):
         return b""
@@ -196,14 +198,14 @@ def _settings(processor: Any) -> bytes:
 
 
 def _placeholders(processor: Any) -> frozenset[str]:
-    """Returns the special tokens of the processor and its tokenizer, without those that every tokenizer has."""
+    """Returns the special tokens of the processor and its tokenizer, except those that every tokenizer has."""
     tokenizer = getattr(processor, "tokenizer", None)
     named: dict[str, Any] = dict(getattr(tokenizer, "special_tokens_map", {}))
     plain = {str(named.pop(name)) for name in _PLAIN_TOKENS if name in named}
     of_processor: Iterable[tuple[str, Any]] = vars(processor).items() if processor is not None else ()
     named |= {name: value for name, value in of_processor if name.endswith("_token")}
     texts = {str(value) for value in named.values() if not isinstance(value, list)}
-    # Some processors list a line break, or other plain text, as a token.
+    # Some processors list a line break or other plain text as a token.
     return frozenset(text for text in texts - plain if any(not (c.isalnum() or c.isspace()) for c in text))
 
 
@@ -220,7 +222,7 @@ def _load_processor(folder: Path, config: PreTrainedConfig) -> Any:
 
 
 def _load_without_videos(folder: Path, config: PreTrainedConfig) -> Any:
-    """Returns the processor without its part for videos, which often is the only one that needs torchvision."""
+    """Returns the processor without its part for videos, often the only part that needs torchvision."""
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 

@@ -1,7 +1,7 @@
-"""The program that decodes one picture, in a process that can be ended.
+"""Decodes one picture, as a program of its own that can be killed.
 
-It is run by its path and imports nothing but Pillow, so that it starts in a twentieth of a second. It reads the file
-from standard input, and writes the pixels of its first frame to standard output: 3 bytes each, turned upright.
+It is run by its path and imports only Pillow, so that it starts in 50 ms. It reads the file from standard input, and
+writes the pixels of the first frame to standard output: 3 bytes each, turned upright.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _LIMITS = {
 }
 
 
-def main(folder: str, kind: str, turn: int | None, found: list[int], wanted: list[int]) -> None:
-    """Decodes a picture of the format `kind`, of which the header said the size `found`. `folder` has Pillow, `turn`
-    is one of its transpositions, and the pixels are scaled to the size `wanted`."""
+def main(folder: str, kind: str, turn: int | None, size: list[int], target_size: list[int]) -> None:
+    """Decodes a picture of the format `kind` whose header has the size `size`, and scales it to `target_size`. `folder`
+    has Pillow, and `turn` is one of its transpositions."""
     for limit, value in _LIMITS.items():
         resource.setrlimit(limit, (value, value))
     sys.path.append(folder)
     from PIL import Image
 
-    # The daemon has looked at the size.
+    # The daemon has checked the size.
     Image.MAX_IMAGE_PIXELS = None
     with Image.open(io.BytesIO(sys.stdin.buffer.read()), formats=[kind]) as image:
         pixels = _in_rgb(image)
-    if list(pixels.size) != found:
-        raise ValueError(f"its header said {found[0]}x{found[1]} pixels, and it has {pixels.width}x{pixels.height}")
+    if list(pixels.size) != size:
+        raise ValueError(f"its header said {size[0]}x{size[1]} pixels, and it has {pixels.width}x{pixels.height}")
     if turn is not None:
         pixels = pixels.transpose(Image.Transpose(turn))
-    if list(pixels.size) != wanted:
-        pixels = pixels.resize((wanted[0], wanted[1]), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    if list(pixels.size) != target_size:
+        pixels = pixels.resize((target_size[0], target_size[1]), Image.Resampling.LANCZOS, reducing_gap=3.0)
     sys.stdout.buffer.write(pixels.tobytes())
 
 
 def _in_rgb(image: Image) -> Image:
-    """Returns red, green and blue. What can be seen through lies on white, as on most pages."""
+    """Returns an image in RGB. Transparent pixels get a white background, as on most pages."""
     from PIL import Image
 
     if image.mode.startswith("I"):

@@ -1,8 +1,7 @@
-"""The bucket that machines share: a tier behind those of one machine."""
+"""The bucket that machines share: a tier behind the tiers of one machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,7 @@ from diskprefix.settings import expanded
 
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
-    from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.settings import Settings
-    from diskprefix.store.purge import GoneText
 
 
 def open_tier(settings: Settings) -> SharedTier | None:
@@ -29,27 +26,10 @@ def open_tier(settings: Settings) -> SharedTier | None:
 
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
-    """Opens a bucket to remove something from it. Raises `SettingsError`."""
+    """Opens a bucket to remove objects from it. Raises `SettingsError`."""
     from diskprefix.extras.remote.objects import ObjectStore
+    from diskprefix.extras.remote.upkeep import NamespaceObjects
 
     # A mistyped folder is not created.
-    return _Bucket(ObjectStore(url, timeout_s=60.0, makes_folder=False), NamespaceKey.read(expanded(key_file)))
-
-
-class _Bucket:
-    """The objects of one namespace."""
-
-    def __init__(self, objects: ObjectStore, key: NamespaceKey) -> None:
-        self._objects, self._key = objects, key
-
-    def forget(self, texts: Sequence[GoneText]) -> int:
-        """See `cache.tiers.tier.Bucket`."""
-        from diskprefix.extras.remote import upkeep
-
-        return len(upkeep.forget(self._objects, self._key, texts))
-
-    def purge(self, is_wanted: Callable[[str, str], bool]) -> int:
-        """See `cache.tiers.tier.Bucket`."""
-        from diskprefix.extras.remote import upkeep
-
-        return upkeep.purge(self._objects, self._key, is_wanted)
+    objects = ObjectStore(url, timeout_s=60.0, makes_folder=False)
+    return NamespaceObjects(objects, NamespaceKey.read(expanded(key_file)))

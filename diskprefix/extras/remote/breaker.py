@@ -1,4 +1,4 @@
-"""A circuit breaker: after several failures in a row, no calls are made for a minute."""
+"""A circuit breaker: after three failures in a row, no calls are made for a minute."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ _OPEN_S = 60.0
 
 
 class Breaker:
-    """Counts failures in a row. For any thread.
-
-    While it is open, `allows` lets one caller through each minute. The first success closes it.
-    """
+    """Counts failures in a row. For any thread. While open, it allows one call a minute. A success closes it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -25,12 +22,12 @@ class Breaker:
 
     @property
     def is_failing(self) -> bool:
-        """The last calls failed."""
+        """Whether the last calls failed."""
         return self._failures >= _FAILURES
 
     @property
     def is_open(self) -> bool:
-        """`allows` would return False now."""
+        """Whether `allows` would return False now."""
         return self.is_failing and self._clock() < self._until
 
     def allows(self) -> bool:
@@ -46,7 +43,7 @@ class Breaker:
             self._failures = 0
 
     def failed(self) -> bool:
-        """Returns whether this failure opened the circuit."""
+        """Records a failure. Returns whether it opened the circuit."""
         with self._lock:
             self._failures += 1
             self._until = self._clock() + _OPEN_S

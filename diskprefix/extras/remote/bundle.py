@@ -20,18 +20,18 @@ from diskprefix.tokens import ID_BYTES
 
 ABOUT = "about"
 """The name of the object with the record of a root."""
-ABOUT_MOST_BYTES = 64 << 10
+ABOUT_MAX_BYTES = 64 << 10
 _TARGET_BYTES = 4 << 20
-_MOST_BLOCKS = 16
-"""The last block of another machine's shorter prompt may be any block of a bundle: all of them are asked for."""
-_MOST_HEADER_BYTES = 4 << 20
+_MAX_BLOCKS = 16
+"""Every block of a bundle may be the last of another machine's shorter prompt, and is asked for."""
+_MAX_HEADER_BYTES = 4 << 20
 """Path, token ids and sizes of the largest bundles take less than a quarter of it."""
 _LENGTH = struct.Struct("<I")
 
 
 class BundledNode(msgspec.Struct, frozen=True, array_like=True):
-    """A node in a bundle. `token_ids` are int32, little-endian; `sizes` are those of the encoded pieces, which follow
-    each other behind the header, node after node."""
+    """A node in a bundle. `token_ids` are int32, little-endian. `sizes` are the sizes of its encoded pieces, which
+    follow the header, node after node."""
 
     name: bytes
     parent: bytes
@@ -50,7 +50,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BundleSlot(NamedTuple):
-    """The place of a bundle in a prompt: blocks `first` to `last`, and the prompt's tail if it `has_tail`."""
+    """The place of a bundle in a prompt: blocks `first` up to `last` (excluded), and the tail if it `has_tail`."""
 
     first: int
     last: int
@@ -58,9 +58,9 @@ class BundleSlot(NamedTuple):
 
 
 def blocks_per_bundle(nodes: PromptNodes) -> int:
-    """Returns the number of blocks in a bundle of a few MiB. All machines with one layout agree on it."""
+    """Returns the number of blocks in a bundle, which depends on the layout only."""
     block_bytes = nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
-    return max(1, min(_MOST_BLOCKS, -(-_TARGET_BYTES // max(1, block_bytes))))
+    return max(1, min(_MAX_BLOCKS, -(-_TARGET_BYTES // max(1, block_bytes))))
 
 
 def whole_bundles(nodes: PromptNodes, size: int) -> list[BundleSlot]:
@@ -68,41 +68,39 @@ def whole_bundles(nodes: PromptNodes, size: int) -> list[BundleSlot]:
     return [BundleSlot(first, first + size) for first in range(0, nodes.num_blocks - size + 1, size)]
 
 
-def ends(size: int, first: int, num_blocks: int) -> list[BundleSlot]:
-    """Returns the shorter bundles that may follow `first` blocks, a multiple of `size`, the longest first.
-
-    A prompt that ends there leaves one behind. `num_blocks` are looked at, and the prompt's tail.
-    """
-    last = min(num_blocks, first + size - 1)
-    slots = [BundleSlot(first, end) for end in range(last, first, -1)]
+def last_bundles(size: int, first: int, num_blocks: int) -> list[BundleSlot]:
+    """Returns the bundles of fewer than `size` blocks with which prompts may end after `first` blocks, a multiple of
+    `size`, the longest first. `num_blocks` is the number of blocks of this prompt."""
+    longest = min(num_blocks, first + size - 1)
+    slots = [BundleSlot(first, last) for last in range(longest, first, -1)]
     return [BundleSlot(first, num_blocks, has_tail=True), *slots] if num_blocks < first + size else slots
 
 
 def slot_nodes(nodes: PromptNodes, slot: BundleSlot) -> Iterator[Node]:
-    """Yields the nodes that a bundle in this place has, without the checkpoints, which it may have."""
+    """Yields the nodes of the bundle in this place, except checkpoints, which are optional."""
     yield from nodes.blocks[slot.first : slot.last]
     if slot.has_tail:
         yield nodes.tail()
 
 
-def most_bytes(nodes: PromptNodes, slot: BundleSlot) -> int:
-    """Returns the most bytes that an object in this place can have. Larger objects, which others may have planted, are
-    not read."""
+def max_object_bytes(nodes: PromptNodes, slot: BundleSlot) -> int:
+    """Returns the maximum size of the object in this place. A larger object, which somebody may have planted, is not
+    read."""
     block, checkpoint, tail = (
         sum(cut.piece.max_bytes for cut in nodes.layout.cuts(nodes.block_size, kind))
         for kind in (Kind.BLOCK, Kind.CHECKPOINT, Kind.TAIL)
     )
-    return PREAMBLE_BYTES + _MOST_HEADER_BYTES + (slot.last - slot.first) * (block + checkpoint) + slot.has_tail * tail
+    return PREAMBLE_BYTES + _MAX_HEADER_BYTES + (slot.last - slot.first) * (block + checkpoint) + slot.has_tail * tail
 
 
 def object_path(key: NamespaceKey, root: bytes, name: str) -> str:
-    """Returns the path of an object of a root. `name` is that of a bundle, or `ABOUT`."""
+    """Returns the path of an object of a root. `name` is the name of a bundle, or `ABOUT`."""
     return f"{key.digest.hex()}/{root.hex()}/{name}"
 
 
 def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot) -> str:
-    """Returns the path of the bundle in this place: it is named by its last node, and ends with the number of blocks
-    before its end."""
+    """Returns the path of the bundle in this place: the name of its last node, and the number of blocks up to its
+    end."""
     *_, last = slot_nodes(nodes, slot)
     return object_path(key, nodes.root, f"{last.name.hex()}.{slot.last}")
 
@@ -114,7 +112,7 @@ def encode_bundle(
     bundled: list[BundledNode] = []
     body: list[bytes | bytearray] = []
     for node, payload in payloads:
-        # A network is slower than a decoder: always as small as it gets. The MAC verifies it.
+        # Always the smallest codec, because a network is slower than a decoder. No checksum: there is a MAC.
         cuts = zip(payload, nodes.cuts(node), strict=True)
         pieces = [encode_piece(raw, cut.piece, Codec.PLANES, None) for raw, cut in cuts]
         token_ids, sizes = nodes.token_bytes(node), tuple(map(len, pieces))
@@ -127,20 +125,20 @@ def encode_bundle(
 def decode_bundle(
     key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot, path: str, data: memoryview, num_near: int
 ) -> list[tuple[Node, bytes, Payload]]:
-    """Returns the nodes of the bundle at `path` that lie behind the prompt's first `num_near` blocks, with their token
-    ids (int32, little-endian) and raw payloads. Raises `ObjectRefused`."""
+    """Returns the nodes of the bundle at `path` after the prompt's first `num_near` blocks, with their token ids
+    (int32, little-endian) and raw payloads. Raises `ObjectRefused`."""
     header, body = split_bundle(verified(key, path, data))
-    found: list[tuple[Node, bytes, Payload]] = []
+    decoded: list[tuple[Node, bytes, Payload]] = []
     for node, bundled in zip(_require_prompt(nodes, slot, header), header.nodes, strict=True):
         size = sum(bundled.sizes)
         if node.end > num_near * nodes.block_size:
-            found.append((node, bundled.token_ids, _decode_payload(nodes, node, bundled, body[:size])))
+            decoded.append((node, bundled.token_ids, _decode_payload(nodes, node, bundled, body[:size])))
         body = body[size:]
-    return found
+    return decoded
 
 
 def split_bundle(content: memoryview) -> tuple[Header, memoryview]:
-    """Returns the header, and the pieces behind it. Raises `ObjectRefused`."""
+    """Returns the header, and the bytes of the pieces. Raises `ObjectRefused`."""
     try:
         (length,) = _LENGTH.unpack_from(content)
         return msgspec.msgpack.decode(content[_LENGTH.size :][:length], type=Header), content[_LENGTH.size + length :]
@@ -149,39 +147,33 @@ def split_bundle(content: memoryview) -> tuple[Header, memoryview]:
 
 
 def _require_prompt(nodes: PromptNodes, slot: BundleSlot, header: Header) -> list[Node]:
-    """Returns the bundle's nodes as the prompt names them. A name is no proof, so their token ids are compared.
-
-    Raises `ObjectRefused` if the bundle is not exactly the one of this place, with checkpoints between its blocks.
-    """
+    """Returns the bundle's nodes under the names that the prompt gives them. Token ids are compared, because a name is
+    no proof. Raises `ObjectRefused` if the bundle is not exactly the bundle of this place, with optional checkpoints
+    after its blocks."""
     expected = list(slot_nodes(nodes, slot))
-    found: list[Node] = []
-    for one in header.nodes:
-        if one.kind == Kind.CHECKPOINT and found and found[-1].kind == Kind.BLOCK:
-            # The prompt may leave its tokens: then it is of no use to this one.
-            node = _checkpoint(nodes, found[-1].end // nodes.block_size, one)
+    checked: list[Node] = []
+    for item in header.nodes:
+        label = f"node {item.name.hex()}"
+        if item.kind == Kind.CHECKPOINT and checked and checked[-1].kind == Kind.BLOCK:
+            if len(item.token_ids) % ID_BYTES or len(item.token_ids) // ID_BYTES >= nodes.block_size:
+                raise ObjectRefused("mismatch", f"{label} has too many tokens")
+            # Its tokens may differ from the prompt's: then the prompt has no use for it.
+            node = nodes.behind(checked[-1].end // nodes.block_size, item.token_ids, Kind.CHECKPOINT)
         elif expected:
             node = expected.pop(0)
         else:
+            raise ObjectRefused("mismatch", "it has more nodes than its name says")
+        if (item.name, item.parent, item.position, item.kind) != (node.name, node.parent, node.position, node.kind):
             raise ObjectRefused("mismatch", "it has other nodes than its name says")
-        if (one.name, one.parent, one.position, one.kind) != (node.name, node.parent, node.position, node.kind):
-            raise ObjectRefused("mismatch", "it has other nodes than its name says")
-        if one.kind != Kind.CHECKPOINT and one.token_ids != nodes.token_bytes(node):
-            raise ObjectRefused("mismatch", f"node {one.name.hex()} has other tokens")
-        cuts = nodes.cuts(node)
-        fits = len(one.sizes) == len(cuts)
-        if not fits or not all(0 <= size <= cut.piece.max_bytes for size, cut in zip(one.sizes, cuts, strict=True)):
-            raise ObjectRefused("mismatch", f"node {one.name.hex()} has another layout")
-        found.append(node)
+        if item.kind != Kind.CHECKPOINT and item.token_ids != nodes.token_bytes(node):
+            raise ObjectRefused("mismatch", f"{label} has other tokens")
+        limits, sizes = [cut.piece.max_bytes for cut in nodes.cuts(node)], item.sizes
+        if len(sizes) != len(limits) or not all(0 <= n <= limit for n, limit in zip(sizes, limits, strict=True)):
+            raise ObjectRefused("mismatch", f"{label} has another layout")
+        checked.append(node)
     if expected:
         raise ObjectRefused("mismatch", "it lacks nodes that its name says it has")
-    return found
-
-
-def _checkpoint(nodes: PromptNodes, num_blocks: int, one: BundledNode) -> Node:
-    """Returns the checkpoint of a bundle behind the first `num_blocks` blocks, as its tokens name it."""
-    if len(one.token_ids) % ID_BYTES or len(one.token_ids) // ID_BYTES >= nodes.block_size:
-        raise ObjectRefused("mismatch", f"node {one.name.hex()} has too many tokens")
-    return nodes.behind(num_blocks, one.token_ids, Kind.CHECKPOINT)
+    return checked
 
 
 def _decode_payload(nodes: PromptNodes, node: Node, bundled: BundledNode, stored: memoryview) -> Payload:

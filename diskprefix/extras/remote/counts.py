@@ -1,4 +1,4 @@
-"""The counts of one process, and the objects that it need not ask for."""
+"""The counts of one process, and the objects that it need not ask the bucket for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from diskprefix.extras.remote.signing import ObjectRefused, RefusalReason
 
 log = logging.getLogger("diskprefix")
 
-_MOST = 100_000
-"""The maximum number of remembered paths. Then all are forgotten: each is asked for once more."""
+_MAX_PATHS = 100_000
+"""The maximum number of remembered paths. When it is reached, all are forgotten, and each is asked for once more."""
 _KNOWN_S = 86400.0
 """Seconds for which an object counts as present. Later the bucket may have removed it."""
 _COUNTS = (
@@ -24,13 +24,13 @@ _COUNTS = (
 
 
 class Counts:
-    """Counts, the objects that are present, and those that were refused. For any thread."""
+    """Counts, and the paths of present and of refused objects. For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, float] = {}
-        """The paths of present objects, and when they were found or written."""
+        """When each present object was found or written, by path."""
         self._bad: set[str] = set()
         self._counters: Counter[str] = Counter()
 
@@ -44,22 +44,22 @@ class Counts:
         with self._lock:
             return path in self._bad
 
-    def found(self, path: str) -> None:
+    def add_known(self, path: str) -> None:
         """Records that an object is present."""
         with self._lock:
-            if len(self._known) >= _MOST:
+            if len(self._known) >= _MAX_PATHS:
                 self._known.clear()
             self._known[path] = self._clock()
 
-    def wrote(self, path: str, num_bytes: int) -> None:
-        self.found(path)
+    def add_written(self, path: str, num_bytes: int) -> None:
+        self.add_known(path)
         self.count("written")
         self.count("written_bytes", num_bytes)
         with self._lock:
             self._bad.discard(path)
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Drops removed objects."""
+        """Forgets removed objects."""
         with self._lock:
             for path in paths:
                 self._known.pop(path, None)
@@ -70,17 +70,17 @@ class Counts:
         self.forget([path])
         with self._lock:
             self._counters[f"refused_{error.reason}"] += 1
-            if len(self._bad) >= _MOST:
+            if len(self._bad) >= _MAX_PATHS:
                 self._bad.clear()
             self._bad.add(path)
 
-    def count(self, what: str, number: int = 1) -> None:
-        assert what in _COUNTS
+    def count(self, name: str, number: int = 1) -> None:
+        assert name in _COUNTS
         with self._lock:
-            self._counters[what] += number
+            self._counters[name] += number
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all counts, and under `refused` the refused objects by reason."""
+        """Returns all counts, with the refused objects by reason as `refused`."""
         counters = self.counters()
         refused = {reason: counters[f"refused_{reason}"] for reason in get_args(RefusalReason)}
         return {name: counters[name] for name in _COUNTS} | {"refused": refused}

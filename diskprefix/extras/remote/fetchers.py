@@ -1,4 +1,4 @@
-"""Fetches in threads, which requests share."""
+"""Threads for fetches, which requests share."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Fetchers(Generic[_Result]):
         self._lock = threading.Lock()
 
     def share(self, key: Hashable, call: Callable[[], _Result]) -> ObjectFetch[_Result]:
-        """Returns the fetch with this key, and starts it with `call` if there is none that goes on. A caller that stops
-        waiting calls `leave`."""
+        """Returns the running fetch with this key, or starts one with `call`. Callers that stop waiting call
+        `leave`."""
         with self._lock:
             fetch = self._waited_for.get(key)
             if fetch is None or fetch.future.done():
@@ -39,7 +39,7 @@ class Fetchers(Generic[_Result]):
             return fetch
 
     def leave(self, fetch: ObjectFetch[_Result]) -> None:
-        """Stops waiting for a fetch. If nobody else waits and it has not begun, it is cancelled."""
+        """Stops waiting for a fetch. A fetch that has not begun is cancelled if nobody else waits for it."""
         with self._lock:
             fetch.num_waiting -= 1
             if not fetch.num_waiting:
@@ -48,6 +48,6 @@ class Fetchers(Generic[_Result]):
                     del self._waited_for[fetch.key]
 
     def close(self) -> None:
-        """Begins no other call. Does not wait, and neither does a process that ends with `os._exit`, as a daemon
-        does."""
+        """Begins no further call, and does not wait. A process that is to end before running calls do must use
+        `os._exit`, as the daemon does."""
         self._pool.shutdown(wait=False, cancel_futures=True)

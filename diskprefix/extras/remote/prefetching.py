@@ -1,42 +1,43 @@
-"""Fetching the nodes of one prompt from the shared tier to the nearest one."""
+"""Fetches the nodes of one prompt from the shared tier to the nearest tier."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from diskprefix.cache.tiers.tier import PrefetchRequest
-from diskprefix.extras.remote.bundle import BundleSlot, blocks_per_bundle, ends, whole_bundles
+from diskprefix.extras.remote.bundle import BundleSlot, blocks_per_bundle, last_bundles, whole_bundles
 from diskprefix.extras.remote.fetchers import Fetchers, ObjectFetch
 from diskprefix.store.changes import NewNode
 
-MOST_AT_ONCE = 16
-"""The most objects of one request that are fetched at the same time. The number begins at 1 and doubles, so that a
-prompt without any object in the bucket costs few requests."""
-_LOOK_S = 0.1
+MAX_CONCURRENT = 16
+"""The maximum number of concurrent fetches for one request. The number begins at 1 and doubles, so that a prompt
+without any object in the bucket costs few fetches."""
+_POLL_S = 0.1
 """Seconds between two checks whether the request was cancelled."""
 
-Found: TypeAlias = tuple[NewNode, ...] | None
-"""The nodes of a bundle; None if there is no such object, or no sound one."""
+FetchedNodes: TypeAlias = tuple[NewNode, ...] | None
+"""The nodes of a bundle, or None if the object is missing or was refused."""
 
 
 class PrefetchJob:
-    """Fetches the bundles of one prompt in order, up to the first that is missing. `fetch` starts the fetch of one
-    bundle by `fetchers`."""
+    """Fetches the bundles of one prompt in order, up to the first that is missing. `start` starts the fetch of one
+    bundle in `fetchers`. Afterwards `names` and `num_bytes` say what was published. `is_whole` is False if the job was
+    given up, and `is_late` True if that was for the deadline."""
 
     def __init__(
         self,
         wish: PrefetchRequest,
         num_near: int,
         deadline: float,
-        fetchers: Fetchers[Found],
-        fetch: Callable[[PrefetchRequest, BundleSlot, int], ObjectFetch[Found]],
+        fetchers: Fetchers[FetchedNodes],
+        start: Callable[[PrefetchRequest, BundleSlot, int], ObjectFetch[FetchedNodes]],
     ) -> None:
         self._wish, self._num_near, self._deadline = wish, num_near, deadline
-        self._fetchers, self._ask = fetchers, fetch
-        self._asked: set[ObjectFetch[Found]] = set()
+        self._fetchers, self._start = fetchers, start
+        self._running: set[ObjectFetch[FetchedNodes]] = set()
         self.names: set[bytes] = set()
         self.num_bytes = 0
         self.is_whole, self.is_late = True, False
@@ -46,70 +47,65 @@ class PrefetchJob:
         try:
             self._prefetch()
         finally:
-            for fetch in self._asked:
+            for fetch in self._running:
                 self._fetchers.leave(fetch)
 
     def _prefetch(self) -> None:
         nodes = self._wish.nodes
         size = blocks_per_bundle(nodes)
         slots = deque(slot for slot in whole_bundles(nodes, size) if slot.last > self._num_near)
-        ahead: deque[tuple[BundleSlot, ObjectFetch[Found]]] = deque()
-        at_once, reached = 1, self._num_near // size * size
+        ahead: deque[tuple[BundleSlot, ObjectFetch[FetchedNodes]]] = deque()
+        num_concurrent, num_blocks = 1, self._num_near // size * size
         while slots or ahead:
-            while slots and len(ahead) < at_once:
+            while slots and len(ahead) < num_concurrent:
                 slot = slots.popleft()
                 ahead.append((slot, self._fetch(slot)))
             slot, fetch = ahead.popleft()
-            found = self._result(fetch)
-            if found is None:
-                if not self.is_whole:
-                    return
+            if (nodes_fetched := self._wait(fetch)) is None:
                 break
-            if not self._publish(found):
+            if not self._publish(nodes_fetched):
                 return
-            reached, at_once = slot.last, min(MOST_AT_ONCE, 2 * at_once)
-        self._bring_end(size, reached)
+            num_blocks, num_concurrent = slot.last, min(MAX_CONCURRENT, 2 * num_concurrent)
+        if self.is_whole:
+            self._fetch_last(last_bundles(size, num_blocks, nodes.num_blocks))
 
-    def _bring_end(self, size: int, reached: int) -> None:
-        """Fetches the end of another machine's prompt that lies before the next whole bundle."""
-        nodes = self._wish.nodes
-        slots = ends(size, reached, nodes.num_blocks)
-        slots = [slot for slot in slots if slot.last > self._num_near or slot.has_tail]
-        fetches = [self._fetch(slot) for slot in slots]
-        for fetch in fetches:
-            if (found := self._result(fetch)) is not None:
-                self._publish(found)
-                return
-            if not self.is_whole:
+    def _fetch_last(self, slots: Sequence[BundleSlot]) -> None:
+        """Fetches the first of `slots` that exists: the last bundle of a prompt of another machine."""
+        for fetch in [self._fetch(slot) for slot in slots if slot.last > self._num_near or slot.has_tail]:
+            if (nodes := self._wait(fetch)) is not None:
+                self._publish(nodes)
+            if nodes is not None or not self.is_whole:
                 return
 
-    def _fetch(self, slot: BundleSlot) -> ObjectFetch[Found]:
-        fetch = self._ask(self._wish, slot, self._num_near)
-        self._asked.add(fetch)
+    def _fetch(self, slot: BundleSlot) -> ObjectFetch[FetchedNodes]:
+        fetch = self._start(self._wish, slot, self._num_near)
+        self._running.add(fetch)
         return fetch
 
-    def _result(self, fetch: ObjectFetch[Found]) -> Found:
-        """Waits until the time is over, or the request is cancelled. Raises what the fetch raises."""
+    def _wait(self, fetch: ObjectFetch[FetchedNodes]) -> FetchedNodes:
+        """Returns the result of a fetch, or None and gives up at the deadline, or if the request is cancelled. Raises
+        the error of the fetch."""
         while not self._wish.is_cancelled():
             left = self._deadline - time.monotonic()
             if left <= 0:
                 self.is_late = True
                 break
             try:
-                found = fetch.future.result(min(left, _LOOK_S))
+                nodes = fetch.future.result(min(left, _POLL_S))
             except TimeoutError:
                 continue
-            # What it prefetched may be large.
-            self._asked.remove(fetch)
+            # The nodes may be large: they must not live as long as the job.
+            self._running.remove(fetch)
             self._fetchers.leave(fetch)
-            return found
+            return nodes
         self.is_whole = False
         return None
 
-    def _publish(self, found: tuple[NewNode, ...]) -> bool:
-        if not self._wish.publish(found):
+    def _publish(self, nodes: tuple[NewNode, ...]) -> bool:
+        """Publishes nodes. Returns False, and gives up, if there is no room."""
+        if not self._wish.publish(nodes):
             self.is_whole = False
             return False
-        self.names.update(node.name for node in found)
-        self.num_bytes += sum(node.payload_bytes for node in found)
+        self.names.update(node.name for node in nodes)
+        self.num_bytes += sum(node.payload_bytes for node in nodes)
         return True

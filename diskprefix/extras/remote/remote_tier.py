@@ -13,18 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload, open_views
+from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.remote.breaker import Breaker
-from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, most_bytes, slot_path
+from diskprefix.extras.remote.bundle import BundleSlot, decode_bundle, max_object_bytes, slot_path
 from diskprefix.extras.remote.counts import Counts
 from diskprefix.extras.remote.fetchers import Fetchers, ObjectFetch
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
-from diskprefix.extras.remote.prefetching import MOST_AT_ONCE, Found, PrefetchJob
+from diskprefix.extras.remote.prefetching import MAX_CONCURRENT, FetchedNodes, PrefetchJob
 from diskprefix.extras.remote.signing import ObjectRefused
-from diskprefix.extras.remote.upkeep import forget
-from diskprefix.extras.remote.upload import first_blocks, write_prompt
+from diskprefix.extras.remote.upkeep import NamespaceObjects
+from diskprefix.extras.remote.upload import num_first_blocks, write_prompt
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode
 from diskprefix.store.purge import GoneText
@@ -32,9 +31,9 @@ from diskprefix.store.schema import Kind
 
 log = logging.getLogger("diskprefix")
 
-_MOST_UPLOADS = 64
-_FLUSHED = 0.8
-"""The share of the closing time for queued uploads. The rest is for the one that is being written."""
+_MAX_UPLOADS = 64
+_FLUSH_SHARE = 0.8
+"""The share of the closing time for queued uploads. The rest is for the upload that is being written."""
 
 
 @dataclass
@@ -54,8 +53,8 @@ class RemoteTier:
         self._has_upload = threading.Condition(self._lock)
         self._is_closing = False
         self._is_uploading = False
-        self._fetchers: Fetchers[Found] = Fetchers(MOST_AT_ONCE)
-        self._punctuality = Breaker()
+        self._fetchers: Fetchers[FetchedNodes] = Fetchers(MAX_CONCURRENT)
+        self._late_breaker = Breaker()
         """The breaker for whole prompts: a bucket that always answers too late would cost each prompt the whole
         deadline."""
         self._writer = threading.Thread(target=self._write_uploads, name="remote-write", daemon=True)
@@ -67,25 +66,26 @@ class RemoteTier:
             self.counted.count("skipped")
             return Prefetched(is_whole=False)
         nodes, started = wish.nodes, time.monotonic()
-        num_near = _num_near(nodes, wish.tiers)
-        held = max(num_near * nodes.block_size, wish.have)
-        if nodes.num_blocks * nodes.block_size - held < nodes.block_size:
-            # What is left takes about as long to compute as to ask for.
+        with open_views(wish.tiers) as views:
+            num_near = num_first_blocks(nodes, views, nodes.num_blocks)
+        num_held = max(num_near * nodes.block_size, wish.have)
+        if nodes.num_blocks * nodes.block_size - num_held < nodes.block_size:
+            # Less than a block takes about as long to compute as to ask for.
             return Prefetched()
         num_bytes = (nodes.num_blocks - num_near) * nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
-        if not wish.pays(len(nodes.token_ids) - held, num_bytes):
+        if not wish.pays(len(nodes.token_ids) - num_held, num_bytes):
             self.counted.count("slower")
             return Prefetched()
-        if not self._punctuality.allows():
+        if not self._late_breaker.allows():
             self.counted.count("skipped")
             return Prefetched(is_whole=False)
-        job = PrefetchJob(wish, num_near, started + wish.most_s, self._fetchers, self._fetch)
+        job = PrefetchJob(wish, num_near, started + wish.most_s, self._fetchers, self._start_fetch)
         self._run(job)
         seconds = time.monotonic() - started
         return Prefetched(frozenset(job.names), job.num_bytes, num_bytes, seconds, job.is_whole, job.is_late)
 
     def _run(self, job: PrefetchJob) -> None:
-        """Runs a fetch. If it fails, the request continues with the blocks that were fetched."""
+        """Runs a job. If it fails, the request continues with the blocks that were fetched."""
         try:
             job.run()
         except RemoteUnavailable as error:
@@ -96,41 +96,39 @@ class RemoteTier:
             log.exception("[remote] going on without the rest of a prompt")
         if job.is_late:
             self.counted.count("late")
-            if self._punctuality.failed():
-                log.warning(
-                    "[remote] %s is too slow for several prompts and is left alone for a while", self.objects.url
-                )
+            if self._late_breaker.failed():
+                log.warning("[remote] %s was too slow for several prompts: not used for a while", self.objects.url)
         elif job.is_whole:
-            self._punctuality.succeeded()
+            self._late_breaker.succeeded()
 
     def upload(self, upload: Upload) -> None:
         """Queues the upload of a prompt. Does not wait; if too many are queued, the oldest is dropped."""
         with self._has_upload:
             if self._is_closing or not self.writes:
                 return
-            if len(self._uploads) >= _MOST_UPLOADS:
+            if len(self._uploads) >= _MAX_UPLOADS:
                 self._uploads.popleft()
                 self.counted.count("dropped")
             self._uploads.append(upload)
             self._has_upload.notify_all()
 
     def forget(self, texts: Sequence[GoneText], timeout_s: float) -> int:
-        """Removes the objects of deleted texts; see `upkeep.forget`. Waits up to `timeout_s` seconds for running
-        uploads. Returns the number of objects. Raises `RemoteUnavailable`."""
+        """Removes the objects of deleted texts; see `upkeep`. Waits up to `timeout_s` seconds for uploads. Returns the
+        number of objects. Raises `RemoteUnavailable`."""
         self.flush(timeout_s)
-        gone = forget(self.objects, self.key, texts)
-        self.counted.forget(gone)
-        return len(gone)
+        paths = NamespaceObjects(self.objects, self.key).delete_texts(texts)
+        self.counted.forget(paths)
+        return len(paths)
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all uploads are written or given up. Returns False if the time runs out first."""
+        """Waits until all uploads are written or have failed. Returns False if the time runs out first."""
         with self._has_upload:
             return self._has_upload.wait_for(lambda: not (self._uploads or self._is_uploading), timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Uploads what is queued, and ends. Takes at most `timeout_s` seconds; what is not written by then is lost."""
+        """Writes the queued uploads, and ends. Takes at most `timeout_s` seconds; later uploads are lost."""
         deadline = time.monotonic() + timeout_s
-        self.flush(_FLUSHED * timeout_s)
+        self.flush(_FLUSH_SHARE * timeout_s)
         with self._has_upload:
             self._is_closing = True
             self._uploads.clear()
@@ -140,7 +138,7 @@ class RemoteTier:
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures for `/props` and `/metrics`: counts of this process."""
-        is_failing = self.objects.breaker.is_failing or self._punctuality.is_failing
+        is_failing = self.objects.breaker.is_failing or self._late_breaker.is_failing
         with self._lock:
             offered = len(self._uploads) + self._is_uploading
         state = "failing" if is_failing else "ok"
@@ -150,31 +148,30 @@ class RemoteTier:
         """See `SharedTier.counts`."""
         return self.counted.counters()
 
-    def _fetch(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int) -> ObjectFetch[Found]:
+    def _start_fetch(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int) -> ObjectFetch[FetchedNodes]:
         """Returns the fetch of a bundle's nodes from block `num_near` on. Requests with a common prefix share it."""
         path = slot_path(self.key, wish.nodes, slot)
-        return self._fetchers.share(
-            (path, max(num_near, slot.first)), partial(self._fetched, wish, slot, num_near, path)
-        )
+        key = path, max(num_near, slot.first)
+        return self._fetchers.share(key, partial(self._fetch, wish, slot, num_near, path))
 
-    def _fetched(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int, path: str) -> Found:
+    def _fetch(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int, path: str) -> FetchedNodes:
         """Fetches the nodes of a bundle. Raises `RemoteUnavailable`."""
         if self.counted.is_bad(path):
             return None
         try:
-            data = self.objects.get(path, most_bytes(wish.nodes, slot))
+            data = self.objects.get(path, max_object_bytes(wish.nodes, slot))
             if data is None:
                 self.counted.count("missing")
                 self.counted.forget([path])
                 return None
-            found = decode_bundle(self.key, wish.nodes, slot, path, data, num_near)
+            bundle = decode_bundle(self.key, wish.nodes, slot, path, data, num_near)
         except ObjectRefused as error:
             self.counted.refuse(path, error)
             return None
         except RemoteUnavailable:
             self.counted.count("failed")
             raise
-        self.counted.found(path)
+        self.counted.add_known(path)
         self.counted.count("fetched")
         self.counted.count("fetched_bytes", len(data))
         return tuple(
@@ -190,7 +187,7 @@ class RemoteTier:
                 ttl_s=wish.ttl_s,
                 replaces=wish.replaces,
             )
-            for node, token_ids, payload in found
+            for node, token_ids, payload in bundle
         )
 
     def _write_uploads(self) -> None:
@@ -210,9 +207,3 @@ class RemoteTier:
             except Exception:
                 self.counted.count("dropped")
                 log.exception("[remote] a prompt is not shared")
-
-
-def _num_near(nodes: PromptNodes, tiers: Sequence[Tier]) -> int:
-    """Returns the number of a prompt's first blocks that the nearer tiers have. Raises `CacheError`."""
-    with open_views(tiers) as views:
-        return first_blocks(nodes, views, nodes.num_blocks)

@@ -1,7 +1,7 @@
-"""Signing of objects, and the check before anything of them is used.
+"""Signs objects, and verifies them before their content is used.
 
 Whoever can write to the bucket could plant state that steers answers, so a checksum is not enough. Each object carries
-a MAC over its own path and all of its content. Only the machines of one namespace have the key.
+a MAC of its path and its content. Only the machines of one namespace have the key.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ RefusalReason: TypeAlias = Literal["truncated", "foreign", "mac", "replayed", "m
 _MAGIC = b"dpxR"
 _VERSION = 3
 _PREAMBLE = struct.Struct("<4sHHI4x8s32s")
-"""Magic, version, length of the path, length of what is signed, the beginning of the namespace's digest, the MAC."""
+"""Magic, version, length of the path, length of the signed part, the first bytes of the namespace's digest, the MAC."""
 PREAMBLE_BYTES = _PREAMBLE.size
 
 
 class ObjectRefused(CacheError):
-    """A remote object fails its checks. `reason` is a word for the counters."""
+    """A remote object failed its checks. `reason` is a word for the counters."""
 
     def __init__(self, reason: RefusalReason, message: str) -> None:
         super().__init__(message)

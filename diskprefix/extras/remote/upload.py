@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Upload, View, open_views
 from diskprefix.extras.remote.bundle import (
     ABOUT,
-    ABOUT_MOST_BYTES,
+    ABOUT_MAX_BYTES,
     BundleSlot,
     blocks_per_bundle,
     encode_bundle,
@@ -32,16 +33,16 @@ from diskprefix.store.schema import Kind
 def write_prompt(
     objects: ObjectStore, key: NamespaceKey, counts: Counts, upload: Upload, is_closing: Callable[[], bool]
 ) -> None:
-    """Writes the missing bundles of a prompt, until `is_closing` or it is not current. Raises `CacheError`.
+    """Writes the missing bundles of a prompt, until `is_closing` or `upload` is not current. Raises `CacheError`.
 
-    Holds no reader of the store while it waits for the network: an open reader keeps freed pages from being used again.
+    Holds no reader of the store while it waits for the network: an open reader keeps freed pages from being reused.
     """
     size = blocks_per_bundle(upload.nodes)
-    num_blocks, has_tail = _stored(upload)
+    num_blocks, has_tail = _stored_blocks(upload)
     slots = [slot for slot in whole_bundles(upload.nodes, size) if slot.last <= num_blocks]
-    end = BundleSlot(num_blocks // size * size, num_blocks, has_tail)
-    if end.last > end.first or has_tail:
-        slots.append(end)
+    last = BundleSlot(num_blocks // size * size, num_blocks, has_tail)
+    if last.last > last.first or has_tail:
+        slots.append(last)
     is_described = False
     for slot in slots:
         path = slot_path(key, upload.nodes, slot)
@@ -51,11 +52,10 @@ def write_prompt(
             counts.count("dropped")
             return
         if not counts.is_bad(path) and objects.has(path):
-            counts.found(path)
+            counts.add_known(path)
             continue
-        payloads = _payloads(upload, slot)
-        if not payloads:
-            # It was evicted meanwhile.
+        if not (payloads := _payloads(upload, slot)):
+            # A node was evicted meanwhile.
             return
         if not is_described:
             _describe_root(objects, key, upload)
@@ -67,19 +67,17 @@ def write_prompt(
             objects.delete([path])
             counts.count("dropped")
             return
-        counts.wrote(path, len(data))
+        counts.add_written(path, len(data))
 
 
 def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:
-    """Writes the description of a root, which `ls` and `purge` read, unless a sound one is there. Each upload checks
-    this: the bucket or a purge may have removed it, and without it the tenant of the objects is unknown."""
+    """Writes the description of a root, which `purge` reads, unless a valid one exists. Each upload checks this: a
+    lifecycle rule or a purge may have removed the description, and without it the tenant of the objects is unknown."""
     path = object_path(key, upload.nodes.root, ABOUT)
-    try:
-        if (got := objects.get(path, ABOUT_MOST_BYTES)) is not None:
-            verified(key, path, got)
+    with suppress(ObjectRefused):
+        if (data := objects.get(path, ABOUT_MAX_BYTES)) is not None:
+            verified(key, path, data)
             return
-    except ObjectRefused:
-        pass
     objects.put(path, signed(key, path, msgspec.msgpack.encode(upload.record)))
 
 
@@ -87,45 +85,38 @@ def _nearest(nodes: PromptNodes, views: Sequence[View], node: Node) -> View | No
     return next((view for view in views if view.has(node, nodes.token_bytes(node))), None)
 
 
-def first_blocks(nodes: PromptNodes, views: Sequence[View], most: int) -> int:
-    """Returns the number of a prompt's first blocks that the views have without a gap, at most `most`."""
-    missing = (number for number in range(most) if _nearest(nodes, views, nodes.blocks[number]) is None)
-    return next(missing, most)
+def num_first_blocks(nodes: PromptNodes, views: Sequence[View], num_blocks: int) -> int:
+    """Returns how many of a prompt's first `num_blocks` blocks the views have without a gap."""
+    missing = (number for number in range(num_blocks) if _nearest(nodes, views, nodes.blocks[number]) is None)
+    return next(missing, num_blocks)
 
 
-def _stored(upload: Upload) -> tuple[int, bool]:
-    """Returns how many blocks of the offered tokens are in the nearer tiers, and whether the tail is too."""
+def _stored_blocks(upload: Upload) -> tuple[int, bool]:
+    """Returns how many blocks of the offered tokens the nearer tiers have, and whether they have the tail."""
     nodes = upload.nodes
     with open_views(upload.tiers) as views:
-        num_wanted = upload.num_tokens // nodes.block_size
-        number = first_blocks(nodes, views, num_wanted)
-        is_whole = number == num_wanted and upload.num_tokens == len(nodes.token_ids)
-        return number, is_whole and _nearest(nodes, views, nodes.tail()) is not None
+        num_offered = upload.num_tokens // nodes.block_size
+        num_stored = num_first_blocks(nodes, views, num_offered)
+        is_whole = num_stored == num_offered and upload.num_tokens == len(nodes.token_ids)
+        return num_stored, is_whole and _nearest(nodes, views, nodes.tail()) is not None
 
 
 def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, Payload]]:
-    """Returns the nodes of a bundle with raw payloads, verified, and behind each block a checkpoint
-    within the offered tokens. Returns nothing if a node is no longer there."""
+    """Returns the nodes of a bundle with raw, verified payloads, each block followed by its last checkpoint within the
+    offered tokens. Returns an empty list if a node is missing."""
     nodes = upload.nodes
-    found: list[tuple[Node, Payload]] = []
+    payloads: list[tuple[Node, Payload]] = []
     with open_views(upload.tiers) as views:
         for node in slot_nodes(nodes, slot):
             if (view := _nearest(nodes, views, node)) is None:
                 return []
-            found.append((node, _read(nodes, node, view)))
+            payloads.append((node, _read(nodes, node, view)))
             if nodes.layout.states and node.kind == Kind.BLOCK:
-                found += _checkpoint_behind(upload, views, node)
-    return found
-
-
-def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> Iterator[tuple[Node, Payload]]:
-    """Yields the last checkpoint of the offered tokens that continues a block, if there is one."""
-    nodes = upload.nodes
-    behind = nodes.checkpoints(block.end // nodes.block_size, upload.num_tokens)
-    for checkpoint in (node for node in behind if node.kind == Kind.CHECKPOINT):
-        if (view := _nearest(nodes, views, checkpoint)) is not None:
-            yield checkpoint, _read(nodes, checkpoint, view)
-            return
+                for point in nodes.checkpoints(node.end // nodes.block_size, upload.num_tokens):
+                    if point.kind == Kind.CHECKPOINT and (view := _nearest(nodes, views, point)) is not None:
+                        payloads.append((point, _read(nodes, point, view)))
+                        break
+    return payloads
 
 
 def _read(nodes: PromptNodes, node: Node, view: View) -> Payload:

@@ -47,7 +47,7 @@ def doctor(request: bool, json: bool, **flags: Any) -> int:
     """
     settings = build_settings(flags)
     findings: list[Finding] = []
-    with status("looking at the machine") as say:
+    with status("checking the machine") as say:
         for finding in _findings(settings, say, with_request=request):
             findings.append(finding)
             if not json:
@@ -62,35 +62,24 @@ def doctor(request: bool, json: bool, **flags: Any) -> int:
 
 
 def _findings(settings: Settings, say: Callable[[str], None], *, with_request: bool) -> Iterator[Finding]:
-    from diskprefix.extras.setup.doctor_machine import (
-        folder_findings,
-        pages_finding,
-        port_finding,
-        store_finding,
-        torch_findings,
-    )
+    from diskprefix.extras.setup.doctor_machine import machine_findings, torch_findings
     from diskprefix.extras.setup.doctor_model import client_findings, model_findings, together_finding
 
-    yield from folder_findings(settings)
-    yield store_finding(settings)
-    yield port_finding(settings)
-    if (pages := pages_finding(settings)) is not None:
-        yield pages
+    yield from machine_findings(settings)
     say("importing torch")
     yield from torch_findings(settings)
-    catalogue = open_catalogue(settings)
-    if catalogue is not None:
+    models = [("", settings)]
+    if (catalogue := open_catalogue(settings)) is not None:
         yield together_finding(settings, catalogue.models())
-    models = [("", settings)] if catalogue is None else [(f"{one.name}: ", one.settings) for one in catalogue.models()]
-    for name, own in models:
-        checks = [model_findings(own, say), *([client_findings(own, say)] if with_request else [])]
-        for finding in chain(*checks):
-            yield replace(finding, text=f"{name}{finding.text}")
+        models = [(f"{known.name}: ", known.settings) for known in catalogue.models()]
+    for label, own in models:
+        for finding in chain(model_findings(own, say), client_findings(own, say) if with_request else ()):
+            yield replace(finding, text=f"{label}{finding.text}")
 
 
 def _show(finding: Finding) -> None:
     click.echo(f"{_SIGNS[finding.level]:<8} {finding.check:<17} {printable_only(finding.text)}")
-    for what, num_bytes in finding.table:
-        click.echo(f"{'':<8} {'':<17} {printable_only(what):<34} {format_size(num_bytes):>10}")
+    for label, num_bytes in finding.table:
+        click.echo(f"{'':<8} {'':<17} {printable_only(label):<34} {format_size(num_bytes):>10}")
     if finding.advice:
         click.echo(f"{'':<8} {'':<17} → {printable_only(finding.advice)}")

@@ -1,4 +1,4 @@
-"""The checks of `diskprefix doctor` that look at the machine: torch, kernels, folder, space, store, port."""
+"""The checks of the machine in `diskprefix doctor`: torch, kernels, folder, space, store, port."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. `advice` says what to do about it, and is empty if there is nothing to do. `table` has
-    bytes by what takes them.
-
-    `level`: `ok`, `note` (it works, and could be better), `problem` (it does not work) or `skipped` (not checked).
-    """
+    """The result of one check. `advice` says what to do, and is empty if there is nothing to do. `table` has labels
+    with bytes. `level`: `note` means that it works but could be better, `problem` that it does not work."""
 
     check: str
     level: Level
@@ -42,7 +39,7 @@ class Finding:
 
 
 def torch_findings(settings: Settings) -> Iterator[Finding]:
-    """Yields torch's build and instruction sets, the device and the kernels."""
+    """Yields the findings about torch's build and instruction sets, the device and the kernels."""
     import torch
 
     from diskprefix.model.load.loader import pick_device
@@ -56,14 +53,13 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     yield Finding("torch", "note" if is_old else "ok", text, advice)
     if (kind := pick_device(settings.device).type) != "cpu":
         text = f"on {kind} models are computed plainly: exact in steps of one grid, one sequence a step"
-        yield Finding(
-            "accelerator", "note", text, "--device cpu is exact at every token; vLLM serves many users on GPUs"
-        )
+        advice = "--device cpu is exact at every token; vLLM serves many users on GPUs"
+        yield Finding("accelerator", "note", text, advice)
     yield _kernels_finding(settings.kernels)
 
 
 def _kernels_finding(kernels: str) -> Finding:
-    """Returns the kernels that `--kernels` takes, those that this CPU has, and what would be faster."""
+    """Returns the finding about the kernels: those chosen, those that this CPU supports, and faster ones."""
     from diskprefix.native.library import REMEDY, choose, described, variants
 
     choose(kernels)
@@ -76,8 +72,16 @@ def _kernels_finding(kernels: str) -> Finding:
     return Finding("kernels", "note" if advice else "ok", f"computed by {names}{has}", advice)
 
 
+def machine_findings(settings: Settings) -> Iterator[Finding]:
+    """Yields the findings that need no torch: folder, file system, free space, store, port and a running daemon."""
+    yield from folder_findings(settings)
+    yield store_finding(settings)
+    yield port_finding(settings)
+    yield from pages_findings(settings)
+
+
 def folder_findings(settings: Settings) -> Iterator[Finding]:
-    """Yields the findings about the folder's rights, its file system and the free space."""
+    """Yields the findings about the folder's permissions, its file system and the free space."""
     folder = settings.kv_cache_dir
     place = existing_folder(folder)
     try:
@@ -86,20 +90,17 @@ def folder_findings(settings: Settings) -> Iterator[Finding]:
         yield Finding("folder", "problem", error.message, "see the message")
         return
     if not os.access(place, os.W_OK | os.X_OK):
-        yield Finding(
-            "folder",
-            "problem",
-            f"{place} cannot be written",
-            "give another --kv-cache-dir, or change its owner",
-        )
+        advice = "give another --kv-cache-dir, or change its owner"
+        yield Finding("folder", "problem", f"{place} cannot be written", advice)
         return
     yield Finding("folder", "ok", f"{folder}{'' if place == folder else ' will be created'}")
     kind = _file_system(place)
-    if kind in _VOLATILE | _REMOTE:
-        is_volatile = kind in _VOLATILE
-        why = "the store is lost at the next boot" if is_volatile else "the store's file is not safe on a network"
-        where = "disk" if is_volatile else "local disk"
-        yield Finding("file system", "problem", f"{kind}: {why}", f"give a --kv-cache-dir on a {where}")
+    if kind in _VOLATILE:
+        text = f"{kind}: the store is lost at the next boot"
+        yield Finding("file system", "problem", text, "give a --kv-cache-dir on a disk")
+    elif kind in _REMOTE:
+        text = f"{kind}: the store's file is not safe on a network"
+        yield Finding("file system", "problem", text, "give a --kv-cache-dir on a local disk")
     else:
         yield Finding("file system", "ok", kind or "not known")
     yield _space_finding(settings, place)
@@ -120,14 +121,14 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
 
 
 def store_finding(settings: Settings) -> Finding:
-    """Returns what the store holds and has saved until now, or why it cannot be opened."""
+    """Returns the size and the savings of the store, or why it cannot be opened."""
     folder = settings.kv_cache_dir
     if not (folder / DATA).is_file():
         return Finding("store", "ok", "no store yet; the first request creates it")
     try:
         store = Store(folder, read_only=True)
     except (CacheError, SettingsError) as error:
-        # Others say what to do: a store whose key is missing must stay where it is.
+        # The messages of other errors have advice: a store whose key is missing must stay where it is.
         is_damaged = isinstance(error, StoreCorrupt | StoreFormatError)
         advice = "move the file away, or let `diskprefix serve` move it aside and begin an empty store"
         return Finding("store", "problem", error.message, advice if is_damaged else "")
@@ -154,49 +155,47 @@ def port_finding(settings: Settings) -> Finding:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return Finding("port", "problem", f"{where}: {error.strerror or error}", "give another --host or --port")
-    status = _daemon_status(settings)
-    if status is None:
+    status = _get(settings, "/health").get("status")
+    if not isinstance(status, str):
         return Finding("port", "problem", f"{where} is used by another program", "stop it, or give another --port")
-    text = f"a daemon answers at {where}: {status}"
+    text = f"a daemon answers at {where}: {shown(status)}"
     if status == "ok":
         return Finding("port", "ok", text)
     return Finding("port", "note", text, "its log and GET /health say why")
 
 
-def pages_finding(settings: Settings) -> Finding | None:
-    """Returns whether the daemon at the port counts the pages of its KV memory right; None if it does not say."""
-    wrong = _asked(settings, "/props?check=true").get("wrong_pages") if _daemon_status(settings) == "ok" else None
-    if not isinstance(wrong, list):
-        return None
-    if not wrong:
-        return Finding("KV pages", "ok", "all counts of the running daemon are right")
-    text = f"{shown(str(wrong[0]), 200)} ({counted(len(wrong), 'fault')})"
-    return Finding("KV pages", "problem", text, "start the daemon again, and please report this with its log")
+def pages_findings(settings: Settings) -> Iterator[Finding]:
+    """Yields a finding about the page counts of the KV memory of the daemon at the port, if a healthy one answers."""
+    if _get(settings, "/health").get("status") != "ok":
+        return
+    wrong = _get(settings, "/props?check=true").get("wrong_pages")
+    if wrong == []:
+        yield Finding("KV pages", "ok", "all counts of the running daemon are right")
+    elif isinstance(wrong, list):
+        text = f"{shown(str(wrong[0]), 200)} ({counted(len(wrong), 'fault')})"
+        yield Finding("KV pages", "problem", text, "start the daemon again, and please report this with its log")
 
 
-def _daemon_status(settings: Settings) -> str | None:
-    status = _asked(settings, "/health").get("status")
-    return shown(status) if isinstance(status, str) else None
-
-
-def _asked(settings: Settings, path: str) -> dict[str, Any]:
-    """Returns what the daemon at the port answers; nothing if none does."""
+def _get(settings: Settings, path: str) -> dict[str, Any]:
+    """Returns the answer of the daemon at the port, or an empty dict."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        found = running_daemon(f"http://{host}:{settings.port}", None)("GET", path, None).body
+        body = running_daemon(f"http://{host}:{settings.port}", None)("GET", path, None).body
     except NotReady:
         return {}
-    return found if isinstance(found, dict) else {}
+    return body if isinstance(body, dict) else {}
 
 
 def _file_system(place: Path) -> str:
-    """Returns the type of the file system that holds a folder, as Linux names it; empty where that is not known."""
+    """Returns Linux's name for the type of the file system that holds a folder, or "" if it is unknown."""
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    real = place.resolve()
-    found = [(line.split()[1].replace("\\040", " "), line.split()[2]) for line in lines if len(line.split()) > 2]
-    inside = [(mount, kind) for mount, kind in found if real == Path(mount) or Path(mount) in real.parents]
-    # Of two file systems at one place, the later one is seen.
-    return max(enumerate(inside), key=lambda one: (len(one[1][0]), one[0]))[1][1] if inside else ""
+    real, best, kind = place.resolve(), -1, ""
+    for fields in map(str.split, lines):
+        mount = Path(fields[1].replace("\\040", " ")) if len(fields) > 2 else None
+        # Of two file systems at one place, the later one is seen.
+        if mount is not None and real.is_relative_to(mount) and len(mount.parts) >= best:
+            best, kind = len(mount.parts), fields[2]
+    return kind

@@ -1,4 +1,4 @@
-"""The checks of `diskprefix doctor` that look at the model: memory, tokenizer, template, tool calls, a restart."""
+"""The checks of the model in `diskprefix doctor`: memory, tokenizer, template, tool calls, a restart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHORT_CONTEXT = 16_384
 
 
 def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Finding:
-    """Returns whether the models of a daemon that has several fit together, as its front will count them."""
+    """Returns whether the models of a daemon with several fit into memory together, as its front counts them."""
     from diskprefix.extras.front.listing import fit_beside
     from diskprefix.model.load.memory import available_ram_bytes
 
@@ -41,10 +41,10 @@ def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Findin
     limit = settings.memory_limit or available_ram_bytes()
     sizes: dict[str, int] = {}
     for known in models:
-        # Of a model that cannot be read, there is a finding of its own.
+        # A model that cannot be read has a finding of its own.
         with suppress(DiskPrefixError):
-            if (found := needs(known.settings)) is not None:
-                sizes[known.name] = fit_beside(found, known.settings, limit).needed_bytes
+            if (own := needs(known.settings)) is not None:
+                sizes[known.name] = fit_beside(own, known.settings, limit).needed_bytes
     pinned = {known.name: sizes.get(known.name, 0) for known in models if known.pin}
     text = f"{format_size(sum(sizes.values()))} of memory for {len(sizes)} of {counted(len(models), 'model')} on this "
     text += f"machine; together they may take {format_size(limit)}"
@@ -64,48 +64,48 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
     say("reading the model's headers")
     try:
         path = path_of(settings.model)
-        found = needs(settings)
+        own = needs(settings)
     except DiskPrefixError as error:
         yield Finding("model", "problem", error.message, "see the message")
         return
-    if path is None or found is None:
+    if path is None or own is None:
         yield _listing_finding(settings)
         return
-    yield _fit_finding(settings, found)
+    yield _fit_finding(settings, own)
     say("reading the tokenizer")
     yield from _tokenizer_findings(settings, path)
 
 
 def _listing_finding(settings: Settings) -> Finding:
-    """Returns the finding about a model that is not here, from the hub's listing of it where there is one."""
+    """Returns the finding about a model that is not on this machine, from the hub's listing if there is one."""
     from diskprefix.model.load.embedded import EMBEDDED
     from diskprefix.model.load.hub import listing_of
 
     model = settings.model
     listing = None if model is None or model == EMBEDDED.name else listing_of(model)
     if listing is not None:
-        found = _fit_finding(settings, listing.needs(settings.dtype))
-        return replace(found, text=f"{found.text}; it is not on this machine yet")
-    what = "the embedded model" if model is None else repr(model)
-    return Finding("model", "skipped", f"{what} is not on this machine yet: the first start downloads it")
+        finding = _fit_finding(settings, listing.needs(settings.dtype))
+        return replace(finding, text=f"{finding.text}; it is not on this machine yet")
+    name = "the embedded model" if model is None else repr(model)
+    return Finding("model", "skipped", f"{name} is not on this machine yet: the first start downloads it")
 
 
 def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
-    """Returns whether a model fits into the free memory, with the table by part and what else would fit."""
+    """Returns whether a model fits into the free memory, with a table by part and alternatives that fit."""
     from diskprefix.model.load.alternatives import other_forms
     from diskprefix.model.load.fit import fitted
     from diskprefix.model.load.memory import available_ram_bytes
 
-    found = fitted(needs, available_ram_bytes(), settings.kv_memory)
-    text = f"{needs.name}: about {format_size(found.needed_bytes)} of memory, {format_size(found.free_bytes)} are free"
-    table = tuple(found.rows())
+    fit = fitted(needs, available_ram_bytes(), settings.kv_memory)
+    text = f"{needs.name}: about {format_size(fit.needed_bytes)} of memory, {format_size(fit.free_bytes)} are free"
+    table = tuple(fit.rows())
     if settings.device not in ("auto", "cpu"):
         return Finding("model", "ok", f"{text}; it will run on {settings.device}", table=table)
-    if not found.is_enough:
-        return Finding("model", "problem", text, "; ".join(found.advice(other_forms(settings))), table)
+    if not fit.is_enough:
+        return Finding("model", "problem", text, "; ".join(fit.advice(other_forms(settings))), table)
     positions = needs.state.positions
-    text += f"; a context of {found.context:,} of {positions:,} tokens"
-    if found.context < min(positions, _SHORT_CONTEXT):
+    text += f"; a context of {fit.context:,} of {positions:,} tokens"
+    if fit.context < min(positions, _SHORT_CONTEXT):
         return Finding("model", "note", text, "free memory or take fewer bits for a longer one; see --kv-memory", table)
     return Finding("model", "ok", text, table=table)
 
@@ -120,19 +120,13 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
     except DiskPrefixError as error:
         yield Finding("tokenizer", "problem", error.message, "fetch or copy the model again")
         return
-    text = f"{len(tokenizer):,} tokens"
     sample = "Ünïcödé — 日本語 🦀 and\n\n  code();"
-    back = tokenizer.decode(tokenizer(sample, add_special_tokens=False)["input_ids"])
-    is_same = back.strip() == sample
+    is_same = tokenizer.decode(tokenizer(sample, add_special_tokens=False)["input_ids"]).strip() == sample
     advice = "" if is_same else "it changes some texts; the cache is not affected"
-    yield Finding("tokenizer", "ok" if is_same else "note", text, advice)
+    yield Finding("tokenizer", "ok" if is_same else "note", f"{len(tokenizer):,} tokens", advice)
     if not tokenizer.chat_template:
-        yield Finding(
-            "template",
-            "note",
-            "the model has no chat template",
-            "give one with --chat-template, or use /v1/completions",
-        )
+        advice = "give one with --chat-template, or use /v1/completions"
+        yield Finding("template", "note", "the model has no chat template", advice)
         return
     renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30)
     try:
@@ -143,11 +137,10 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
         yield Finding("template", "problem", error.message, "give another one with --chat-template")
         return
     if not prompt.boundaries:
-        yield Finding(
-            "template", "note", "it has no safe boundaries", "auto keeps less; the scope full keeps whole prompts"
-        )
+        advice = "auto keeps less; the scope full keeps whole prompts"
+        yield Finding("template", "note", "it has no safe boundaries", advice)
     else:
-        # A template may write the system message into the first turn of the user, whose start `system_end` is then.
+        # Some templates put the system message into the first user turn, and `system_end` is the start of that turn.
         is_end = _SYSTEM in tokenizer.decode(prompt.token_ids[: prompt.system_end])
         where = "; the system message ends at one" if is_end else ", none at the system message's end"
         yield Finding("template", "ok", f"{len(prompt.boundaries)} boundaries in a prompt of two messages{where}")
@@ -155,13 +148,11 @@ def _tokenizer_findings(settings: Settings, path: Path) -> Iterator[Finding]:
 
 
 def _calls_finding(name: str) -> Finding:
-    """Returns the finding about tool calls. `name` is the format in which the renderer could read calls back."""
+    """Returns the finding about tool calls. `name` is the format in which the renderer reads calls back."""
     if name in ("none", "json"):
+        text = "the template writes tool calls in an unknown format: only JSON calls are found"
         return Finding(
-            "tool calls",
-            "note",
-            "the template writes tool calls in an unknown format: only JSON calls are found",
-            f"agents may not work with this model; fetch another with {proposed()}",
+            "tool calls", "note", text, f"agents may not work with this model; fetch another with {proposed()}"
         )
     return Finding("tool calls", "ok", f"written by the template and read back: {name}")
 
@@ -192,17 +183,17 @@ def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[
             say(start)
             with in_this_process(own, say) as call:
                 say("sending a request")
-                for _ in range(2 if not replies else 1):
+                for _ in range(1 if replies else 2):
                     answer = call("POST", "/v1/chat/completions", body)
                     if answer.status != 200:
                         yield Finding("request", "problem", answer.message, "see the message")
                         return
                     replies.append(answer.body)
                 identity = call("GET", "/props", None).body["model"]["identity"]
-    yield from _judged(replies, identity["exact_at"], identity.get("exact_at_reason"))
+    yield from _compare_replies(replies, identity["exact_at"], identity.get("exact_at_reason"))
 
 
-def _judged(replies: list[dict[str, Any]], exact_at: str, reason: str | None = None) -> Iterator[Finding]:
+def _compare_replies(replies: list[dict[str, Any]], exact_at: str, reason: str | None = None) -> Iterator[Finding]:
     cold, again, restarted = replies
     tokens = cold["usage"]["prompt_tokens"]
     texts = {json.dumps(reply["choices"][0]["message"], sort_keys=True) for reply in replies}
@@ -210,22 +201,15 @@ def _judged(replies: list[dict[str, Any]], exact_at: str, reason: str | None = N
     because = "" if reason is None else f": {reason}"
     yield Finding("exactness", "ok", f"this model is exact at every {exact_at}{because}")
     for check, reply in (("repeated", again), ("restart", restarted)):
-        found = reply["prefix_cache"]
-        if not found["restored"]:
-            reason = found.get("miss_reason", "not known")
+        cache = reply["prefix_cache"]
+        if not cache["restored"]:
+            reason = cache.get("miss_reason", "not known")
             yield Finding(check, "problem", f"nothing was restored: {reason}", "server/README.md explains the reason")
         else:
-            yield Finding(
-                check,
-                "ok",
-                f"{found['restored']:,} tokens from {found['source']} in {reply['timings']['ttft_ms'] / 1e3:.2f} s",
-            )
+            took = f"in {reply['timings']['ttft_ms'] / 1e3:.2f} s"
+            yield Finding(check, "ok", f"{cache['restored']:,} tokens from {cache['source']} {took}")
     if len(texts) > 1:
-        yield Finding(
-            "same reply",
-            "problem",
-            "the replies differ",
-            "please report this with the output of `diskprefix --version`",
-        )
+        advice = "please report this with the output of `diskprefix --version`"
+        yield Finding("same reply", "problem", "the replies differ", advice)
     else:
         yield Finding("same reply", "ok", "cold, repeated and restored replies are equal")

@@ -1,7 +1,7 @@
 """`diskprefix service`: the daemon as a service of this user, under systemd, or under launchd on macOS.
 
-The units are those in `systemd/user`, which the package carries; only the program and the address are put in. Options
-of `serve` are written to a policy file, which the unit's `serve --policy` reads.
+The package contains the units of `systemd/user`; the program and the address are filled in. Options of `serve` are
+written to a policy file, which the unit's `serve --policy` reads.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from diskprefix.settings import CACHE, SETTINGS, Settings, config_home, units_fo
 _PROGRAM = "%h/.local/bin/diskprefix"
 """The program in the units of `systemd/user`."""
 _MARK = "diskprefix service install"
-"""In each file that this command writes. Files without it are somebody else's."""
-_SYSTEMCTL = "systemctl", "--user"
+"""A text in each file that this command writes. It leaves files without it alone."""
 _UNITS = ("diskprefix.socket", "diskprefix-verify.timer", "diskprefix.service")
 
 
 class _Systemd:
-    """The systemd of a user. It holds the port, also while the daemon starts again."""
+    """A user's systemd. It holds the port, even while the daemon restarts."""
 
     def texts(self, settings: Settings) -> dict[Path, str]:
         program = f"{_quoted(sys.executable)} -P -m diskprefix"
@@ -52,28 +51,28 @@ class _Systemd:
         }
 
     def start(self, *, changed: bool) -> None:
-        _answer(*_SYSTEMCTL, "daemon-reload")
+        _run("systemctl", "--user", "daemon-reload")
         if changed:
             # A socket cannot start again while its service runs.
-            _answer(*_SYSTEMCTL, "stop", *reversed(_UNITS))
-        _answer(*_SYSTEMCTL, "enable", *_UNITS)
-        _answer(*_SYSTEMCTL, "start", *_UNITS[:2])
+            _run("systemctl", "--user", "stop", *reversed(_UNITS))
+        _run("systemctl", "--user", "enable", *_UNITS)
+        _run("systemctl", "--user", "start", *_UNITS[:2])
         # The model may take minutes to load or to fetch.
-        _answer(*_SYSTEMCTL, "start", "--no-block", _UNITS[2])
+        _run("systemctl", "--user", "start", "--no-block", _UNITS[2])
 
     def stop(self) -> None:
-        _answer(*_SYSTEMCTL, "disable", "--now", *reversed(_UNITS))
+        _run("systemctl", "--user", "disable", "--now", *reversed(_UNITS))
 
     def state(self) -> dict[str, Any]:
-        said = _answer(*_SYSTEMCTL, "show", _UNITS[2], "--property=ActiveState,StatusText,MainPID").splitlines()
-        found = dict(line.split("=", 1) for line in said)
+        output = _run("systemctl", "--user", "show", _UNITS[2], "--property=ActiveState,StatusText,MainPID")
+        values = dict(line.split("=", 1) for line in output.splitlines())
         lingers = Path("/var/lib/systemd/linger", getpwuid(os.getuid()).pw_name).exists()
-        pid = int(found["MainPID"]) or None
-        return {"state": found["ActiveState"], "pid": pid, "status": found["StatusText"], "lingers": lingers}
+        pid = int(values["MainPID"]) or None
+        return {"state": values["ActiveState"], "pid": pid, "status": values["StatusText"], "lingers": lingers}
 
 
 class _Launchd:
-    """The launchd of a user of macOS. Written from its documentation, and never tried. It does not hold the port."""
+    """A user's launchd on macOS. Written from its documentation, and never tried. It does not hold the port."""
 
     def texts(self, _settings: Settings) -> dict[Path, str]:
         agent = {
@@ -90,48 +89,48 @@ class _Launchd:
         if changed:
             self.stop()
         if self.state()["state"] != "active":
-            _answer("launchctl", "bootstrap", f"gui/{os.getuid()}", *map(str, self.texts(Settings())))
+            _run("launchctl", "bootstrap", f"gui/{os.getuid()}", *map(str, self.texts(Settings())))
 
     def stop(self) -> None:
         with suppress(NotReady):
-            _answer("launchctl", "bootout", f"gui/{os.getuid()}/diskprefix")
+            _run("launchctl", "bootout", f"gui/{os.getuid()}/diskprefix")
 
     def state(self) -> dict[str, Any]:
         with suppress(NotReady):
-            said = _answer("launchctl", "print", f"gui/{os.getuid()}/diskprefix")
-            if pid := re.search(r"^\s*pid = (\d+)", said, re.MULTILINE):
+            output = _run("launchctl", "print", f"gui/{os.getuid()}/diskprefix")
+            if pid := re.search(r"^\s*pid = (\d+)", output, re.MULTILINE):
                 return {"state": "active", "pid": int(pid[1])}
         return {"state": "inactive", "pid": None}
 
 
-def _answer(*command: str) -> str:
+def _run(*command: str) -> str:
     """Returns the output of a command. Raises `NotReady` with the first line of its errors."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise NotReady(f"{command[0]} was not found, so there are no services here; run `diskprefix serve`") from error
     if done.returncode:
-        said, *_ = [*done.stderr.strip().splitlines(), f"exit code {done.returncode}"]
+        reason, *_ = [*done.stderr.strip().splitlines(), f"exit code {done.returncode}"]
         hint = "`journalctl --user -u diskprefix` may say more"
-        if "connect to bus" in said or "not been booted" in said:
+        if "connect to bus" in reason or "not been booted" in reason:
             hint = "there is no systemd session of this user: log in as the user, or run `diskprefix serve`"
-        raise NotReady(f"{' '.join(command[:3])}: {said}; {hint}")
+        raise NotReady(f"{' '.join(command[:3])}: {reason}; {hint}")
     return done.stdout
 
 
 def _quoted(text: str) -> str:
-    """Returns an argument of ExecStart=."""
+    """Returns a text as an argument of ExecStart=."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"'
 
 
 def _address(settings: Settings) -> str:
-    """Returns the number of the host, as ListenStream= takes no names, and the port. Raises `SettingsError`."""
+    """Returns the host's IP address and the port: ListenStream= takes no names. Raises `SettingsError`."""
     try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"--host: {settings.host!r} cannot be resolved: {error}") from error
-    host = str(min(found, key=lambda one: one[0] != socket.AF_INET)[-1][0])
+    host = str(min(addresses, key=lambda address: address[0] != socket.AF_INET)[-1][0])
     return f"[{host}]:{settings.port}" if ":" in host else f"{host}:{settings.port}"
 
 
@@ -144,18 +143,17 @@ def _policy() -> Path:
 
 
 def _installed() -> Settings | None:
-    """Returns the settings of the installed service."""
+    """Returns the settings of the installed service, or None."""
     return build_settings(policy_values(str(_policy()))) if _policy().exists() else None
 
 
 def _policy_text(context: click.Context, settings: Settings) -> str:
-    """Returns the settings that are no defaults as a policy file, with absolute paths."""
-    paths: dict[str, Any] = {
-        name: value.absolute() for name in SETTINGS if isinstance(value := getattr(settings, name), Path)
-    }
+    """Returns the settings that differ from the defaults as a policy file, with absolute paths."""
+    values = {name: getattr(settings, name) for name in SETTINGS}
+    paths: dict[str, Any] = {name: value.absolute() for name, value in values.items() if isinstance(value, Path)}
     models = [str(Path(name).absolute()) if Path(name).exists() else name for name in (settings.model or "").split(",")]
-    said = config_text(context, replace(settings, **paths, model=",".join(models) or None)).splitlines()
-    given = [line for line in said if not line.startswith("#") and " # default" not in line]
+    lines = config_text(context, replace(settings, **paths, model=",".join(models) or None)).splitlines()
+    given = [line for line in lines if not line.startswith("#") and " # default" not in line]
     return "\n".join([f"# Written by `{_MARK}`: the settings of the service.", *given, ""])
 
 

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import Headers
+
 from diskprefix.app import load_engine
 from diskprefix.errors import LoadInterrupted
 from diskprefix.extras.daemon_call import Answer, Call, Say
@@ -28,12 +30,13 @@ _POLL_S = 0.1
 @contextmanager
 def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
     """Loads the application that `diskprefix serve` runs, and yields a function that calls it without a socket.
+    Everything is written at the end of the context.
 
-    At the end everything is written. Raises the error that prevented the load of the model, and
-    `LoadInterrupted` for Ctrl-C meanwhile, which leaves the thread that loads.
+    Raises the error that prevented the load of the model, and `LoadInterrupted` for Ctrl-C meanwhile, which leaves the
+    loading thread running.
     """
 
-    # It takes a while.
+    # The import takes a while.
     from diskprefix.server.http_app import create_app
 
     async def loaded() -> None:
@@ -42,7 +45,7 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
             await asyncio.sleep(_POLL_S)
 
     with asyncio.Runner() as runner, ExitStack() as stack:
-        with _interrupts_held() as interrupted:
+        with _hold_interrupts() as interrupted:
             token = OwnerToken("of-this-process", SHARED)
             application = create_app(settings, load_engine, token)
             daemon = application.state.daemon
@@ -52,14 +55,14 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
             runner.run(loaded())
         if daemon.failure is not None:
             raise daemon.failure
-        yield lambda method, path, body: runner.run(_answered(application, token, method, path, body))
+        yield lambda method, path, body: runner.run(_request(application, token, method, path, body))
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C sets, and raises `LoadInterrupted` behind the block if it did. `KeyboardInterrupt` in
-    the middle of an import or of the event loop's own code may come out as any other error. Another Ctrl-C, also while
-    the process ends, ends it at once."""
+def _hold_interrupts() -> Iterator[threading.Event]:
+    """Yields an event that Ctrl-C sets, and raises `LoadInterrupted` after the block if it was set: within an import or
+    the event loop's own code, `KeyboardInterrupt` may turn into any other error. A second Ctrl-C ends the process at
+    once, even while it is ending."""
 
     def hold(_number: int, _frame: FrameType | None) -> None:
         if event.is_set():
@@ -77,16 +80,18 @@ def _interrupts_held() -> Iterator[threading.Event]:
             raise LoadInterrupted("interrupted")
 
 
-async def _answered(application: Starlette, token: OwnerToken, method: str, path: str, body: object) -> Answer:
-    """Returns the answer to one request of the owner, sent as an ASGI server sends it."""
+async def _request(application: Starlette, token: OwnerToken, method: str, path: str, body: object) -> Answer:
+    """Returns the answer to a request of the owner, sent as an ASGI server sends it."""
     received: asyncio.Queue[Any] = asyncio.Queue()
-    sent: asyncio.Queue[Any] = asyncio.Queue()
     received.put_nowait({"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()})
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    headers.append((b"authorization", f"Bearer {token.text}".encode()))
-    scope: dict[str, Any] = {"type": "http", "scheme": "http", "method": method, "headers": headers}
+    headers = {"host": "localhost", "content-type": "application/json", "authorization": f"Bearer {token.text}"}
+    scope: dict[str, Any] = {"type": "http", "scheme": "http", "method": method, "headers": Headers(headers).raw}
     scope |= {"path": path, "raw_path": path.encode(), "query_string": b""}
-    # After the body the application waits for the client to disconnect, which this one never does.
-    await application(scope, received.get, sent.put)
-    start, *rest = [sent.get_nowait() for _ in range(sent.qsize())]
-    return Answer(start["status"], b"".join(message.get("body", b"") for message in rest))
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    # After the body, the application waits for the client to disconnect, which never happens.
+    await application(scope, received.get, send)
+    return Answer(sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:]))

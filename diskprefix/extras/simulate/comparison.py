@@ -1,4 +1,4 @@
-"""The comparison of policies: many runs over one workload, and a row of figures for each."""
+"""Compares policies: many runs over one workload, and a row of figures for each."""
 
 from __future__ import annotations
 
@@ -18,15 +18,22 @@ Regime: TypeAlias = Literal["token", "sliceable", "checkpoints"]
 GEOMETRIES: Mapping[Regime, Geometry] = {"token": TOKEN, "sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
 REGIMES: tuple[Regime, ...] = tuple(GEOMETRIES)
 UPPER_BOUND = "upper-bound"
-"""The name of the baseline, which its rows have in place of a scope."""
+"""The name of the baseline, used in place of a scope."""
 
 Simulate: TypeAlias = Callable[[Trace, Policy, Geometry], Totals]
-"""A function that runs a workload: the daemon's rules, or the upper bound."""
+"""Runs a workload under the daemon's rules, or for the upper bound."""
+
+
+def regime_of(geometry: Geometry | None) -> Regime:
+    """Returns the regime of a model's state. If that is unknown, returns the regime of most models."""
+    if geometry is None:
+        return "token"
+    return "checkpoints" if geometry.state_bytes else "token" if geometry.exact_at == "token" else "sliceable"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run over a workload. `scope` names its row, `preset` is the policy file of its settings."""
+    """One run over a workload. `scope` names its row, and `preset` is the policy file of its settings."""
 
     scope: str
     regime: Regime
@@ -77,26 +84,20 @@ def cases(
     presets: Mapping[str, Policy],
     reference: Policy,
 ) -> list[Case]:
-    """Returns the runs over a workload, by regime.
-
-    Each regime has the `policies` for each budget, the largest first. The `presets`, which have their own budgets, and
-    the upper bound follow. `reference` has the settings of the upper bound.
-    """
-    finest = replace(
-        reference,
-        budget_bytes=None,
-        block_size=min(policy.block_size for policy in (reference, *presets.values())),
-        min_tokens=min(policy.min_tokens for policy in (reference, *presets.values())),
-    )
+    """Returns the runs over a workload, by regime: the `policies` for each budget, the largest first, the `presets`,
+    which have their own budgets, and the upper bound, which has the settings of `reference`."""
+    own = (reference, *presets.values())
+    block_size, min_tokens = min(policy.block_size for policy in own), min(policy.min_tokens for policy in own)
+    finest = replace(reference, budget_bytes=None, block_size=block_size, min_tokens=min_tokens)
     largest_first = sorted(set(budgets), key=lambda budget: (budget is not None, -(budget or 0)))
-    found: list[Case] = []
+    runs: list[Case] = []
     for regime, geometry in geometries.items():
         case = partial(Case, regime=regime, geometry=geometry)
         for budget in largest_first:
-            found += [case(scope=str(p.scope), policy=replace(p, budget_bytes=budget)) for p in policies]
-        found += [case(scope=str(p.scope), policy=p, preset=name) for name, p in presets.items()]
-        found.append(case(scope=UPPER_BOUND, policy=finest, simulate=upper_bound))
-    return found
+            runs += [case(scope=str(p.scope), policy=replace(p, budget_bytes=budget)) for p in policies]
+        runs += [case(scope=str(p.scope), policy=p, preset=name) for name, p in presets.items()]
+        runs.append(case(scope=UPPER_BOUND, policy=finest, simulate=upper_bound))
+    return runs
 
 
 def compare(
@@ -104,7 +105,7 @@ def compare(
 ) -> Iterator[Row]:
     """Yields the row of each case, in order. Calls `on_requests` with the number of requests done since its last call.
 
-    A case that never reached its budget has the same result under any other budget that it does not reach. So it is not
+    A case that did not reach its budget has the same result under any other budget that it would not reach, and is not
     run again.
     """
 

@@ -18,9 +18,8 @@ _STATE_ROW_BYTES = 1 << 10
 
 @dataclass(frozen=True)
 class Geometry:
-    """The size and kind of a model's state. Each token adds `bytes_per_token`. A checkpoint has `state_bytes`, 0 for
-    models without checkpoints. The end of a prompt has next-token logits of `logits_bytes`. `exact_at`: see
-    `kv.layout.Layout`."""
+    """The size and kind of a model's state: `bytes_per_token`, `state_bytes` of a checkpoint (0 for models without
+    checkpoints), and `logits_bytes` at the end of a prompt. `exact_at`: see `kv.layout.Layout`."""
 
     bytes_per_token: int
     state_bytes: int = 0
@@ -35,7 +34,7 @@ class Geometry:
 
     @cached_property
     def layout(self) -> PayloadLayout:
-        """A layout of the right sizes. Its rows may differ from the model's."""
+        """A layout with these sizes. Its rows may differ from the model's."""
         states = (Piece(-(-self.state_bytes // _STATE_ROW_BYTES), _STATE_ROW_BYTES, Element.BYTES),)
         return PayloadLayout(
             groups=(Piece(-(-self.bytes_per_token // _ROW_BYTES), _ROW_BYTES, Element.BF16),),
@@ -44,13 +43,13 @@ class Geometry:
         )
 
     def stored_bytes(self, num_tokens: int, kind: Kind) -> int:
-        """Returns the size of an uncompressed node in the file: whole pages for its pieces, and its records."""
+        """Returns the size of an uncompressed node in the file: its records, and whole pages for its pieces."""
         return node_bytes(num_tokens, [piece.num_bytes for piece in self.layout.pieces(num_tokens, kind)])
 
 
 SLICEABLE = Geometry(bytes_per_token=23_040)
 """SmolLM2-135M in bf16, restored at the ends of blocks."""
 TOKEN = replace(SLICEABLE, exact_at="token")
-"""The same, exact at every token."""
+"""`SLICEABLE`, exact at every token."""
 CHECKPOINTS = Geometry(bytes_per_token=24_576, state_bytes=75 << 20, logits_bytes=2 * 151_936)
 """Qwen3-Next-80B-A3B in bf16: 12 layers of attention, 36 of linear attention with states in fp32."""

@@ -14,91 +14,85 @@ _MAX_TOKENS = 1 << 23
 
 @dataclass(eq=False)
 class RadixNode:
-    """A position where a prompt ended or prompts part. `digest` is for the caller."""
+    """A position where a prompt ended or prompts part. `tokens` are the tokens since its `parent`, `children` the next
+    nodes by their first token. `digest` is for the caller."""
 
     position: int
     tokens: TokenIds
-    """The tokens after the previous node."""
-    before: RadixNode | None
-    after: dict[int, RadixNode] = field(default_factory=dict)
-    """The next nodes by their first token."""
+    parent: RadixNode | None
+    children: dict[int, RadixNode] = field(default_factory=dict)
     digest: bytes = b""
 
 
 class RadixTree:
     """Recent prompts, with at most `max_tokens` distinct tokens (None: no limit). The least recently used prompt is
-    dropped first. Not thread-safe."""
+    evicted first. Not thread-safe."""
 
     def __init__(self, max_tokens: int | None = _MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._roots: dict[bytes, RadixNode] = {}
-        self._ends: OrderedDict[RadixNode, bytes] = OrderedDict()
+        self._leaves: OrderedDict[RadixNode, bytes] = OrderedDict()
         """The leaves with their roots, the least recently used first."""
 
     def add(self, root: bytes, token_ids: TokenIds) -> tuple[list[RadixNode], RadixNode | None]:
-        """Adds a prompt. Returns the nodes on its path, its own end last. If it parts from an earlier prompt at a new
-        position, also returns that prompt's next node."""
-        here = self._roots.setdefault(root, RadixNode(0, token_ids[:0].copy(), None))
-        way: list[RadixNode] = []
-        left: RadixNode | None = None
-        while here.position < len(token_ids):
-            rest = token_ids[here.position :]
-            ahead = here.after.get(int(rest[0]))
-            if ahead is None:
-                here = self._continue(here, rest)
-            elif (common := common_prefix_length(ahead.tokens, rest)) < len(ahead.tokens):
-                left, here = ahead, _split(ahead, common)
+        """Adds a prompt. Returns the nodes on its path, its own leaf last, and the next node of the earlier prompt from
+        which it parts at a new position, or None."""
+        node = self._roots.setdefault(root, RadixNode(0, token_ids[:0].copy(), None))
+        path: list[RadixNode] = []
+        parted: RadixNode | None = None
+        while node.position < len(token_ids):
+            rest = token_ids[node.position :]
+            child = node.children.get(int(rest[0]))
+            if child is None:
+                node = self._append(node, rest)
+            elif (common := common_prefix_length(child.tokens, rest)) < len(child.tokens):
+                parted, node = child, _split(child, common)
             else:
-                here = ahead
-            way.append(here)
-        if here.before is not None and not here.after:
-            self._ends[here] = root
-            self._ends.move_to_end(here)
-        while self._max_tokens is not None and self._num_tokens > self._max_tokens and len(self._ends) > 1:
-            self._forget_the_oldest()
-        return way, left
+                node = child
+            path.append(node)
+        if node.parent is not None and not node.children:
+            self._leaves[node] = root
+            self._leaves.move_to_end(node)
+        while self._max_tokens is not None and self._num_tokens > self._max_tokens and len(self._leaves) > 1:
+            self._evict()
+        return path, parted
 
     def shared(self, root: bytes, token_ids: TokenIds) -> int:
         """Returns the length of the longest prefix that a prompt shares with one in the tree."""
-        here, position = self._roots.get(root), 0
-        while here is not None and position < len(token_ids):
-            ahead = here.after.get(int(token_ids[position]))
-            if ahead is None:
-                break
-            common = common_prefix_length(ahead.tokens, token_ids[position:])
-            position += common
-            here = ahead if common == len(ahead.tokens) else None
+        node, position = self._roots.get(root), 0
+        while node is not None and position < len(token_ids):
+            node = node.children.get(int(token_ids[position]))
+            if node is not None:
+                position += common_prefix_length(node.tokens, token_ids[position:])
+                node = node if position == node.position else None
         return position
 
-    def _continue(self, here: RadixNode, rest: TokenIds) -> RadixNode:
-        end = RadixNode(here.position + len(rest), np.array(rest), here)
-        here.after[int(rest[0])] = end
-        self._ends.pop(here, None)
+    def _append(self, parent: RadixNode, rest: TokenIds) -> RadixNode:
+        leaf = RadixNode(parent.position + len(rest), np.array(rest), parent)
+        parent.children[int(rest[0])] = leaf
+        self._leaves.pop(parent, None)
         self._num_tokens += len(rest)
-        return end
+        return leaf
 
-    def _forget_the_oldest(self) -> None:
-        oldest, root = self._ends.popitem(last=False)
-        before = oldest.before
-        assert before is not None, "a root is no end"
-        del before.after[int(oldest.tokens[0])]
+    def _evict(self) -> None:
+        oldest, root = self._leaves.popitem(last=False)
+        parent = oldest.parent
+        assert parent is not None, "a root is no leaf"
+        del parent.children[int(oldest.tokens[0])]
         self._num_tokens -= len(oldest.tokens)
-        if before.after:
-            return
-        if before.before is None:
+        if parent.parent is None and not parent.children:
             del self._roots[root]
-        else:
-            self._ends[before] = root
-            self._ends.move_to_end(before, last=False)
+        elif not parent.children:
+            self._leaves[parent] = root
+            self._leaves.move_to_end(parent, last=False)
 
 
-def _split(place: RadixNode, common: int) -> RadixNode:
-    """Splits the tokens of `place` after the first `common` ones. Returns the new node there."""
-    before = place.before
-    assert before is not None
-    middle = RadixNode(before.position + common, place.tokens[:common].copy(), before)
-    before.after[int(middle.tokens[0])] = middle
-    place.tokens, place.before = place.tokens[common:].copy(), middle
-    middle.after[int(place.tokens[0])] = place
+def _split(node: RadixNode, num_tokens: int) -> RadixNode:
+    """Splits the tokens of `node` after the first `num_tokens`. Returns the new node there."""
+    assert node.parent is not None
+    middle = RadixNode(node.parent.position + num_tokens, node.tokens[:num_tokens].copy(), node.parent)
+    node.parent.children[int(middle.tokens[0])] = middle
+    node.tokens, node.parent = node.tokens[num_tokens:].copy(), middle
+    middle.children[int(node.tokens[0])] = node
     return middle

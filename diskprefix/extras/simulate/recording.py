@@ -35,10 +35,10 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class RequestRecorder:
-    """Appends requests to a file, in a thread of its own. `record_request` only queues them. Several processes may
-    append to one file, such as the workers of several models.
+    """Appends requests to a file, in a thread of its own. `record_request` only queues them. Several processes, such as
+    the workers of several models, may append to one file.
 
-    Errors of the file never fail a request. They are logged once until writing works again. If the file was moved or
+    An error of the file never fails a request. It is logged once until writing works again. If the file was moved or
     deleted, a new one is started. `secret_of` returns the store's secret. `know` and `forget` may be called in any
     thread, the other methods in one thread only.
     """
@@ -49,42 +49,32 @@ class RequestRecorder:
         self._settings = settings
         self._default_scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
         self._secret_of = secret_of
-        self._own_key = secrets.token_bytes(_KEY_BYTES)
-        self._partings = RadixTree()
+        self._random_key = secrets.token_bytes(_KEY_BYTES)
+        self._prompts = RadixTree()
         self._is_failing = False
         self._layout: dict[str, Any] = {}
         append(path, b"")
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
-        """The queue of the thread. None ends the thread."""
+        """The work of the thread. None ends it."""
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
     def describe(
-        self,
-        *,
-        bytes_per_token: int,
-        state_bytes: int,
-        logits_bytes: int,
-        exact_at: Literal["token", "grid"],
+        self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
     ) -> None:
-        """Sets the size and kind of the model's state for all later lines. Before this call, no replies are
-        recorded."""
-        self._layout = {
-            "bytes_per_token": bytes_per_token,
-            "state_bytes": state_bytes,
-            "logits_bytes": logits_bytes,
-            "exact_at": exact_at,
-        }
+        """Sets the size and kind of the model's state for later lines. Replies are recorded only after this call."""
+        sizes = {"bytes_per_token": bytes_per_token, "state_bytes": state_bytes, "logits_bytes": logits_bytes}
+        self._layout = {**sizes, "exact_at": exact_at}
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
         """Adds prompts from before this process, oldest first. New prompts are cut where they part from these."""
         with suppress(queue.Full):
-            self._waiting.put_nowait(partial(self._learn, root, [token_ids.copy() for token_ids in prompts]))
+            self._waiting.put_nowait(partial(self._add_known, root, [token_ids.copy() for token_ids in prompts]))
 
     def forget(self) -> None:
         """Drops all known prompts, because some were deleted."""
         with suppress(queue.Full):
-            self._waiting.put_nowait(self._forget)
+            self._waiting.put_nowait(lambda: setattr(self, "_prompts", RadixTree()))
 
     def record_request(
         self,
@@ -99,43 +89,47 @@ class RequestRecorder:
         prefill_ms: float,
         remembered: bool,
     ) -> None:
-        """Queues a finished request. `when` is its arrival in seconds since 1970. `reply` has
-        the tokens that the model computed after the prompt. `remembered`: see `RecordedRequest`."""
-        if self._layout.get("exact_at") != "token":
-            reply = reply[:0]
-        record_of = partial(
-            RecordedRequest,
-            version=VERSION,
-            when=round(when, 3),
-            scope=str(options.scope),
-            block_size=self._settings.block_size,
-            min_tokens=self._settings.kv_cache_min_tokens,
-            prompt_tokens=len(prompt.token_ids),
-            is_trusted=not options.tenant.is_salted,
-            own_scope=options.scope != self._default_scope,
-            save=options.save,
-            ttl_s=options.ttl_s,
-            model=self._settings.served_model_name or "",
-            output_tokens=output_tokens,
-            reply_tokens=len(reply),
-            boundaries=list(prompt.boundaries),
-            system_end=prompt.system_end,
-            marks=list(prompt.marks),
-            remembered=remembered,
-            **self._layout,
-            restored=report.restored,
-            source=report.source,
-            miss_reason=report.miss_reason,
-            prefill_ms=round(prefill_ms, 2),
-            restore_ms=round(report.restore_ms, 2),
-        )
+        """Queues a finished request. See `hooks.Recorder` for the arguments."""
+        layout = self._layout
+        reply = (reply if layout.get("exact_at") == "token" else reply[:0]).copy()
+
+        def write() -> None:
+            record = RecordedRequest(
+                version=VERSION,
+                when=round(when, 3),
+                scope=str(options.scope),
+                block_size=self._settings.block_size,
+                min_tokens=self._settings.kv_cache_min_tokens,
+                prompt_tokens=len(prompt.token_ids),
+                is_trusted=not options.tenant.is_salted,
+                own_scope=options.scope != self._default_scope,
+                save=options.save,
+                ttl_s=options.ttl_s,
+                model=self._settings.served_model_name or "",
+                output_tokens=output_tokens,
+                reply_tokens=len(reply),
+                boundaries=list(prompt.boundaries),
+                system_end=prompt.system_end,
+                marks=list(prompt.marks),
+                remembered=remembered,
+                **layout,
+                restored=report.restored,
+                source=report.source,
+                miss_reason=report.miss_reason,
+                prefill_ms=round(prefill_ms, 2),
+                restore_ms=round(report.restore_ms, 2),
+                **self._hashed_fields(prompt, reply, root, options),
+            )
+            append(self._path, msgspec.json.encode(record) + b"\n")
+            self._is_failing = False
+
         try:
-            self._waiting.put_nowait(partial(self._append, record_of, prompt, reply.copy(), root, options))
+            self._waiting.put_nowait(write)
         except queue.Full:
-            self._failed("requests come faster than they are written")
+            self._warn_once("requests come faster than they are written")
 
     def close(self) -> None:
-        """Writes the queued requests and closes the file. If the disk hangs, waits for a limited time only."""
+        """Writes the queued requests and ends the thread. Waits for a limited time only, as the disk may hang."""
         with suppress(queue.Full):
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -149,33 +143,20 @@ class RequestRecorder:
             except Exception as error:
                 # No error may end the thread.
                 log.debug("[record] failed", exc_info=error)
-                self._failed(getattr(error, "strerror", None) or first_line(error))
+                self._warn_once(getattr(error, "strerror", None) or first_line(error))
 
-    def _failed(self, reason: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         if not self._is_failing:
             self._is_failing = True
             log.warning("[record] %s: a request was not recorded: %s (said once)", self._path, reason)
 
-    def _append(
-        self,
-        record_of: Callable[..., RecordedRequest],
-        prompt: Prompt,
-        reply: TokenIds,
-        root: bytes,
-        options: CacheOptions,
-    ) -> None:
-        append(self._path, msgspec.json.encode(record_of(**self._hashed(prompt, reply, root, options))) + b"\n")
-        self._is_failing = False
-
-    def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, options: CacheOptions) -> dict[str, Any]:
+    def _hashed_fields(self, prompt: Prompt, reply: TokenIds, root: bytes, options: CacheOptions) -> dict[str, Any]:
         """Returns the hashed fields of the record, and the cuts."""
         key, block_size = self._key(), self._settings.block_size
         token_ids = np.concatenate([prompt.token_ids, reply])
-        fields: dict[str, Any] = {
-            "root": _keyed(key, b"root", root),
-            "group": _keyed(key, b"group", options.group) if options.group else "",
-        }
-        wanted = {
+        group = _keyed_hash(key, b"group", options.group) if options.group else ""
+        fields: dict[str, Any] = {"root": _keyed_hash(key, b"root", root), "group": group}
+        positions = {
             *prompt.boundaries,
             *(mark.position for mark in prompt.marks),
             prompt.system_end,
@@ -183,35 +164,31 @@ class RequestRecorder:
             len(prompt.token_ids),
             len(token_ids),
         }
-        places, left = self._partings.add(root, token_ids)
-        wanted.update(place.position for place in places)
-        cuts = sorted(position for position in wanted if 0 < position <= len(token_ids))
+        path, parted = self._prompts.add(root, token_ids)
+        positions.update(node.position for node in path)
+        cuts = sorted(position for position in positions if 0 < position <= len(token_ids))
         hashes = _prefix_hashes(key, root, token_ids, cuts)
         digest_at = dict(zip(cuts, hashes, strict=True))
-        for place in places:
-            place.digest = digest_at[place.position]
-        if left is not None and left.before is not None and left.digest:
-            fields |= {"parted_at": left.before.position, "parted_from": left.digest.hex()}
+        for node in path:
+            node.digest = digest_at[node.position]
+        if parted is not None and parted.parent is not None and parted.digest:
+            fields |= {"parted_at": parted.parent.position, "parted_from": parted.digest.hex()}
         return fields | {"cuts": cuts, "hashes": [digest.hex() for digest in hashes]}
 
-    def _forget(self) -> None:
-        self._partings = RadixTree()
-
-    def _learn(self, root: bytes, prompts: Sequence[TokenIds]) -> None:
+    def _add_known(self, root: bytes, prompts: Sequence[TokenIds]) -> None:
         for token_ids in prompts:
-            places, _ = self._partings.add(root, token_ids)
-            hashes = _prefix_hashes(self._key(), root, token_ids, [place.position for place in places])
-            for place, digest in zip(places, hashes, strict=True):
-                place.digest = digest
+            path, _ = self._prompts.add(root, token_ids)
+            hashes = _prefix_hashes(self._key(), root, token_ids, [node.position for node in path])
+            for node, digest in zip(path, hashes, strict=True):
+                node.digest = digest
 
     def _key(self) -> bytes:
+        """Returns the store's secret as a key. Without a store, the key is random and no other recording matches."""
         secret = self._secret_of()
-        # Without a store there is no secret. A random key then protects the hashes; later recordings do not match them.
-        return secret.to_bytes(_KEY_BYTES, "little") if secret else self._own_key
+        return secret.to_bytes(_KEY_BYTES, "little") if secret else self._random_key
 
 
-def _keyed(key: bytes, kind: bytes, value: bytes) -> str:
-    """Returns a keyed hash of a value."""
+def _keyed_hash(key: bytes, kind: bytes, value: bytes) -> str:
     return hashlib.blake2b(value, digest_size=_HASH_BYTES, key=key, person=kind).hexdigest()
 
 

@@ -18,8 +18,8 @@ _LONGEST_LINE_BYTES = 1 << 24
 
 
 def append(path: Path, line: bytes) -> None:
-    """Appends a whole line or nothing: a partial line could never be repaired. A new file is private to its owner. It
-    is opened for each line, because it may be moved or deleted meanwhile. Without a line, the file is only checked.
+    """Appends a whole line or nothing: a partial line could never be repaired. A new file is private to its owner. The
+    file is opened for each line, because it may be moved or deleted meanwhile. With an empty line, it is only checked.
 
     Raises `SettingsError` if the file cannot be opened or is no recording, and `OSError` if it cannot be written.
     """
@@ -30,7 +30,7 @@ def append(path: Path, line: bytes) -> None:
     except OSError as error:
         raise SettingsError(f"--record: cannot write {path}: {error.strerror}") from error
     try:
-        # Where it cannot be locked, others are not held off. Closing it gives the lock up.
+        # Some file systems have no locks. Closing the file releases the lock.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         end, written = _end_of_lines(fd, path), 0
@@ -45,8 +45,8 @@ def append(path: Path, line: bytes) -> None:
 
 
 def _end_of_lines(fd: int, path: Path) -> int:
-    """Returns the size of the file in bytes, without an unfinished last line, which a crash may leave and which is
-    removed. Raises `SettingsError` if the file is no recording."""
+    """Returns the size of the file in bytes. An unfinished last line, which a crash may leave, is removed. Raises
+    `SettingsError` if the file is no recording."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         raise SettingsError(f"--record: {path} is no regular file")
     size = os.fstat(fd).st_size

@@ -14,7 +14,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.options import build_settings, nonempty, option, policy_values, setting_option
 from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
-from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
+from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare, regime_of
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy
 from diskprefix.extras.simulate.table import show
@@ -31,9 +31,9 @@ _BUDGETS = ("4GiB",)
 _TOKENS_PER_S = 1000.0
 
 
-def _recorded(otherwise: int) -> dict[str, Any]:
-    """Attributes of an option whose default comes from the recording, or else is `otherwise`."""
-    return {"default": None, "show_default": f"the recording's, else {otherwise}"}
+def _recorded(fallback: int) -> dict[str, Any]:
+    """Attributes of an option whose default is the recorded value, or else `fallback`."""
+    return {"default": None, "show_default": f"the recording's, else {fallback}"}
 
 
 _EPILOG = """\b
@@ -141,23 +141,16 @@ def simulate(
         presets={name: policy_values(name) for name in policy},
         flags={name: value for name, value in flags.items() if value is not None},
     )
-    # An error in an option is reported before the traces are read, and one in a trace before the first is replayed.
+    # An error in an option is reported before the traces are read, and an error in a trace before any is replayed.
     cases_of(None)
-    planned = [(one, cases_of(one.daemon)) for trace in _read(traces) for one in trace.by_model()]
+    models = [model for trace in _read(traces) for model in trace.by_model()]
+    planned = [(trace, cases_of(trace.daemon)) for trace in models]
     with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
         rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
     if json:
         print_json([row.as_dict() for row in rows])
     else:
-        show([trace for trace, _ in planned], rows)
-
-
-def _own_regime(daemon: RecordedDaemon | None) -> Regime:
-    """Returns the kind of state that the recorded model has; that of most models without one."""
-    geometry = daemon.geometry if daemon else None
-    if geometry is None:
-        return "token"
-    return "checkpoints" if geometry.state_bytes else "token" if geometry.exact_at == "token" else "sliceable"
+        show(models, rows)
 
 
 def _cases(
@@ -169,30 +162,27 @@ def _cases(
     presets: Mapping[str, Mapping[str, Any]],
     flags: Mapping[str, Any],
 ) -> list[Case]:
-    """Returns the runs over a workload that `daemon` recorded. Raises `SettingsError`.
-
-    `presets` has the settings in each policy file by its name. None stands for what was recorded, or the default.
-    """
+    """Returns the runs over a workload that `daemon` recorded. `presets` has the settings in each policy file by its
+    name. Without a flag, a setting has the recorded value, or its default. Raises `SettingsError`."""
     recorded = {"block_size": daemon.block_size, "kv_cache_min_tokens": daemon.min_tokens} if daemon else {}
-    said = {**recorded, **flags}
-    speed = (daemon and daemon.tokens_per_s) or _TOKENS_PER_S
-    reference = _policy(said, speed)
+    values = {**recorded, **flags}
+    speed, geometry = (daemon and daemon.tokens_per_s) or _TOKENS_PER_S, daemon.geometry if daemon else None
+    reference = _policy(values, speed)
     return cases(
         [replace(reference, scope=scope) for scope in scopes],
-        {regime: _geometry(regime, daemon) for regime in regimes or (_own_regime(daemon),)},
+        {regime: _geometry(regime, geometry) for regime in regimes or (regime_of(geometry),)},
         budgets,
-        {name: _policy({**said, **values}, speed) for name, values in presets.items()},
+        {name: _policy({**values, **own}, speed) for name, own in presets.items()},
         reference,
     )
 
 
-def _geometry(regime: Regime, daemon: RecordedDaemon | None) -> Geometry:
-    """Returns the size of the recorded state if it is of this kind, else that of a common model."""
-    found = GEOMETRIES[regime]
-    recorded = daemon.geometry if daemon else None
-    if recorded is None or bool(recorded.state_bytes) != bool(found.state_bytes):
-        return found
-    return recorded if recorded.state_bytes else replace(recorded, exact_at=found.exact_at)
+def _geometry(regime: Regime, recorded: Geometry | None) -> Geometry:
+    """Returns the recorded geometry if it fits the regime, else the geometry of a common model."""
+    usual = GEOMETRIES[regime]
+    if recorded is None or bool(recorded.state_bytes) != bool(usual.state_bytes):
+        return usual
+    return recorded if recorded.state_bytes else replace(recorded, exact_at=usual.exact_at)
 
 
 def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
@@ -212,7 +202,7 @@ def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
 
 
 def _budget(text: str) -> int | None:
-    """Returns the bytes of a budget, None for no limit."""
+    """Returns the bytes of a budget, None for no limit. Raises `SettingsError`."""
     if text.strip().lower() == "unlimited":
         return None
     num_bytes = parse_size(text, param="--budget")
@@ -222,7 +212,7 @@ def _budget(text: str) -> int | None:
 
 
 def _read(names: Sequence[str]) -> list[Trace]:
-    """Reads all traces before the first is replayed, so that an error in the last one is reported at once."""
+    """Reads all traces before any is replayed, so that an error in the last one is reported at once."""
 
     def warn(line: str) -> None:
         click.echo(f"warning: {printable_only(line)}", err=True)
@@ -230,7 +220,7 @@ def _read(names: Sequence[str]) -> list[Trace]:
     traces = []
     stems = [Path(name).stem for name in names]
     for name, stem in zip(names, stems, strict=True):
-        # The name without folder and suffix, unless two traces would have it.
+        # Two traces must not have the same title.
         title = name if stems.count(stem) > 1 else stem
         with status(f"reading {title}"):
             traces.append(read_trace(expanded(name), name=title, warn=warn))

@@ -1,4 +1,4 @@
-"""The KV memory of a daemon in which nothing overlaps, as `kv.page_cache` fills it: only names of blocks, no pages."""
+"""The KV memory of a daemon without overlapping requests, filled as by `kv.page_cache`: names of blocks, no pages."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from diskprefix.tokens import ID_BYTES, LEAST_TOKENS, TokenIds, block_hashes, fl
 
 
 class SimulatedMemory:
-    """Blocks, and the ends of sequences behind them, within `max_bytes`: the least recently used goes first, and what
-    continues a block goes before that. The last tokens of an end take a whole page. Windows are not simulated."""
+    """Full blocks, and the partial blocks at the ends of sequences, within `max_bytes`. The least recently used block
+    is evicted first, and children before their parents. A partial block takes a whole page. Windows are not
+    simulated."""
 
     def __init__(self, max_bytes: int, geometry: Geometry, block_size: int) -> None:
         self._max_bytes, self._used_bytes = max_bytes, 0
         self._geometry, self._block_size = geometry, block_size
         self._bytes_of: dict[tuple[bytes, bytes], int] = {}
-        """By the name of the block before and by the tokens, the least recently used first."""
+        """The bytes of blocks, by the parent's name and the token ids, the least recently used first."""
 
     def match(self, tenant: str, token_ids: TokenIds) -> int:
-        """Returns how many tokens of a prompt it begins with."""
-        found = self._found(tenant, token_ids)
-        return found if found >= LEAST_TOKENS else 0
+        """Returns the number of leading tokens of a prompt that can be restored from memory."""
+        num_tokens = self._num_matched(tenant, token_ids)
+        return num_tokens if num_tokens >= LEAST_TOKENS else 0
 
-    def _found(self, tenant: str, token_ids: TokenIds) -> int:
+    def _num_matched(self, tenant: str, token_ids: TokenIds) -> int:
         kind, size, ids = self._geometry.state_kind, self._block_size, token_ids.tobytes()
         parts = self._parts(tenant, ids)
         num_blocks = next((n for n, part in enumerate(parts) if part not in self._bytes_of), len(parts) - 1)
         if kind not in AT_CHECKPOINTS:
             parent, rest = parts[num_blocks][0], ids[num_blocks * size * ID_BYTES :]
-            common = max((num_common(of, rest) for before, of in self._bytes_of if before == parent), default=0)
-            end = min(num_blocks * size + common, len(token_ids) - 1)
-            return end if kind in AT_ANY_TOKEN else floor_to_grid(end, size)
+            common = max((num_common(own, rest) for before, own in self._bytes_of if before == parent), default=0)
+            stop = min(num_blocks * size + common, len(token_ids) - 1)
+            return stop if kind in AT_ANY_TOKEN else floor_to_grid(stop, size)
         for number in range(num_blocks, -1, -1):
             parent, start = parts[number][0], number * size * ID_BYTES
-            ends = [of for before, of in self._bytes_of if before == parent and len(of) < size * ID_BYTES]
-            ends = [of for of in ends if ids.startswith(of, start) and (kind in AT_ANY_TOKEN or not of)]
-            if there := [end for of in ends if (end := start + len(of)) < len(ids)]:
-                return max(there) // ID_BYTES
+            last = [own for before, own in self._bytes_of if before == parent and len(own) < size * ID_BYTES]
+            last = [own for own in last if ids.startswith(own, start) and (kind in AT_ANY_TOKEN or not own)]
+            if stops := [stop for own in last if (stop := start + len(own)) < len(ids)]:
+                return max(stops) // ID_BYTES
         return 0
 
     def keep(self, tenant: str, token_ids: TokenIds, num_exact: int) -> None:
-        """Keeps a sequence that has ended, with the state that a prefill computes of its first `num_exact` tokens."""
+        """Keeps a sequence that has ended. Its first `num_exact` tokens have the state of a prefill."""
         state_bytes, page_bytes = self._geometry.state_bytes, self._block_size * self._geometry.bytes_per_token
         *blocks, end = self._parts(tenant, token_ids[:num_exact].tobytes())
         has_end = num_exact == len(token_ids) if state_bytes else end[1]
@@ -52,7 +53,7 @@ class SimulatedMemory:
             self._used_bytes -= self._bytes_of.pop(next(iter(self._bytes_of)))
 
     def _parts(self, tenant: str, ids: bytes) -> list[tuple[bytes, bytes]]:
-        """Returns the blocks of a prompt, and the rest behind them."""
+        """Returns the parent's name and the token ids of each full block of a prompt, and of the rest."""
         root, num_bytes = root_hash(tenant), self._block_size * ID_BYTES
         names = [root, *block_hashes(0, root, ids, self._block_size)]
         return [(name, ids[n * num_bytes : (n + 1) * num_bytes]) for n, name in enumerate(names)]

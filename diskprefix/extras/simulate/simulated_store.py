@@ -1,4 +1,4 @@
-"""A store of names only. It chooses victims with the code of the real store."""
+"""A store that has only names. It chooses victims with the code of the real store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice, takewhile
 
 import numpy as np
 
@@ -35,8 +35,8 @@ _UNUSED["children"] = 1
 @dataclass(frozen=True)
 class NewEntry:
     """A node to store. `num_bytes` is its size in the file, `prefill_s` the time to compute its tokens. For `ttl_s` see
-    `store.changes.NewNode`. `token_ids` (int32, little-endian) are given for models that are exact at every token: a
-    prefix of them finds the node, and the node replaces shorter ones."""
+    `store.changes.NewNode`. `token_ids` (int32, little-endian) are given for models that are exact at every token: the
+    node is found by a prefix of its tokens, and replaces shorter nodes."""
 
     node: Node
     num_bytes: int
@@ -46,11 +46,8 @@ class NewEntry:
 
 
 class SimulatedStore:
-    """Nodes within a budget in bytes, None for no limit.
-
-    `has_states`: a block without a later checkpoint or tail is of no use (see `store.eviction`). Nodes expire `ttl_s`
-    seconds after their last use; 0 keeps them.
-    """
+    """Nodes within a budget in bytes, None for no limit. `has_states`: a block without a later checkpoint or tail is
+    useless (see `store.eviction`). Nodes expire `ttl_s` seconds after their last use; 0 keeps them."""
 
     def __init__(self, budget_bytes: int | None, *, has_states: bool, ttl_s: float = 0.0) -> None:
         self.used_bytes = 0
@@ -77,17 +74,15 @@ class SimulatedStore:
         return len(self._rows)
 
     def parent(self, name: bytes) -> bytes:
-        """Returns the name of a node's parent, b"" if the node is not stored."""
+        """Returns the name of a node's parent, or b"" if the node is not stored."""
         row = self._rows.get(name)
         return b"" if row is None else self._nodes[row].parent
 
     def has(self, node: Node, token_ids: bytes) -> bool:  # noqa: ARG002 (here a name is proof; see `NodeIndex`)
-        """Returns whether a node is stored."""
         return node.name in self._rows
 
     def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
-        """Yields the node that continues `parent` and has the longest common prefix with these tokens, and its
-        tokens."""
+        """Yields the child of `parent` with the longest common prefix with these tokens, and the child's tokens."""
         children, wanted = self._children.get(parent, []), token_ids.tobytes()
         # The neighbours in sorted order have the longest common prefix.
         place = bisect_left(children, (wanted, b""))
@@ -109,8 +104,8 @@ class SimulatedStore:
             self._delete(expired(self._table(), self.parent, ttl_s=self._ttl_s, pinned=frozenset(), now=now))
 
     def publish(self, entries: Iterable[NewEntry], last_node: bytes | None, ttl_s: float | None, now: float) -> bool:
-        """Stores nodes, parents first, and evicts others if needed. Of those that do not fit, it stores the first ones,
-        as the daemon does. Returns False if there is room for none. `last_node` is the end of the used path."""
+        """Stores nodes, parents first, and evicts others if needed. If not all fit, stores the first ones, as a daemon
+        does. Returns False if none fits. `last_node` is the last node of the used path."""
         new = [entry for entry in entries if entry.node.name not in self._rows]
         for entry in tuple(new):
             if (longer := self._longer(entry)) is not None:
@@ -129,10 +124,9 @@ class SimulatedStore:
         return num_fitting > 0 or not new
 
     def remove_superseded(self, nodes: PromptNodes, entry: NewEntry, anchors: Container[int]) -> None:
-        """Removes the checkpoints of a prompt that a stored one supersedes. The real one is
-        `store.changes.Changes.remove_superseded`."""
+        """Removes the checkpoints of a prompt that `entry` supersedes, as `Changes.remove_superseded` does."""
         last, own_s = entry.node, limits_s(recorded_ttl(entry.ttl_s), self._ttl_s)
-        found = {last.end: [last.name]}
+        names_at = {last.end: [last.name]}
         for num_blocks, parent in enumerate([nodes.root, *nodes.block_names[: last.position // nodes.block_size]]):
             if num_blocks and self.num_children(parent) < 2:
                 continue
@@ -141,12 +135,12 @@ class SimulatedStore:
                 if row is None or node.name == last.name:
                     continue
                 if limits_s(self._records["ttl_s"][row], self._ttl_s) <= own_s:
-                    found.setdefault(node.end, []).append(node.name)
-        for end in superseded(found, anchors):
-            self._delete(found[end])
+                    names_at.setdefault(node.end, []).append(node.name)
+        for position in superseded(names_at, anchors):
+            self._delete(names_at[position])
 
     def touch(self, name: bytes, now: float, hits: int, ttl_s: float | None) -> None:
-        """Records a use of a node and of all nodes that it continues."""
+        """Records a use of a node and its ancestors."""
         path: list[int] = []
         while (row := self._rows.get(name)) is not None:
             path.append(row)
@@ -158,64 +152,56 @@ class SimulatedStore:
 
     def _put(self, entry: NewEntry, now: float) -> None:
         node = entry.node
-        if self._free:
-            row = self._free.pop()
-            self._nodes[row] = node
-        else:
-            row = len(self._nodes)
+        if not self._free:
+            self._free.append(len(self._nodes))
             self._nodes.append(node)
-            if row == len(self._records):
-                self._records = np.concatenate([self._records, np.zeros(row, USAGE_DTYPE)])
-        self._rows[node.name] = row
+            if len(self._nodes) > len(self._records):
+                self._records = np.concatenate([self._records, np.zeros_like(self._records)])
+        row = self._rows[node.name] = self._free.pop()
+        self._nodes[row] = node
         if entry.token_ids is not None:
             self._token_ids[node.name] = entry.token_ids
             insort(self._children.setdefault(node.parent, []), (entry.token_ids, node.name))
         self._has_own_ttls |= entry.ttl_s is not None
-        self._records[row] = (
-            *(now, now, entry.prefill_s, 0, entry.num_bytes, 0),
-            recorded_ttl(entry.ttl_s),
-        )
+        self._records[row] = (now, now, entry.prefill_s, 0, entry.num_bytes, 0, recorded_ttl(entry.ttl_s))
         self.used_bytes += entry.num_bytes
         if (parent := self._rows.get(node.parent)) is not None:
             self._records["children"][parent] += 1
 
     def _remove_shorter(self, entry: NewEntry) -> None:
-        """Removes the nodes that a new one replaces, as `store.changes.Changes.remove_shorter` does."""
+        """Removes the nodes that a new one replaces, as `Changes.remove_shorter` does."""
         if entry.token_ids is None or len(self._children[entry.node.parent]) == 1:
             return
         own = self._rows[entry.node.name]
-        for end in range(len(entry.token_ids), -1, -4):
-            beginning = entry.token_ids[:end]
-            names = [name for listed, name in self._listed_from(entry.node.parent, beginning) if listed == beginning]
-            for name in names:
+        for size in range(len(entry.token_ids), -1, -4):
+            prefix = entry.token_ids[:size]
+            for name in [name for listed, name in self._starting_with(entry.node.parent, prefix) if listed == prefix]:
                 shorter, node = self._usage(self._rows[name]), self._usage(own)
                 if name != entry.node.name and longer_ttl(shorter.ttl_s, node.ttl_s) == node.ttl_s:
                     self._delete([name])
                     self._records[own] = with_uses(node, shorter)
 
     def _longer(self, entry: NewEntry) -> bytes | None:
-        """Returns a stored node that makes a new one needless, as `store.changes.Changes.put_node` finds it."""
+        """Returns a stored node that makes a new one redundant, or None. `Changes.put_node` has the same rule."""
         if not entry.token_ids:
             return None
-        for listed, name in self._listed_from(entry.node.parent, entry.token_ids):
+        for listed, name in self._starting_with(entry.node.parent, entry.token_ids):
             has_logits = self._nodes[self._rows[name]].kind == Kind.TAIL and entry.node.kind == Kind.BLOCK
             if len(listed) > len(entry.token_ids) or has_logits:
                 return name
         return None
 
-    def _listed_from(self, parent: bytes, beginning: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yields token ids and names of the nodes that continue `parent` and begin with these token ids."""
-        listed = self._children.get(parent, [])
-        for place in range(bisect_left(listed, (beginning, b"")), len(listed)):
-            if not listed[place][0].startswith(beginning):
-                return
-            yield listed[place]
+    def _starting_with(self, parent: bytes, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yields token ids and names of the children of `parent` that start with these token ids."""
+        children = self._children.get(parent, [])
+        following = islice(children, bisect_left(children, (prefix, b"")), None)
+        return takewhile(lambda child: child[0].startswith(prefix), following)
 
     def _usage(self, row: int) -> UsageRecord:
         return UsageRecord(*self._records[row].item())
 
     def _make_room(self, sizes: Sequence[int], keep: Container[bytes], now: float) -> int:
-        """Evicts until nodes of these sizes fit, as far as they can. Returns how many of the first ones do."""
+        """Evicts nodes to make room for nodes of these sizes. Returns how many of the first ones fit."""
         if self._budget_bytes is None:
             return len(sizes)
         usable = usable_bytes(self._budget_bytes)
@@ -242,19 +228,17 @@ class SimulatedStore:
     def _delete(self, names: Sequence[bytes]) -> None:
         for name in names:
             row = self._rows.pop(name)
-            self._unlist(self._nodes[row])
+            node = self._nodes[row]
+            if (token_ids := self._token_ids.pop(name, None)) is not None:
+                children = self._children[node.parent]
+                del children[bisect_left(children, (token_ids, name))]
+                if not children:
+                    del self._children[node.parent]
             self.used_bytes -= int(self._records["stored_bytes"][row])
-            if (parent := self._rows.get(self._nodes[row].parent)) is not None:
+            if (parent := self._rows.get(node.parent)) is not None:
                 self._records["children"][parent] -= 1
             self._records[row] = _UNUSED
             self._free.append(row)
-
-    def _unlist(self, node: Node) -> None:
-        if (token_ids := self._token_ids.pop(node.name, None)) is not None:
-            children = self._children[node.parent]
-            del children[bisect_left(children, (token_ids, node.name))]
-            if not children:
-                del self._children[node.parent]
 
     def _table(self) -> UsageTable:
         return UsageTable([node.name for node in self._nodes], self._records[: len(self._nodes)], self._rows)

@@ -33,9 +33,9 @@ _OFF = Scope("off")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The settings of a daemon that decide how much is kept, with the daemon's defaults. `ttl_s` is in seconds, and
-    `write_budget_bytes` is what may be written in 24 hours; 0 sets no limit. `memory_bytes` is KV memory; with 0 every
-    prompt is restored from the disk. `seconds_per_token` is the speed of prefill."""
+    """The settings of a daemon that decide how much is kept, with the daemon's defaults. 0 is no limit for `ttl_s` and
+    for `write_budget_bytes`, the bytes to write in 24 hours. `memory_bytes` is KV memory; with 0 every prompt is
+    restored from the disk. `seconds_per_token` is the speed of prefill."""
 
     scope: Scope
     budget_bytes: int | None = None
@@ -54,10 +54,10 @@ class Totals:
     """The effect of a policy on a workload.
 
     `hits` counts requests with restored tokens. `written_tokens` are the tokens of written nodes, `written_bytes` their
-    size in the file. `distinct_bytes` counts nodes that were written twice only
-    once. `selected_tokens` are the tokens that the policy wanted to keep, whether they were stored before or not.
-    `evictions` counts evicted nodes, `dropped` publications that did not fit, `unaffordable` prompts of
-    which the write budget left out something. `seconds_saved` is the time of prefill that restoring saved.
+    size in the file, and `distinct_bytes` the same with each node counted once. `selected_tokens` are the tokens that
+    the policy chose to keep, stored before or not. `evictions` counts evicted nodes, `dropped` publications that did
+    not fit, `unaffordable` prompts that were not kept whole for the write budget. `seconds_saved` is the time of
+    prefill that restoring saved.
     """
 
     requests: int = 0
@@ -122,7 +122,7 @@ class Simulator:
         self._seen_by: dict[str, SeenPrompts] = {}
         """The seen prompts by tenant."""
         self.disk = WrittenBytes()
-        """What was written, on the clock of the trace."""
+        """Written bytes, by the clock of the trace."""
         self._written: set[bytes] = set()
         self._ends: set[str] = set()
         """The ends of prompts whose logits are stored as notes."""
@@ -148,11 +148,11 @@ class Simulator:
         self.totals.unaffordable += selection.reason == "write_budget"
         written = 0
         if request.remembered and scope.kind != "off":
-            in_all = replace(restored, num_tokens=max(restored.num_tokens, in_memory))
-            end = len(prompt.token_ids) + len(request.reply)
-            if spending is not None and not spending.allows_reply(end, restored.stored_tokens, is_asked=is_asked):
+            num_tokens = len(prompt.token_ids) + len(request.reply)
+            if spending is not None and not spending.allows_reply(num_tokens, stored, is_asked=is_asked):
                 selection = replace(selection, keeps_reply=False)
-            written = self._publish(request, nodes, in_all, selection)
+            loaded = replace(restored, num_tokens=max(restored.num_tokens, in_memory))
+            written = self._publish(request, nodes, loaded, selection)
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
                 seen.remember(prompt.token_ids, names, request.group)
         if scope.kind != "off":
@@ -170,7 +170,7 @@ class Simulator:
         return self._seen_by[request.tenant]
 
     def _spending(self, now: float) -> Spending | None:
-        """Returns the state of the write budget. The simulated disk has the nodes only, uncompressed."""
+        """Returns the state of the write budget, if there is one. The simulated disk has uncompressed nodes only."""
         limit, geometry = self._policy.write_budget_bytes, self._geometry
         if not limit:
             return None
@@ -185,18 +185,13 @@ class Simulator:
         state = self._geometry.state_kind
         matcher = Matcher(nodes, [self.store], state, has_logits=lambda: nodes.end_id in self._ends)
         matcher.match()
-        restorable, end = matcher.restorable()
+        restorable, stop = matcher.restorable()
+        restored = Restored(blocks=matcher.blocks, partial_match=matcher.partial_match)
         if not restorable:
-            return Restored(blocks=matcher.blocks, partial_match=matcher.partial_match)
+            return restored
         last = restorable[-1].name
-        self.store.touch(last, request.when, 1, ttl_at(end, request.prompt.marks, request.ttl_s))
-        return Restored(
-            blocks=matcher.blocks,
-            partial_match=matcher.partial_match,
-            last_node=last,
-            num_tokens=end,
-            stored_tokens=end,
-        )
+        self.store.touch(last, request.when, 1, ttl_at(stop, request.prompt.marks, request.ttl_s))
+        return replace(restored, last_node=last, num_tokens=stop, stored_tokens=stop)
 
     def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: Restored, selection: Selection) -> int:
         """Publishes the prompt, then its reply. Returns the number of written tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -18,26 +18,24 @@ from diskprefix.units import counted, format_duration, format_size
 
 _BASELINE = "upper-bound: every shared token is restored"
 _A_POINT = 0.01
-"""Shares of the prompt tokens that differ by less count as equal."""
+"""Shares of the prompt tokens that differ by less than this count as equal."""
 
 
 def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
     """Prints a table for each trace. The `rows` of a trace have its name."""
     for index, trace in enumerate(traces):
-        of_trace = [row for row in rows if row.trace == trace.name]
-        totals = of_trace[0].totals
+        own = [row for row in rows if row.trace == trace.name]
+        totals = own[0].totals
         requests, tokens = counted(totals.requests, "request"), counted(totals.prompt_tokens, "prompt token")
-        if index:
-            click.echo()
-        click.echo(f"{printable_only(trace.name)}: {requests}, {tokens}")
-        click.echo(f"{_assumed(of_trace)}\n")
-        _print_table(of_trace)
-        click.echo(f"\n{_BASELINE}\n{_verdict(of_trace)}")
-        for line in _asked(trace):
-            click.echo(line)
+        click.echo("\n" * bool(index) + f"{printable_only(trace.name)}: {requests}, {tokens}")
+        click.echo(f"{_assumptions(own)}\n")
+        _print_table(own)
+        click.echo(f"\n{_BASELINE}\n{_verdict(own)}")
+        if options := _request_options(trace):
+            click.echo(f"of the requests, in every row but upper-bound: {options}")
 
 
-def _assumed(rows: Sequence[Row]) -> str:
+def _assumptions(rows: Sequence[Row]) -> str:
     """Returns a line with the assumptions behind the figures: recorded, given or default values."""
     policy = next(row.case.policy for row in rows if row.case.preset is None)
     parts = [f"blocks of {policy.block_size} tokens, {policy.min_tokens} at least"]
@@ -47,16 +45,14 @@ def _assumed(rows: Sequence[Row]) -> str:
     return f"assumed: {'; '.join(parts)}; prefill of {1 / policy.seconds_per_token:,.0f} tokens/s"
 
 
-def _asked(trace: Trace) -> Iterator[str]:
-    """Yields a line about options that single requests set. They apply in every row."""
-    asked: Counter[str] = Counter()
+def _request_options(trace: Trace) -> str:
+    """Returns how many requests set which options."""
+    numbers: Counter[str] = Counter()
     for request in trace:
-        asked["have a scope of their own"] += request.scope is not None
-        asked["have marks (cache_control)"] += bool(request.prompt.marks)
-        asked["only read (save: false)"] += not request.save
-    found = [f"{number:,} {what}" for what, number in asked.items() if number]
-    if found:
-        yield f"of the requests, in every row but upper-bound: {', '.join(found)}"
+        numbers["have a scope of their own"] += request.scope is not None
+        numbers["have marks (cache_control)"] += bool(request.prompt.marks)
+        numbers["only read (save: false)"] += not request.save
+    return ", ".join(f"{number:,} {label}" for label, number in numbers.items() if number)
 
 
 def _print_table(rows: Sequence[Row]) -> None:
@@ -75,23 +71,23 @@ def _print_table(rows: Sequence[Row]) -> None:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """Returns a sentence about the first kind of state under its smallest budget."""
-    found = [row for row in rows if row.case.regime == rows[0].case.regime and row.case.preset is None]
-    bound = next(row.totals for row in found if row.case.scope == UPPER_BOUND)
-    scopes = [row for row in found if row.case.scope != UPPER_BOUND]
+    """Returns a sentence about the first regime under its smallest budget."""
+    own = [row for row in rows if row.case.regime == rows[0].case.regime and row.case.preset is None]
+    shared = next(row.totals.restored_share for row in own if row.case.scope == UPPER_BOUND)
+    scopes = [row for row in own if row.case.scope != UPPER_BOUND]
     scopes = [row for row in scopes if row.case.policy.budget_bytes == scopes[-1].case.policy.budget_bytes]
     most = max(scopes, key=lambda row: row.totals.restored_share)
     if not most.totals.restored_tokens:
-        return f"verdict: no scope restores anything; prompts share {bound.restored_share:.1%} of their tokens at most"
+        return f"verdict: no scope restores anything; prompts share {shared:.1%} of their tokens at most"
     enough = [row for row in scopes if row.totals.restored_share >= most.totals.restored_share - _A_POINT]
     usual = Settings().disk_prefix_cache
     best = min(enough, key=lambda row: (round(row.totals.written_share, 3), row.case.scope != usual))
     figures = f"{best.totals.restored_share:.1%} of the prompt tokens and writes {best.totals.written_share:.1%}"
-    said = f"verdict: --disk-prefix-cache {best.case.scope} restores {figures}; {bound.restored_share:.1%} are shared"
+    verdict = f"verdict: --disk-prefix-cache {best.case.scope} restores {figures}; {shared:.1%} are shared"
     if most.totals.restored_share - best.totals.restored_share < _A_POINT / 10:
-        return said
+        return verdict
     more = f"{most.totals.restored_share:.1%} and writes {most.totals.written_share:.1%}"
-    return f"{said}, and {most.case.scope} restores {more}"
+    return f"{verdict}, and {most.case.scope} restores {more}"
 
 
 def _figures(totals: Totals) -> dict[str, str]:

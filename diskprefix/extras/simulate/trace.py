@@ -1,9 +1,9 @@
-"""Traces, which a simulation replays: requests in order of time, with the tokens of their prompts."""
+"""Traces for a simulation: requests in order of time, with the tokens of their prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +18,11 @@ from diskprefix.tokens import TokenIds, as_token_ids
 class TraceRequest:
     """One request.
 
-    `when` is in seconds since the trace began. `reply` has the tokens that were computed after the prompt, empty if
-    unknown. `scope` is the scope that the request set, None for the simulated one. For `group`, `save` and `ttl_s` see
-    `CacheOptions`. Requests of different tenants share nothing. `is_trusted`: the tenant has no salt, as always for the
-    tenant "". `remembered`: the prompt counts as a recent one for later requests. This is false for a request that
-    failed or was cancelled. `model` is empty if the daemon has one model.
+    `when` is in seconds since the trace began. `reply` has the tokens computed after the prompt, empty if unknown.
+    `scope` is the scope that the request set, or None. For `group`, `save` and `ttl_s` see `CacheOptions`. Requests of
+    different tenants share nothing. `is_trusted`: the tenant has no salt, as always for the tenant "". `remembered`:
+    the prompt counts as recent for later requests, which is False if the request failed or was cancelled. `model` is
+    empty if the daemon has one model.
     """
 
     when: float
@@ -54,9 +54,9 @@ class RecordedDaemon:
 class Trace:
     """A named sequence of requests, which can be iterated any number of times.
 
-    Each call of `replay` begins from the start. A trace may be larger than memory, because the tokens of a prompt may
-    be made only then. So keep no request longer than needed. `daemon` is the recorded daemon, None for other traces.
-    `models` has that of each model by its name, if there are several.
+    Each call of `replay` begins from the start, and may create the tokens of prompts on the fly. Keep no request longer
+    than needed: a trace may be larger than memory. `daemon` is the recorded daemon, None for other traces. `models` has
+    the daemon of each model by its name, if there are several.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Trace:
 
     @classmethod
     def of(cls, name: str, requests: Sequence[TraceRequest]) -> Trace:
-        """Makes a trace of requests in memory."""
+        """Returns a trace of requests in memory."""
         return cls(name, len(requests), lambda: iter(requests))
 
     def __len__(self) -> int:
@@ -77,34 +77,28 @@ class Trace:
         return self.replay()
 
     def by_model(self) -> list[Trace]:
-        """Returns a trace for each model, or this one if there are not several."""
-        found = [(name, self._of(name)) for name in self.models]
-        made = [replace(one, name=f"{self.name}: {name}", daemon=self.models[name], models={}) for name, one in found]
-        return made or [self]
+        """Returns a trace for each model, or only this one if there are not several."""
+        return [self._of_model(model, daemon) for model, daemon in self.models.items()] or [self]
 
-    def _of(self, model: str) -> Trace:
+    def _of_model(self, model: str, daemon: RecordedDaemon) -> Trace:
         def replay() -> Iterator[TraceRequest]:
             return (request for request in self.replay() if request.model == model)
 
-        return replace(self, num_requests=sum(1 for _ in replay()), replay=replay)
+        return Trace(f"{self.name}: {model}", sum(1 for _ in replay()), replay, daemon)
 
 
 class BlockRequest(NamedTuple):
-    """A request of a published trace. Its prompt has the first `num_tokens` tokens of its blocks.
-
-    `block_ids` has shape (num_blocks,), dtype int64. `when` is in seconds. `system_end` is the end of the system
-    message and the tools, in tokens, 0 if unknown.
-    """
+    """A request of a published trace. Its prompt is the first `num_tokens` tokens of its blocks. `block_ids` has shape
+    [num_blocks], dtype int64. `when` is in seconds."""
 
     when: float
     block_ids: npt.NDArray[np.int64]
     num_tokens: int
     output_tokens: int = 0
-    system_end: int = 0
 
 
 def block_trace(name: str, requests: Sequence[BlockRequest], block_tokens: int) -> Trace:
-    """Makes a trace of requests, sorted by time. Numbers the block ids from 0."""
+    """Returns a trace of requests, sorted by time. Block ids are renumbered from 0."""
     ordered = sorted(requests, key=lambda request: request.when)
     numbers: dict[int, int] = {}
     numbered = [
@@ -114,18 +108,14 @@ def block_trace(name: str, requests: Sequence[BlockRequest], block_tokens: int) 
 
     def replay() -> Iterator[TraceRequest]:
         for request, ids in zip(ordered, numbered, strict=True):
-            token_ids = block_tokens_of(ids, block_tokens, request.num_tokens)
-            prompt = Prompt(token_ids=token_ids, system_end=request.system_end)
+            prompt = Prompt(block_tokens_of(ids, block_tokens, request.num_tokens))
             yield TraceRequest(when=request.when, prompt=prompt, output_tokens=request.output_tokens)
 
     return Trace(name, len(ordered), replay)
 
 
 def block_tokens_of(block_ids: npt.NDArray[np.int64], block_tokens: int, num_tokens: int) -> TokenIds:
-    """Returns the tokens of blocks: block i has the tokens from i * block_tokens on. The last block may be shorter.
-
-    Token ids wrap around at 2**32, so with blocks of 512 tokens the first 8 million blocks are different.
-    """
-    starts = block_ids * block_tokens
-    tokens = (starts[:, None] + np.arange(block_tokens)).ravel()[:num_tokens]
+    """Returns the first `num_tokens` tokens of blocks. Block i has the tokens from i * block_tokens on. Token ids wrap
+    around at 2**32, so with blocks of 512 tokens the first 8 million blocks differ."""
+    tokens = (block_ids[:, None] * block_tokens + np.arange(block_tokens)).ravel()[:num_tokens]
     return np.ascontiguousarray(tokens.astype(np.uint32).view(np.int32))

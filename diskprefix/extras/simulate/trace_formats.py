@@ -1,4 +1,4 @@
-"""Reads recorded workloads. Every line of a file is a JSON object of the same kind, which the first line decides.
+"""Reads recorded workloads. All lines of a file are JSON objects of one kind, which the first line decides.
 
     {"timestamp": …, "input_length": …, "output_length": …, "hash_ids": […]}     Mooncake's traces (times in ms)
     {"version": …, "cuts": […], "hashes": […], …}                                a recording of `serve --record`
@@ -20,7 +20,7 @@ import numpy as np
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import InvalidScope, SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
+from diskprefix.extras.simulate.recorded_request import MAX_TOKENS, Count, RecordedRequest, joined
 from diskprefix.extras.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
 from diskprefix.nouns import Mark, Prompt
 from diskprefix.tokens import TokenIds
@@ -31,21 +31,15 @@ JsonObject: TypeAlias = dict[str, Any]
 _Lines: TypeAlias = Iterator[tuple[int, bytes]]
 
 MOONCAKE_BLOCK_TOKENS = 512
-_MOST_TOKENS = 1 << 24
-"""The maximum length of a prompt."""
-_NESTED = "it is nested too deeply"
-_LEAST_MEASURED_S = 1e-3
+_MIN_MEASURED_S = 1e-3
 _KNOWN = "a file of `diskprefix serve --record` or a Mooncake trace (hash_ids)"
-
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-_Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class _MooncakeRow(msgspec.Struct, frozen=True):
-    timestamp: _Time
-    input_length: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
-    hash_ids: list[_Count]
-    output_length: _Count = 0
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+    hash_ids: list[Count]
+    output_length: Count = 0
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_BLOCK_TOKENS
 
 
@@ -53,24 +47,22 @@ Warn: TypeAlias = Callable[[str], None]
 
 
 def read_trace(path: Path, *, name: str = "", warn: Warn = log.warning) -> Trace:
-    """Returns the workload in `path`. Its default name is that of the file. Raises `SettingsError`."""
+    """Returns the workload in `path`. Its default name is the name of the file. Raises `SettingsError`."""
     number, line = next(_numbered_lines(path, warn), (0, b""))
     if not line:
-        raise _refused(path, None, f"it is empty; give {_KNOWN}")
+        raise SettingsError(f"{path}: it is empty; give {_KNOWN}")
     try:
         first: JsonObject = _decode(path, number, line, JsonObject)
     except SettingsError as error:
         raise SettingsError(f"{error.message}; TRACE is {_KNOWN}") from error
-    lines, name = _numbered_lines(path, warn), name or path.stem
-    if "hash_ids" in first:
-        return _mooncake(path, lines, name)
-    if "hashes" in first:
-        return _recording(path, lines, name)
-    raise _refused(path, number, f"its keys are not those of {_KNOWN}")
+    read = _mooncake if "hash_ids" in first else _recording if "hashes" in first else None
+    if read is None:
+        raise SettingsError(f"{path}:{number}: its keys are not those of {_KNOWN}")
+    return read(path, _numbered_lines(path, warn), name or path.stem)
 
 
 def _numbered_lines(path: Path, warn: Warn) -> _Lines:
-    """Yields the lines that are not blank with their numbers from 1, without an unfinished last line."""
+    """Yields the numbers, from 1, and the content of lines that are not blank, without an unfinished last line."""
     is_first = True
     try:
         with path.open("rb") as file:
@@ -83,7 +75,7 @@ def _numbered_lines(path: Path, warn: Warn) -> _Lines:
                 yield number, line
                 is_first = False
     except OSError as error:
-        raise _refused(path, None, f"it cannot be read: {error.strerror}") from error
+        raise SettingsError(f"{path}: it cannot be read: {error.strerror}") from error
 
 
 def _is_json(line: bytes) -> bool:
@@ -97,18 +89,12 @@ def _is_json(line: bytes) -> bool:
 
 
 def _decode(path: Path, number: int, line: bytes, kind: Any) -> Any:
-    """Returns the value of type `kind` that a line holds. Raises `SettingsError`."""
+    """Returns the value of type `kind` in a line. Raises `SettingsError`."""
     try:
         return msgspec.json.decode(line, type=kind)
-    except RecursionError as error:
-        raise _refused(path, number, _NESTED) from error
-    except ValueError as error:
-        raise _refused(path, number, str(error)) from error
-
-
-def _refused(path: Path, number: int | None, reason: str) -> SettingsError:
-    place = path if number is None else f"{path}:{number}"
-    return SettingsError(f"{place}: {reason}")
+    except (RecursionError, ValueError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise SettingsError(f"{path}:{number}: {reason}") from error
 
 
 def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
@@ -118,14 +104,14 @@ def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
     block_tokens = 0
     for number, line in lines:
         row: _MooncakeRow = _decode(path, number, line, _MooncakeRow)
-        block_tokens = block_tokens or row.block_size
+        block_tokens, where = block_tokens or row.block_size, f"{path}:{number}"
         if row.block_size != block_tokens:
-            raise _refused(path, number, f"block_size: {row.block_size} is not the {block_tokens} of the lines before")
+            raise SettingsError(f"{where}: block_size: {row.block_size} is not the {block_tokens} of the lines before")
         if len(row.hash_ids) != -(-row.input_length // block_tokens):
             blocks = f"{len(row.hash_ids)} blocks of {block_tokens} tokens"
-            raise _refused(path, number, f"hash_ids: {blocks} are not the {row.input_length} of input_length")
+            raise SettingsError(f"{where}: hash_ids: {blocks} are not the {row.input_length} of input_length")
         if max(row.hash_ids) >= 1 << 64:
-            raise _refused(path, number, f"hash_ids: {max(row.hash_ids)} has more than 64 bits")
+            raise SettingsError(f"{where}: hash_ids: {max(row.hash_ids)} has more than 64 bits")
         # Ids are only compared, so their values do not matter.
         block_ids = np.array(row.hash_ids, np.uint64).view(np.int64)
         requests.append(BlockRequest(row.timestamp / 1000, block_ids, row.input_length, row.output_length))
@@ -135,10 +121,9 @@ def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
 def _recording(path: Path, lines: _Lines, name: str) -> Trace:
     """Reads a recording. Prompts share their tokens up to the last cut at which they have the same hash.
 
-    The tokens between two neighbouring cuts are replaced by a number that is unique to them. So prompts that part after
-    a cut differ from the next token on, and no two stretches are the same by chance. The token before a boundary is a
-    marker, as in real prompts. Most prompts have the same marker. The policy uses markers to tell messages from the
-    text of the template.
+    All tokens between two neighbouring cuts get one number, unique to the cuts. So prompts that part after a cut differ
+    from the next token on, and different stretches never agree by chance. The token before a boundary is a marker, as
+    in real prompts; most prompts have the same marker. The policy uses markers to tell messages from template text.
     """
     records: list[RecordedRequest] = []
     position_of = {"": 0}
@@ -148,11 +133,11 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
         try:
             record.check()
         except (InvalidScope, ValueError) as error:
-            raise _refused(path, number, str(error)) from error
+            raise SettingsError(f"{path}:{number}: {error}") from error
         for digest, cut in zip(record.hashes, record.cuts, strict=True):
-            if position_of.setdefault(digest, cut) != cut:
-                elsewhere = position_of[digest]
-                raise _refused(path, number, f"hashes: {digest!r} stands at {cut} here and at {elsewhere} elsewhere")
+            if (elsewhere := position_of.setdefault(digest, cut)) != cut:
+                problem = f"{digest!r} stands at {cut} here and at {elsewhere} elsewhere"
+                raise SettingsError(f"{path}:{number}: hashes: {problem}")
         records.append(record)
         hash_at = dict(zip(record.cuts, record.hashes, strict=True))
         boundaries.update(hash_at[position] for position in record.boundaries if position in hash_at)
@@ -184,8 +169,8 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
 
 
 def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Collection[str]) -> dict[str, int]:
-    """Returns, for each hash at a boundary, the marker before it: -1, or a lower number where two prompts part with a
-    marker each."""
+    """Returns, for each hash at a boundary, the marker before it: -1, or a lower number where prompts part at their
+    markers."""
     marker_of: dict[str, int] = {}
     parting: Counter[str] = Counter()
     for digest in sorted(boundaries):
@@ -200,16 +185,17 @@ def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Co
 def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
     """Returns the daemon's settings in the last record, and its mean speed of prefill."""
     last = records[-1]
-    is_weighed = last.bytes_per_token or last.state_bytes
-    geometry = Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes, last.exact_at)
+    geometry = None
+    if last.bytes_per_token or last.state_bytes:
+        geometry = Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes, last.exact_at)
     computed = [record for record in records if record.prefill_ms and record.prompt_tokens > record.restored]
     seconds = sum(record.prefill_ms for record in computed) / 1e3
     num_tokens = sum(record.prompt_tokens - record.restored for record in computed)
     return RecordedDaemon(
         block_size=last.block_size,
         min_tokens=last.min_tokens,
-        geometry=geometry if is_weighed else None,
-        tokens_per_s=num_tokens / seconds if seconds > _LEAST_MEASURED_S else 0.0,
+        geometry=geometry,
+        tokens_per_s=num_tokens / seconds if seconds > _MIN_MEASURED_S else 0.0,
     )
 
 

@@ -1,4 +1,4 @@
-"""The baseline for policies: an upper bound for all rules."""
+"""The baseline of a comparison: a bound that no policy exceeds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _OFF = Scope("off")
 
 
 def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
-    """Returns totals that no rule can exceed: each prompt restores all tokens that it shares with an earlier prompt and
-    its reply.
+    """Returns totals that no policy can exceed: each prompt restores all tokens that it shares with an earlier prompt
+    and its reply. Keeps every distinct token in memory.
 
-    A shared prefix counts if it is at least as long as any rule with the settings of `policy` restores: `LEAST_TOKENS`
-    for models that are exact at every token, else one block, and at most `min_tokens`. Of a request's own options only
-    the scope `off` and `save: false` count. Keeps every distinct token in memory.
+    A shared prefix counts from the length that a policy with these settings may restore: `LEAST_TOKENS` for models that
+    are exact at every token, else one block, and at most `min_tokens`. Requests' own options are ignored, except the
+    scope `off` and `save: false`.
     """
     totals, kept = Totals(), RadixTree(max_tokens=None)
     least = min(policy.block_size, max(policy.min_tokens, 1))

@@ -23,12 +23,12 @@ from diskprefix.units import counted, format_duration
 _EPILOG = """\b
 Examples:
   diskprefix chat
-  diskprefix chat --browser                 the same as a page in a browser
+  diskprefix chat --browser                 opens the chat page in a browser
   diskprefix chat --system notes.txt        with instructions or a document that every prompt begins with
   echo "Name three rivers." | diskprefix chat
 
-In a conversation, /help lists the commands. Kill the daemon, start it again, and go on: the next reply says what was
-restored.
+In a conversation, /help lists the commands. Kill the daemon, start it again, and go on: the next reply says how
+much was restored.
 
 Exit codes: 0 done; 1 no daemon answers, or a reply failed; 2 wrong usage.
 """
@@ -44,24 +44,24 @@ _PATH = "/v1/chat/completions"
 
 @dataclass
 class Talk:
-    """A conversation. `begin` are its first messages, `fields` are in each request."""
+    """A conversation. Each request has the system messages, the `messages` and the `fields`."""
 
     stream: Stream
     fields: dict[str, Any]
-    begin: list[dict[str, str]]
+    system: list[dict[str, str]]
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self) -> None:
-        """Writes the reply to the last message, and what the cache did. Raises `DiskPrefixError`; then, and if it is
-        interrupted, what came is kept as the reply."""
+        """Prints the reply to the last message, and the work of the cache. Raises `DiskPrefixError`. The part of the
+        reply that was received before an error or an interrupt is kept as the reply."""
         body = {
-            "messages": [*self.begin, *self.messages],
+            "messages": [*self.system, *self.messages],
             "stream": True,
             "stream_options": {"include_usage": True},
             "prefix_cache": {"scope": "full"},
             **{name: value for name, value in self.fields.items() if value is not None},
         }
-        said: list[str] = []
+        reply: list[str] = []
         is_thinking, is_cut, done = False, False, None
         try:
             with self.stream(_PATH, body) as events:
@@ -73,24 +73,23 @@ class Talk:
                         is_cut = choice.get("finish_reason") == "length"
                         if thought := delta.get("reasoning_content"):
                             is_thinking = True
-                            _write(click.style(_shown(thought), dim=True))
+                            click.secho(_without_controls(thought), dim=True, nl=False)
                         if text := delta.get("content"):
-                            _write("\n" if is_thinking else "")
+                            click.echo("\n" * is_thinking + _without_controls(text), nl=False)
                             is_thinking = False
-                            said.append(text)
-                            _write(_shown(text))
+                            reply.append(text)
                     done = event if "prefix_cache" in event else done
         finally:
             click.echo()
-            if said:
-                self.messages.append({"role": "assistant", "content": "".join(said)})
+            if reply:
+                self.messages.append({"role": "assistant", "content": "".join(reply)})
         if done is not None:
             cut = " · cut short: see --max-tokens" if is_cut else ""
             click.secho(_figures(done) + cut, dim=True, err=True)
 
-    def take_again(self) -> None:
-        """Forgets the last reply."""
-        if self.messages and self.messages[-1]["role"] == "assistant":
+    def drop_last(self, role: str) -> None:
+        """Drops the last message if it has this role."""
+        if self.messages and self.messages[-1]["role"] == role:
             self.messages.pop()
 
 
@@ -119,8 +118,8 @@ class Talk:
 def chat(browser: bool, url: str, api_key: str | None, **options: Any) -> None:
     """Talk to the model of a running daemon.
 
-    Below each reply stands what the cache did: how many tokens of the prompt were restored, and when the first token
-    came. `--browser` opens the same as a page.
+    A line below each reply says how many tokens of the prompt were restored, and when the first token came. `--browser`
+    opens the chat page instead.
     """
     if browser:
         for name in options:
@@ -134,13 +133,13 @@ def chat(browser: bool, url: str, api_key: str | None, **options: Any) -> None:
 
 
 def converse(url: str, api_key: str | None, prompt: str, *, system: Path | None, **fields: Any) -> None:
-    """Answers what comes from a pipe and `prompt`, or holds a conversation at a terminal. `fields` are in each request.
-    Raises `DiskPrefixError` if there is nothing to answer, or no answer."""
+    """Answers standard input and `prompt`, or holds a conversation at a terminal. Each request has the `fields`. Raises
+    `DiskPrefixError` if there is nothing to answer, or no answer."""
     try:
-        begin = [] if system is None else [{"role": "system", "content": system.read_text(encoding="utf-8")}]
+        messages = [] if system is None else [{"role": "system", "content": system.read_text(encoding="utf-8")}]
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"--system: {system} cannot be read as text: {error}") from error
-    talk = Talk(streaming_daemon(url, api_key), fields, begin)
+    talk = Talk(streaming_daemon(url, api_key), fields, messages)
     if not sys.stdin.isatty():
         prompt = " ".join(filter(None, (sys.stdin.buffer.read().decode("utf-8", "replace"), prompt)))
         if not prompt.strip():
@@ -157,7 +156,7 @@ def converse(url: str, api_key: str | None, prompt: str, *, system: Path | None,
 
 
 def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
-    """Reads a message and answers it. Returns False at the end of the conversation."""
+    """Reads a message or a command, and answers it. Returns False at the end of the conversation."""
     try:
         text = input("> ").strip()
     except (EOFError, KeyboardInterrupt):
@@ -169,19 +168,18 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
     word = text.partition(" ")[0]
     if text == "/bye":
         return False
-    # A path has more of them.
+    # A path has more slashes.
     if word.rfind("/") == 0 and text not in _COMMANDS.keys() - {"/help"}:
-        lines = (f"{name:<8} {does}" for name, does in _COMMANDS.items())
-        wrong = [] if text == "/help" else [f"there is no command {shown(word)}"]
-        click.echo("\n".join((*wrong, *lines)), err=True)
+        if text != "/help":
+            click.echo(f"there is no command {shown(word)}", err=True)
+        click.echo("\n".join(f"{name:<8} {help_}" for name, help_ in _COMMANDS.items()), err=True)
         return True
     if text == "/new":
         talk.messages.clear()
     elif text == "/again":
-        talk.take_again()
+        talk.drop_last("assistant")
     elif text:
-        if talk.messages and talk.messages[-1]["role"] == "user":
-            talk.messages.pop()
+        talk.drop_last("user")
         talk.messages.append({"role": "user", "content": text})
     if not text or not talk.messages:
         return True
@@ -191,17 +189,17 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
         click.secho("stopped", dim=True, err=True)
     except DiskPrefixError as error:
         click.secho(shown(error.message, 1000), fg="red", err=True)
-        _wait(url, api_key)
+        _wait_for_daemon(url, api_key)
     return True
 
 
-def _wait(url: str, api_key: str | None) -> None:
-    """Waits for a daemon that went away. Ctrl+C ends the wait."""
+def _wait_for_daemon(url: str, api_key: str | None) -> None:
+    """Waits for a daemon that stopped. Ctrl+C ends the wait."""
     call = running_daemon(url, api_key)
     with suppress(KeyboardInterrupt):
         with status(f"{_WAITING}; Ctrl+C ends the wait") as say:
             while True:
-                # Why there is none has just been said.
+                # The caller has just printed why there is no daemon.
                 with suppress(NotReady):
                     wait_ready(call, url, say)
                     break
@@ -209,19 +207,16 @@ def _wait(url: str, api_key: str | None) -> None:
         click.secho("the daemon is ready; /again sends the message again", dim=True, err=True)
 
 
-def _shown(text: str) -> str:
-    """Returns a piece of a reply without what would steer the terminal."""
+def _without_controls(text: str) -> str:
+    """Returns a piece of a reply without characters that would control the terminal."""
     return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 
-def _write(text: str) -> None:
-    click.echo(text, nl=False)
-
-
 def _figures(done: dict[str, Any]) -> str:
-    cache, timings, all_tokens = done["prefix_cache"], done["timings"], done["usage"]["prompt_tokens"]
-    restored = cache["restored"]
-    what = f"{restored:,} of {counted(all_tokens, 'token')} restored from {cache.get('source')}" if restored else ""
-    what = what or f"{counted(all_tokens, 'token')} computed, none restored ({cache.get('miss_reason')})"
+    """Returns the work of the cache and the speed in the last event of a reply, as a line."""
+    cache, timings, tokens = done["prefix_cache"], done["timings"], counted(done["usage"]["prompt_tokens"], "token")
+    restored = f"{tokens} computed, none restored ({cache.get('miss_reason')})"
+    if cache["restored"]:
+        restored = f"{cache['restored']:,} of {tokens} restored from {cache.get('source')}"
     speed = f" · {rate:.1f} tokens/s" if (rate := timings["decode_tokens_per_s"]) else ""
-    return printable_only(f"{what} · first token after {format_duration(timings['ttft_ms'] / 1e3)}{speed}")
+    return printable_only(f"{restored} · first token after {format_duration(timings['ttft_ms'] / 1e3)}{speed}")

@@ -51,9 +51,8 @@ SUPPORTED = ("0.32",)
 
 def check_version() -> None:
     """Raises `ImportError` with one line if vLLM's version is not supported."""
-    found: str = vllm.__version__
-    if not found.startswith(tuple(f"{version}." for version in SUPPORTED)):
-        raise ImportError(f"this diskprefix supports vLLM {', '.join(SUPPORTED)}, and {found} is installed")
+    if not vllm.__version__.startswith(tuple(f"{version}." for version in SUPPORTED)):
+        raise ImportError(f"this diskprefix supports vLLM {', '.join(SUPPORTED)}, and {vllm.__version__} is installed")
 
 
 def check_parallel(vllm_config: Any) -> None:
@@ -81,16 +80,13 @@ def rank_of(vllm_config: Any) -> tuple[int, int]:
 
 
 def engine_groups(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
-    """Returns the groups of layers with a common block table.
-
-    Raises `ValueError` with one line for a model whose state cannot be cut into blocks.
-    """
+    """Returns the groups of layers with a common block table. Raises `ValueError` with one line for a model whose state
+    cannot be cut into blocks."""
     return tuple(_engine_group(group) for group in kv_cache_config.kv_cache_groups)
 
 
 def _engine_group(group: Any) -> EngineGroup:
-    spec = group.kv_cache_spec
-    inner = spec
+    spec = inner = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         inner = next(iter(spec.kv_cache_specs.values()))
     if not isinstance(inner, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
@@ -105,18 +101,17 @@ def _engine_group(group: Any) -> EngineGroup:
 def numbers_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
     """Returns everything that changes the numbers of this rank, except the tenant and the form of its pages."""
     layers = vllm_config.compilation_config.static_forward_context
-    found = [layers[name] for group in kv_cache_config.kv_cache_groups for name in group.layer_names if name in layers]
+    names = (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names if name in layers)
     return engine_numbers.numbers_of(
         vllm_config,
         vllm.__version__,
         device=device_kind(torch.device(vllm_config.device_config.device)),
-        attention=",".join(sorted({_attention(layer) for layer in found})),
+        attention=",".join(sorted({_attention(layers[name]) for name in names})),
     )
 
 
 def _attention(layer: Any) -> str:
-    """Returns the name of a layer's attention backend. The CPU backend adds the instruction set that it packs keys
-    for."""
+    """Returns the name of a layer's attention backend, for CPUs with the instruction set that it packs keys for."""
     backend = layer.get_attn_backend().get_name()
     isa = getattr(layer, "isa", "")
     return f"{backend}:{isa}" if isa else str(backend)

@@ -1,10 +1,11 @@
-"""All that a tier of vLLM's offloading needs from vLLM, the same from 0.28 on."""
+"""Everything that a tier of vLLM's offloading needs from vLLM: the same since 0.28."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -33,23 +34,25 @@ from diskprefix.identity import canonical
 __all__ = ["JobResult", "LookupResult", "Medium", "OffloadPolicy", "RequestOffloadingContext", "SecondaryTierManager"]
 
 _KERNEL_PACKAGES = ("flash-attn", "flashinfer-python", "triton")
-"""Packages from which vLLM chooses a backend by itself."""
-_OF_KERNELS = ("ATTN", "ATTENTION", "FLASH", "LAYOUT", "MLA")
-"""In the names of vLLM's variables that choose kernels."""
+"""vLLM may choose a backend from these packages."""
+_KERNEL_WORDS = ("ATTN", "ATTENTION", "FLASH", "LAYOUT", "MLA")
+"""Words in the names of vLLM's variables that choose kernels."""
 _DIGESTS = ("sha256", "sha256_cbor")
+_PROCESS_FIELDS = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
+"""Engines that differ only in these fields share their chunks."""
 
 
 def engine_config() -> Any:
     """Returns the configuration of the engine that is creating a tier in this call.
 
-    vLLM gives a tier a summary, which names neither weights nor quantisation. The whole is an argument of the connector
-    that creates the tiers, up the stack. Raises `ImportError` if it is not there.
+    vLLM gives a tier a summary, which names neither weights nor quantisation. The whole configuration is an argument of
+    the connector that creates the tiers, up the stack. Raises `ImportError` if it is not there.
     """
     frame = inspect.currentframe()
     while frame is not None:
-        found = frame.f_locals.get("vllm_config")
-        if isinstance(found, VllmConfig):
-            return found
+        config = frame.f_locals.get("vllm_config")
+        if isinstance(config, VllmConfig):
+            return config
         frame = frame.f_back
     raise ImportError(f"this diskprefix cannot find the configuration of vLLM {vllm.__version__}")
 
@@ -75,7 +78,8 @@ def check_keys(vllm_config: Any) -> None:
 
 def tier_numbers(vllm_config: Any, offloading: Any) -> dict[str, str]:
     """Returns everything that changes the numbers of all ranks, and the form of a chunk. `offloading` is the summary
-    that a tier gets. No layer exists in the scheduler's process, so attention is given by what vLLM chooses it from."""
+    that a tier gets. The scheduler's process has no layers, so the values from which vLLM chooses attention stand for
+    the backend."""
     return engine_numbers.numbers_of(
         vllm_config,
         vllm.__version__,
@@ -94,7 +98,7 @@ def tier_numbers(vllm_config: Any, offloading: Any) -> dict[str, str]:
 
 
 def chunk_form(offloading: Any, parallel: Mapping[str, Any]) -> str:
-    """Returns a text of what decides what is where in a chunk. `parallel` are the fields of the summary's."""
+    """Returns the layout of a chunk as a text. `parallel` has the fields of `offloading.parallel`."""
     return canonical(
         {
             "groups": [(group.tokens_per_block, group.layer_names) for group in offloading.groups],
@@ -102,27 +106,22 @@ def chunk_form(offloading: Any, parallel: Mapping[str, Any]) -> str:
             "hash_tokens": offloading.cache.tokens_per_hash,
             "layout": getattr(offloading, "kv_cache_layout", None),
             "canonical": getattr(offloading, "canonical_layout", False),
-            "ranks": {name: value for name, value in parallel.items() if name not in _OF_ONE_PROCESS},
+            "ranks": {name: value for name, value in parallel.items() if name not in _PROCESS_FIELDS},
         }
     )
 
 
-_OF_ONE_PROCESS = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
-"""Engines that differ in nothing else share their chunks."""
-
-
 def _chooses_kernels(variable: str) -> bool:
-    return variable.startswith("VLLM_") and any(part in variable for part in _OF_KERNELS)
+    return variable.startswith("VLLM_") and any(word in variable for word in _KERNEL_WORDS)
 
 
 def _kernel_packages() -> dict[str, str]:
-    found = {}
+    """Returns the versions of the installed ones of `_KERNEL_PACKAGES`."""
+    versions = {}
     for name in _KERNEL_PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def chunk_key(key: Any) -> ChunkKey:
@@ -133,6 +132,5 @@ def chunk_key(key: Any) -> ChunkKey:
 
 
 def slots_of(job: Any) -> list[int]:
-    """Returns the places of a job's chunks in the primary tier. Their name changed in vLLM 0.30."""
-    slots = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-    return [int(slot) for slot in slots]
+    """Returns the places of a job's chunks in the primary tier. The attribute was renamed in vLLM 0.30."""
+    return [int(slot) for slot in (job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids)]

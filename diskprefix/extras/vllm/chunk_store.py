@@ -1,7 +1,7 @@
-"""The chunks of an engine's offloading as blocks of the store. The engine names them by digests.
+"""The chunks of vLLM's offloading as blocks of the store. vLLM names chunks by digests.
 
 A chunk is the state of some tokens in all layers of a group, of all ranks. Its block continues the root of the group
-and holds the chunk's digest in the place of token ids, which are not known here. So it is named and compared like any
+and holds the chunk's digest in place of token ids, which are not known here. So it is named and compared like any
 block, and the commands for the store work on it.
 """
 
@@ -38,34 +38,30 @@ log = logging.getLogger("diskprefix")
 
 DIGEST_BYTES = 32
 NUM_IDS = DIGEST_BYTES // ID_BYTES
-"""A digest in the place of token ids."""
+"""The number of token ids whose place a digest takes."""
 GROUP = "kv_group"
-"""The field of an identity with the number of the group."""
+"""The field of an identity that has the index of the group."""
 _ROW_BYTES = 4096
-"""Chunks are whole pages of memory."""
+"""The size of a page of memory. Chunks are whole pages."""
 _PUBLICATION_BYTES = 16 * 2**20
-"""The bytes of chunks that are written in one transaction, at least one chunk."""
+"""The most bytes of chunks in one transaction, which has at least one chunk."""
 _STEP_S = 1e-5
-"""The time by which a chunk counts as used before the one that it continues, so that the ends of prompts are evicted
-first. A chunk cannot be restored without those before it."""
+"""A chunk is recorded as used this much earlier than the chunk before it, so that the ends of prompts are evicted
+first: a chunk cannot be restored without the chunks before it."""
 _AHEAD_S = 10.0
-"""The time by which all uses are recorded too late: a chunk counts as used when it is written, and the order of uses
-must outlast that."""
+"""Uses are recorded this far in the future: writing a chunk counts as a use, and must not change the order of uses."""
 
 
 class ChunkKey(NamedTuple):
-    """The digest of all tokens up to the end of the chunk, and the number of its group of layers."""
+    """The digest of all tokens up to the end of the chunk, and the index of its group of layers."""
 
     digest: bytes
     group: int
 
 
 def chunk_layout(num_bytes: int, dtype: str) -> str:
-    """Returns the layout of blocks that hold chunks of `num_bytes` each. `dtype` is torch's name of most of its
-    numbers; it decides only how well they are compressed.
-
-    Raises `ValueError` if a chunk is not whole pages.
-    """
+    """Returns the layout of blocks that hold a chunk of `num_bytes` each. `dtype` is torch's name for the dtype of most
+    values; it decides only how well they are compressed. Raises `ValueError` if a chunk is not whole pages."""
     if num_bytes < 1 or num_bytes % _ROW_BYTES:
         raise ValueError(f"diskprefix cannot store chunks of {num_bytes} bytes, because they are not whole pages")
     known = dtype if dtype in DTYPES else "uint8"
@@ -76,10 +72,10 @@ def chunk_layout(num_bytes: int, dtype: str) -> str:
 
 class ChunkStore:
     """Looks up, loads and saves chunks. `has` and `end_step` are for one thread, and wait for the disk only to look up
-    names. `load` and `save` wait for it, and for a copy; each is for a thread of its own."""
+    names. `load` and `save` wait for the disk and copy; each is for a thread of its own."""
 
     def __init__(self, shared: SharedStore, identity: RankIdentity) -> None:
-        """`identity` is that of group 0, for all ranks; its layout is one of `chunk_layout`."""
+        """`identity` is the identity of group 0 for all ranks, with a layout from `chunk_layout`."""
         self._shared, self._identity = shared, identity
         self._layout = PayloadLayout.parse(identity.layout)
         self.chunk_bytes = self._layout.payload_bytes(NUM_IDS, Kind.BLOCK)
@@ -88,7 +84,7 @@ class ChunkStore:
         self._roots: dict[int, tuple[bytes, RootRecord]] = {}
         """By group."""
         self._lost: set[ChunkKey] = set()
-        """Chunks that could not be loaded: they are missing, even if their damaged blocks cannot be removed."""
+        """Chunks that could not be loaded. They count as missing, even if their damaged blocks cannot be removed."""
         self._opened = ExitStack()
         self._views: list[View] | None = None
 
@@ -97,13 +93,13 @@ class ChunkStore:
         try:
             if self._views is None:
                 self._views = self._opened.enter_context(open_views(self._shared.tiers))
-            return key not in self._lost and self._found(self._views, key) is not None
+            return key not in self._lost and self._find(self._views, key) is not None
         except CacheError as error:
             log.debug("[disk-cache] a chunk was not looked up: %s", error)
             return False
 
     def end_step(self) -> None:
-        """Ends what `has` has opened, so that its pages can be written anew."""
+        """Closes the views that `has` opened, so that the file's freed pages can be reused."""
         self._views = None
         self._opened.close()
 
@@ -112,8 +108,8 @@ class ChunkStore:
         The content of the others is undefined, and they are missing until they are saved again."""
         try:
             with open_views(self._shared.tiers) as views, ExitStack() as reading:
-                begun = [self._begun(views, key, place, reading) for key, place in zip(keys, places, strict=True)]
-                loaded = [one is not None and self._ended(*one) for one in begun]
+                started = [self._start_read(views, *chunk, reading) for chunk in zip(keys, places, strict=True)]
+                loaded = [read is not None and self._finish_read(*read) for read in started]
         except CacheError as error:
             log.warning("[disk-cache] %d chunks were not loaded: %s", len(keys), error)
             loaded = [False] * len(keys)
@@ -129,18 +125,15 @@ class ChunkStore:
         try:
             with open_views(self._shared.tiers) as views:
                 # A damaged block is removed before a new one is written.
-                new = [
-                    one
-                    for one in zip(keys, places, strict=True)
-                    if one[0] in self._lost or not self._found(views, one[0])
-                ]
+                chunks = zip(keys, places, strict=True)
+                new = [chunk for chunk in chunks if chunk[0] in self._lost or not self._find(views, chunk[0])]
         except CacheError as error:
             log.debug("[disk-cache] %d chunks were not saved: %s", len(keys), error)
             return False
         self._lost.difference_update(keys)
         at_once = max(1, _PUBLICATION_BYTES // self.chunk_bytes)
-        of_groups = groupby(sorted(new, key=lambda one: one[0].group), lambda one: one[0].group)
-        return all(self._publish(group, part) for group, chunks in of_groups for part in batches(list(chunks), at_once))
+        by_group = groupby(sorted(new, key=lambda chunk: chunk[0].group), lambda chunk: chunk[0].group)
+        return all(self._publish(group, part) for group, some in by_group for part in batches(list(some), at_once))
 
     def use(self, keys: Sequence[ChunkKey], *, hits: int = 0) -> None:
         """Records that a request has these chunks, in the order of its tokens. `hits` is 1 if they were restored."""
@@ -151,7 +144,7 @@ class ChunkStore:
             num_after[key.group] += 1
 
     def close(self) -> None:
-        """Ends the threads and the step. The store stays open."""
+        """Ends the step and the threads. The store stays open."""
         self.end_step()
         self._readers.shutdown()
 
@@ -165,27 +158,30 @@ class ChunkStore:
         root, _ = self._root_of(key.group)
         return Node(node_name(self._shared.store.secret, root, key.digest, Kind.BLOCK), root, 0, NUM_IDS, Kind.BLOCK)
 
-    def _found(self, views: Sequence[View], key: ChunkKey) -> tuple[Node, View] | None:
+    def _find(self, views: Sequence[View], key: ChunkKey) -> tuple[Node, View] | None:
+        """Returns a chunk's node and the first view that has it, or None."""
         node = self._node(key)
         view = next((view for view in views if view.has(node, key.digest)), None)
         return None if view is None else (node, view)
 
-    def _begun(
+    def _start_read(
         self, views: Sequence[View], key: ChunkKey, place: Bytes, reading: ExitStack
     ) -> tuple[Node, View, list[Future[None]]] | None:
-        """Begins to read a chunk, piece by piece; None if it is not stored. `reading` ends once nothing is read."""
-        if (found := self._found(views, key)) is None:
+        """Starts reading the pieces of a chunk. Returns None if it is not stored. Closing `reading` waits for the
+        reads."""
+        if (stored := self._find(views, key)) is None:
             return None
-        node, view = found
+        node, view = stored
         cuts, rows = self._layout.cuts(NUM_IDS, Kind.BLOCK), place.reshape(-1, _ROW_BYTES)
         reads: list[Future[None]] = []
-        # What is read belongs to the view: no thread may still read it when that is closed.
+        # The view owns the memory that is read, so it must not be closed before.
         reading.callback(wait, reads)
         for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
             reads.append(self._readers.submit(write, rows[cut.first_row : cut.first_row + cut.piece.num_rows]))
         return node, view, reads
 
-    def _ended(self, node: Node, view: View, reads: Sequence[Future[None]]) -> bool:
+    def _finish_read(self, node: Node, view: View, reads: Sequence[Future[None]]) -> bool:
+        """Waits for the reads of a chunk. Returns False, and drops its block, if the block is damaged."""
         try:
             for read in reads:
                 read.result()

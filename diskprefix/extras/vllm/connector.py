@@ -25,13 +25,13 @@ from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
 log = logging.getLogger("diskprefix")
 
 _IDLE_S = 0.02
-"""Seconds for which a step that computes nothing waits for a load or a fetch. Without the wait, vLLM would repeat such
-steps in a tight loop, on the cores that decode."""
+"""Seconds for which a step that computes nothing waits for a load. Without the wait, vLLM would repeat such steps in a
+tight loop, on the cores that decode."""
 
 
 @dataclass
 class StepMetadata(compat.KVConnectorMetadata):  # type: ignore[misc]
-    """The plan of a step. `is_idle`: the step computes nothing."""
+    """The plan of a step. `is_idle`: the step computes no token."""
 
     plan: StepPlan
     is_idle: bool = False
@@ -56,8 +56,8 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
         self._groups = compat.engine_groups(kv_cache_config)
         self._sizes = tuple(group.block_size for group in self._groups)
         self._keeps_part = len(self._groups) == 1 and self._groups[0].window is None
-        """vLLM can keep the blocks before the first bad one. Not so with a window, because blocks that earlier tokens
-        need were not loaded."""
+        """vLLM can keep the blocks before the first bad one, except with a window: blocks that the earlier tokens need
+        were not loaded."""
         if role == compat.KVConnectorRole.SCHEDULER:
             compat.warn_of_failures(self._kv_transfer_config)
         config = self._kv_transfer_config.kv_connector_extra_config or {}
@@ -78,7 +78,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: vLLM need not wait for saves, because a save that is dropped only costs a later miss."""
+        """False: vLLM need not wait for saves, because a dropped save only costs a later miss."""
         return False
 
     # The worker's side.
@@ -152,7 +152,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler is not None and num_external_tokens > 0:
-            self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+            self._scheduler.plan_load(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         if self._scheduler is None:

@@ -1,4 +1,4 @@
-"""The settings of a connector or a tier: the daemon's settings of the store, under shorter names."""
+"""The settings of a connector or a tier: the daemon's settings for the store, under shorter names."""
 
 from __future__ import annotations
 
@@ -27,24 +27,21 @@ TIER_NAMES = ("path", "budget", "ttl", "namespace_key_file")
 """The keys of the tier's configuration. vLLM chooses what a tier gets."""
 
 _WRITE_BUFFER = 256 * 1024**2
-_LEAST_BLOCK = 128
-"""Tokens. Smaller blocks are not restored faster, and each needs a record of its own."""
+_MIN_BLOCK_TOKENS = 128
+"""Smaller blocks are not restored faster, and each needs a record of its own."""
 
 
 def connector_settings(config: Mapping[str, Any], page_tokens: int) -> Settings:
-    """Returns the settings for a configuration. `page_tokens` is the number of tokens in a page of the engine. A block
-    of the store holds whole pages.
-
-    Raises `SettingsError` or `InvalidScope`, which names the key.
-    """
-    settings = _settings(config, NAMES, block_size=page_tokens * math.ceil(_LEAST_BLOCK / page_tokens))
+    """Returns the settings of a connector. A block of the store holds whole pages of `page_tokens` tokens. Raises
+    `SettingsError` or `InvalidScope`, which names the key."""
+    settings = _settings(config, NAMES, block_size=page_tokens * math.ceil(_MIN_BLOCK_TOKENS / page_tokens))
     if settings.block_size % page_tokens:
         raise SettingsError(f"block_size: {settings.block_size} tokens are not whole pages of {page_tokens} tokens")
     return settings
 
 
 def tier_settings(config: Mapping[str, Any]) -> Settings:
-    """Returns the settings for the configuration of a tier. Raises `SettingsError`, which names the key."""
+    """Returns the settings of a tier. Raises `SettingsError`, which names the key."""
     return _settings(config, TIER_NAMES)
 
 

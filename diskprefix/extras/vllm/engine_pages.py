@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,13 +20,13 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 class UnsupportedPages(ValueError):
-    """The pages of a model cannot be stored in their form."""
+    """The form of a model's pages is not supported."""
 
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Layers with a common block table. `block_size` is the number of tokens in one of the engine's blocks. `window` is
-    the number of tokens that attention reads, None for all."""
+    """Layers with a common block table. `block_size` is the number of tokens in an engine block. `window` is the number
+    of tokens that attention reads, None for all."""
 
     layers: tuple[str, ...]
     block_size: int
@@ -35,7 +36,7 @@ class EngineGroup:
 @dataclass(frozen=True)
 class PageGroup:
     """Layers whose pages have the same form. `stacks` are views of the pages, shape [layers, pages, page_bytes], uint8,
-    in the order of the layers. `engine_group` is the number of the engine's group. Each of its blocks is `pages_each`
+    in the order of the layers. `engine_group` is the index of the engine's group. An engine block has `pages_each`
     pages."""
 
     layout: LayoutGroup
@@ -53,11 +54,11 @@ class PageGroup:
 
     @cached_property
     def _memories(self) -> tuple[Bytes, ...]:
-        """The stacks as arrays. Copying a page is ten times as fast as with torch's indexing."""
+        """The stacks as arrays: copying a page is ten times as fast as with torch's indexing."""
         return tuple(stack.numpy() for stack in self.stacks)
 
     def in_place(self, pages: Sequence[int], rows: slice) -> Bytes | None:
-        """Returns the memory of one page of the layers `rows`, shape [rows, page_bytes]. Returns None if that is not
+        """Returns the memory of one page of the layers `rows`, shape [rows, page_bytes], or None if the memory is not
         one array in main memory."""
         if len(pages) != 1 or len(self.stacks) != 1 or self.stacks[0].device.type != "cpu":
             return None
@@ -88,7 +89,7 @@ class PageGroup:
             start += len(stack)
 
     def page_numbers(self, blocks: Sequence[int]) -> list[int]:
-        """Returns the pages of the engine's blocks."""
+        """Returns the page numbers of engine blocks."""
         return [block * self.pages_each + page for block in blocks for page in range(self.pages_each)]
 
 
@@ -111,7 +112,7 @@ class Pages:
         return sum(group.num_rows * group.page_bytes * num_tokens // group.layout.page for group in self.groups)
 
     def read(self, blocks: Sequence[Sequence[int]], out: Bytes) -> None:
-        """Copies pages into `out`, a payload. `blocks` are the engine's blocks by group. Waits for copies from a
+        """Copies pages into `out`, a payload. `blocks` has the engine's blocks by group. Waits for copies from a
         device."""
         start = 0
         for group in self.groups:
@@ -125,23 +126,24 @@ class Pages:
     def fill(self, blocks: Sequence[Sequence[int]], number: int, rows: slice, write: Write) -> None:
         """Calls `write` to fill the pages of group `number` in the layers `rows`. Skips `NO_PAGE`."""
         group = self.groups[number]
-        found = blocks[group.engine_group]
-        if found[0] != NO_PAGE and (place := group.in_place(group.page_numbers(found), rows)) is not None:
+        numbers = blocks[group.engine_group]
+        pages = group.page_numbers(numbers)
+        if numbers[0] != NO_PAGE and (place := group.in_place(pages, rows)) is not None:
             write(place)
             return
-        whole = np.empty((rows.stop - rows.start, len(found) * group.pages_each * group.page_bytes), np.uint8)
-        write(whole)
-        pages = whole.reshape(len(whole), len(found), group.pages_each, group.page_bytes)
-        for index, block in enumerate(found):
-            for offset, page in enumerate(group.page_numbers([block]) if block != NO_PAGE else ()):
-                group.write_page(page, rows, pages[:, index, offset])
+        payload = np.empty((rows.stop - rows.start, len(pages) * group.page_bytes), np.uint8)
+        write(payload)
+        values = payload.reshape(len(payload), len(pages), group.page_bytes)
+        for index, page in enumerate(pages):
+            if numbers[index // group.pages_each] != NO_PAGE:
+                group.write_page(page, rows, values[:, index])
 
 
 def _page_groups(
     caches: Mapping[str, torch.Tensor], number: int, engine: EngineGroup, num_blocks: int
 ) -> list[PageGroup]:
-    """Returns the groups of one block table, one for each form of pages. Leaves out layers that share the pages of
-    another layer."""
+    """Returns the groups of one block table, one for each form of pages. Omits layers that share the pages of another
+    layer."""
     by_form: dict[tuple[LayoutGroup, int], list[tuple[str, torch.Tensor]]] = {}
     seen: set[int] = set()
     for layer in engine.layers:
@@ -155,12 +157,9 @@ def _page_groups(
         form = _form(layer, cache, engine, pages_each)
         by_form.setdefault((form, pages_each), []).append((layer, cache))
     groups: list[PageGroup] = []
-    for (form, pages_each), found in by_form.items():
-        names = tuple(f"{_layer_number(layer)}.pages" for layer, _ in found)
-        layout = LayoutGroup(
-            form.heads, form.head_dim, form.dtype, names, window=form.window, axes=form.axes, page=form.page
-        )
-        groups.append(PageGroup(layout, tuple(_stacks([cache for _, cache in found])), number, pages_each))
+    for (form, pages_each), layers in by_form.items():
+        layout = msgspec.structs.replace(form, tensors=tuple(f"{_layer_number(layer)}.pages" for layer, _ in layers))
+        groups.append(PageGroup(layout, tuple(_stacks([cache for _, cache in layers])), number, pages_each))
     return groups
 
 
@@ -171,13 +170,12 @@ def _form(layer: str, cache: torch.Tensor, engine: EngineGroup, pages_each: int)
     _, heads, tokens, dim = cache.shape
     if tokens * pages_each != engine.block_size:
         raise UnsupportedPages(f"{layer} has {tokens} states for {engine.block_size // pages_each} tokens in a page")
-    by_head: tuple[Axis, ...] = ("page", "head", "token", "dim")
-    by_token: tuple[Axis, ...] = ("page", "token", "head", "dim")
+    axes: tuple[Axis, ...]
     _, head_stride, token_stride, dim_stride = cache.stride()
     if dim_stride == 1 and token_stride == dim and (heads == 1 or head_stride == tokens * dim):
-        axes = by_head
+        axes = ("page", "head", "token", "dim")
     elif dim_stride == 1 and head_stride == dim and token_stride == heads * dim:
-        axes = by_token
+        axes = ("page", "token", "head", "dim")
     else:
         raise UnsupportedPages(f"{layer} has pages that are not in one piece, with strides {cache.stride()}")
     dtype = str(cache.dtype).removeprefix("torch.")
@@ -185,12 +183,12 @@ def _form(layer: str, cache: torch.Tensor, engine: EngineGroup, pages_each: int)
 
 
 def _layer_number(layer: str) -> str:
-    found = _LAYER.search(layer)
-    return found[1] if found else layer
+    match = _LAYER.search(layer)
+    return match[1] if match else layer
 
 
 def _stacks(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns views of shape [layers, pages, page_bytes]. Each view has consecutive layers at equal distances in one
+    """Returns views of shape [layers, pages, page_bytes], each of consecutive layers at equal distances in one
     storage."""
     runs: list[list[torch.Tensor]] = []
     for cache in caches:
@@ -202,6 +200,7 @@ def _stacks(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _continues(run: Sequence[torch.Tensor], cache: torch.Tensor) -> bool:
+    """Returns whether `cache` follows the layers of `run` at their distance."""
     last = run[-1]
     if last.untyped_storage().data_ptr() != cache.untyped_storage().data_ptr() or last.stride() != cache.stride():
         return False
@@ -222,8 +221,8 @@ def _stack(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class PageSink:
-    """The pages of some blocks, as a `cache.tiers.tier.BlockSink`. `blocks` has, for the position of each block in
-    tokens, the engine's blocks by group."""
+    """The pages of some blocks, as a `cache.tiers.tier.BlockSink`. `blocks` maps the position of each block in tokens
+    to the engine's blocks by group."""
 
     def __init__(self, pages: Pages, blocks: Mapping[int, Sequence[Sequence[int]]]) -> None:
         self._pages, self._blocks = pages, blocks

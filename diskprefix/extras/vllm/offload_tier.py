@@ -15,7 +15,6 @@ import numpy as np
 from diskprefix.extras.vllm import _vllm_tiering as compat
 from diskprefix.extras.vllm.chunk_store import GROUP, NUM_IDS, ChunkKey, ChunkStore, chunk_layout
 from diskprefix.extras.vllm.connector_settings import own_names, tier_settings
-from diskprefix.extras.vllm.other_numbers import what_differs
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import open_shared
@@ -40,10 +39,8 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         **config: Any,
     ) -> None:
         """`primary_kv_view` has shape [chunks, chunk_bytes]; `config` has the keys of `connector_settings.TIER_NAMES`.
-
         Raises `ValueError`, `ImportError` or `DiskPrefixError`, each with one line, for wrong settings and for an
-        engine whose chunks cannot be told apart.
-        """
+        engine whose chunks cannot be told apart."""
         given = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **given)
         vllm_config = compat.engine_config()
@@ -53,7 +50,7 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         with own_names():
             self._shared = open_shared(tier_settings(config))
         self._chunks = ChunkStore(self._shared, identity)
-        if (differs := what_differs(self._shared.store, identity)) is not None:
+        if (differs := identity.differences(self._shared.store)) is not None:
             log.warning("[disk-cache] stored prefixes of %s are not used: they differ in %s", identity.model, differs)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="kv-saver", initializer=unbind)
@@ -63,8 +60,8 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         """The chunks of each request, in the order of its tokens."""
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Has vLLM submit all chunks of a request, also those in its own cache: they are stored again if they were
-        evicted, and count as used otherwise."""
+        """Has vLLM submit all chunks of a request, even if its own cache has them: a chunk that was evicted here is
+        stored again, any other counts as used."""
         del req_context
         return compat.RequestOffloadingContext(policy=compat.OffloadPolicy.REQUEST_LEVEL)
 
@@ -74,8 +71,8 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         return compat.LookupResult.HIT if is_stored else compat.LookupResult.MISS
 
     def on_request_finished(self, req_context: Any) -> None:
-        if known := self._keys.pop(req_context.req_id, None):
-            self._saver.submit(self._chunks.use, list(known))
+        if keys := self._keys.pop(req_context.req_id, None):
+            self._saver.submit(self._chunks.use, list(keys))
 
     def on_schedule_end(self, context: Any) -> None:
         del context
@@ -85,12 +82,12 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         self._submit(self._loader, self._load, job_metadata)
 
     def submit_store(self, job_metadata: Any) -> None:
-        known = self._keys.setdefault(job_metadata.req_context.req_id, {})
-        known.update(dict.fromkeys(map(compat.chunk_key, job_metadata.keys)))
+        keys = self._keys.setdefault(job_metadata.req_context.req_id, {})
+        keys.update(dict.fromkeys(map(compat.chunk_key, job_metadata.keys)))
         self._submit(self._saver, self._save, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        """Yields the ends of jobs since the last call."""
+        """Yields the results of the jobs that have ended since the last call."""
         with suppress(Empty):
             while True:
                 yield self._finished.get_nowait()
@@ -99,7 +96,7 @@ class DiskPrefixTier(compat.SecondaryTierManager):  # type: ignore[misc]
         wait(set(self._running))
 
     def shutdown(self) -> None:
-        """Waits for the jobs, writes what was saved, and gives the primary tier's memory back."""
+        """Waits for the jobs, writes the saved chunks, and releases the primary tier's memory."""
         self._loader.shutdown()
         self._saver.shutdown()
         self._chunks.close()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from diskprefix.cache.tiers.nodes import Node
-from diskprefix.identity import identity_text
+from diskprefix.identity import differing, identity_fields, identity_text
+from diskprefix.printable import shown
 from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.store.store import Store
 from diskprefix.tokens import root_hash
 
 NO_PAGE = 0
@@ -17,9 +20,9 @@ NO_PAGE = 0
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block of the store and its pages. `names` and `parents` are given by rank. `token_ids` are int32,
-    little-endian. `pages` has the numbers of the engine's blocks by group, in order. `NO_PAGE` stands for pages that do
-    not exist or are not wanted."""
+    """A block of the store and its pages. `names` and `parents` have an item for each rank. `token_ids` are int32,
+    little-endian. `pages` has the engine's blocks by group, with `NO_PAGE` for those that do not exist or are not
+    needed."""
 
     names: tuple[bytes, ...]
     parents: tuple[bytes, ...]
@@ -44,7 +47,7 @@ class Load:
 @dataclass(frozen=True)
 class Save:
     """Blocks that are complete at the end of this step. `ttls` are their times to live after the last use, in seconds;
-    None leaves that to the store."""
+    None is the store's default."""
 
     request_id: str
     tenant: str
@@ -54,8 +57,8 @@ class Save:
 
 @dataclass(frozen=True)
 class EndOfRequest:
-    """The end of a request. `names`, by rank, is its last saved block, which ends at token `num_tokens`. 0 tokens: none
-    of its blocks is new."""
+    """The end of a request. `names` is its last saved block by rank, which ends at token `num_tokens`; 0 if no block is
+    new."""
 
     request_id: str
     tenant: str
@@ -77,7 +80,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """The identity of one rank: everything except the tenant that changes its numbers, and the form of its pages
+    """The identity of one rank, without the tenant: everything that changes its numbers, and the form of its pages
     (`layout`, see `store.pieces.LayoutText`). Ranks have different identities, so each has its own root."""
 
     model: str
@@ -101,3 +104,26 @@ class RankIdentity:
 
     def root(self, tenant: str) -> bytes:
         return root_hash(self.record(tenant).identity)
+
+    def differences(self, store: Store) -> str | None:
+        """Returns the fields in which the closest stored root of this model differs from this identity. Returns None if
+        the store has a root of this identity, or no root of the model. Raises `CacheError`."""
+        own = identity_fields(self.record("").identity)
+        closest: list[str] | None = None
+        with store.snapshot() as snapshot:
+            for _, record in snapshot.roots():
+                with suppress(ValueError):
+                    stored = identity_fields(record.identity) if record.model == self.model else None
+                    if stored is None:
+                        continue
+                    if not (names := differing(own, stored)):
+                        return None
+                    if closest is None or len(names) < len(closest):
+                        closest = [
+                            f"{name} ({_short(stored.get(name))}, here {_short(own.get(name))})" for name in names
+                        ]
+        return None if closest is None else ", ".join(closest)
+
+
+def _short(value: str | None) -> str:
+    return shown(value or "none", 40)

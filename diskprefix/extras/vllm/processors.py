@@ -1,5 +1,5 @@
-"""The processors that a thread may run on. vLLM binds the thread of its CPU worker to one processor, where it computes.
-A thread started there inherits the binding and would wait for it."""
+"""The CPUs that a thread may run on. vLLM binds the computing thread of its CPU worker to one CPU. A thread started
+there inherits the binding, and would wait for the computing thread."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 
 
 def unbind() -> None:
-    """Lets this thread, and threads that it starts, run on all processors of the parent process. Only a binding to one
-    processor is removed: a wider one, such as that of a NUMA node, stays."""
+    """Lets this thread, and threads that it starts, run on all CPUs of the parent process. Only a binding to a single
+    CPU is removed: a wider one, such as to a NUMA node, stays."""
     if not hasattr(os, "sched_getaffinity"):
         return
     own = os.sched_getaffinity(0)

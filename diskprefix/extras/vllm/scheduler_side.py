@@ -6,7 +6,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,29 +18,84 @@ from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
-from diskprefix.extras.vllm.other_numbers import what_differs
 from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
-from diskprefix.extras.vllm.tracked import EngineRequest, Tracked
-from diskprefix.nouns import MAX_VALUE, SHARED, CacheReport, Prompt, Selection
+from diskprefix.nouns import MAX_VALUE, SHARED, CacheOptions, CacheReport, Mark, Prompt, Selection, Tenant
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.save import Save as StoreSave
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import TokenIds, as_token_ids
 
 log = logging.getLogger("diskprefix")
 
 
+class EngineRequest(Protocol):
+    """The fields of vLLM's request that the connector reads. `num_tokens` counts the known tokens of prompt and reply;
+    `num_preemptions` counts how often the request lost its pages."""
+
+    request_id: str
+    prompt_token_ids: list[int] | None
+    cache_salt: str | None
+    kv_transfer_params: dict[str, Any] | None
+    num_computed_tokens: int
+    num_preemptions: int
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+
+@dataclass
+class Tracked:
+    """A request that the cache serves.
+
+    `names` has, for each rank, the root and the names of the full blocks. The first `num_stored` blocks are stored by
+    all ranks, or are being saved. The first `num_matched` blocks can be loaded. `selection` says how much is kept.
+
+    `num_preemptions` is the engine's value at the last lookup. `loading` is the range of tokens being loaded, and
+    `num_restored` the number of tokens loaded. `num_saved` counts new blocks. `has_saves`: workers received blocks to
+    save, which may fail. `is_broken`: a block is missing, so the blocks after it cannot be saved.
+    """
+
+    request: EngineRequest
+    options: CacheOptions
+    marks: tuple[Mark, ...]
+    tenant: Tenant
+    prompt: TokenIds
+    names: list[list[bytes]]
+    token_ids: bytes
+    when: float
+    num_matched: int = 0
+    num_stored: int = 0
+    num_restored: int = 0
+    num_saved: int = 0
+    has_saves: bool = False
+    num_preemptions: int = -1
+    loading: range = range(0)
+    selection: Selection | None = None
+    is_broken: bool = False
+
+    def num_loadable(self, block_size: int) -> int:
+        """Returns the number of blocks to load, which leaves at least one token to compute."""
+        return min(self.num_matched, (len(self.prompt) - 1) // block_size)
+
+    def set_stored(self, num_blocks: int) -> None:
+        """Corrects the number of stored blocks."""
+        self.num_saved = max(0, self.num_saved - max(0, self.num_stored - num_blocks))
+        self.num_stored = num_blocks
+
+
 class SchedulerSide:
-    """Matches prompts, and plans the workers' loads and saves. For the scheduler's thread. It waits for the disk only
-    to look up names."""
+    """Matches prompts, and plans the workers' loads and saves. For the scheduler's thread only. It waits for the disk
+    only to look up names."""
 
     def __init__(self, shared: SharedStore, ranks: Sequence[RankIdentity], engine_block_sizes: Sequence[int]) -> None:
-        """`ranks` are the identities of the workers. `engine_block_sizes` are the numbers of tokens in a block of the
-        engine, by group."""
+        """`ranks` are the identities of the workers. `engine_block_sizes` has the number of tokens in an engine block,
+        by group. Raises `CacheError`, and `SettingsError` if the recording cannot be written."""
         self._shared, self._ranks, self._engine_block_sizes = shared, tuple(ranks), tuple(engine_block_sizes)
         self._settings = shared.settings
         self._block_size = shared.settings.block_size
@@ -47,26 +103,32 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._ended: list[EndOfRequest] = []
-        self._recorder = recorder_of(shared, ranks)
+        self._recorder = hooks.open_recorder(shared.settings, lambda: shared.store.secret)
+        if self._recorder is not None:
+            layouts = (PayloadLayout.parse(rank.layout) for rank in ranks)
+            block_bytes = sum(layout.payload_bytes(self._block_size, Kind.BLOCK) for layout in layouts)
+            self._recorder.describe(
+                bytes_per_token=block_bytes // self._block_size, state_bytes=0, logits_bytes=0, exact_at="grid"
+            )
         self._namespaces = TenantNamespaces(
             shared.store,
             lambda tenant: ranks[0].record(str(tenant)),
             None if self._recorder is None else self._recorder.know,
         )
         self._counts: Counter[str] = Counter()
-        self._differs = what_differs(shared.store, ranks[0])
+        self._differs = ranks[0].differences(shared.store)
         if self._differs is not None:
             log.warning(
                 "[disk-cache] stored prefixes of %s are not used: they differ in %s", ranks[0].model, self._differs
             )
 
     def add(self, request: EngineRequest, *, not_cached: str | None) -> None:
-        """Adds a new request. `not_cached` is the reason why the cache cannot serve it; None if it can."""
+        """Adds a new request. `not_cached` is the reason why the cache cannot serve it, or None."""
         self._counts["requests"] += 1
         if not_cached is None and not request.prompt_token_ids:
             not_cached = "no_tokens"
         try:
-            options = options_of(request.kv_transfer_params, self._settings)
+            options, marks = options_of(request.kv_transfer_params, self._settings)
         except BadParameters as error:
             log.warning("[disk-cache] %s: served without the cache: %s", request.request_id, error)
             not_cached = "bad_parameters"
@@ -78,56 +140,53 @@ class SchedulerSide:
         prompt = as_token_ids(request.prompt_token_ids or [])
         roots = [rank.root(str(tenant)) for rank in self._ranks]
         self._requests[request.request_id] = Tracked(
-            request, options, tenant, prompt, [[root] for root in roots], b"", self._shared.store.clock()
+            request, options, marks, tenant, prompt, [[root] for root in roots], b"", self._shared.store.clock()
         )
 
     def match(self, request_id: str, num_computed: int) -> int:
-        """Returns the number of tokens after the first `num_computed` that can be loaded. At least one token is left to
+        """Returns the number of tokens after the first `num_computed` that can be loaded, leaving at least one to
         compute."""
         tracked = self._requests.get(request_id)
-        if tracked is None or tracked.options.cache.scope.kind == "off":
+        if tracked is None or tracked.options.scope.kind == "off":
             return 0
         try:
             if tracked.num_preemptions != tracked.request.num_preemptions:
                 self._look_up(tracked)
-                self._choose(tracked)
             elif tracked.loading:
-                # The engine asks again because it kept no token of the load.
+                # The engine asks again: it kept no token of the load.
                 self._end_load(tracked, num_computed, restored=0)
         except CacheError as error:
             log.warning("[disk-cache] %s: served without the cache: %s", request_id, error)
             self._counts["miss_store"] += 1
             del self._requests[request_id]
-            self._end(tracked)
+            self._plan_end(tracked)
             return 0
         return max(0, tracked.num_loadable(self._block_size) * self._block_size - num_computed)
 
-    def allocated(self, request_id: str, blocks: Sequence[Sequence[int]], num_external: int) -> None:
-        """Plans a load: the engine has blocks for the `num_external` tokens."""
+    def plan_load(self, request_id: str, blocks: Sequence[Sequence[int]], num_external: int) -> None:
+        """Plans the load of `num_external` tokens. `blocks` has the engine's blocks for them, by group."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
-        end = tracked.num_loadable(self._block_size)
-        num_computed = end * self._block_size - num_external
-        planned = [
-            self._planned(tracked, index, blocks, first=num_computed)
-            for index in range(num_computed // self._block_size, end)
-        ]
+        stop = tracked.num_loadable(self._block_size)
+        num_computed = stop * self._block_size - num_external
+        indices = range(num_computed // self._block_size, stop)
+        planned = tuple(self._plan_block(tracked, index, blocks, first=num_computed) for index in indices)
         tracked.loading = range(num_computed, num_computed + num_external)
-        self._loads.append(Load(request_id, str(tracked.tenant), tuple(planned)))
+        self._loads.append(Load(request_id, str(tracked.tenant), planned))
 
     def plan(self, scheduled: Sequence[tuple[str, int, Sequence[Sequence[int]]]]) -> StepPlan:
         """Returns the workers' plan for a step. `scheduled` has for each request its id, the number of computed tokens
         after the step, and the engine's blocks by group."""
         saves = []
-        for request_id, end, blocks in scheduled:
+        for request_id, num_computed, blocks in scheduled:
             tracked = self._requests.get(request_id)
             if tracked is None:
                 continue
             if tracked.loading:
                 start = tracked.request.num_computed_tokens
                 self._end_load(tracked, start, restored=len(tracked.loading[: max(0, start - tracked.loading.start)]))
-            if (save := self._save(tracked, end, blocks)) is not None:
+            if (save := self._plan_save(tracked, num_computed, blocks)) is not None:
                 saves.append(save)
         loads, self._loads = self._loads, []
         ended, self._ended = self._ended, []
@@ -141,7 +200,7 @@ class SchedulerSide:
         selection = tracked.selection
         self._record(tracked, selection)
         self._tally(tracked)
-        self._end(tracked)
+        self._plan_end(tracked)
         if tracked.request.kv_transfer_params is None:
             return None
         return {
@@ -174,8 +233,8 @@ class SchedulerSide:
             matched=tracked.num_matched * self._block_size,
         )
         self._recorder.record_request(
-            Prompt(tracked.prompt, marks=tracked.options.marks),
-            tracked.options.cache,
+            Prompt(tracked.prompt, marks=tracked.marks),
+            tracked.options,
             report,
             root=self._ranks[0].root(str(tracked.tenant)),
             when=tracked.when,
@@ -185,34 +244,34 @@ class SchedulerSide:
             remembered=True,
         )
 
-    def _end(self, tracked: Tracked) -> None:
+    def _plan_end(self, tracked: Tracked) -> None:
         """Plans the end of a request: the workers forget it, and list its new blocks as a saved prompt."""
-        selection, cache = tracked.selection, tracked.options.cache
+        selection, options = tracked.selection, tracked.options
         if not tracked.has_saves or selection is None:
             return
         num_blocks = tracked.num_stored if tracked.num_saved else 0
         position = num_blocks * self._block_size
-        ttl_s = ttl_at(position, tracked.options.marks, cache.ttl_s)
+        ttl_s = ttl_at(position, tracked.marks, options.ttl_s)
         names = tuple(names[num_blocks] for names in tracked.names)
-        request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(cache.scope)
+        request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(options.scope)
         self._ended.append(EndOfRequest(request_id, tenant, names, position, scope, selection.reason, ttl_s))
 
     def _look_up(self, tracked: Tracked) -> None:
+        """Finds the stored blocks of a prompt and, the first time, chooses how much of it to keep."""
         self._extend(tracked, len(tracked.prompt))
         with open_views(self._shared.tiers) as views:
             num_stored = self._num_stored(views, tracked)
         tracked.set_stored(num_stored)
         tracked.num_matched = min(num_stored, len(tracked.prompt) // self._block_size)
-
-    def _choose(self, tracked: Tracked) -> None:
         tracked.num_preemptions, tracked.loading = tracked.request.num_preemptions, range(0)
         if tracked.selection is None:
-            tracked.selection = self._selected(tracked)
-            self._count_hit(tracked)
+            tracked.selection = self._select(tracked)
+            reason = "not_stored" if self._differs is None else "other_numbers"
+            self._counts["hits" if tracked.num_matched else f"miss_{reason}"] += 1
 
     def _end_load(self, tracked: Tracked, start: int, *, restored: int) -> None:
         """Ends a load: the engine continues at token `start` after `restored` tokens were loaded. Tokens whose load
-        failed are computed and saved. They are not matched again."""
+        failed are computed and saved, and are not matched again."""
         if start < tracked.loading.stop:
             num_blocks = start // self._block_size
             tracked.num_matched = min(tracked.num_matched, num_blocks)
@@ -222,19 +281,19 @@ class SchedulerSide:
         self._counts["restored_tokens"] += restored
 
     def _num_stored(self, views: Sequence[View], tracked: Tracked) -> int:
-        """Returns the number of first blocks that all ranks have stored."""
+        """Returns the number of leading blocks that all ranks have stored."""
         num_blocks, size = len(tracked.names[0]) - 1, self._block_size
         for names in tracked.names:
             for index in range(num_blocks):
-                # Loads use the same names.
                 node = Node(names[index + 1], names[index], index * size, size, Kind.BLOCK)
-                if not any(view.has(node, self._bytes(tracked, index)) for view in views):
+                if not any(view.has(node, self._block_tokens(tracked, index)) for view in views):
                     num_blocks = index
                     break
         return num_blocks
 
-    def _selected(self, tracked: Tracked) -> Selection:
-        options, prompt = tracked.options.cache, Prompt(tracked.prompt, marks=tracked.options.marks)
+    def _select(self, tracked: Tracked) -> Selection:
+        """Returns the policy's choice of how much to keep, and remembers the prompt as seen."""
+        options, prompt = tracked.options, Prompt(tracked.prompt, marks=tracked.marks)
         namespace = self._namespaces.get(tracked.tenant)
         self._namespaces.read(namespace)
         names = tracked.names[0][1:]
@@ -255,11 +314,6 @@ class SchedulerSide:
         )
         self._shared.writer.add(StoreSave(publication.epoch), publication, is_last=True)
 
-    def _count_hit(self, tracked: Tracked) -> None:
-        self._counts["hits"] += tracked.num_matched > 0
-        reason = "not_stored" if self._differs is None else "other_numbers"
-        self._counts[f"miss_{reason}"] += tracked.num_matched == 0
-
     def _tally(self, tracked: Tracked) -> None:
         num_tokens = tracked.num_restored
         namespace = self._namespaces.get(tracked.tenant)
@@ -267,19 +321,19 @@ class SchedulerSide:
         last = tracked.names[0][tracked.num_loadable(self._block_size)] if num_tokens else None
         self._shared.writer.savings.record(self._shared.store.epoch, namespace.root, namespace.record, tally, last)
 
-    def _save(self, tracked: Tracked, end: int, blocks: Sequence[Sequence[int]]) -> Save | None:
-        """Returns the blocks to save: those that are complete when `end` tokens are computed, wanted, and not stored.
-        Only known tokens count, because the engine may compute with guessed tokens."""
-        known = min(end, tracked.request.num_tokens)
-        num_blocks = min(known, self._wanted(tracked)) // self._block_size
+    def _plan_save(self, tracked: Tracked, num_computed: int, blocks: Sequence[Sequence[int]]) -> Save | None:
+        """Returns the blocks to save: wanted, not stored, and complete when `num_computed` tokens are computed. Draft
+        tokens do not count."""
+        num_known = min(num_computed, tracked.request.num_tokens)
+        num_blocks = min(num_known, self._num_wanted(tracked)) // self._block_size
         if tracked.is_broken or num_blocks <= tracked.num_stored:
             return None
         self._extend(tracked, num_blocks * self._block_size)
         planned: list[PlannedBlock] = []
         for index in range(tracked.num_stored, num_blocks):
-            block = self._planned(tracked, index, blocks)
+            block = self._plan_block(tracked, index, blocks)
             if any(NO_PAGE in pages for pages in block.pages):
-                # A window has moved past this block. The blocks after it cannot be saved without it.
+                # A window has moved past this block, and blocks after it need it.
                 tracked.is_broken = True
                 break
             planned.append(block)
@@ -289,13 +343,12 @@ class SchedulerSide:
         tracked.num_stored += len(planned)
         tracked.num_saved += len(planned)
         tracked.has_saves = True
-        options = tracked.options
-        ends = (block.position + self._block_size for block in planned)
-        ttls = tuple(ttl_at(position, options.marks, options.cache.ttl_s) for position in ends)
+        stops = (block.position + self._block_size for block in planned)
+        ttls = tuple(ttl_at(position, tracked.marks, tracked.options.ttl_s) for position in stops)
         return Save(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls)
 
-    def _wanted(self, tracked: Tracked) -> int:
-        """Returns the number of tokens that the policy keeps of the request."""
+    def _num_wanted(self, tracked: Tracked) -> int:
+        """Returns the number of tokens of the request that the policy keeps."""
         selection = tracked.selection
         if selection is None:
             return 0
@@ -304,54 +357,32 @@ class SchedulerSide:
         most = selection.scope.most
         return MAX_VALUE * self._block_size if most is None else most
 
-    def _planned(self, tracked: Tracked, index: int, blocks: Sequence[Sequence[int]], first: int = 0) -> PlannedBlock:
+    def _plan_block(
+        self, tracked: Tracked, index: int, blocks: Sequence[Sequence[int]], first: int = 0
+    ) -> PlannedBlock:
         """Returns a block and its pages, without the pages of tokens before `first`."""
         start = index * self._block_size
         pages = []
-        for table, page_tokens in zip(blocks, self._engine_block_sizes, strict=True):
-            numbers = range(start // page_tokens, (start + self._block_size) // page_tokens)
-            pages.append(
-                tuple(
-                    table[number] if number < len(table) and number * page_tokens >= first else NO_PAGE
-                    for number in numbers
-                )
-            )
-        return PlannedBlock(
-            tuple(names[index + 1] for names in tracked.names),
-            tuple(names[index] for names in tracked.names),
-            start,
-            self._bytes(tracked, index),
-            tuple(pages),
-        )
+        for table, size in zip(blocks, self._engine_block_sizes, strict=True):
+            numbers = range(start // size, (start + self._block_size) // size)
+            pages.append(tuple(table[n] if n < len(table) and n * size >= first else NO_PAGE for n in numbers))
+        parents, names = zip(*(names[index : index + 2] for names in tracked.names), strict=True)
+        return PlannedBlock(names, parents, start, self._block_tokens(tracked, index), tuple(pages))
 
     def _extend(self, tracked: Tracked, num_tokens: int) -> None:
-        """Adds the names of the blocks in the first `num_tokens` tokens."""
-        num_blocks = num_tokens // self._block_size
-        have = len(tracked.names[0]) - 1
-        if num_blocks <= have:
-            return
-        ids = tracked.request.all_token_ids[have * self._block_size : num_blocks * self._block_size]
+        """Adds the names of the full blocks in the first `num_tokens` tokens."""
+        num_named, num_blocks, secret = (
+            len(tracked.names[0]) - 1,
+            num_tokens // self._block_size,
+            self._shared.store.secret,
+        )
+        ids = tracked.request.all_token_ids[num_named * self._block_size : num_blocks * self._block_size]
         tracked.token_ids += np.asarray(ids, dtype="<i4").tobytes()
-        for index in range(have, num_blocks):
+        for index in range(num_named, num_blocks):
             for names in tracked.names:
-                names.append(node_name(self._shared.store.secret, names[-1], self._bytes(tracked, index), Kind.BLOCK))
+                names.append(node_name(secret, names[-1], self._block_tokens(tracked, index), Kind.BLOCK))
 
-    def _bytes(self, tracked: Tracked, index: int) -> bytes:
+    def _block_tokens(self, tracked: Tracked, index: int) -> bytes:
+        """Returns the token ids of a block, int32, little-endian."""
         size = 4 * self._block_size
         return tracked.token_ids[index * size : (index + 1) * size]
-
-
-def recorder_of(shared: SharedStore, ranks: Sequence[RankIdentity]) -> hooks.Recorder | None:
-    """Returns the recorder for `diskprefix simulate`; None if the settings name no file.
-
-    Raises `SettingsError` if the file cannot be written.
-    """
-    settings = shared.settings
-    recorder = hooks.open_recorder(settings, lambda: shared.store.secret)
-    if recorder is None:
-        return None
-    block_bytes = sum(PayloadLayout.parse(rank.layout).payload_bytes(settings.block_size, Kind.BLOCK) for rank in ranks)
-    recorder.describe(
-        bytes_per_token=block_bytes // settings.block_size, state_bytes=0, logits_bytes=0, exact_at="grid"
-    )
-    return recorder

@@ -1,5 +1,5 @@
-"""Buffers that hold copies of pages until they are written. They are reused, because memory that was touched before is
-several times faster to fill."""
+"""Buffers that hold copies of pages until they are written. They are reused: filling memory that was touched before is
+several times faster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from diskprefix.store.codec.planes import Bytes
 
-_MOST_FREE = 64
+_MAX_FREE = 64
 """The maximum number of free buffers."""
 
 
@@ -20,14 +20,11 @@ class Staging:
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         # Without a lock: a buffer may become free at any moment, even inside `take`.
-        self._free: deque[Bytes] = deque(maxlen=_MOST_FREE)
+        self._free: deque[Bytes] = deque(maxlen=_MAX_FREE)
 
     def take(self) -> Bytes:
-        """Returns a buffer, shape [num_bytes]. It is in use until this array and all views of it are deleted."""
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = np.empty(self._num_bytes, np.uint8)
+        """Returns a buffer, shape [num_bytes], which is in use until this array and all views of it are deleted."""
+        buffer = self._free.pop() if self._free else np.empty(self._num_bytes, np.uint8)
         # The finalizer needs an object that lives exactly as long as the use: a view of the buffer's memory.
         view = np.frombuffer(buffer.data, np.uint8)
         weakref.finalize(view, self._free.append, buffer)

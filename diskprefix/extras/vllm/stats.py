@@ -10,7 +10,7 @@ from diskprefix.extras.vllm._vllm_compat import KVConnectorPromMetrics, KVConnec
 
 COUNTERS = {
     "requests": "Requests that asked the prefix cache on disk.",
-    "hits": "Requests of which a prefix was stored.",
+    "hits": "Requests with a stored prefix.",
     "restored_tokens": "Prompt tokens loaded from disk.",
     "loaded_blocks": "Blocks loaded, of all ranks.",
     "loaded_bytes": "Bytes of KV loaded, of all ranks.",
@@ -32,7 +32,7 @@ MISSES = (
     "pooling",
     "store",
 )
-"""The reasons for which nothing is restored."""
+"""The reasons why nothing is restored."""
 
 
 class DiskPrefixStats(KVConnectorStats):  # type: ignore[misc]

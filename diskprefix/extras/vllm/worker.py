@@ -1,4 +1,4 @@
-"""The worker's side. One thread loads blocks into pages; other threads read and decode them. At the end of a step, the
+"""The worker's side. One thread loads blocks into pages, with others that read and decode. At the end of a step, the
 thread that runs the model copies pages to buffers, and the writer's thread writes the buffers."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class WorkerSide:
         started = time.perf_counter()
         num_loaded = 0
         try:
-            num_loaded = self._num_loaded(load)
+            num_loaded = self._load_blocks(load)
         except CacheError as error:
             log.warning("[disk-cache] %s: not loaded: %s", load.request_id, error)
         except Exception:
@@ -112,15 +112,15 @@ class WorkerSide:
             load_us=round((time.perf_counter() - started) * 1e6),
         )
         with self._lock:
-            # `NO_PAGE` is in the tables of other requests too.
+            # Tables of other requests have `NO_PAGE` too.
             pages = {page for block in lost for group in block.pages for page in group}
             self._bad_blocks |= pages - {NO_PAGE}
             self._failed.update([load.request_id] if lost else [])
             self._loaded.add(load.request_id)
             self._has_loaded.notify_all()
 
-    def _num_loaded(self, load: Load) -> int:
-        """Loads blocks, and returns the number of the first ones that are in their pages now. The content of the other
+    def _load_blocks(self, load: Load) -> int:
+        """Loads blocks into their pages, and returns how many of the first ones were loaded. The content of the other
         pages is undefined."""
         root = self._identity.root(load.tenant)
         nodes = PromptNodes(self._shared.store.secret, root, _NO_TOKENS, self._identity.block_size, self._layout)
@@ -136,12 +136,10 @@ class WorkerSide:
             if not path:
                 return 0
             sink = PageSink(self._pages, {block.position: block.pages for block in load.blocks})
-            loader = Loader(nodes, path, 0, path[-1][0].end, {}, sink)
-            bad = loader.run(self._readers)
-            if bad is not None:
-                node, view, error = bad
-                view.drop(node, error)
-                path = [found for found in path if found[0].end <= node.position]
+            if (bad := Loader(nodes, path, 0, path[-1][0].end, {}, sink).run(self._readers)) is not None:
+                damaged, view, error = bad
+                view.drop(damaged, error)
+                path = [(node, view) for node, view in path if node.end <= damaged.position]
         if path:
             self._shared.writer.touch(path[-1][0].name, self._shared.store.clock())
         return len(path)

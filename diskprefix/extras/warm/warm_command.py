@@ -21,10 +21,11 @@ from diskprefix.units import counted
 _NOT_LOADED = {"pending_bytes": 0, "saved_bytes": 0, "dropped": 0, "evicted_blocks": 0, "error": None}
 """The counts of a model that the first prompt loads."""
 _PATIENCE_S = 600.0
-"""The longest time to retry while the queue is full, and to wait for a write."""
+"""The time limit for retries while the queue is full, and for a write."""
 _PAUSE_S = 1.0
 _POLL_S = 0.05
-_KEPT = ("queued", "stored")
+_SAVED = {"queued": "saved", "stored": "saved before"}
+"""The values of `prefix_cache.saved` of a saved prompt."""
 
 _EPILOG = """\b
 Examples:
@@ -38,8 +39,8 @@ Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmed:
-    """The result of one prompt. `reason` says why it was not saved, `error` why it was not computed."""
+class WarmResult:
+    """The result of one prompt. `reason` says why it was not saved, and `error` why it was not computed."""
 
     where: str
     prompt_tokens: int = 0
@@ -59,7 +60,7 @@ class Target:
     is_loaded: bool
 
     def state(self) -> Json | None:
-        """Returns the counts of the cache, None if the key may not read them."""
+        """Returns the counts of the cache, or None if the key may not read them. Raises `NotReady`."""
         answer = self.call("GET", f"/props?model={quote(self.model, safe='')}", None)
         if answer.status in (401, 403):
             return None
@@ -111,27 +112,27 @@ def warm(
     The command returns when everything is on disk. If a prompt fails, the command reports its file and line and
     continues.
     """
-    kept = parse_scope(scope, param="--scope")
-    if kept.kind == "off":
+    parsed = parse_scope(scope, param="--scope")
+    if parsed.kind == "off":
         raise SettingsError("--scope: off keeps nothing, so there is nothing to warm")
     started = time.monotonic()
-    done: list[Warmed] = []
+    results: list[WarmResult] = []
     with status("starting") as say:
         call = running_daemon(url, api_key)
         wait_ready(call, url, say)
     target = _target(call, model)
     before = after = target.state() if target.is_loaded else _NOT_LOADED
-    for warmed in _warmed(target, files, str(kept), is_system=system):
-        done.append(warmed)
-        if warmed.error is not None:
-            click.echo(f"error: {printable_only(warmed.where)}: {warmed.error}", err=True)
+    for result in _warm_files(target, files, str(parsed), is_system=system):
+        results.append(result)
+        if result.error is not None:
+            click.echo(f"error: {printable_only(result.where)}: {result.error}", err=True)
             continue
         if not json:
-            click.echo(f"{printable_only(warmed.where)}: {_described(warmed)}")
-        after = _settled(target)
-    total = _total(done, before, after) | {"seconds": round(time.monotonic() - started, 3)}
+            click.echo(f"{printable_only(result.where)}: {_result_text(result)}")
+        after = _wait_written(target)
+    total = _total(results, before, after) | {"seconds": round(time.monotonic() - started, 3)}
     if json:
-        print_json({"total": total, "prompts": [asdict(warmed) for warmed in done]})
+        print_json({"total": total, "prompts": [asdict(result) for result in results]})
     else:
         click.echo(_summary(total))
         for line in _warnings(total, after):
@@ -140,60 +141,58 @@ def warm(
 
 
 def _target(call: Call, model: str | None) -> Target:
-    """Returns the model of this name, or the daemon's only one. Raises `SettingsError` for another name, and for none
-    if there are several."""
+    """Returns the model with this name, or the daemon's only model. Raises `SettingsError` if there is no such model,
+    or if a name is needed."""
     answer = call("GET", "/v1/models", None)
     if answer.status == 401:
         raise SettingsError(f"--api-key: {answer.message}")
     if answer.status != 200:
         raise NotReady(f"the daemon does not tell its models: {answer.message}")
     cards = answer.body["data"]
-    found = [card for card in cards if model is None or model in (card["id"], *card.get("aliases", ()))]
-    if len(found) != 1:
+    matching = [card for card in cards if model is None or model in (card["id"], *card.get("aliases", ()))]
+    if len(matching) != 1:
         names = ", ".join(shown(card["id"]) for card in cards) or "none yet"
         problem = "name one of the daemon's models" if model is None else f"the daemon has no model {shown(model)}"
         raise SettingsError(f"--model: {problem}: {names}")
-    return Target(call, found[0]["id"], is_loaded=found[0].get("loaded", True))
+    return Target(call, matching[0]["id"], is_loaded=matching[0].get("loaded", True))
 
 
-def _warmed(target: Target, files: Sequence[str], scope: str, *, is_system: bool) -> Iterator[Warmed]:
+def _warm_files(target: Target, files: Sequence[str], scope: str, *, is_system: bool) -> Iterator[WarmResult]:
     """Computes the prompts one by one. A prompt or a file that fails does not stop the others."""
     for name in files:
         try:
             for item in read_items(name, is_system=is_system):
                 with status(item.where) as say:
-                    warmed = _warmed_item(target, item, scope, say)
-                yield warmed
-        except InvalidRequest as error:
-            yield Warmed(where=name, error=error.message)
-        except OSError as error:
-            yield Warmed(where=name, error=error.strerror or str(error))
+                    result = _warm_item(target, item, scope, say)
+                yield result
+        except (InvalidRequest, OSError) as error:
+            message = error.message if isinstance(error, InvalidRequest) else error.strerror or str(error)
+            yield WarmResult(where=name, error=message)
 
 
-def _warmed_item(target: Target, item: WarmItem, scope: str, say: Say) -> Warmed:
+def _warm_item(target: Target, item: WarmItem, scope: str, say: Say) -> WarmResult:
     started = time.monotonic()
     try:
         path, body = item.request(scope)
-        answer = _answer(target.call, path, body | {"model": target.model}, say)
     except InvalidRequest as error:
-        return Warmed(where=item.where, error=error.message)
+        return WarmResult(where=item.where, error=error.message)
+    answer = _send(target.call, path, body | {"model": target.model}, say)
     if answer.status == 401:
         raise SettingsError(f"--api-key: {answer.message}")
     if answer.status != 200:
-        return Warmed(where=item.where, error=answer.message)
-    body = answer.body
-    cache = body["prefix_cache"]
-    return Warmed(
+        return WarmResult(where=item.where, error=answer.message)
+    cache = answer.body["prefix_cache"]
+    return WarmResult(
         where=item.where,
-        prompt_tokens=body["usage"]["prompt_tokens"],
+        prompt_tokens=answer.body["usage"]["prompt_tokens"],
         restored=cache["restored"],
         saved=cache["saved"],
-        reason=None if cache["saved"] in _KEPT else cache.get("dropped_because", cache["boundary_reason"]),
+        reason=None if cache["saved"] in _SAVED else cache.get("dropped_because", cache["boundary_reason"]),
         seconds=round(time.monotonic() - started, 3),
     )
 
 
-def _answer(call: Call, path: str, body: Json, say: Say) -> Answer:
+def _send(call: Call, path: str, body: Json, say: Say) -> Answer:
     """Sends a request, and repeats it while the queue is full."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
@@ -204,12 +203,9 @@ def _answer(call: Call, path: str, body: Json, say: Say) -> Answer:
         time.sleep(_PAUSE_S)
 
 
-def _settled(target: Target) -> Json | None:
-    """Waits until all state that is pending now is written, and returns the counts of the cache, as `state` does.
-
-    Without this, the daemon drops what waits in memory that the next prompt needs. Does not wait for what other
-    clients saved.
-    """
+def _wait_written(target: Target) -> Json | None:
+    """Waits until everything that is pending now is written, and returns `target.state()`. Without the wait, the daemon
+    may need the memory of unwritten state for the next prompt, and drop it. State of other clients may still wait."""
     first = state = target.state()
     deadline = time.monotonic() + _PATIENCE_S
     with status("writing"):
@@ -225,17 +221,16 @@ def _settled(target: Target) -> Json | None:
     return state
 
 
-def _total(prompts: Sequence[Warmed], before: Json | None, after: Json | None) -> Json:
-    done = [warmed for warmed in prompts if warmed.error is None]
-    grown = {name: after[name] - before[name] if before and after else 0 for name in ("dropped", "evicted_blocks")}
+def _total(results: Sequence[WarmResult], before: Json | None, after: Json | None) -> Json:
+    done = [result for result in results if result.error is None]
     return {
-        "prompts": len(prompts),
-        "failed": len(prompts) - len(done),
-        "not_saved": sum(warmed.saved not in _KEPT for warmed in done),
-        "prompt_tokens": sum(warmed.prompt_tokens for warmed in done),
-        "restored_tokens": sum(warmed.restored for warmed in done),
+        "prompts": len(results),
+        "failed": len(results) - len(done),
+        "not_saved": sum(result.saved not in _SAVED for result in done),
+        "prompt_tokens": sum(result.prompt_tokens for result in done),
+        "restored_tokens": sum(result.restored for result in done),
         "on_disk": after is not None and not after["error"],
-    } | grown
+    } | {name: after[name] - before[name] if before and after else 0 for name in ("dropped", "evicted_blocks")}
 
 
 def _warnings(total: Json, after: Json | None) -> Iterator[str]:
@@ -253,14 +248,13 @@ def _warnings(total: Json, after: Json | None) -> Iterator[str]:
 
 def _summary(total: Json) -> str:
     tokens, restored = total["prompt_tokens"], total["restored_tokens"]
-    done = f"{counted(total['prompts'] - total['failed'], 'prompt')} of {counted(tokens, 'token')}"
-    how = f"{restored:,} restored and {tokens - restored:,} computed in {total['seconds']:.1f} s"
+    prompts = f"{counted(total['prompts'] - total['failed'], 'prompt')} of {counted(tokens, 'token')}"
+    shares = f"{restored:,} restored and {tokens - restored:,} computed in {total['seconds']:.1f} s"
     problems = [f"{total[name]} {name.replace('_', ' ')}" for name in ("not_saved", "failed") if total[name]]
-    return ", ".join([done, how, *problems])
+    return ", ".join([prompts, shares, *problems])
 
 
-def _described(warmed: Warmed) -> str:
-    saved = {"queued": "saved", "stored": "saved before"}.get(warmed.saved)
-    saved = saved or f"not saved: {shown(warmed.reason or 'nothing to keep', 300)}".replace("_", " ")
-    tokens = counted(warmed.prompt_tokens, "token")
-    return f"{tokens}, {warmed.restored:,} restored, {saved}, {warmed.seconds:.1f} s"
+def _result_text(result: WarmResult) -> str:
+    not_saved = f"not saved: {shown(result.reason or 'nothing to keep', 300)}".replace("_", " ")
+    tokens, saved = counted(result.prompt_tokens, "token"), _SAVED.get(result.saved, not_saved)
+    return f"{tokens}, {result.restored:,} restored, {saved}, {result.seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""Reads files of prompts and makes requests of them, for `diskprefix warm`."""
+"""Reads files of prompts and turns them into requests, for `diskprefix warm`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _OF_REPLIES = {"stream", "stream_options", "n", "best_of", "echo", "suffix", "st
 _OF_REPLIES |= {"max_completion_tokens", "response_format", "structured_outputs", "modalities", "audio"}
 _OF_REPLIES |= {"parallel_tool_calls", "web_search_options", "return_progress"}
 NOT_OF_PROMPTS = {"model"} | _OF_SAMPLING | _OF_REPLIES
-"""Fields that do not change the prompt. They are left out, so bodies for another model or kind of reply work too."""
+"""Fields that do not change the prompt. They are left out, so bodies for another model or kind of reply work, too."""
 
 
 @dataclass(frozen=True)
 class WarmItem:
-    """One prompt of a file. `where` is `file` or `file:line`; `is_json` says whether the text is JSON, and `is_system`
-    whether a text that is none is the system message of a chat."""
+    """One prompt of a file. `where` is `file` or `file:line`. `is_json`: the text is JSON. `is_system`: a text that is
+    not JSON is the system message of a chat."""
 
     where: str
     text: str
@@ -38,12 +38,10 @@ class WarmItem:
     is_system: bool = False
 
     def request(self, scope: str) -> tuple[str, Json]:
-        """Returns the route and the body of a request that computes the prompt and keeps it under `scope`.
-
-        Raises `InvalidRequest` for JSON that is neither a request body nor a list of messages.
-        """
+        """Returns the route and the body of a request that computes the prompt and keeps it under `scope`. Raises
+        `InvalidRequest` for JSON that is neither a request body nor a list of messages."""
         if not self.is_json and self.is_system:
-            # Templates want a message of the user. Whatever it says, other chats share the prompt up to there.
+            # Templates need a user message. Other chats share the prompt up to its text.
             messages = [{"role": "system", "content": self.text}, {"role": "user", "content": "Hello"}]
             return CHAT, _warming({"messages": messages}, scope)
         if not self.is_json:
@@ -63,9 +61,8 @@ class WarmItem:
 def read_items(name: str, *, is_system: bool = False) -> Iterator[WarmItem]:
     """Yields the prompts of a file, or of standard input if the name is `-`. Raises `InvalidRequest` and `OSError`.
 
-    A .jsonl file holds a prompt on each line, a .json file holds one, and any other file is one as it stands. The kind
-    of standard input follows from its content: JSON, lines of JSON, or text. With `is_system`, a text is the system
-    message of a chat.
+    A .jsonl file has a prompt on each line, a .json file has one, and any other file is the text of one. The kind of
+    standard input follows from its content: JSON, lines of JSON, or text. For `is_system` see `WarmItem`.
     """
     raw = sys.stdin.buffer.read() if name == _STDIN else Path(name).read_bytes()
     try:
@@ -79,20 +76,20 @@ def read_items(name: str, *, is_system: bool = False) -> Iterator[WarmItem]:
     if suffix not in _LINES:
         yield WarmItem(where, text, is_json=suffix == _JSON, is_system=is_system)
         return
-    # splitlines would also split at separators that may stand inside a JSON string.
+    # `splitlines` would also split at separators that are allowed inside JSON strings.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield WarmItem(f"{where}:{number}", line, is_json=True)
 
 
 def _suffix_of(text: str) -> str:
-    """Returns the suffix that fits this content: `.json`, `.jsonl` or "" for text."""
+    """Returns the suffix for this content: `.json`, `.jsonl`, or "" for text."""
     text = text.lstrip()
     for suffix, part in ((_JSON, text), (_LINES[0], text.split("\n", 1)[0])):
         try:
             json.loads(part)
         except RecursionError:
-            # It is JSON, and `request` refuses it.
+            # Nested JSON, which `request` refuses.
             return suffix
         except ValueError:
             continue
@@ -101,20 +98,18 @@ def _suffix_of(text: str) -> str:
 
 
 def _warming(body: Json, scope: str) -> Json:
-    """Returns a body for the same prompt, with one token of reply, that is kept under `scope`."""
-    kept = {name: value for name, value in body.items() if name not in NOT_OF_PROMPTS}
+    """Returns a body for the same prompt, kept under `scope`, with a reply of one token."""
+    prompt = {name: value for name, value in body.items() if name not in NOT_OF_PROMPTS}
     cache = body.get("prefix_cache") or {}
     if isinstance(cache, dict):
-        # These would contradict the scope.
+        # `window` and `save` would contradict the scope.
         cache = {name: value for name, value in cache.items() if name not in ("window", "save")} | {"scope": scope}
-    return kept | {"max_tokens": 1, "temperature": 0, "prefix_cache": cache}
+    return prompt | {"max_tokens": 1, "temperature": 0, "prefix_cache": cache}
 
 
 def body_in(value: object) -> Json:
     """Returns the request body in a JSON value: the body itself, a line of OpenAI's batch format or a list of messages.
-
-    Raises `InvalidRequest` for any other value.
-    """
+    Raises `InvalidRequest` for other values."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
         return {"messages": value}
     if isinstance(value, dict):

@@ -315,7 +315,7 @@ def test_a_decoder_may_take_no_more_memory_than_its_limit() -> None:
     """The largest picture that is accepted fits, with transparency and a turn."""
     content = saved(Image.new("RGBA", (8192, 8192)), compress_level=1)
     asked = ("PNG", 4, (8192, 8192), (512, 512))
-    assert picture_reader._decoded(content, asked, "x").size == (512, 512)
+    assert picture_reader._decode(content, asked, "x").size == (512, 512)
 
 
 def test_no_memory_is_not_taken_for_a_refusal(reader: PictureReader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from tests.store.building import Clock
 def test_what_was_there_a_day_ago_is_asked_for_again() -> None:
     clock = Clock()
     counts = Counts(clock)
-    counts.found("a")
+    counts.add_known("a")
     clock.now += 86000.0
     assert counts.is_known("a")
     clock.now += 1000.0
     assert not counts.is_known("a")
-    counts.found("a")
+    counts.add_known("a")
     assert counts.is_known("a")

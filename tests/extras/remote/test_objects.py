@@ -34,7 +34,7 @@ def test_writing_has_more_time_than_a_request(tmp_path: Path, monkeypatch: pytes
     def note(_url: str, timeout_s: float, **_: Any) -> None:
         opened.append(timeout_s)
 
-    monkeypatch.setattr("diskprefix.extras.remote.objects._opened", note)
+    monkeypatch.setattr("diskprefix.extras.remote.objects._open_store", note)
     ObjectStore(tmp_path.as_uri(), timeout_s=0.4)
     ObjectStore(tmp_path.as_uri(), timeout_s=100.0)
     assert opened == [0.4, 60.0, 100.0, 100.0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diskprefix.extras.remote.upkeep import purge
+from diskprefix.extras.remote.upkeep import NamespaceObjects
 from diskprefix.store.purge import GoneText
 from tests.extras.remote.made import KEY, OTHER_KEY, MakeMachine, share_of_each
 from tests.store.building import BLOCK, ROOT, prompt
@@ -21,11 +21,11 @@ def num_objects(bucket: Path) -> int:
 def test_a_purge_of_a_tenant_leaves_the_others(make: MakeMachine, bucket: Path) -> None:
     share_of_each(make(), PROMPT, "", "a" * 32)
     objects = make().remote.objects
-    assert purge(objects, OTHER_KEY, lambda _model, _tenant: True) == 0
-    assert purge(objects, KEY, lambda model, tenant: (model, tenant) == ("tiny", "a" * 32)) == 3
+    assert NamespaceObjects(objects, OTHER_KEY).purge(lambda _model, _tenant: True) == 0
+    assert NamespaceObjects(objects, KEY).purge(lambda model, tenant: (model, tenant) == ("tiny", "a" * 32)) == 3
     assert num_objects(bucket) == len(list(bucket.rglob("*/about"))) * 3 == 3
-    assert purge(objects, KEY, lambda _model, tenant: tenant == "a" * 32) == 0
-    assert purge(objects, KEY, lambda _model, tenant: tenant == "") == 3
+    assert NamespaceObjects(objects, KEY).purge(lambda _model, tenant: tenant == "a" * 32) == 0
+    assert NamespaceObjects(objects, KEY).purge(lambda _model, tenant: tenant == "") == 3
     assert [path for path in bucket.rglob("*") if path.is_file()] == []
 
 
@@ -58,12 +58,12 @@ def test_a_daemon_describes_its_root_again_after_a_purge(make: MakeMachine, buck
     machine = make()
     machine.save(PROMPT)
     machine.share(PROMPT[: 3 * BLOCK])
-    purge(machine.remote.objects, KEY, lambda model, _tenant: model == "tiny")
+    NamespaceObjects(machine.remote.objects, KEY).purge(lambda model, _tenant: model == "tiny")
     assert not list(bucket.rglob("about"))
     longer = np.concatenate([PROMPT[: 6 * BLOCK], prompt(2, BLOCK)])
     machine.save(longer)
     machine.share(longer)
-    assert purge(machine.remote.objects, KEY, lambda model, _tenant: model == "tiny") > 0
+    assert NamespaceObjects(machine.remote.objects, KEY).purge(lambda model, _tenant: model == "tiny") > 0
     assert num_objects(bucket) == 0
 
 
@@ -73,6 +73,6 @@ def test_objects_without_a_sound_description_stay(make: MakeMachine, bucket: Pat
     about = sorted(bucket.rglob("about"))[1]
     for planted in (b"planted", bytes(1 << 20), None):
         about.unlink() if planted is None else about.write_bytes(planted)
-        assert purge(objects, KEY, lambda _model, tenant: tenant == "a" * 32) == 0
-    assert purge(objects, KEY, lambda _model, _tenant: True) == 3
+        assert NamespaceObjects(objects, KEY).purge(lambda _model, tenant: tenant == "a" * 32) == 0
+    assert NamespaceObjects(objects, KEY).purge(lambda _model, _tenant: True) == 3
     assert num_objects(bucket) == 3

@@ -40,7 +40,7 @@ def test_places_are_where_prompts_end_and_part(prompts: list[list[int]], max_tok
         positions, left = add(everything, *tokens)
         shared = {common_prefix_length(as_token_ids(tokens), as_token_ids(other)) for other in prompts[:number]}
         assert positions == sorted((shared | {len(tokens)}) - {0})
-        assert (left is None) or left.before is not None
+        assert (left is None) or left.parent is not None
         add(bounded, *tokens)
         kept = sum(len(end.tokens) for end in _places(bounded))
         assert kept == bounded._num_tokens <= max(max_tokens, *map(len, prompts))
@@ -52,5 +52,5 @@ def _places(radix_tree: RadixTree) -> list[RadixNode]:
     while waiting:
         place = waiting.pop()
         found.append(place)
-        waiting.extend(place.after.values())
+        waiting.extend(place.children.values())
     return found

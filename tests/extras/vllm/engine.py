@@ -127,7 +127,7 @@ class Engine:
         num_external = self.scheduler.match(request.request_id, request.num_computed_tokens)
         tables = self.allocate(request, request.num_computed_tokens + num_external)
         if num_external:
-            self.scheduler.allocated(request.request_id, tables, num_external)
+            self.scheduler.plan_load(request.request_id, tables, num_external)
             plan = self.scheduler.plan([])
             for worker in self.workers:
                 worker.load(plan)

@@ -131,7 +131,7 @@ def begin_with_lost(engine: Engine, request: Request, position: int) -> list[tup
     num_external = engine.scheduler.match(request.request_id, 0)
     assert num_external is not None
     engine.shared.store.quarantine(*stored_at(engine, position))
-    engine.scheduler.allocated(request.request_id, engine.allocate(request, num_external), num_external)
+    engine.scheduler.plan_load(request.request_id, engine.allocate(request, num_external), num_external)
     engine.workers[0].load(engine.scheduler.plan([]))
     return engine.results(request)
 
@@ -299,7 +299,7 @@ def test_layers_with_windows_are_saved_while_their_pages_are_there(engine: Make)
     tables = again.allocate(request, 3 * BLOCK)
     # vLLM gives no blocks for what lies before the window.
     tables[1][: 2 * BLOCK // PAGE] = [NO_PAGE] * (2 * BLOCK // PAGE)
-    again.scheduler.allocated("b", tables, 3 * BLOCK)
+    again.scheduler.plan_load("b", tables, 3 * BLOCK)
     again.workers[0].load(again.scheduler.plan([]))
     assert again.results(request) == [(True, False, set())]
     assert again.is_right(request, 3 * BLOCK)

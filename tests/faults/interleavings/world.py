@@ -199,7 +199,7 @@ def patched() -> Iterator[None]:
         (forward, "_rows", hash_model.salted_rows),
         (runner, "run", hash_model.run),
         (objects, "_import", lambda: _buckets[-1]),
-        (objects, "_opened", lambda *_url, **_options: None),
+        (objects, "_open_store", lambda *_url, **_options: None),
         # What is free on this machine says nothing about a history, and what it measured is of no other.
         (served_model, "kv_bytes", lambda _device: 1 << 40),
         (Memo, "get", lambda _self, _key: None),

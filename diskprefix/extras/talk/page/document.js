@@ -1,4 +1,4 @@
-// A long document to try the cache with, and questions about it.
+// A long document that shows the effect of the cache, and questions about it.
 
 const DOCUMENT = `You answer questions about the handbook below. Answer in one or two sentences, with the facts of the handbook only.
 
@@ -44,7 +44,7 @@ Books are taken as gifts on the first Friday of a month. The library keeps what 
 The head librarian is Ms Solveig Aker. She has the desk on Tuesday and Saturday. Mr Jonas Pell has it on Wednesday and Thursday, and takes the money to the bank on Friday. The caretaker, Mr Emil Rask, opens the shutters at 8, reads the barometer, and writes the figure on the board in the hall. If the pressure falls by more than eight in three hours, he rings the desk, the telescope is called back, and the boats of the ferry line are told. Twenty-three people help without pay, an afternoon a week each. To help, write to Ms Aker. She will invite you to a cup of coffee.
 `;
 
-// The most tokens of a reply to a question or an example below: a small model may find no end.
+// The maximum number of tokens of a reply to a question or an example below: a small model may never stop.
 const SHORT_REPLY = 100;
 const QUESTIONS = [
   "When is the library open on Saturday?",

@@ -1,6 +1,6 @@
-// Texts of messages as elements. All of it comes in as text nodes, so nothing of a message is markup of the page.
+// Messages as elements. All texts become text nodes, never markup of the page.
 
-// Blocks between ``` are code; within the rest, what is between ` is.
+// Text between ``` is a block of code, and text between ` is inline code.
 function marked(text) {
   return text.split(/^```.*$\n?/m).flatMap((part, index) => {
     if (index % 2) return [make("pre", { tabindex: 0 }, part.replace(/\n$/, ""))];
@@ -8,7 +8,7 @@ function marked(text) {
   });
 }
 
-// How far the daemon is with a prompt. `from` is the first report, which comes when all is restored.
+// The progress of a prompt. `from` is the first report, which comes after restoring.
 function readingOf(from, { processed, total, time_ms }) {
   if (processed >= total) return "";
   const perToken = (time_ms - from.time_ms) / 1000 / (processed - from.processed);
@@ -16,8 +16,8 @@ function readingOf(from, { processed, total, time_ms }) {
   return `reading: ${count(processed)} of ${plural(total, "token")}${rate}`;
 }
 
-// What the cache did for a reply: the cause of the first token's time, and what the time would have been. What was
-// restored is known before the first token, the rest with the last one.
+// The work of the cache for a reply: how much was restored, the time to first token, and the time saved. The restored
+// part is known before the first token, the rest with the last one.
 function figuresOf({ done, from, first_ms }, perToken) {
   const { prefix_cache: cache, timings, usage } = done ?? { prefix_cache: { restored: from.cache, source: from.source }, timings: {}, usage: { prompt_tokens: from.total } };
   const all = usage.prompt_tokens, restored = cache.restored, first_s = (first_ms ?? timings.ttft_ms) / 1000;
@@ -29,19 +29,19 @@ function figuresOf({ done, from, first_ms }, perToken) {
   return [make("b", {}, `${count(restored)} of ${count(all)} tokens restored from ${cache.source}`), `${first}${instead}${speed}`];
 }
 
-// One message of the conversation. `said` may be incomplete.
-function article(said, perToken) {
+// One message of the conversation, which may be incomplete.
+function article(message, perToken) {
   const parts = [];
-  if (said.reasoning) {
-    const open = !said.content && !said.done;
-    parts.push(make("details", open ? { open: "" } : {}, make("summary", {}, said.content || said.done ? "Thought" : "Thinking …"), make("div", {}, said.reasoning)));
+  if (message.reasoning) {
+    const open = !message.content && !message.done;
+    parts.push(make("details", open ? { open: "" } : {}, make("summary", {}, message.content || message.done ? "Thought" : "Thinking …"), make("div", {}, message.reasoning)));
   }
-  if (said.content) parts.push(make("div", { class: "said" }, ...marked(said.content)));
-  for (const call of said.calls ?? []) parts.push(make("p", { class: "call" }, `${call.name}(${call.arguments})`));
-  if (said.error) parts.push(make("p", { class: "error" }, said.error));
-  const figures = said.done || said.from?.cache || (said.from && said.first_ms) ? figuresOf(said, perToken) : [];
-  if (said.stopped) figures.push(`${figures.length ? " · " : ""}${said.stopped}`);
+  if (message.content) parts.push(make("div", { class: "said" }, ...marked(message.content)));
+  for (const call of message.calls ?? []) parts.push(make("p", { class: "call" }, `${call.name}(${call.arguments})`));
+  if (message.error) parts.push(make("p", { class: "error" }, message.error));
+  const figures = message.done || message.from?.cache || (message.from && message.first_ms) ? figuresOf(message, perToken) : [];
+  if (message.stopped) figures.push(`${figures.length ? " · " : ""}${message.stopped}`);
   if (figures.length) parts.push(make("p", { class: "figures" }, ...figures));
-  if (said.done && said.content) parts.push(make("button", { type: "button", class: "copy", onclick: ({ target }) => copy(said.content, target.parentNode.querySelector(".said"), target) }, "Copy"));
-  return make("article", { class: said.role }, make("h2", {}, said.role === "user" ? "You" : said.model ?? "Model"), ...parts);
+  if (message.done && message.content) parts.push(make("button", { type: "button", class: "copy", onclick: ({ target }) => copy(message.content, target.parentNode.querySelector(".said"), target) }, "Copy"));
+  return make("article", { class: message.role }, make("h2", {}, message.role === "user" ? "You" : message.model ?? "Model"), ...parts);
 }

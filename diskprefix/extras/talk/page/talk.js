@@ -1,18 +1,18 @@
-// The conversation: what is kept of it in the browser, how it is sent, and how it survives the daemon.
+// The conversation: its copy in the browser, its requests, and waiting for the daemon.
 
-// Each conversation has an entry of its own, so that two tabs do not write each other's.
-const KEPT = "diskprefix-chat-", RETRY_MS = 500, LEAST_COMPUTED = 32, LONGEST_REPLY = 1024;
+// Each conversation has its own entry, so that two tabs do not overwrite each other's.
+const STORED = "diskprefix-chat-", RETRY_MS = 500, LEAST_COMPUTED = 32, LONGEST_REPLY = 1024;
 
-let chats = keptChats();
-let chat = chats[0] ?? begun();
+let chats = storedChats();
+let chat = chats[0] ?? newChat();
 let running = null;
-// Milliseconds that a token of a prompt takes to compute, from replies that computed some.
+// Milliseconds to compute a token of a prompt, from the last reply that computed enough of them.
 let perToken = null;
 
-function keptChats() {
+function storedChats() {
   const found = [];
   try {
-    for (const key of Object.keys(localStorage).filter((key) => key.startsWith(KEPT))) {
+    for (const key of Object.keys(localStorage).filter((key) => key.startsWith(STORED))) {
       try {
         found.push(JSON.parse(localStorage.getItem(key)));
       } catch {
@@ -20,21 +20,21 @@ function keptChats() {
       }
     }
   } catch {
-    // A browser that keeps nothing for this page.
+    // The browser stores nothing for this page.
   }
   return found.sort((a, b) => b.used - a.used);
 }
 
-function begun() {
+function newChat() {
   const one = { id: crypto.getRandomValues(new Uint32Array(1))[0], used: Date.now(), system: "", messages: [] };
   chats.unshift(one);
   return one;
 }
 
-function keep() {
+function store() {
   chat.used = Date.now();
   try {
-    localStorage.setItem(KEPT + chat.id, JSON.stringify(chat));
+    localStorage.setItem(STORED + chat.id, JSON.stringify(chat));
     setText(find("#kept"), "");
   } catch {
     setText(find("#kept"), "This conversation is too large for the browser to keep: it ends with this tab.");
@@ -55,7 +55,7 @@ function drawChat() {
   drawButtons();
 }
 
-// What to try: examples in an empty conversation; with the document, the questions that were not asked yet.
+// Offers examples in an empty conversation; with the document, the questions that were not asked yet.
 function drawExamples() {
   const asked = chat.messages.map((one) => one.content), has = chat.system === DOCUMENT, isNew = !chat.messages.length;
   const questions = QUESTIONS.filter((one) => !asked.includes(one));
@@ -70,7 +70,7 @@ function drawExamples() {
 
 function useDocument() {
   chat.system = DOCUMENT;
-  keep();
+  store();
   drawChat();
   find("#examples button")?.focus();
 }
@@ -105,46 +105,46 @@ function learn({ prefix_cache: cache, timings, usage }) {
 
 const limit = () => chat.length ?? chat.messages[chat.messages.length - 2].limit ?? LONGEST_REPLY;
 
-// What the daemon is sent: the prompt begins with the same tokens in each turn.
+// The body of a request. Each turn's prompt begins with the prompt of the turn before.
 function body() {
   const system = chat.system.trim() ? [{ role: "system", content: chat.system }] : [];
-  const said = chat.messages.slice(0, -1).filter((one) => one.content).map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
+  const messages = chat.messages.slice(0, -1).filter((one) => one.content).map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
   return {
-    model: find("#model").value, messages: [...system, ...said], stream: true, return_progress: true,
+    model: find("#model").value, messages: [...system, ...messages], stream: true, return_progress: true,
     stream_options: { include_usage: true }, prefix_cache: { scope: "full" }, max_tokens: limit(),
     ...(chat.temperature == null ? {} : { temperature: chat.temperature }),
   };
 }
 
 async function answer(mayRepeat = false) {
-  const said = { role: "assistant", model: find("#model").value, content: "", reasoning: "", calls: [] }, began = performance.now();
-  add(said);
+  const reply = { role: "assistant", model: find("#model").value, content: "", reasoning: "", calls: [] }, began = performance.now();
+  add(reply);
   running = new AbortController();
   drawExamples();
   drawButtons();
   try {
-    const reply = await call("POST", "/v1/chat/completions", body(), running.signal);
-    for await (const data of eventsOf(reply)) {
-      if (data !== "[DONE]") take(said, JSON.parse(data), began);
-      if (said.done || mayRepeat || !repeatsItself(said.content || said.reasoning)) continue;
-      said.stopped = "stopped: the reply repeats itself; “Answer again” lets it go on";
+    const response = await call("POST", "/v1/chat/completions", body(), running.signal);
+    for await (const data of eventsOf(response)) {
+      if (data !== "[DONE]") take(reply, JSON.parse(data), began);
+      if (reply.done || mayRepeat || !repeatsItself(reply.content || reply.reasoning)) continue;
+      reply.stopped = "stopped: the reply repeats itself; “Answer again” lets it go on";
       break;
     }
-    if (!said.done && !said.stopped) said.error ??= "the connection ended before the reply did";
+    if (!reply.done && !reply.stopped) reply.error ??= "the connection ended before the reply did";
   } catch (error) {
-    if (error.name === "AbortError") said.stopped ??= "stopped";
-    else said.error = error instanceof TypeError ? "no answer: the daemon was not there" : error.message;
+    if (error.name === "AbortError") reply.stopped ??= "stopped";
+    else reply.error = error instanceof TypeError ? "no answer: the daemon was not there" : error.message;
     if (error.status === 401) askForKey(error);
   }
   running = null;
   setText(find("#doing"), "");
   drawLast();
   drawButtons();
-  keep();
-  if (said.error && !said.done) waitForDaemon();
+  store();
+  if (reply.error && !reply.done) waitForDaemon();
 }
 
-// True if a text ends with the same piece four times. Lines and tables have many equal characters, so those count later.
+// True if a text ends with the same piece four times, or more often if it has no letters, as lines of tables.
 function repeatsItself(text) {
   for (let length = 1; length <= text.length / 4 && length <= 400; length++) {
     const piece = text.slice(-length), times = Math.max(4, Math.ceil((/\p{L}/u.test(piece) ? 80 : 400) / length));
@@ -153,27 +153,27 @@ function repeatsItself(text) {
   return false;
 }
 
-function take(said, chunk, began) {
-  if (chunk.error) said.error = chunk.error.message;
+function take(reply, chunk, began) {
+  if (chunk.error) reply.error = chunk.error.message;
   if (chunk.prompt_progress) {
-    said.from ??= chunk.prompt_progress;
-    setText(find("#doing"), readingOf(said.from, chunk.prompt_progress));
+    reply.from ??= chunk.prompt_progress;
+    setText(find("#doing"), readingOf(reply.from, chunk.prompt_progress));
   }
   const delta = chunk.choices?.[0]?.delta ?? {};
-  if (delta.content || delta.reasoning_content || delta.tool_calls) said.first_ms ??= performance.now() - began;
-  if (chunk.choices?.[0]?.finish_reason === "length") said.stopped = `cut short at ${plural(limit(), "token")}`;
-  said.reasoning += delta.reasoning_content ?? "";
-  said.content += delta.content ?? "";
+  if (delta.content || delta.reasoning_content || delta.tool_calls) reply.first_ms ??= performance.now() - began;
+  if (chunk.choices?.[0]?.finish_reason === "length") reply.stopped = `cut short at ${plural(limit(), "token")}`;
+  reply.reasoning += delta.reasoning_content ?? "";
+  reply.content += delta.content ?? "";
   for (const { index, function: called } of delta.tool_calls ?? []) {
-    said.calls[index] ??= { name: "", arguments: "" };
-    said.calls[index].name += called.name ?? "";
-    said.calls[index].arguments += called.arguments ?? "";
+    reply.calls[index] ??= { name: "", arguments: "" };
+    reply.calls[index].name += called.name ?? "";
+    reply.calls[index].arguments += called.arguments ?? "";
   }
   if (chunk.prefix_cache) {
-    said.done = { usage: chunk.usage, prefix_cache: chunk.prefix_cache, timings: chunk.timings };
-    learn(said.done);
+    reply.done = { usage: chunk.usage, prefix_cache: chunk.prefix_cache, timings: chunk.timings };
+    learn(reply.done);
   }
-  if (said.content || said.reasoning) setText(find("#doing"), "");
+  if (reply.content || reply.reasoning) setText(find("#doing"), "");
   drawLast();
 }
 
@@ -181,7 +181,7 @@ function take(said, chunk, began) {
 
 let waiting = null;
 
-// All who wait for the daemon wait for the same.
+// All callers share one wait.
 const waitForDaemon = () => (waiting ??= untilReady(performance.now()).finally(() => (waiting = null)));
 
 async function untilReady(since) {
@@ -190,8 +190,8 @@ async function untilReady(since) {
     try {
       const health = await (await fetch("/health")).json();
       if (health.status === "ok" || health.status === "degraded") break;
-      if (health.status === "loading") setText(find("#status"), health.message ?? "loading the model …");
-      else setText(find("#status"), health.error?.message ?? `the daemon is ${health.status ?? "not one that this page knows"}`);
+      setText(find("#status"), health.status === "loading" ? health.message ?? "loading the model …"
+        : health.error?.message ?? `the daemon is ${health.status ?? "not one that this page knows"}`);
     } catch {
       setText(find("#status"), `no daemon for ${Math.round((performance.now() - since) / 1000)} s`);
     }
@@ -199,8 +199,7 @@ async function untilReady(since) {
   }
   try {
     await readModels();
-    find("#status").className = "";
-    setText(find("#status"), "ready");
+    setStatus("", "ready");
     find("#all").hidden = false;
     find("#login").hidden = true;
   } catch (error) {
@@ -218,12 +217,7 @@ async function readModels() {
 
 function askForKey(error) {
   find("#all").hidden = true;
-  find("#login").hidden = false;
-  find("#status").className = "idle";
-  setText(find("#status"), "locked");
-  setText(find("#unlock"), commandFor("chat --browser"));
-  setText(find("#login-why"), refusalOf(error));
-  find("#key").focus();
+  showLogin("chat --browser", error);
 }
 
 // What the user does.
@@ -237,7 +231,7 @@ find("#say").addEventListener("submit", (event) => {
 });
 
 function send(text, limit) {
-  // A reply of which nothing came is no part of the conversation.
+  // An empty reply is not part of the conversation.
   if (chat.messages.length && !chat.messages[chat.messages.length - 1].content) chat.messages.pop();
   if (chat.messages[chat.messages.length - 1]?.role === "user") chat.messages.pop();
   add({ role: "user", content: text, limit });
@@ -256,19 +250,19 @@ find("#again").addEventListener("click", () => {
   answer(mayRepeat);
 });
 find("#new").addEventListener("click", () => {
-  chat = chats.find((one) => !one.messages.length && !one.system) ?? begun();
+  chat = chats.find((one) => !one.messages.length && !one.system) ?? newChat();
   drawChat();
   find("#text").focus();
 });
 find("#forget").addEventListener("click", () => {
   if (!confirm("Delete this conversation from the browser?")) return;
   try {
-    localStorage.removeItem(KEPT + chat.id);
+    localStorage.removeItem(STORED + chat.id);
   } catch {
-    // Nothing was kept.
+    // Nothing was stored.
   }
   chats = chats.filter((one) => one !== chat);
-  chat = chats[0] ?? begun();
+  chat = chats[0] ?? newChat();
   drawChat();
 });
 find("#which").addEventListener("change", () => {
@@ -277,27 +271,22 @@ find("#which").addEventListener("change", () => {
 });
 find("#system").addEventListener("change", () => {
   chat.system = find("#system").value;
-  keep();
+  store();
   drawExamples();
 });
 for (const name of ["temperature", "length"])
   find(`#${name}`).addEventListener("change", ({ target }) => {
     if (!target.reportValidity()) return;
     chat[name] = target.value === "" ? null : Number(target.value);
-    keep();
+    store();
   });
 find("#file").addEventListener("change", async () => {
   for (const file of find("#file").files) chat.system += `${chat.system ? "\n\n" : ""}${file.name}:\n${await file.text()}`;
   find("#file").value = "";
   find("#system").value = chat.system;
-  keep();
+  store();
   drawExamples();
 });
-find("#login").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, find("#key").value.trim());
-  find("#key").value = "";
-  waitForDaemon();
-});
+onLogin(waitForDaemon);
 drawChat();
 waitForDaemon();

@@ -1,28 +1,30 @@
-"""The folded prefix trees: a run of nodes without branches or ends of saved prompts is one trunk."""
+"""The prefix trees, folded: a run of nodes without branches or ends of saved prompts is one trunk."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.schema import Kind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree, list_entries
 
-_MOST_ENTRIES = 2000
+_Nodes: TypeAlias = dict[bytes, NodeRecord]
+_MAX_ENTRIES = 2000
 
 
 @dataclass(kw_only=True)
 class Trunk:
-    """Consecutive blocks from token `start` to `end`. `id` is the name of the last one, in hex, and `parent` the id of
-    the trunk that it continues, None for the first of a tree.
+    """Consecutive blocks from token `start` to `end`. `id` is the name of the last block, in hex, and `parent` the id
+    of the trunk before, None at the beginning of a tree.
 
-    `stored_bytes` is their size in the file, with `checkpoints`. `entries` are the ids of the saved prompts that end at
-    `end`. `num_entries` counts these and all that continue them. `hits` counts the requests that restored a part of
-    it or all. Times are seconds since the epoch. `prefill_s` is the measured time to compute the tokens, 0 if unknown.
+    `stored_bytes` is the size of blocks and `checkpoints` in the file. `entries` are the ids of the saved prompts that
+    end at `end`; `num_entries` counts these and the saved prompts that continue the trunk. `hits` counts the requests
+    that restored at least a part of it. Times are seconds since the epoch. `prefill_s` is the measured time to compute
+    the tokens, 0 if unknown.
     """
 
     id: str
@@ -41,13 +43,12 @@ class Trunk:
 
 @dataclass(kw_only=True)
 class FoldedTree:
-    """The tree of one model and tenant. Each trunk is followed by all that continues it, the most recently used first.
+    """The tree of one model and tenant. `nodes` has each trunk before its descendants, the most recently used first.
 
-    `listed_bytes`: the size of its saved prompts, uncompressed and each stored alone. `raw_bytes`: the size of its
-    nodes, uncompressed and each stored once. `stored_bytes`: their size in the file. So sharing saves
-    `listed_bytes - raw_bytes`, and compression saves `raw_bytes - stored_bytes`. `checkpoint_bytes` are the part of
-    `stored_bytes` that checkpoints take. `images`: it holds what an encoder made of so many pictures, and no
-    prompts; then `nodes` are left out.
+    `listed_bytes` is the size of the saved prompts if each were stored alone and uncompressed, `raw_bytes` the size of
+    the nodes uncompressed, and `stored_bytes` their size in the file, of which checkpoints take `checkpoint_bytes`. So
+    sharing saves `listed_bytes - raw_bytes`, and compression saves `raw_bytes - stored_bytes`. `images` is the number
+    of encoded pictures, for a tree that has these in place of prompts; `nodes` is empty then.
     """
 
     root: str
@@ -72,76 +73,72 @@ class Outline:
     entries: dict[str, EntryInfo]
 
     def listing(self, *, with_texts: bool = True) -> dict[str, Any]:
-        """Returns JSON values: `total`, the number of saved prompts, the latest `entries`, and the `trees`. Without
+        """Returns JSON values: the number of saved prompts (`total`), the latest `entries`, and the `trees`. Without
         texts, the `preview` of each entry is None."""
         hidden: dict[str, Any] = {} if with_texts else {"preview": None}
-        latest = list(self.entries.values())[:_MOST_ENTRIES]
+        latest = list(self.entries.values())[:_MAX_ENTRIES]
         return {
             "total": len(self.entries),
             "entries": [asdict(info) | hidden for info in latest],
-            "trees": [
-                vars(tree) | {"nodes": [vars(trunk) for trunk in tree.nodes]} for tree in self.trees if tree.nodes
-            ],
+            "trees": [vars(tree) | {"nodes": list(map(vars, tree.nodes))} for tree in self.trees if tree.nodes],
         }
 
 
 def outline(
-    snapshot: Snapshot, entries: Sequence[EntryInfo] | None = None, only: Collection[bytes] | None = None
+    snapshot: Snapshot, entries: Sequence[EntryInfo] | None = None, roots: Collection[bytes] | None = None
 ) -> Outline:
-    """Returns the folded trees. Nodes whose records are damaged are left out, with what continues them.
-
-    `entries` is what `list_entries` returns for this snapshot, if the caller has it. `only`: the roots that are shown.
-    """
+    """Returns the folded trees of `roots`, or of all roots. Nodes with damaged records are left out, with their
+    descendants. `entries` is the result of `list_entries` for this snapshot, if the caller has it."""
     known = {info.id: info for info in (list_entries(snapshot) if entries is None else entries)}
     prefixes, trees = PrefixTree(snapshot), list[FoldedTree]()
     for root, record in snapshot.roots():
-        if only is None or root in only:
+        if roots is None or root in roots:
             tree = FoldedTree(root=root.hex(), model=record.model, tenant=record.tenant)
-            tree.nodes = _Folder(snapshot, prefixes, frozenset(map(bytes.fromhex, known)), tree).below(root)
+            tree.nodes = _Folder(snapshot, prefixes, frozenset(map(bytes.fromhex, known)), tree).trunks(root)
             ended = [id_ for trunk in tree.nodes for id_ in trunk.entries]
             if record.has_pictures:
                 tree.images, tree.nodes = sum(trunk.parent is None for trunk in tree.nodes), []
             tree.num_entries, tree.listed_bytes = len(ended), sum(known[id_].raw_bytes for id_ in ended)
             trees.append(tree)
-    return Outline(trees=sorted(trees, key=lambda one: (-one.stored_bytes, one.root)), entries=known)
+    return Outline(trees=sorted(trees, key=lambda tree: (-tree.stored_bytes, tree.root)), entries=known)
 
 
 class _Folder:
-    """Folds the nodes of one root, and sums them in `sums`. It does not recurse, because trees are as deep as
-    conversations are long."""
+    """Folds the nodes of one root, and sums them up in `sums`. Without recursion: trees are as deep as conversations
+    are long."""
 
     def __init__(self, snapshot: Snapshot, tree: PrefixTree, ends: frozenset[bytes], sums: FoldedTree) -> None:
         self._snapshot, self._tree, self._ends, self._sums = snapshot, tree, ends, sums
 
-    def below(self, root: bytes) -> list[Trunk]:
-        """Returns the trunks that continue a root, parents first."""
-        trunks: list[Trunk] = []
-        todo: list[tuple[bytes, str | None]] = [(name, None) for name in self._continuing(root)]
+    def trunks(self, root: bytes) -> list[Trunk]:
+        """Returns the trunks of a root in the order of `FoldedTree.nodes`."""
+        trunks: dict[str, Trunk] = {}
+        todo = self._fold_all(self._children(root)[0], None)
         while todo:
-            name, parent = todo.pop()
-            trunk, following = self._trunk(name, parent)
-            trunks.append(trunk)
-            todo.extend((child, trunk.id) for child in following)
-        children = defaultdict[str | None, list[Trunk]](list)
-        for trunk in reversed(trunks):
-            trunk.num_entries += sum(child.num_entries for child in children[trunk.id])
-            children[trunk.parent].append(trunk)
-        return _latest_first(children)
+            trunk, children = todo.pop()
+            trunks[trunk.id] = trunk
+            todo += self._fold_all(children, trunk.id)
+        for trunk in reversed(trunks.values()):
+            if trunk.parent is not None:
+                trunks[trunk.parent].num_entries += trunk.num_entries
+        return list(trunks.values())
 
-    def _trunk(self, name: bytes, parent: str | None) -> tuple[Trunk, list[bytes]]:
-        """Returns the trunk that begins at a node, and the nodes that continue it."""
-        node = self._node(name)
-        assert node is not None, "only sound nodes are followed"
+    def _fold_all(self, nodes: _Nodes, parent: str | None) -> list[tuple[Trunk, _Nodes]]:
+        """Returns the trunks that begin at these nodes, each with its children, the least recently used first."""
+        folded = [self._fold(name, node, parent) for name, node in nodes.items()]
+        return sorted(folded, key=lambda item: (item[0].last_used_at, item[0].id))
+
+    def _fold(self, name: bytes, node: NodeRecord, parent: str | None) -> tuple[Trunk, _Nodes]:
+        """Returns the trunk that begins at a node, and the nodes that continue the trunk."""
         trunk = Trunk(id=name.hex(), parent=parent, start=node.position, end=node.end)
         while True:
-            checkpoints = self._checkpoints(name)
+            children, checkpoints = self._children(name)
             self._extend(trunk, name, node, list(checkpoints.values()))
             ended = {name, *checkpoints} & self._ends
-            trunk.entries, trunk.num_entries = sorted(one.hex() for one in ended), len(ended)
-            following = self._continuing(name)
-            if len(following) != 1 or ended:
-                return trunk, list(following)
-            [(name, node)] = following.items()
+            trunk.entries, trunk.num_entries = sorted(end.hex() for end in ended), len(ended)
+            if len(children) != 1 or ended:
+                return trunk, children
+            [(name, node)] = children.items()
 
     def _extend(self, trunk: Trunk, name: bytes, node: NodeRecord, checkpoints: list[NodeRecord]) -> None:
         trunk.id, trunk.end = name.hex(), node.end
@@ -158,32 +155,12 @@ class _Folder:
             trunk.last_used_at = max(trunk.last_used_at, round(usage.last_used, 3))
             trunk.prefill_s += usage.prefill_s
 
-    def _continuing(self, name: bytes) -> dict[bytes, NodeRecord]:
-        return {one: node for one, node in self._children(name).items() if node.kind != Kind.CHECKPOINT}
-
-    def _checkpoints(self, name: bytes) -> dict[bytes, NodeRecord]:
-        return {one: node for one, node in self._children(name).items() if node.kind == Kind.CHECKPOINT}
-
-    def _children(self, name: bytes) -> dict[bytes, NodeRecord]:
-        found = ((one, self._node(one)) for one in self._tree.children.get(name, ()))
-        return {one: node for one, node in found if node is not None}
-
-    def _node(self, name: bytes) -> NodeRecord | None:
-        try:
-            return self._tree.node(name)
-        except StoreCorrupt:
-            return None
-
-
-def _latest_first(children: Mapping[str | None, list[Trunk]]) -> list[Trunk]:
-    """Returns trunks, each followed by all that continues it. `children` has them by their parent."""
-    ordered: list[Trunk] = []
-    todo = sorted(children[None], key=_age)
-    while todo:
-        ordered.append(trunk := todo.pop())
-        todo += sorted(children.get(trunk.id, ()), key=_age)
-    return ordered
-
-
-def _age(trunk: Trunk) -> tuple[float, str]:
-    return trunk.last_used_at, trunk.id
+    def _children(self, name: bytes) -> tuple[_Nodes, _Nodes]:
+        """Returns the sound nodes that continue a node or root, and the sound checkpoints there."""
+        children: _Nodes = {}
+        checkpoints: _Nodes = {}
+        for child in self._tree.children.get(name, ()):
+            with suppress(StoreCorrupt):
+                if (node := self._tree.node(child)) is not None:
+                    (checkpoints if node.kind == Kind.CHECKPOINT else children)[child] = node
+        return children, checkpoints

@@ -1,4 +1,4 @@
-"""The routes of the dashboard: the page and its data. The data are for callers who may see everything."""
+"""The routes of the dashboard: the page, and its data for callers who may see everything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from diskprefix.server.log_context import log_context
 from diskprefix.server.routes import EVENTS, AppRoute, Routes
 
 _SILENT_S = 8.0
-"""The time without news after which a comment shows that the stream is alive."""
+"""The time without changes after which a comment shows that the stream is alive."""
 
 routes = Routes("dashboard")
 
@@ -38,7 +38,7 @@ class Dashboard:
 
 
 def _dashboard(request: Request) -> Dashboard:
-    """Raises an error unless the caller is the owner."""
+    """Returns the dashboard. Raises an error unless the caller is the owner."""
     log_context(request).caller.require_owner()
     dashboard: Dashboard = request.app.state.dashboard
     return dashboard
@@ -91,15 +91,15 @@ async def events(request: Request) -> Response:
 
 async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
     watch, loop = dashboard.watch, asyncio.get_running_loop()
-    since, before, said_at = 0, None, loop.time()
+    since, before, sent_at = 0, None, loop.time()
     while dashboard.daemon.status != "stopping":
         now, ended = await watch.state(), watch.ended(since)
-        news = {name: value for name, value in now.items() if name != "now"}
-        if ended or news != before:
-            since, before, said_at = ended[-1]["number"] if ended else since, news, loop.time()
+        values = {name: value for name, value in now.items() if name != "now"}
+        if ended or values != before:
+            since, before, sent_at = ended[-1]["number"] if ended else since, values, loop.time()
             yield f"event: state\ndata: {json.dumps(now | {'ended': ended})}\n\n".encode()
-        elif loop.time() >= said_at + _SILENT_S:
-            said_at = loop.time()
+        elif loop.time() >= sent_at + _SILENT_S:
+            sent_at = loop.time()
             yield b": keepalive\n\n"
         await asyncio.sleep(UPDATE_S)
 

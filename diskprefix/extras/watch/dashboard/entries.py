@@ -1,7 +1,7 @@
 """Lists the saved prompts with their trees, and deletes one of them.
 
-Reading the trees holds Python's lock, which the engine needs too. So they are read on request only, and read again only
-after a hundred times the duration of the last reading.
+Reading the trees holds Python's lock, which the engine needs too. So they are read on request only, and again only
+after a pause of a hundred times the duration of the last reading.
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ class SavedPrompts:
         self._read_at = self._again_at = 0.0
 
     async def entries(self, store: Store, *, with_texts: bool) -> dict[str, Any]:
-        """Returns the `Outline.listing` of the store, its age `age_s`, and `again_s`, the time until the next reading.
-
-        Raises `CacheError`.
-        """
+        """Returns the `Outline.listing` of the store, its age (`age_s`), and the time until the next reading
+        (`again_s`). Raises `CacheError`."""
         async with self._lock:
-            asked_at = time.monotonic()
-            if self._outline is None or asked_at >= self._again_at:
+            now = time.monotonic()
+            if self._outline is None or now >= self._again_at:
                 self._outline = await self._run(_read, store)
-                self._read_at = asked_at
-                self._again_at = time.monotonic() + _REST * (time.monotonic() - asked_at)
-            ages = {"age_s": asked_at - self._read_at, "again_s": max(0.0, self._again_at - time.monotonic())}
+                self._read_at = now
+                self._again_at = time.monotonic() + _REST * (time.monotonic() - now)
+            ages = {"age_s": now - self._read_at, "again_s": max(0.0, self._again_at - time.monotonic())}
             return ages | await self._run(partial(self._outline.listing, with_texts=with_texts))
 
     async def delete(self, delete: Callable[[str], Purged], entry_id: str) -> Purged:

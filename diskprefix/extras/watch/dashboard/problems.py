@@ -1,4 +1,4 @@
-"""Finds the problems of a daemon, each with advice. Pure functions of its figures."""
+"""Finds the problems of a daemon, with advice, in its figures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from diskprefix.server.recent import EndedRequest
 Level: TypeAlias = Literal["error", "warning", "hint"]
 
 _FULL = 0.9
-"""The part of the budget above which the store counts as full."""
-_MOST_BREAKS, _MOST_FAILURES = 3, 5
-_BREAK_TOKENS = 1024
-"""The fewest tokens that must be computed again for a hint."""
+"""The share of the budget above which the store counts as full."""
+_MAX_BREAKS, _MAX_FAILURES = 3, 5
+_MIN_BREAK_TOKENS = 1024
+"""The fewest recomputed tokens for which there is a hint."""
 _ORDER: tuple[Level, ...] = ("error", "warning", "hint")
 
 _COUNTED: tuple[tuple[str, Level, str, str], ...] = (
@@ -36,13 +36,13 @@ _ADVICE = {
     429: "send fewer requests at once with this key, or raise --max-queue",
     503: "try again later; raise --max-queue or --max-sequences if this is common",
 }
-_ADVICE_OTHERWISE = "read the daemon's log of that time"
-_ADVICE_ON_STREAMS = "the reply failed after it had begun; the daemon's log of that time says why"
+_OTHER_ADVICE = "read the daemon's log of that time"
+_STREAM_ADVICE = "the reply failed after it had begun; the daemon's log of that time says why"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem for the daemon's owner. `todo` is advice, `last_at` when the last of the failed requests ended."""
+    """A problem for the daemon's owner. `todo` is advice. `last_at` is the end of the last failed request."""
 
     level: Level
     what: str
@@ -54,12 +54,13 @@ class Problem:
 def problems(
     cache: dict[str, Any] | None, breaks: Sequence[dict[str, Any]], ended: Iterable[EndedRequest]
 ) -> list[Problem]:
-    """Returns the problems, the worst first. `cache` has the counts of the cache, `breaks` those of `PrefixBreaks`."""
-    found = [*_of_cache(cache or {}), *_of_prompts(breaks), *_of_requests(ended)]
-    return sorted(found, key=lambda problem: (_ORDER.index(problem.level), -(problem.last_at or 0.0)))
+    """Returns the problems, the worst first, from the counts of the cache, from `PrefixBreaks.as_list` and from ended
+    requests."""
+    unsorted = [*_cache_problems(cache or {}), *_prompt_problems(breaks), *_request_problems(ended)]
+    return sorted(unsorted, key=lambda problem: (_ORDER.index(problem.level), -(problem.last_at or 0.0)))
 
 
-def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
+def _cache_problems(cache: dict[str, Any]) -> Iterator[Problem]:
     match cache.get("state"):
         case "degraded":
             todo = "the daemon tries again by itself; `diskprefix verify` checks the folder"
@@ -71,7 +72,7 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
         if count := cache.get(name, 0):
             cause = cache.get("full_disk") if name == "dropped" else None
             yield Problem(level, what, cause or todo, count)
-    yield from _of_shared_tier(cache.get("remote") or {})
+    yield from _remote_problems(cache.get("remote") or {})
     if cache.get("gate", {}).get("state") == "closed":
         what = "computing is faster than restoring on this machine, so little is saved and restored"
         yield Problem("hint", what, "use a faster disk or a larger model, or force it with --kv-cache-gate off")
@@ -81,7 +82,7 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("hint", "the store is full, and blocks are evicted", todo, evicted)
 
 
-def _of_shared_tier(remote: dict[str, Any]) -> Iterator[Problem]:
+def _remote_problems(remote: dict[str, Any]) -> Iterator[Problem]:
     if remote.get("state") == "failing":
         todo = "look at the network, the endpoint and the access keys; the daemon's log names the failure"
         yield Problem("warning", f"{remote['url']} does not answer, and is left alone for a while", todo)
@@ -94,27 +95,25 @@ def _of_shared_tier(remote: dict[str, Any]) -> Iterator[Problem]:
         yield Problem("hint", f"prompts could not be uploaded to {remote['url']}", todo, dropped)
 
 
-def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
-    worst = sorted(breaks, key=lambda broken: -broken["tokens"])[:_MOST_BREAKS]
-    for broken in worst:
-        if broken["tokens"] < _BREAK_TOKENS:
+def _prompt_problems(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    for broken in sorted(breaks, key=lambda broken: -broken["tokens"])[:_MAX_BREAKS]:
+        if broken["tokens"] < _MIN_BREAK_TOKENS:
             return
-        help_ = ",".join(f"{name}=on" for name in broken["normalisers"])
+        normalisers = ",".join(f"{name}=on" for name in broken["normalisers"])
         line = broken.get("text") or f"{broken['line']} (letters are masked as x, digits as #)"
         what = f"a line of the prompt changes, so {broken['tokens']:,} tokens after it were computed again: {line}"
-        todo = f"start with --normalise {help_}" if help_ else "move the line to the end of the prompt"
+        todo = f"start with --normalise {normalisers}" if normalisers else "move the line to the end of the prompt"
         yield Problem("hint", what, todo, broken["requests"])
 
 
-def _of_requests(ended: Iterable[EndedRequest]) -> Iterator[Problem]:
-    """Yields a problem for each kind of failed requests. A client that left is none: people press a stop button."""
-    alike: dict[tuple[int, str], list[EndedRequest]] = {}
-    for one in ended:
-        if one.prefix_cache is None and (one.error is not None or one.status >= 500):
-            said = one.error or "internal error"
-            alike.setdefault((one.status, said), []).append(one)
-    latest = sorted(alike.items(), key=lambda item: -item[1][-1].ended_at)[:_MOST_FAILURES]
-    for (status, said), group in latest:
+def _request_problems(ended: Iterable[EndedRequest]) -> Iterator[Problem]:
+    """Yields a problem for each kind of failed requests. A client that left is no problem: people press stop."""
+    groups: dict[tuple[int, str], list[EndedRequest]] = {}
+    for request in ended:
+        if request.prefix_cache is None and (request.error is not None or request.status >= 500):
+            groups.setdefault((request.status, request.error or "internal error"), []).append(request)
+    latest = sorted(groups.items(), key=lambda item: -item[1][-1].ended_at)[:_MAX_FAILURES]
+    for (status, message), group in latest:
         level: Level = "error" if status >= 500 and status != 503 else "warning"
-        todo = _ADVICE_ON_STREAMS if status == 200 else _ADVICE.get(status, _ADVICE_OTHERWISE)
-        yield Problem(level, f"{group[-1].route} answered {status}: {said}", todo, len(group), group[-1].ended_at)
+        todo = _STREAM_ADVICE if status == 200 else _ADVICE.get(status, _OTHER_ADVICE)
+        yield Problem(level, f"{group[-1].route} answered {status}: {message}", todo, len(group), group[-1].ended_at)

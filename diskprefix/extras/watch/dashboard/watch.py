@@ -1,7 +1,4 @@
-"""Reads the daemon's state for the dashboard, on request only.
-
-The engine is read without a lock, in the event loop.
-"""
+"""Reads the daemon's state for the dashboard, on request only. The engine is read without a lock, in the event loop."""
 
 from __future__ import annotations
 
@@ -31,9 +28,8 @@ class Watch:
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
-        settings = daemon.settings
-        self.is_private = settings.api_keys is not None or is_loopback(settings.host)
-        """Callers may see texts and delete. Without keys, that needs an address that only this machine reaches."""
+        self.is_private = daemon.settings.api_keys is not None or is_loopback(daemon.settings.host)
+        """Whether callers may see texts and delete prompts: with keys, or if only this machine reaches the address."""
 
     async def state(self) -> dict[str, Any]:
         """Returns what `/dashboard/state` shows, without `ended`."""
@@ -57,13 +53,13 @@ class Watch:
         }
 
     def ended(self, since: int) -> list[dict[str, Any]]:
-        """Returns the remembered requests that ended after the one with the number `since`."""
+        """Returns the remembered requests that ended after request number `since`."""
         return [asdict(ended) for ended in self._daemon.recent.since(since)]
 
 
 def _running(activity: Activity) -> dict[str, Any]:
-    shown = asdict(activity) | {"scope": str(activity.scope)}
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in shown.items()}
+    values = asdict(activity) | {"scope": str(activity.scope)}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _model(serving: Serving) -> dict[str, Any]:

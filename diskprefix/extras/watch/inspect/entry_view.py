@@ -1,4 +1,4 @@
-"""The output of `diskprefix inspect ENTRY`: all about one saved prompt."""
+"""The output of `diskprefix inspect ENTRY`: the details of one saved prompt."""
 
 from __future__ import annotations
 
@@ -35,30 +35,26 @@ def show_entry(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryInfo
         return
     for label, value in _lines(info, details):
         click.echo(f"{label:<{_LABEL}}{printable_only(value)}")
-    room = max(20, terminal_width(otherwise=160) - 36)
-    shared = [
-        f"  {short_id(one['id'])}  {one['num_tokens']:,} tokens  {shortened(printable_only(one['preview']), room)}"
-        for one in details["shared_with"]
-    ]
-    click.echo(f"{'shared with':<{_LABEL}}{len(shared) or 'nobody'}")
-    for line in shared[:SHOWN]:
-        click.echo(line)
+    room, others = max(20, terminal_width(otherwise=160) - 36), details["shared_with"]
+    click.echo(f"{'shared with':<{_LABEL}}{len(others) or 'nobody'}")
+    for other in others[:SHOWN]:
+        preview = shortened(printable_only(other["preview"]), room)
+        click.echo(f"  {short_id(other['id'])}  {other['num_tokens']:,} tokens  {preview}")
     if details["text"] is None:
         click.echo(f"{'preview':<{_LABEL}}{printable_only(info.preview)}")
     else:
-        click.echo("text")
-        click.echo(_indented(details["text"]))
+        click.echo(f"text\n{_indented(details['text'])}")
 
 
 def entry_details(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryInfo) -> dict[str, Any]:
-    """Returns JSON values for one of `entries`, the result of `list_entries` for this snapshot: those of `info`, and
+    """Returns JSON values for one of `entries`, the result of `list_entries` for this snapshot: the fields of `info`,
+    and
 
-    * `reason`, the policy's reason for the boundary, and `text`, None if its tokenizer is not there any more,
-    * `hit_times` of the last hits that are remembered, in seconds since the epoch, oldest first,
-    * `images`, each with its `position`, its `num_tokens` and, while its encoder's output is stored, its `size` and its
-      `digest`,
-    * `blocks`, its blocks, tails and checkpoints in order, each with the number of `entries` that share it,
-    * `shared_with`, the other saved prompts with common blocks, that which shares most tokens first.
+    * `reason`, the policy's reason for the boundary, and `text`, None if the tokenizer was removed,
+    * `hit_times`, the remembered times of the last hits, in seconds since the epoch, oldest first,
+    * `images`, each with `position` and `num_tokens`, and with `size` and `digest` while its encoding is stored,
+    * `blocks`, the blocks, tails and checkpoints in order, each with the number of `entries` that share it,
+    * `shared_with`, the other saved prompts with common blocks, those with the most common tokens first.
 
     Raises `StoreCorrupt` if the prompt's path is damaged.
     """
@@ -82,11 +78,12 @@ def entry_details(snapshot: Snapshot, entries: Sequence[EntryInfo], info: EntryI
 def _shared_with(
     path: Mapping[bytes, NodeRecord], others: Mapping[EntryInfo, Mapping[bytes, NodeRecord]]
 ) -> list[dict[str, Any]]:
-    found = []
-    for other, nodes in others.items():
-        if common := [nodes[step].end for step in nodes.keys() & path.keys()]:
-            found.append((-max(common), other.id, other.preview))
-    return [{"id": id_, "num_tokens": -tokens, "preview": preview} for tokens, id_, preview in sorted(found)]
+    common = {
+        other: max((nodes[name].end for name in nodes.keys() & path.keys()), default=0)
+        for other, nodes in others.items()
+    }
+    sharing = sorted((other for other in common if common[other]), key=lambda other: (-common[other], other.id))
+    return [{"id": other.id, "num_tokens": common[other], "preview": other.preview} for other in sharing]
 
 
 def _block(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) -> dict[str, Any]:
@@ -106,7 +103,7 @@ def _block(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) -> d
 
 
 def _decoded(folder: str, token_ids: TokenIds) -> str | None:
-    """Returns the text of token ids, None if `folder` has no tokenizer any more."""
+    """Returns the text of token ids, or None if `folder` has no tokenizer."""
     file = Path(folder) / "tokenizer.json"
     if not folder or not file.is_file():
         return None
@@ -123,14 +120,14 @@ def _decoded(folder: str, token_ids: TokenIds) -> str | None:
 
 
 def _runs(token_ids: TokenIds) -> Iterator[tuple[int, TokenIds]]:
-    """Returns the runs of tokens of text and of pictures, with their positions."""
+    """Returns the runs of text tokens and of image tokens, with their positions."""
     cuts = (np.flatnonzero(np.diff(token_ids < 0)) + 1).tolist()
     return zip([0, *cuts], np.split(token_ids, cuts), strict=True)
 
 
 def _pictures(snapshot: Snapshot, root: RootRecord, token_ids: TokenIds) -> Iterator[dict[str, Any]]:
-    whose = root.model, root.tenant
-    roots = {name for name, one in snapshot.roots() if one.has_pictures and (one.model, one.tenant) == whose}
+    owner = root.model, root.tenant
+    roots = {name for name, other in snapshot.roots() if other.has_pictures and (other.model, other.tenant) == owner}
     known: dict[int, dict[str, str]] = {}
     for note in snapshot.notes():
         if note.root in roots and note.kind == NoteKind.PICTURE:
@@ -144,18 +141,19 @@ def _pictures(snapshot: Snapshot, root: RootRecord, token_ids: TokenIds) -> Iter
 
 
 def _lines(info: EntryInfo, details: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    blocks = [one for one in details["blocks"] if one["kind"] != "checkpoint"]
+    blocks = [block for block in details["blocks"] if block["kind"] != "checkpoint"]
+    points = ", ".join(f"{position:,}" for position in info.checkpoints)
     ratio = f", {info.raw_bytes / info.stored_bytes:.2f}× smaller" if info.stored_bytes < info.raw_bytes else ""
     yield "id", info.id
     yield "model", info.model
     yield "tokens", f"{info.num_tokens:,}"
     yield "stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)}{ratio})"
     yield "shared", format_size(info.shared_bytes)
-    yield "checkpoints", _checkpoints_text(info)
-    yield "blocks", f"{len(blocks)}, {sum(one['entries'] > 1 for one in blocks)} of them in other prompts too"
-    for one in details["images"]:
-        known = f": {one['size']}, digest {one['digest']}" if "size" in one else ""
-        yield "image", f"{one['num_tokens']:,} tokens at {one['position']:,}{known}"
+    yield "checkpoints", f"{format_size(info.checkpoint_bytes)} at {points}" if points else "none"
+    yield "blocks", f"{len(blocks)}, {sum(block['entries'] > 1 for block in blocks)} of them in other prompts too"
+    for image in details["images"]:
+        known = f": {image['size']}, digest {image['digest']}" if "size" in image else ""
+        yield "image", f"{image['num_tokens']:,} tokens at {image['position']:,}{known}"
     yield "hits", f"{info.hits:,}"
     yield "created", ago(info.created_at)
     yield "last used", ago(info.last_used_at)
@@ -177,9 +175,3 @@ def _ttl_text(info: EntryInfo) -> str:
     if info.ttl_s is None:
         return "until evicted (or --kv-cache-ttl, if set)"
     return f"{info.ttl_s:,} s after its last use" + (", or --kv-cache-ttl, if longer" if info.default_ttl else "")
-
-
-def _checkpoints_text(info: EntryInfo) -> str:
-    if not info.checkpoints:
-        return "none"
-    return f"{format_size(info.checkpoint_bytes)} at {', '.join(f'{position:,}' for position in info.checkpoints)}"

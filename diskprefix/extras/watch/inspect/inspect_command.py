@@ -44,14 +44,7 @@ _NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
     show_default="all",
 )
 @store_options
-def inspect(
-    entry: str | None,
-    tree: bool,
-    stats: bool,
-    model: str | None,
-    kv_cache_dir: Path,
-    as_json: bool,
-) -> None:
+def inspect(entry: str | None, tree: bool, stats: bool, model: str | None, kv_cache_dir: Path, as_json: bool) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
     With ENTRY, an id or the beginning of one, show that entry only: its text, its blocks, the entries that share them,
@@ -102,12 +95,12 @@ def inspect(
 
 
 def _of_model(roots: Mapping[bytes, str], model: str) -> dict[bytes, str]:
-    """Returns those of a model. Raises `SettingsError` if there are none."""
-    found = {root: name for root, name in roots.items() if name == model}
-    if not found:
+    """Returns the roots of a model. Raises `SettingsError` if there are none."""
+    own = {root: name for root, name in roots.items() if name == model}
+    if not own:
         names = ", ".join(sorted({*roots.values()})) or "no model"
         raise SettingsError(f"--model: nothing is saved of {model}; there are prompts of {names}")
-    return found
+    return own
 
 
 def _show_entries(
@@ -150,9 +143,6 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
         for info in entries
     ]
     # Most stores have no values in these columns.
-    shown = {
-        "tenant": any(info.tenant for info in entries),
-        "checkpoints": any(info.checkpoints for info in entries),
-    }
-    titles = [title for title in rows[0] if shown.get(title, True)]
+    optional = {name: any(getattr(info, name) for info in entries) for name in ("tenant", "checkpoints")}
+    titles = [title for title in rows[0] if optional.get(title, True)]
     print_table(titles, [[row[title] for title in titles] for row in rows], right=_NUMBERS, wrapped=())

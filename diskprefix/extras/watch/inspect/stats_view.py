@@ -28,8 +28,8 @@ def show_stats(
     *,
     as_json: bool,
 ) -> None:
-    """Prints figures for each model and tenant of `roots`. `entries` are those of `snapshot` that they have, `now` is
-    in seconds since 1970."""
+    """Prints figures for each model and tenant of `roots`. `entries` are the saved prompts of these roots. `now` is in
+    seconds since 1970."""
     rows = figures(outline(snapshot, entries, roots), read_savings(snapshot), now)
     used, written = snapshot.used_bytes(), read_written(snapshot)
     if as_json:
@@ -54,14 +54,14 @@ def show_stats(
     click.echo(f"{last_day}{limit} were written to the disk in 24 hours, {in_all} in all")
 
 
-def figures(found: Outline, savings: Mapping[bytes, Savings], now: float) -> list[dict[str, Any]]:
+def figures(folded: Outline, savings: Mapping[bytes, Savings], now: float) -> list[dict[str, Any]]:
     """Returns JSON values for each model and tenant, the largest first. `savings` is the result of `read_savings`.
 
-    They are those of `FoldedTree`, what sharing and compression save (blocks outside of saved prompts are subtracted),
-    and the counts of requests in all and today, since `since` (seconds since the epoch, None without a request).
+    The values are the counts of `FoldedTree`, the bytes that sharing and compression save (less the blocks outside of
+    saved prompts), and the counts of requests in all and today, from `since` on (seconds since the epoch, or None).
     """
     rows = []
-    for tree in found.trees:
+    for tree in folded.trees:
         used = savings.get(bytes.fromhex(tree.root))
         total, today = (used.total, used.today(now)) if used else (Tally(), Tally())
         names = ("root", "model", "tenant", "blocks", "checkpoints", "images")
@@ -80,8 +80,8 @@ def figures(found: Outline, savings: Mapping[bytes, Savings], now: float) -> lis
 
 
 def _lines(row: dict[str, Any]) -> Iterator[str]:
-    whose = f", tenant {short_tenant(row['tenant'])}" if row["tenant"] else ""
-    yield f"{printable_only(row['model'])}{whose}"
+    tenant = f", tenant {short_tenant(row['tenant'])}" if row["tenant"] else ""
+    yield f"{printable_only(row['model'])}{tenant}"
     if row["images"]:
         blocks = counted(row["blocks"], "block")
         yield f"  images, encoded: {row['images']:,}, {blocks} in {format_size(row['stored_bytes'])}"

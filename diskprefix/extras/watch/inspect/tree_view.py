@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import click
 
 from diskprefix.cli.tooling import SHOWN, plain, print_json, short_id, terminal_width
-from diskprefix.extras.watch.browse.outline import FoldedTree, Outline, Trunk, outline
+from diskprefix.extras.watch.browse.outline import FoldedTree, Trunk, outline
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo
 from diskprefix.tenant_ids import short_tenant
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[bytes], *, as_json: bool) -> None:
-    """Prints the folded prefix trees of some roots. `entries` are those of `snapshot` that they have."""
-    found = outline(snapshot, entries, roots)
+    """Prints the folded prefix trees of some roots. `entries` are the saved prompts of these roots."""
+    folded = outline(snapshot, entries, roots)
     if as_json:
-        print_json({"trees": found.listing()["trees"]})
+        print_json({"trees": folded.listing()["trees"]})
         return
-    trees = [tree for tree in found.trees if tree.nodes]
+    trees = [tree for tree in folded.trees if tree.nodes]
     if not trees:
         click.echo("nothing is saved")
         return
@@ -35,7 +35,7 @@ def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[by
     console = Console(width=terminal_width(otherwise=120), no_color=True)
     for tree in trees:
         with console.capture() as printed:
-            console.print(_drawn(tree, found))
+            console.print(_draw(tree, folded.entries))
         click.echo("\n".join(line.rstrip() for line in printed.get().splitlines()))
     total = sum(tree.stored_bytes for tree in trees)
     shared = sum(info.stored_bytes for info in entries) - total
@@ -43,12 +43,12 @@ def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[by
     click.echo(f"{prompts} in {format_size(total)}; sharing saves {format_size(max(0, shared))}")
 
 
-def _drawn(tree: FoldedTree, found: Outline) -> Tree:
+def _draw(tree: FoldedTree, entries: Mapping[str, EntryInfo]) -> Tree:
     from rich.tree import Tree
 
-    whose = f", tenant {short_tenant(tree.tenant)}" if tree.tenant else ""
+    tenant = f", tenant {short_tenant(tree.tenant)}" if tree.tenant else ""
     prompts = counted(tree.num_entries, "prompt")
-    top = Tree(_line(f"{tree.model}{whose}: {prompts}, {format_size(tree.stored_bytes)}"))
+    top = Tree(_line(f"{tree.model}{tenant}: {prompts}, {format_size(tree.stored_bytes)}"))
     children = defaultdict[str | None, list[Trunk]](list)
     for trunk in tree.nodes:
         children[trunk.parent].append(trunk)
@@ -56,21 +56,21 @@ def _drawn(tree: FoldedTree, found: Outline) -> Tree:
     while todo:
         branch, parent = todo.pop()
         trunks = children[parent]
-        todo += [(branch.add(_trunk_line(trunk, found)), trunk.id) for trunk in trunks[:SHOWN]]
+        todo += [(branch.add(_trunk_line(trunk, entries)), trunk.id) for trunk in trunks[:SHOWN]]
         if len(trunks) > SHOWN:
             branch.add(_line(f"… and {len(trunks) - SHOWN:,} more; --json shows them all"))
     return top
 
 
-def _trunk_line(trunk: Trunk, found: Outline) -> Text:
+def _trunk_line(trunk: Trunk, entries: Mapping[str, EntryInfo]) -> Text:
     facts = [f"{trunk.start:,}–{trunk.end:,}", format_size(trunk.stored_bytes)]
     if trunk.num_entries > 1:
         facts.append(f"{trunk.num_entries} prompts")
     if trunk.checkpoints:
         facts.append(counted(trunk.checkpoints, "checkpoint"))
     facts += [counted(trunk.hits, "hit"), ago(trunk.last_used_at)]
-    ended = "".join(f" ● {short_id(id_)} {found.entries[id_].preview.rsplit(' … ', 1)[-1]}" for id_ in trunk.entries)
-    return _line(" · ".join(facts) + ended)
+    ends = "".join(f" ● {short_id(id_)} {entries[id_].preview.rsplit(' … ', 1)[-1]}" for id_ in trunk.entries)
+    return _line(" · ".join(facts) + ends)
 
 
 def _line(text: str) -> Text:

@@ -28,10 +28,9 @@ def top(url: str, api_key: str | None, model: str | None) -> None:
     """
     if not sys.stdout.isatty():
         raise SettingsError("top needs a terminal; scripts read /dashboard/state")
-    # Imported late, because the list of commands does not need it.
     from diskprefix.extras.watch.top.live import Source, show
 
     call = running_daemon(url, api_key)
-    # What accepts connections and says nothing is known soonest by this.
+    # A server that accepts connections and never answers is recognised soonest here.
     call("GET", "/health", None)
     show(Source(call, url, model))

@@ -1,4 +1,4 @@
-"""The daemon that `diskprefix top` watches, and its state as texts and tables for a terminal."""
+"""Shows the state of a daemon in a terminal, for `diskprefix top`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted, format_age, format_duration, format_part, format_size
 
 State = dict[str, Any]
-_UPDATE_S, _MOST_ENDED = 0.5, 400
+_UPDATE_S, _MAX_ENDED = 0.5, 400
 # A colon marks a column of numbers.
 _REQUEST = "state", "prompt:", "restored:", "TTFT:", "reply:", "tok/s:", "left:", "time:"
 _DECISION = "ago", "prompt:", "restored:", "TTFT:", "tok/s:", "why"
 
 
 class Source:
-    """A running daemon. Of one with several models, `model` is watched, or else one that is loaded."""
+    """A running daemon. If it has several models, `model` is watched, by default one that is loaded."""
 
     def __init__(self, call: Call, name: str, model: str | None = None) -> None:
         self.name = name
@@ -38,10 +38,10 @@ class Source:
         self._watched: str | None = None
 
     def state(self, since: int) -> dict[str, Any]:
-        """Returns the state as in `/dashboard/state`. For several models, `models` has all in memory as `/props` does.
-        Raises `SettingsError` if the key is refused, else `DiskPrefixError`."""
+        """Returns the state as in `/dashboard/state`, for several models with the `models` of `/props`. Raises
+        `SettingsError` if the key is refused, and `DiskPrefixError` for other refusals."""
         props, path, several = self._call("GET", "/props", None), f"/dashboard/state?since={since}", {}
-        # A daemon that begins or ends has no properties.
+        # A daemon that starts or stops has no properties.
         if props.status == 200 and "models" in props.body:
             several = {"models": props.body["models"]}
             path += f"&model={quote(self._choose(props.body['models']), safe='')}"
@@ -50,19 +50,20 @@ class Source:
             raise SettingsError(f"--api-key: {answer.message}")
         if answer.status != 200:
             raise DiskPrefixError(f"the daemon answers: {answer.message}")
-        found: dict[str, Any] = answer.body | several
-        return found
+        state: dict[str, Any] = answer.body | several
+        return state
 
-    def _choose(self, places: list[dict[str, Any]]) -> str:
-        """Goes on with the same model while it is loaded. Raises `DiskPrefixError` if it is another one, which counts
-        its requests from the start, or none."""
-        ready = [one["model"] for one in places if one["phase"] == "ready" and self._model in (None, one["model"])]
-        was, self._watched = self._watched, self._watched if self._watched in ready else next(iter(ready), None)
+    def _choose(self, models: list[dict[str, Any]]) -> str:
+        """Returns the model to watch: the same as before, while it is loaded. Raises `DiskPrefixError` if none is
+        loaded, or once if the model changes, because each model counts its requests from the start."""
+        names = [model["model"] for model in models if model["phase"] == "ready"]
+        ready = [name for name in names if self._model in (None, name)]
+        before, self._watched = self._watched, self._watched if self._watched in ready else next(iter(ready), None)
         if self._watched is None:
-            others = ", ".join(f"{place['model']} is {place['phase']}" for place in places)
+            others = ", ".join(f"{model['model']} is {model['phase']}" for model in models)
             raise DiskPrefixError(f"{self._model or 'the model'} is not loaded; {others or 'a request loads one'}")
-        if was not in (None, self._watched):
-            raise DiskPrefixError(f"{was} is unloaded")
+        if before not in (None, self._watched):
+            raise DiskPrefixError(f"{before} is unloaded")
         return self._watched
 
 
@@ -73,12 +74,12 @@ def show(source: Source) -> None:
         while True:
             try:
                 state = source.state(ended[-1]["number"] if ended else 0)
-                ended = [*ended, *state["ended"]][-_MOST_ENDED:]
+                ended = [*ended, *state["ended"]][-_MAX_ENDED:]
                 live.update(screen(state, ended, source.name), refresh=True)
             except SettingsError:
                 raise
             except DiskPrefixError as error:
-                # A daemon that is started again counts its requests from the start.
+                # A daemon that was restarted counts its requests from the start.
                 ended = []
                 live.update(Text(f"diskprefix {printable_only(error.message)}"), refresh=True)
             if is_quit():
@@ -91,7 +92,7 @@ def _keys() -> Iterator[Callable[[], bool]]:
     keys = [0] if sys.stdin.isatty() else []
 
     def is_quit() -> bool:
-        # Nothing is read from a terminal that has gone.
+        # A terminal that was closed gives b"".
         return bool(select.select(keys, [], [], _UPDATE_S)[0]) and os.read(0, 1) in (b"q", b"Q", b"")
 
     if not keys:
@@ -106,38 +107,36 @@ def _keys() -> Iterator[Callable[[], bool]]:
 
 
 def screen(state: State, ended: Sequence[State], name: str) -> RenderableType:
-    """Returns all that is shown. `ended` has the requests that ended, the latest last."""
-    model, said = state["model"]["name"] if state["model"] else "…", state["message"] or state["status"]
-    requests = _table(_REQUEST, map(_request, state["requests"]))
-    problems = (f"{one['level']} {one['what']} → {one['todo']}" for one in state["problems"])
+    """Returns the whole screen. `ended` has the ended requests, the latest last."""
+    model, status = state["model"]["name"] if state["model"] else "…", state["message"] or state["status"]
+    problems = (f"{problem['level']} {problem['what']} → {problem['todo']}" for problem in state["problems"])
     return Group(
-        Text(printable_only(f"diskprefix {model} · {state['scope']} · {said} · {name} · q ends it"), "bold"),
+        Text(printable_only(f"diskprefix {model} · {state['scope']} · {status} · {name} · q ends it"), "bold"),
         Text(_gain(state, ended)),
         _meters(state) if state["memory"] and state["cache"] else Text(),
-        *(Text(printable_only(_place(one))) for one in state.get("models", ())),
-        requests if state["requests"] else Text("nothing runs"),
+        *(Text(printable_only(_model_line(model))) for model in state.get("models", ())),
+        _table(_REQUEST, map(_request, state["requests"])) if state["requests"] else Text("nothing runs"),
         *(Text(printable_only(problem), "bold") for problem in problems),
-        _table(_DECISION, (_decision(one, state["now"]) for one in reversed(ended))),
+        _table(_DECISION, (_decision(request, state["now"]) for request in reversed(ended))),
     )
 
 
 def _gain(state: State, ended: Sequence[State]) -> str:
-    found = [one for one in ended if one["prefix_cache"]]
-    restored = sum(one["prefix_cache"]["restored"] for one in found)
-    of_last = _share(restored, sum(one["prompt_tokens"] for one in found))
+    last = [request for request in ended if request["prefix_cache"]]
+    restored = sum(request["prefix_cache"]["restored"] for request in last)
+    of_last = _share(restored, sum(request["prompt_tokens"] for request in last))
     savings = (state["cache"] or {}).get("savings") or {}
     today, total = savings.get("today", {}), savings.get("total", {})
     of_today = _share(today.get("restored_tokens", 0), today.get("prompt_tokens", 0))
-    shares = f"restored {of_today} of today's prompt tokens, {of_last} of the last {counted(len(found), 'request')}"
-    saved_s, all_saved_s = (_duration(counts.get("saved_s")) for counts in (today, total))
-    return f"{shares}\ncompute saved {saved_s} today, {all_saved_s} in all"
+    shares = f"restored {of_today} of today's prompt tokens, {of_last} of the last {counted(len(last), 'request')}"
+    return f"{shares}\ncompute saved {_duration(today.get('saved_s'))} today, {_duration(total.get('saved_s'))} in all"
 
 
 def _meters(state: State) -> Table:
     memory, cache = state["memory"], state["cache"]
-    waiting = sum(one["state"] == "waiting" for one in state["requests"]) + state["arriving"]
-    kept = f"{memory['kept_tokens']:,} tokens kept"
-    running = f"{memory['running']} of {memory['max_running']} run, {waiting} wait, {kept}"
+    waiting = sum(request["state"] == "waiting" for request in state["requests"]) + state["arriving"]
+    running = f"{memory['running']} of {memory['max_running']} run, {waiting} wait"
+    running += f", {memory['kept_tokens']:,} tokens kept"
     stored = f"{cache['entries']:,} prompts, {cache['evicted_blocks']:,} evicted"
     queued = f"{cache['pending']:,} wait, {cache['dropped']:,} dropped, {cache['unaffordable']:,} left out"
     last_day, budget = cache["disk_written_last_day_bytes"], cache["write_budget_bytes"]
@@ -151,32 +150,31 @@ def _meters(state: State) -> Table:
     return _table(("", "", ""), rows)
 
 
-def _place(one: State) -> str:
-    pinned = " · pinned" if one["is_pinned"] else ""
-    figures = f"{format_size(one['needed_bytes'])} · {counted(one['num_active'], 'request')}"
-    return f"{one['model']} · {one['phase']}{pinned} · {figures}"
+def _model_line(model: State) -> str:
+    pinned = " · pinned" if model["is_pinned"] else ""
+    figures = f"{format_size(model['needed_bytes'])} · {counted(model['num_active'], 'request')}"
+    return f"{model['model']} · {model['phase']}{pinned} · {figures}"
 
 
-def _request(one: State) -> Sequence[str]:
-    tokens = f"{one['ready_tokens']:,}/{one['prompt_tokens']:,}"
-    restored = _share(one["restored_tokens"], one["prompt_tokens"])
-    speed = f"{one['tokens_per_s']:.1f}" if one["tokens_per_s"] is not None else "–"
-    left, elapsed = _duration(one["seconds_left"]), _duration(one["elapsed_s"])
-    times = _duration(one["ttft_s"]), f"{one['reply_tokens']:,}", speed, left, elapsed
-    return one["state"], tokens, restored, *times
+def _request(request: State) -> Sequence[str]:
+    tokens = f"{request['ready_tokens']:,}/{request['prompt_tokens']:,}"
+    restored = _share(request["restored_tokens"], request["prompt_tokens"])
+    speed = f"{request['tokens_per_s']:.1f}" if request["tokens_per_s"] is not None else "–"
+    ttft, left, elapsed = (_duration(request[name]) for name in ("ttft_s", "seconds_left", "elapsed_s"))
+    return request["state"], tokens, restored, ttft, f"{request['reply_tokens']:,}", speed, left, elapsed
 
 
-def _decision(one: State, now: float) -> Sequence[str]:
-    cache, timings, age = one["prefix_cache"], one["timings"], format_age(now - one["ended_at"])
+def _decision(request: State, now: float) -> Sequence[str]:
+    cache, timings, age = request["prefix_cache"], request["timings"], format_age(now - request["ended_at"])
     if cache is None:
-        return age, "–", "–", "–", "–", f"{one['status']} {one['error'] or 'the client left'}"
+        return age, "–", "–", "–", "–", f"{request['status']} {request['error'] or 'the client left'}"
     speed = f"{timings['decode_tokens_per_s']:.1f}"
     if accepted := timings.get("accepted_tokens"):
-        # So many tokens a step.
-        speed += f" ×{one['reply_tokens'] / max(1, one['reply_tokens'] - accepted):.1f}"
-    speeds = _duration(timings["ttft_ms"] / 1e3), speed
+        # The number of tokens for each step.
+        speed += f" ×{request['reply_tokens'] / max(1, request['reply_tokens'] - accepted):.1f}"
+    prompt, restored = f"{request['prompt_tokens']:,}", _share(cache["restored"], request["prompt_tokens"])
     why = (cache.get("miss_reason") or cache.get("source", "")).replace("_", " ")
-    return age, f"{one['prompt_tokens']:,}", _share(cache["restored"], one["prompt_tokens"]), *speeds, why
+    return age, prompt, restored, _duration(timings["ttft_ms"] / 1e3), speed, why
 
 
 def _duration(seconds: float | None) -> str:

@@ -1,5 +1,4 @@
-// Time to first token by the time at which requests with long prompts ended: cold ones, and those of which at least
-// half was restored.
+// Time to first token of requests with long prompts, by the time at which they ended. Warm: at least half was restored.
 
 const HEIGHT = 200, LEFT = 54, RIGHT = 12, TOP = 12, BOTTOM = 26;
 
@@ -13,7 +12,7 @@ function drawTtft(box, ended) {
   const [x, ticksX] = timeScale(points, width);
   const [y, ticksY] = logScale(points);
   const medians = [false, true].map((warm) => median(points.filter((p) => p.warm === warm).map((p) => p.s)));
-  const svg = make("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": told(points, medians) });
+  const svg = make("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": ttftLabel(points, medians) });
   for (const [value, label] of ticksY) {
     svg.append(make("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
     svg.append(make("text", { x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, label));
@@ -21,9 +20,7 @@ function drawTtft(box, ended) {
   for (const [value, label, anchor] of ticksX)
     svg.append(make("text", { x: x(value), y: HEIGHT - 7, "text-anchor": anchor }, label));
   medians.forEach((value, warm) => {
-    if (value === null) return;
-    const kind = warm ? "warm" : "cold";
-    svg.append(make("line", { class: `median ${kind}`, x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
+    if (value !== null) svg.append(make("line", { class: `median ${warm ? "warm" : "cold"}`, x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
   });
   for (const point of points) svg.append(markOf(point, x(point.at), y(point.s)));
   box.replaceChildren(svg);
@@ -36,7 +33,7 @@ function markOf(point, x, y) {
   return make("rect", { class: "cold", x: x - 4, y: y - 4, width: 8, height: 8 }, title);
 }
 
-function told(points, [cold, warm]) {
+function ttftLabel(points, [cold, warm]) {
   const parts = [`Time to first token of ${plural(points.length, "request")}.`];
   if (cold !== null) parts.push(`Median with less than half restored: ${seconds(cold)}.`);
   if (warm !== null) parts.push(`Median with at least half restored: ${seconds(warm)}.`);
@@ -64,8 +61,8 @@ function logScale(points) {
   return [scale, ticks];
 }
 
-// What was restored of the prompts, and how fast the replies came, as bars over time. A bar is that of all requests that
-// ended in its part of the time.
+// The restored share of the prompts and the speed of the replies, as bars over time. Each bar sums up the requests that
+// ended in its interval.
 const BARS = 32, BAR_HEIGHT = 64;
 
 function drawCourse(box, ended) {

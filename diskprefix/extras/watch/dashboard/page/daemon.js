@@ -9,7 +9,7 @@ class Refused extends Error {
 
 const KEY = "diskprefix-key";
 
-// The link of `diskprefix dashboard` has the token behind #, which no server is sent. It is kept until the tab is closed.
+// The link of `diskprefix dashboard` has the token behind #, which browsers do not send. It is kept until the tab is closed.
 function takeToken() {
   const token = new URLSearchParams(location.hash.slice(1)).get("token");
   if (token === null) return false;
@@ -18,10 +18,10 @@ function takeToken() {
   return true;
 }
 takeToken();
-// The link in a tab that shows the page already loads nothing by itself.
+// Opening the link in a tab that already shows the page does not reload it.
 addEventListener("hashchange", () => takeToken() && location.reload());
 
-// A daemon with several models: `model` is the one that is shown.
+// For a daemon with several models: `model` is the model that is shown.
 const several = { is: "several" in document.documentElement.dataset, model: null, change: new AbortController() };
 
 async function call(method, path, body, signal) {
@@ -33,13 +33,33 @@ async function call(method, path, body, signal) {
   if (body !== undefined) headers["Content-Type"] = "application/json";
   const answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   if (answer.ok) return answer;
-  const said = await answer.json().catch(() => null);
-  throw new Refused(answer.status, said?.error?.message ?? `HTTP status ${answer.status}`);
+  const error = (await answer.json().catch(() => null))?.error;
+  throw new Refused(answer.status, error?.message ?? `HTTP status ${answer.status}`);
 }
 
-// What a locked page says: the command that opens it, and why a key was refused.
-const commandFor = (command) => `diskprefix ${command}${location.port === "8642" ? "" : ` --url ${location.origin}`}`;
-const refusalOf = (error) => (error.status === 403 ? error.message : sessionStorage.getItem(KEY) ? "This is no key or token of this daemon." : "");
+function setStatus(kind, text) {
+  find("#status").className = kind;
+  setText(find("#status"), text);
+}
+
+// Shows that the page is locked: the command that opens it, and why a key was refused.
+function showLogin(command, error) {
+  find("#login").hidden = false;
+  setStatus("idle", "locked");
+  setText(find("#unlock"), `diskprefix ${command}${location.port === "8642" ? "" : ` --url ${location.origin}`}`);
+  setText(find("#login-why"), error.status === 403 ? error.message : sessionStorage.getItem(KEY) ? "This is no key or token of this daemon." : "");
+  find("#key").focus();
+}
+
+// Calls `open` when a key was entered.
+function onLogin(open) {
+  find("#login").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem(KEY, find("#key").value.trim());
+    find("#key").value = "";
+    open();
+  });
+}
 
 const ask = async (method, path, body) => (await call(method, path, body)).json();
 
@@ -59,7 +79,7 @@ async function* eventsOf(answer) {
       }
     }
   } finally {
-    // Nobody reads the rest, so the daemon need not compute it.
+    // The daemon need not compute a rest that nobody reads.
     reader.cancel().catch(() => {});
   }
 }

@@ -44,7 +44,7 @@ function median(numbers) {
 const isOpen = (button) => button.getAttribute("aria-expanded") === "true";
 const find = (selector) => document.querySelector(selector);
 
-// Makes an element. Texts of prompts and requests come in as text nodes only, so none of them is markup.
+// Makes an element. Texts of prompts and requests become text nodes, never markup.
 function make(tag, attributes = {}, ...children) {
   const space = ["svg", "g", "line", "text", "circle", "rect", "title"].includes(tag);
   const node = space ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
@@ -57,7 +57,7 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-// Calls `draw` only if `value` differs from the last time, so that what is read or focused stays as it is.
+// Calls `draw` only if `value` differs from the last time, so that focused and selected elements stay.
 const drawn = new Map();
 function whenChanged(name, value, draw) {
   const text = JSON.stringify(value);
@@ -70,15 +70,15 @@ function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Copies a text that `node` shows, and says so in `says`.
-async function copy(text, node, says) {
+// Copies the text of `node`, and reports it in `status`.
+async function copy(text, node, status) {
   try {
     await navigator.clipboard.writeText(text);
-    setText(says, "Copied");
+    setText(status, "Copied");
   } catch {
-    // Without HTTPS there is no clipboard on other addresses than this machine's.
+    // Without HTTPS, browsers have a clipboard for addresses of this machine only.
     getSelection().selectAllChildren(node);
-    setText(says, "Selected: press Ctrl+C");
+    setText(status, "Selected: press Ctrl+C");
   }
 }
 

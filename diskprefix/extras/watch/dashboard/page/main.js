@@ -1,11 +1,11 @@
-// Starts the page, and keeps it up to date.
+// Starts the page, and updates it.
 
 const state = { now: null, ended: [], stoppedAt: null };
 const MOST_ENDED = 400, RETRY_MS = 2000, ENTRIES_MS = 5000;
 
 function onState(now) {
   const last = state.ended.length ? state.ended[state.ended.length - 1].number : 0;
-  // After a restart of the daemon the numbers begin anew, and the first event has all that it remembers.
+  // After a restart of the daemon the numbers begin anew. The first event has all remembered requests.
   state.ended = (state.fresh ? now.ended : [...state.ended, ...now.ended.filter((one) => one.number > last)]).slice(-MOST_ENDED);
   state.now = now;
   state.stoppedAt = null;
@@ -14,7 +14,7 @@ function onState(now) {
   if (now.ended.length || state.fresh) drawCharts();
   state.fresh = false;
   drawHeader(now);
-  drawSaid(now, state.ended);
+  drawSentence(now, state.ended);
   drawProblems(now.problems);
   drawLive(now);
   drawEnded(state.ended, now.now);
@@ -27,7 +27,7 @@ function drawCharts() {
   drawCourse(find("#lines"), state.ended);
 }
 
-// Nothing answers any more: the figures are the last ones.
+// Shows that the daemon has stopped, and dims its last figures.
 function drawStopped() {
   const isStopped = state.stoppedAt !== null && state.now !== null;
   document.body.classList.toggle("stopped", state.stoppedAt !== null);
@@ -39,12 +39,7 @@ function drawStopped() {
   setStatus("bad", "stopped");
 }
 
-function setStatus(kind, text) {
-  find("#status").className = kind;
-  setText(find("#status"), text);
-}
-
-// What is stored is read again when more was saved since, but not before the daemon would: reading it takes the daemon longer.
+// The saved prompts are read again after new ones were saved, but no earlier than the daemon itself reads them again.
 let readAfter = -1, readNotBefore = 0, reading = Promise.resolve();
 
 function readEntries() {
@@ -56,7 +51,7 @@ async function readOnce() {
   const before = state.now?.cache?.saved_bytes ?? 0;
   try {
     const found = await ask("GET", "/dashboard/entries");
-    // An answer that was kept may be without what was saved last.
+    // A cached answer may lack the newest prompts.
     readAfter = found.age_s > 0 ? 0 : before;
     readNotBefore = Date.now() + 1000 * found.again_s;
     showEntries(found);
@@ -71,7 +66,7 @@ async function readModels() {
   return drawModels(known.data, places);
 }
 
-// Goes on with the model that is shown while it is loaded, or shows another one. Returns false if none is loaded.
+// Keeps the shown model while it is loaded, or chooses another. Returns false if none is loaded.
 async function chooseModel() {
   const loaded = await readModels();
   if (!loaded.includes(several.model)) several.model = loaded[0] ?? null;
@@ -101,7 +96,7 @@ async function follow() {
           onState(now);
           if (now.cache && readAfter < 0 && Date.now() >= readNotBefore) readEntries();
         }
-        // Whether it has stopped, the next request tells.
+        // The next request shows whether the daemon has stopped.
         pause_ms = 0;
       }
     } catch (error) {
@@ -123,21 +118,14 @@ async function follow() {
 }
 
 function askForKey(error) {
-  // It answers, so it has not stopped.
+  // The daemon answers, so it has not stopped.
   state.stoppedAt = null;
   drawStopped();
   for (const id of [...OF_ONE_MODEL, "#models"]) find(id).hidden = true;
-  find("#login").hidden = false;
-  setStatus("idle", "locked");
-  setText(find("#unlock"), commandFor("dashboard"));
-  setText(find("#login-why"), refusalOf(error));
-  find("#key").focus();
+  showLogin("dashboard", error);
 }
 
-find("#login").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem(KEY, find("#key").value.trim());
-  find("#key").value = "";
+onLogin(() => {
   find("#login").hidden = true;
   find("#said").hidden = false;
   follow();

@@ -7,8 +7,8 @@ function drawHeader(now) {
   setText(find("#version"), `diskprefix ${now.version} · `);
 }
 
-// Draws all models of a daemon with several: those that it knows and, from `places`, those in memory. Returns the names of
-// those that are loaded.
+// Draws the models of a daemon with several: the known ones and, from `places`, those in memory. Returns the names of the
+// loaded ones.
 const PHASES = { waiting: "waits for memory", loading: "loading", ready: "loaded", leaving: "unloading" };
 
 function drawModels(known, { models: places, memory_limit: limit }) {
@@ -46,14 +46,15 @@ async function order(name, what, button) {
   }
 }
 
-// A cell of a table whose rows are cards on a phone, where its title stands beside it.
+// A cell of a table. On a phone, rows are cards, and each cell has its title beside it.
 const cell = (title, attributes, ...children) => make("td", { "data-title": title, ...attributes }, make("div", {}, ...children));
 
-// What was dismissed in this tab. A warning that happens again has another time or count, and is shown. Errors stay.
+// Problems that were dismissed in this tab. A warning that recurs has another time or count, and is shown again. Errors
+// cannot be dismissed.
 const DISMISSED = "diskprefix-dismissed", MOST_PROBLEMS = 3;
 const nameOf = (one) => `${one.what} ${one.level === "hint" ? "" : one.count} ${one.last_at ?? ""}`;
 
-// Returns the dismissed ones that are still there, and forgets the others.
+// Returns the names of the dismissed problems that still exist, and forgets the others.
 function dismissed(problems) {
   const names = problems.map(nameOf);
   const hidden = JSON.parse(sessionStorage.getItem(DISMISSED) ?? "[]").filter((name) => names.includes(name));
@@ -82,8 +83,8 @@ function dismiss(problem) {
   find("#main").focus();
 }
 
-// Says what the cache was good for, in a sentence; or how far the model is loaded.
-function drawSaid(now, ended) {
+// Shows the benefit of the cache in a sentence, or the progress of loading the model.
+function drawSentence(now, ended) {
   const isLoading = now.status === "loading", isNew = !ended.length && !now.requests.length && !now.arriving;
   find("#loading").hidden = !isLoading;
   find("#address").hidden = !isNew;
@@ -103,8 +104,8 @@ function sentence(savings, ended) {
   return [...parts, compared(ended)].join(" ").trim();
 }
 
-// The last prompt that was mostly restored, beside a computed one of the same length: most often the same prompt. Without
-// one, beside what the computed ones took for each token.
+// Compares the last prompt that was mostly restored with a computed one of the same length, most often the same prompt.
+// Without such a prompt, uses the mean time for each computed token.
 function compared(ended) {
   const of = (outcome) => ended.filter((one) => one.outcome === outcome && one.timings.ttft_ms > 0);
   const cold = of("miss"), warm = of("hit").reverse();
@@ -122,8 +123,8 @@ const rows = new Map(), LIVE = ["state", "prompt", "first token", "reply", "spee
 function drawLive({ requests, arriving }) {
   const waiting = requests.filter((one) => one.state === "waiting").length;
   const speed = requests.reduce((sum, one) => sum + (one.reply_tokens ? one.tokens_per_s ?? 0 : 0), 0);
-  const said = [`${count(requests.length - waiting)} running`, `${count(waiting + arriving)} waiting`, ...(speed ? [`${speed.toFixed(1)} tokens a second`] : [])];
-  setText(find("#busy"), requests.length + arriving ? said.join(", ") : "Nothing runs now.");
+  const counts = [`${count(requests.length - waiting)} running`, `${count(waiting + arriving)} waiting`, ...(speed ? [`${speed.toFixed(1)} tokens a second`] : [])];
+  setText(find("#busy"), requests.length + arriving ? counts.join(", ") : "Nothing runs now.");
   const body = find("#live tbody"), ids = new Set(requests.map((one) => one.id));
   for (const [id, row] of rows) if (!ids.has(id)) { row.remove(); rows.delete(id); }
   for (const one of requests) {

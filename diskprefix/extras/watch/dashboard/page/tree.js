@@ -1,4 +1,4 @@
-// The prefix tree as an icicle: tokens from left to right, a lane for each saved prompt, trunks as high as they are shared.
+// The prefix tree as an icicle: tokens from left to right, a lane for each saved prompt. A trunk spans the prompts that share it.
 
 const LANE = 22, FEW_LANES = 10, MOST_LANES = 60, NARROWEST = 16;
 
@@ -23,14 +23,14 @@ function drawTree() {
   const nodes = placed(shown.nodes), more = find("#more-lanes"), most_lanes = isOpen(more) ? MOST_LANES : FEW_LANES;
   tree.byId = new Map(nodes.map((node) => [node.id, node]));
   const visible = nodes.filter((node) => node.lane < most_lanes);
-  // Some room is left on the right for the texts of the longest prompts.
+  // Leaves room on the right for the texts of the longest prompts.
   const most = Math.max(...visible.map((node) => node.end)) * (box.clientWidth < 600 ? 1.8 : 1.4), entries = new Map(tree.found.entries.map((one) => [one.id, one]));
   const focused = document.activeElement?.dataset?.trunk;
   const all = Math.max(...nodes.map((node) => node.lane + node.lanes)), lanes = Math.min(most_lanes, all);
   box.style.setProperty("height", `${lanes * LANE}px`);
   const active = tree.byId.has(tree.selected) ? tree.selected : visible[0].id;
   for (const node of visible) {
-    // However few tokens a node has, it can be seen and clicked: what continues it begins behind it.
+    // A node with few tokens can still be seen and clicked: its children begin after its minimum width.
     node.isNarrow = ((node.end - node.start) / most) * box.clientWidth < 3 * NARROWEST;
     node.width = `max(${NARROWEST}px, ${(100 * (node.end - node.start)) / most}%)`;
     node.before = node.parent ? [...tree.byId.get(node.parent).before, tree.byId.get(node.parent).width] : ["0px"];
@@ -43,7 +43,7 @@ function drawTree() {
   if (!tree.byId.has(tree.selected)) find("#trunk").replaceChildren();
 }
 
-// Gives each node its lanes: a node is as high as all that continues it. Nodes come after their parents.
+// Gives each node its lanes: as many as its descendants have. Nodes come after their parents.
 function placed(nodes) {
   const own = nodes.map((node) => ({ ...node, children: [], lanes: 0, lane: 0 }));
   const byId = new Map(own.map((node) => [node.id, node]));
@@ -64,18 +64,18 @@ function buttonOf(node, lanes, entries, isActive, shown) {
   const preview = node.entries.map((id) => entries.get(id)?.preview).find(Boolean);
   const shared = node.num_entries > 1 ? `${plural(node.num_entries, "prompt")} · ` : "";
   const isLeaf = !node.children.length;
-  // Prompts of one agent begin alike: their ends tell them apart.
+  // Prompts of one agent begin alike and differ at their ends.
   const [begin, end] = isLeaf ? [preview, preview?.split("…").pop().trim()] : [textBelow(node, entries)?.split(" … ")[0], null];
   const label = !isLeaf && node.isNarrow ? "" : (node.parent ? end : begin) || `${shared}${count(node.end - node.start)} tokens`;
   const height = Math.min(node.lanes, lanes - node.lane) * LANE;
-  // The last part of a prompt reaches to the right edge, so that its text has room; its colour ends with its tokens.
+  // A leaf extends to the right edge, so that its text has room; its colour ends with its tokens.
   const style = { left: `calc(${node.before.join(" + ")})`, ...(isLeaf ? { right: "0", "--tokens": node.width } : { width: node.width, "--lines": Math.min(node.lanes, lanes - node.lane) }), top: `${node.lane * LANE}px`, height: `${height}px` };
-  const told = `Tokens ${count(node.start)} to ${count(node.end)}, ${plural(node.num_entries, "saved prompt")}, ${bytes(node.stored_bytes)}, ${plural(node.hits, "hit")}`;
-  const attributes = { type: "button", "data-trunk": node.id, class: `heat${heat(node.hits)}${isLeaf ? " leaf" : ""}`, title: told, "aria-label": preview ? `${told}. ${preview}` : told };
+  const facts = `Tokens ${count(node.start)} to ${count(node.end)}, ${plural(node.num_entries, "saved prompt")}, ${bytes(node.stored_bytes)}, ${plural(node.hits, "hit")}`;
+  const attributes = { type: "button", "data-trunk": node.id, class: `heat${heat(node.hits)}${isLeaf ? " leaf" : ""}`, title: facts, "aria-label": preview ? `${facts}. ${preview}` : facts };
   return make("button", { ...attributes, style, tabindex: isActive ? 0 : -1, "aria-pressed": node.id === tree.selected, onclick: () => selectTrunk(node, entries, shown), onkeydown: (event) => moveInTree(event, node) }, make("span", {}, label));
 }
 
-// The text of the first prompt below a node: its beginning is that of all of them.
+// The text of the first prompt below a node. All prompts below it have the same beginning.
 function textBelow(node, entries) {
   for (let one = node; one; one = one.children[0]) for (const id of one.entries) if (entries.get(id)?.preview) return entries.get(id).preview;
   return null;
