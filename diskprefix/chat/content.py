@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from dataclasses import replace
 from itertools import groupby, takewhile
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diskprefix.chat.draft import PromptDraft
-from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, joined
+from diskprefix.chat.messages import ContentPart, ImagePart, Message, OtherPart, TextPart, with_moved
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import Change, Picture
 from diskprefix.printable import shown
@@ -31,9 +30,9 @@ _SHOWN_CHARS = 40
 
 
 def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Puts a note in the place of each picture or file that the model does not take, in results of calls and in turns
-    before the user's newest one: a client sends these again in each request, and an error would come back for ever.
-    `read_pictures` refuses the others."""
+    """Replaces each picture or file that the model does not take by a note, in results of calls and in turns before the
+    user's newest one: a client sends these with every request, so an error would never end. `read_pictures` refuses the
+    others."""
     messages = draft.conversation.messages
     takes_pictures = processor is not None and processor.problem is None
     changes: list[Change] = []
@@ -61,27 +60,19 @@ def note_unread(processor: PictureProcessor | None, draft: PromptDraft) -> Promp
 
 
 def place_pictures(template: ChatTemplate, processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Gives the images in results of calls to the user, behind those, unless the template writes them."""
+    """Moves the images in results of calls to a user message after them, unless the template writes them in results."""
     messages = draft.conversation.messages
     in_results = any(message.pictures for message in messages if message.role == "tool")
     if processor is None or not in_results or template.writes_in_result(processor.mark):
         return draft
-    runs: list[list[Message]] = []
-    """Each run becomes one message."""
+    pairs = list[tuple[Message, bool]]()
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
         listed = list(group)
-        if are_results:
-            runs += [[replace(one, content=one.texts)] for one in listed]
-            moved = [
-                replace(one, role="user", content=one.pictures, tool_call_id=None) for one in listed if one.pictures
-            ]
-            runs += [moved] if moved else []
-        else:
-            # Many templates want user and assistant to alternate.
-            if runs and runs[-1][0].role == listed[0].role == "user":
-                runs[-1].append(listed.pop(0))
-            runs += [[one] for one in listed]
-    return replace(draft, conversation=replace(draft.conversation, messages=[joined(run) for run in runs]))
+        pairs += [(replace(message, content=message.texts) if are_results else message, False) for message in listed]
+        for message in listed if are_results else ():
+            if message.pictures:
+                pairs.append((replace(message, role="user", content=message.pictures, tool_call_id=None), True))
+    return replace(draft, conversation=replace(draft.conversation, messages=with_moved(pairs)))
 
 
 def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> PromptDraft:
@@ -103,9 +94,9 @@ def read_pictures(processor: PictureProcessor | None, draft: PromptDraft) -> Pro
 
 
 class Expanded(NamedTuple):
-    """A part of a rendered text with the texts of its pictures in the place of their marks. `for_tokens` is the same
-    with stand-ins. `begins` and `ends` have the place of each character in the rendered text (all of a mark for a
-    picture's); they are empty if they are the same."""
+    """A part of a rendered text with each picture's text in the place of its mark. `for_tokens` is `text` with
+    stand-ins. `begins` and `ends` map each character to its place in the rendered text (all of the mark for a picture);
+    they are empty if nothing was replaced."""
 
     text: str
     for_tokens: str
@@ -122,8 +113,8 @@ class Expanded(NamedTuple):
 
 
 class PicturePlaces:
-    """The places of a prompt's pictures: marks in the rendered text, placeholders among its tokens. Raises
-    `InvalidRequest` if they are not as many as the pictures."""
+    """Matches the pictures of a prompt with the marks in its rendered text and the placeholders among its tokens.
+    Raises `InvalidRequest` if their numbers differ."""
 
     def __init__(self, processor: PictureProcessor | None, draft: PromptDraft) -> None:
         self._param = draft.conversation.path
@@ -132,8 +123,8 @@ class PicturePlaces:
         self._token_id = None if processor is None else processor.token_id
 
     def expanded(self, text: str, for_tokens: str) -> Expanded:
-        """Returns the next part of the rendered text with its pictures. `for_tokens` has stand-ins in the place of
-        marks that are texts."""
+        """Returns the next part of the rendered text with its pictures. In `for_tokens`, marks that a client wrote as
+        text are stand-ins."""
         if self._mark is None:
             return Expanded(text, for_tokens)
         written, places, end = list[tuple[str, str]](), list[npt.NDArray[np.int32]](), 0
@@ -151,27 +142,28 @@ class PicturePlaces:
 
     def _next(self) -> Picture:
         if not self._left:
-            problem = "the chat template writes more images than there are; use another one with --chat-template"
-            raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
+            raise self._mismatch("the chat template writes more images than there are; use --chat-template")
         self._placed.append(self._left.pop(0))
         return self._placed[-1]
 
     def name(self, token_ids: TokenIds, written_ids: TokenIds) -> tuple[Picture, ...]:
-        """Puts the ids of the pictures in the place of their placeholders, when the whole text is expanded. Those in
-        `written_ids` become -1, except the last of each, so no boundary is inside a picture. Returns the pictures in
-        the order of their tokens."""
+        """Replaces the placeholders by the ids of the pictures, once the whole text is expanded. In `written_ids` they
+        become -1, except the last of each picture, so no boundary is inside a picture. Returns the pictures in the
+        order of their tokens."""
         if self._left:
-            problem = "the chat template leaves images out; use another one with --chat-template"
-            raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
+            raise self._mismatch("the chat template leaves images out; use another one with --chat-template")
         if self._placed:
             places = np.flatnonzero(written_ids == self._token_id)
             ends = np.cumsum([picture.num_tokens for picture in self._placed])
             if len(places) != ends[-1]:
-                problem = f"the prompt has {len(places)} tokens for its images, which take {ends[-1]}"
-                raise InvalidRequest.at(self._param, problem, UNSUPPORTED)
-            token_ids[places] = np.concatenate([picture_ids(one.name, one.num_tokens) for one in self._placed])
+                raise self._mismatch(f"the prompt has {len(places)} tokens for its images, which take {ends[-1]}")
+            ids = [picture_ids(picture.name, picture.num_tokens) for picture in self._placed]
+            token_ids[places] = np.concatenate(ids)
             written_ids[np.delete(places, ends - 1)] = -1
         return tuple(self._placed)
+
+    def _mismatch(self, problem: str) -> InvalidRequest:
+        return InvalidRequest.at(self._param, problem, UNSUPPORTED)
 
 
 def _refusal(part: ImagePart | OtherPart, processor: PictureProcessor | None) -> InvalidRequest:
@@ -188,7 +180,7 @@ def _refusal(part: ImagePart | OtherPart, processor: PictureProcessor | None) ->
 
 
 def _data_uri(uri: str, param: str) -> bytes:
-    """Returns the content of a data: URI. Other URLs are never fetched: clients could read what the server can."""
+    """Returns the content of a data: URI. Other URLs are never fetched: clients could reach what the server can."""
     scheme, _, rest = uri.partition(":")
     if scheme.lower() != "data":
         problem = "URLs are not fetched; send the image itself, as data:image/png;base64,…"
@@ -198,5 +190,5 @@ def _data_uri(uri: str, param: str) -> bytes:
         raise InvalidRequest.at(param, "must be a data: URI in base64 (data:image/png;base64,…)")
     try:
         return base64.b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise InvalidRequest.at(param, f"is not valid base64: {error}") from error

@@ -3,7 +3,7 @@ an object in the client's body, for errors that are found later."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -85,7 +85,7 @@ class Message:
 
     @property
     def pictures(self) -> list[ImagePart | OtherPart]:
-        """The content parts that are no text: images, and what is refused."""
+        """The content parts that are not text: images, and kinds that are refused."""
         return [part for part in self.content if not isinstance(part, TextPart)]
 
 
@@ -93,24 +93,37 @@ def joined(messages: Sequence[Message]) -> Message:
     """Returns messages of one role as one message with the path of the first."""
     if len(messages) == 1:
         return messages[0]
-    marks = [message.mark for message in messages if message.mark]
     return replace(
         messages[0],
         content=tuple(part for message in messages for part in message.content),
         tool_calls=tuple(call for message in messages for call in message.tool_calls),
         reasoning="\n".join(message.reasoning for message in messages if message.reasoning) or None,
-        mark=marks[-1] if marks else None,
+        mark=next((message.mark for message in reversed(messages) if message.mark), None),
     )
+
+
+def with_moved(messages: Iterable[tuple[Message, bool]]) -> list[Message]:
+    """Returns the messages, each given with whether it was moved to the user. A moved message is joined with adjacent
+    messages of the user, because many templates want user and assistant to alternate."""
+    runs: list[list[Message]] = []
+    was_moved = False
+    for message, is_moved in messages:
+        if runs and message.role == runs[-1][0].role == "user" and (is_moved or was_moved):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+        was_moved = is_moved
+    return list(map(joined, runs))
 
 
 @dataclass(frozen=True)
 class Conversation:
     """The source of a prompt.
 
-    `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` are those marks
-    with the index of the tool, `tool_paths` the paths of the schemas of the tools' arguments. `reasoning_effort` and
-    `thinking` are variables of templates that know them. `template_variables` are set by the client, and win. With
-    `special_tokens_in_text`, the text of a control token becomes that token, whoever wrote it.
+    `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` are their marks
+    with the index of the tool, `tool_paths` the paths of the schemas of their arguments. `template_variables`, which
+    the client sets, override `reasoning_effort` and `thinking`. With `special_tokens_in_text`, the text of a control
+    token becomes that token, whoever wrote it.
     """
 
     messages: Sequence[Message]
