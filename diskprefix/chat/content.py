@@ -142,7 +142,7 @@ class PicturePlaces:
 
     def _next(self) -> Picture:
         if not self._left:
-            raise self._mismatch("the chat template writes more images than there are; use --chat-template")
+            raise self._mismatch("the chat template writes too many images; use another one with --chat-template")
         self._placed.append(self._left.pop(0))
         return self._placed[-1]
 

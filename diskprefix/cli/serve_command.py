@@ -61,7 +61,7 @@ def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
 def config_text(context: click.Context, settings: Settings) -> str:
     """Returns the settings in TOML, which `--policy` reads again. Settings without a value are commented out.
 
-    The flags of the command of `context` became `settings`.
+    `context` belongs to the command whose flags became `settings`.
     """
     return "\n".join(_line(context, name, getattr(settings, name)) for name in SETTINGS)
 

@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +66,8 @@ def opened_store(folder: Path, *, write: bool = False, min_free_bytes: int = 0) 
     require_store(folder)
     with advised():
         store = Store(folder, read_only=not write, min_free_bytes=min_free_bytes)
-    try:
+    with closing(store):
         yield store
-    finally:
-        store.close()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import base64
 import json
 import uuid
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
@@ -201,14 +201,12 @@ class _Readings:
         async with self._free:
             count = self._daemon.metrics.count_tokens
             generation = Generation(self._inbox, request, self._receive, count, self._on_cancelled)
-            try:
-                values = np.zeros(0, np.float32)
+            values = np.zeros(0, np.float32)
+            with closing(generation):
                 while not isinstance(event := await generation.next(_WAIT_S), DoneEvent):
                     if isinstance(event, ReadEvent):
                         values = event.values
                 return values, event
-            finally:
-                generation.close()
 
     async def _receive(self) -> Message:
         await asyncio.shield(self._gone)

@@ -117,34 +117,36 @@ def purge(
         chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
         if not as_json:
             _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
-        purged = bucket = why_not = None
-        if not dry_run:
-            # Opened first: a prompt that is gone here can no longer be named there.
-            if store.names.namespace or remote_tier is not None:
-                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
-            if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
-                click.echo("nothing was purged", err=True)
-                return 1
-            with progress("purging", plan.stored_bytes) as advance:
-                purged = purge_store(store, purge_filter, now, advance)
-        if purged is not None and bucket is not None:
+        if dry_run:
+            if as_json:
+                print_json(_report(plan, chosen, None))
+            return 0
+        bucket = why_not = None
+        # Opened first: a prompt that is gone here can no longer be named there.
+        if store.names.namespace or remote_tier is not None:
+            bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
+        if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
+            click.echo("nothing was purged", err=True)
+            return 1
+        with progress("purging", plan.stored_bytes) as advance:
+            purged = purge_store(store, purge_filter, now, advance)
+        if bucket is not None:
             _purge_bucket(purged, purge_filter, bucket)
-        elif purged is not None and plan:
+        elif plan:
             purged.remote_error = why_not
         stored_bytes = store.file_bytes()
-    not_erased: CacheError | None = None
-    size = ""
-    if purged is not None and erase:
+    not_erased, size = None, ""
+    if erase:
         try:
             with progress("rewriting the file", stored_bytes) as advance:
                 purged.is_erased = rewrite_folder(store.path, advance)
         except CacheError as error:
             not_erased = error
-    elif purged is not None and purged.stored_bytes:
+    elif purged.stored_bytes:
         size = _shrunk(kv_cache_dir, purged.stored_bytes, stored_bytes)
     if as_json:
         print_json(_report(plan, chosen, purged))
-    elif purged is not None:
+    else:
         if plan:
             _show_purged(kv_cache_dir, purged)
         click.echo(size, nl=bool(size))
@@ -152,8 +154,7 @@ def purge(
         _show_erased(purged)
     if not_erased is not None:
         raise not_erased
-    has_failed = purged is not None and (purged.left_blocks or (bucket is not None and purged.remote_error))
-    return 1 if has_failed else 0
+    return 1 if purged.left_blocks or (bucket is not None and purged.remote_error) else 0
 
 
 def _bucket(

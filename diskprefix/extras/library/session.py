@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,7 @@ class PrefixCacheSession:
         self.report: CacheReport | None = None
         self._options = CacheOptions(scope=parse_scope(self.settings.disk_prefix_cache, param="scope"))
         self._special_ids = _special_ids(tokenizer)
+        self._refused = 0
         self._open()
 
     def prefill(self, input_ids: Ids) -> tuple[Any, int]:
@@ -204,7 +205,7 @@ class PrefixCacheSession:
         except BaseException:
             store.close()
             raise
-        self._refused: int = 0
+        self._refused = 0
         # Runs at the latest when the process ends. It must not keep the session alive.
         self._finalizer = weakref.finalize(self, self._cache.close, _CLOSE_TIMEOUT_S)
 
@@ -228,12 +229,9 @@ class PrefixCacheSession:
     @contextmanager
     def _sequence(self, num_tokens: int) -> Iterator[KVSequence]:
         """Yields an empty sequence with room for a prompt. Raises `ContextTooLong`."""
-        sequence = KVSequence(self._pool)
-        try:
+        with closing(KVSequence(self._pool)) as sequence:
             sequence.reserve(num_tokens)
             yield sequence
-        finally:
-            sequence.close()
 
     def _pass_by(self, prompt: Prompt) -> None:
         reasons = ", ".join(self._cache.layout.unsupported)
